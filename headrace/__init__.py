@@ -1,0 +1,80 @@
+"""Headrace trains language models with reinforcement learning while rollouts keep flowing.
+
+    import headrace
+    run = headrace.train(model="path/to/model", tasks=my_tasks, reward=my_reward, steps=100)
+    print(run.summary["bound_by"], run.checkpoint)
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headrace.config import Recipe, load_recipe, make_recipe
+from headrace.settings import ConfigError
+from headrace.types import Batch, Episode, Rollout, WeightUpdate
+
+if TYPE_CHECKING:
+    from headrace.envs import Environment
+    from headrace.orchestrate.launch import RunResult
+
+__version__ = "0.1.0"
+__all__ = [
+    "Batch",
+    "ConfigError",
+    "Environment",
+    "Episode",
+    "Recipe",
+    "Rollout",
+    "WeightUpdate",
+    "load_recipe",
+    "train",
+]
+
+
+def train(
+    model: str | None = None,
+    *,
+    tasks: Any = None,  # noqa: ANN401  (rows, a file, a Dataset, or (source, weight) pairs)
+    reward: Any = None,  # noqa: ANN401  (one function or several, of either signature)
+    steps: int | None = None,
+    held_out: Any = None,  # noqa: ANN401  (as tasks)
+    recipe: str | Path | None = None,
+    run_dir: str | Path | None = None,
+    name: str = "run",
+    fresh: bool = False,
+    quiet: bool = False,
+    **settings: Any,  # noqa: ANN401  (sections of a recipe)
+) -> RunResult:
+    """Train `model` on `tasks` with `reward`, and return what came of it.
+
+    `tasks` is a list of dicts with a `prompt` (text or chat messages), a JSONL or parquet file, a `datasets.Dataset`, or
+    a list of (source, weight) pairs of these; other columns are passed to the reward. `reward` has TRL's batch signature
+    or is `f(prompt, completion, **row)`. `held_out` tasks are evaluated, never trained. Everything else a recipe can
+    say comes as sections, `train={"learning_rate": 1e-5}`, on top of `recipe` where one is named.
+    """
+    overrides: dict[str, Any] = dict(settings)
+    if model is not None:
+        overrides["model.path"] = str(model)
+    if steps is not None:
+        overrides["steps"] = steps
+    parsed = make_recipe(overrides) if recipe is None else load_recipe(recipe, overrides)
+
+    from headrace.orchestrate.build import UserInputs
+    from headrace.orchestrate.launch import Launch, launch
+
+    how = Launch(
+        name=Path(recipe).stem if recipe is not None else name,
+        run_dir=None if run_dir is None else Path(run_dir),
+        fresh=fresh,
+        quiet=quiet,
+    )
+    return launch(parsed, UserInputs(tasks=tasks, held_out=held_out, reward=reward), how)
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401
+    if name == "Environment":  # imported only when asked for: it brings numpy and more
+        from headrace.envs import Environment
+
+        return Environment
+    raise AttributeError(f"module 'headrace' has no attribute {name!r}")

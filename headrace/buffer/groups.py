@@ -1,0 +1,104 @@
+"""The buffer of groups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from headrace.observe import Signal
+
+if TYPE_CHECKING:
+    from headrace.types import Episode
+
+
+@dataclass(frozen=True)
+class Group:
+    """Episodes of one task, scored."""
+
+    number: int
+    """In the order of submission, from 0."""
+    episodes: tuple[Episode, ...]
+
+    @property
+    def ids(self) -> list[str]:
+        """Of its episodes, which the books are kept by."""
+        return [episode.id for episode in self.episodes]
+
+
+class GroupBuffer:
+    """`put` never waits; `ready` is raised while a whole batch can be taken."""
+
+    def __init__(self, *, batch: int, capacity: int | None, in_order: bool) -> None:
+        self._batch = batch
+        self._capacity = capacity
+        self._in_order = in_order
+        self._next = 0
+        self._groups: dict[int, Group] = {}
+        self._skipped: set[int] = set()
+        self.ready = Signal()
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    @property
+    def is_full(self) -> bool:
+        """Feeding stops while it is."""
+        return self._capacity is not None and len(self._groups) >= self._capacity
+
+    @property
+    def num_episodes(self) -> int:
+        return sum(len(group.episodes) for group in self._groups.values())
+
+    def put(self, group: Group) -> None:
+        assert group.number not in self._groups and group.number >= self._next * self._in_order
+        self._groups[group.number] = group
+        self._update()
+
+    def skip(self, number: int) -> None:
+        """That group will never be trained: it did not come, or is taken out."""
+        self._groups.pop(number, None)
+        self._skipped.add(number)
+        self._update()
+
+    def take(self) -> list[Group]:
+        """A batch of groups; only while `ready` is raised."""
+        numbers = self._available()[: self._batch]
+        assert len(numbers) == self._batch
+        taken = [self._groups.pop(number) for number in numbers]
+        if self._in_order:
+            self._next = numbers[-1] + 1
+        self._update()
+        return taken
+
+    def groups(self) -> list[Group]:
+        """What waits, in the order it came."""
+        return list(self._groups.values())
+
+    def state(self) -> dict[str, object]:
+        """For a checkpoint, beside the groups themselves."""
+        return {"next": self._next, "skipped": sorted(self._skipped)}
+
+    def restore(self, *, next_number: int, skipped: list[int], groups: list[Group]) -> None:
+        self._next, self._skipped = next_number, set(skipped)
+        self._groups = {group.number: group for group in groups}
+        self._update()
+
+    def _available(self) -> list[int]:
+        """Numbers that may leave now, in their order."""
+        if not self._in_order:
+            return list(self._groups)
+        numbers, number = [], self._next
+        while number in self._groups or number in self._skipped:
+            if number in self._groups:
+                numbers.append(number)
+            number += 1
+        return numbers
+
+    def _update(self) -> None:
+        while self._next in self._skipped:
+            self._skipped.remove(self._next)
+            self._next += 1
+        if len(self._available()) >= self._batch:
+            self.ready.set()
+        else:
+            self.ready.clear()

@@ -1,0 +1,148 @@
+"""The command line. It parses before anything heavy is imported, so that a mistake is answered at once."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headrace import __version__
+from headrace.settings import ConfigError, describe, parse_override, to_dict, to_toml
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+STARTED = time.perf_counter()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The entry point; errors of the user's end in one line and status 2, a failed run in status 1."""
+    parser = make_parser()
+    known, rest = parser.parse_known_args(arguments)
+    try:
+        overrides = dict(parse_override(argument) for argument in rest)
+        if overrides and known.command != "train":
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        code = known.run(known, overrides)
+    except ConfigError as error:
+        print(f"headrace: {error}", file=sys.stderr)
+        code = 2
+    except KeyboardInterrupt:
+        print("headrace: stopped", file=sys.stderr)
+        code = 130
+    raise SystemExit(code)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """All commands and their options."""
+    parser = argparse.ArgumentParser(prog="headrace", description="Reinforcement learning that keeps the GPUs busy.")
+    parser.add_argument("--version", action="version", version=f"headrace {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    train = commands.add_parser(
+        "train",
+        help="train a recipe; the same command resumes its unfinished run",
+        description="Train a recipe. Any setting can be overridden: --train.learning_rate=1e-5",
+        epilog=settings_help(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    train.add_argument("recipe", help="a TOML file; recipes/ has ours")
+    train.add_argument("--dry-run", action="store_true", help="check the recipe, print what it comes to, and stop")
+    train.add_argument("--run-dir", type=Path, help="the run's folder; runs/<recipe>-<time> if not given")
+    train.add_argument("--fresh", action="store_true", help="start a new run even if an unfinished one could be resumed")
+    train.set_defaults(run=_train)
+
+    inspect = commands.add_parser("inspect", help="print a rollout of a run token by token")
+    inspect.add_argument("folder", type=Path, help="a run's folder")
+    inspect.add_argument("--step", type=int, help="the version that trained it; the last kept if not given")
+    inspect.add_argument("--rollout", help="its id; the best and the worst of the step if not given")
+    inspect.set_defaults(run=_inspect)
+
+    bench = commands.add_parser("bench", help="measure; prints a table and can write JSON")
+    bench.add_argument("name", choices=["learn"], help="learn: does the quickstart learn, over several seeds")
+    bench.add_argument("--json", type=Path, help="write the figures to this file")
+    bench.add_argument("--quick", action="store_true", help="under a minute on 2 cores; shows that it runs, not the figure")
+    bench.add_argument("--seeds", type=int, default=5, help="how many seeds, from 0")
+    bench.set_defaults(run=_bench)
+    return parser
+
+
+def settings_help() -> str:
+    """Every setting with its documentation, for --help."""
+    from headrace.config import Recipe
+
+    lines = ["settings:"]
+    for key, kind, default, text in describe(Recipe):
+        lines += [f"  {key} = {default or '(required)'}", f"      {text} [{kind}]"]
+    return "\n".join(lines)
+
+
+def _train(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
+    from headrace.config import load_recipe
+
+    recipe = load_recipe(options.recipe, overrides)
+    print("\n".join(recipe.derivation()), flush=True)
+    if options.dry_run:
+        print(f"\n{to_toml(to_dict(recipe))}\ndry run: the recipe is valid; nothing was started")
+        return 0
+    from headrace.orchestrate.build import UserInputs
+    from headrace.orchestrate.launch import Launch, launch
+
+    how = Launch(
+        name=Path(options.recipe).stem,
+        recipe_text=Path(options.recipe).read_text(),
+        run_dir=options.run_dir,
+        fresh=options.fresh,
+        command_started=STARTED,
+    )
+    try:
+        result = launch(recipe, UserInputs(), how)
+    except (ValueError, RuntimeError, OSError) as error:
+        notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", []))
+        print(f"headrace: {type(error).__name__}: {error}{notes}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    return 0 if result.summary["status"] == "finished" else 130
+
+
+def _inspect(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
+    from headrace.observe.inspect import InspectError, read_rollouts, render
+
+    try:
+        step, rollouts = read_rollouts(options.folder, options.step)
+    except InspectError as error:
+        print(f"headrace: {error}", file=sys.stderr)
+        return 2
+    chosen = [rollout for rollout in rollouts if options.rollout in (None, rollout.id)]
+    if options.rollout is None:
+        ordered = sorted(rollouts, key=lambda rollout: rollout.reward or 0.0)
+        chosen = [ordered[-1], ordered[0]]
+    if not chosen:
+        print(f"headrace: step {step} has no rollout {options.rollout!r}; it has {rollouts[0].id} …", file=sys.stderr)
+        return 2
+    token_text = _token_text(options.folder)
+    print(f"step {step}: {len(rollouts)} rollouts")
+    for rollout in chosen:
+        print("\n" + render(rollout, token_text))
+    return 0
+
+
+def _token_text(folder: Path) -> Any:  # noqa: ANN401  (a function from token id to text)
+    checkpoints = sorted((folder / "checkpoints").glob("step-*"), key=lambda path: int(path.name[5:]))
+    if not checkpoints:
+        return str
+    from headrace.model.load import load_tokenizer
+
+    tokenizer = load_tokenizer(str(checkpoints[-1]))
+    return lambda token: str(tokenizer.decode([token]))
+
+
+def _bench(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
+    from headrace.bench.learn import run
+
+    return run(seeds=options.seeds, quick=options.quick, json_file=options.json)
+
+
+if __name__ == "__main__":
+    main()

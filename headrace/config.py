@@ -1,0 +1,421 @@
+"""The recipe: every setting of a run, one frozen section per room, and the checks that need two rooms at once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from headrace.settings import ConfigError, Origin, apply_overrides, build, load_toml, to_dict
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """The policy."""
+
+    path: str = "builtin:tiny"
+    """A Hugging Face folder or hub name, or `builtin:tiny`: a character-level Qwen3 made from scratch."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of weights and computation, in the engine and in the trainer."""
+    context: int = 0
+    """The most tokens a rollout may have; 0 takes the model's own limit."""
+    hidden_size: int = 96
+    """Width of `builtin:tiny`."""
+    num_layers: int = 2
+    """Depth of `builtin:tiny`."""
+    num_heads: int = 3
+    """Attention heads of `builtin:tiny`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmupSettings:
+    """Supervised steps before RL on tasks that have an `answer` column; the result is cached."""
+
+    steps: int = 0
+    """At most this many; 0 leaves the model as it is."""
+    batch: int = 64
+    """Examples a step."""
+    learning_rate: float = 1e-3
+    """Of AdamW, constant after a short rise."""
+    until_success: float = 1.0
+    """Stop once this share of tasks is solved at temperature 1. Judged on training tasks, never on held-out ones."""
+    check_every: int = 20
+    """Steps between two such checks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskSettings:
+    """One source of tasks; several are mixed by weight."""
+
+    source: str
+    """`builtin:NAME`, or a JSONL or parquet file with a `prompt` column (text or chat messages)."""
+    weight: float = 1.0
+    """Its share of the mix, against the other sources' weights."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of a built-in task."""
+
+    def __post_init__(self) -> None:
+        _check(self.weight > 0, "weight", self.weight, "above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardSettings:
+    """What is good."""
+
+    functions: tuple[str, ...] = ()
+    """`module:name` or `file.py:name` of each reward function; empty takes the built-in task's own."""
+    weights: tuple[float, ...] = ()
+    """One per function; empty weighs each 1."""
+    attempts: int = 2
+    """How often a reward that raises is asked before its rollouts are counted as failed."""
+    max_failures: int = 64
+    """Rollouts whose reward failed one after another before the run stops and shows the error."""
+
+    def __post_init__(self) -> None:
+        if self.weights and self.functions and len(self.weights) != len(self.functions):
+            raise ConfigError(f"weights = {list(self.weights)}: {len(self.functions)} functions need as many weights")
+        _check(self.attempts >= 1, "attempts", self.attempts, "≥ 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingSettings:
+    """How training rollouts are drawn."""
+
+    temperature: float = 1.0
+    """Above 0: a greedy policy explores nothing. The trainer applies the same temperature."""
+    top_k: int = 0
+    """Keep the k likeliest tokens; 0 keeps all. Any cut-off is recorded and replayed by the trainer."""
+    top_p: float = 1.0
+    """Keep the smallest set of likeliest tokens that holds this much probability."""
+    min_p: float = 0.0
+    """Keep tokens at least this fraction as likely as the likeliest."""
+    max_tokens: int = 256
+    """At most this many new tokens."""
+    min_tokens: int = 0
+    """No stop token before this many."""
+
+    def __post_init__(self) -> None:
+        _check(self.temperature > 0, "temperature", self.temperature, "above 0 to train")
+        _check(self.top_k >= 0, "top_k", self.top_k, "≥ 0")
+        _check(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
+        _check(0 <= self.min_p < 1, "min_p", self.min_p, "in [0, 1)")
+        _check(self.max_tokens >= 1, "max_tokens", self.max_tokens, "≥ 1")
+        _check(0 <= self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, "between 0 and max_tokens")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """What generates."""
+
+    kind: Literal["native"] = "native"
+    """`native`: the embedded engine, which runs the trainer's own model code."""
+    slots: int = 256
+    """Rollouts decoded at once."""
+    block_size: int = 16
+    """Tokens in a KV block; exact mode needs 16."""
+    kv_blocks: int = 0
+    """KV blocks in all; 0 takes as many as the slots can use."""
+
+    def __post_init__(self) -> None:
+        _check(self.slots >= 1, "slots", self.slots, "≥ 1")
+        _check(self.block_size >= 1, "block_size", self.block_size, "≥ 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BufferSettings:
+    """Where scored groups wait for the trainer."""
+
+    kind: Literal["auto", "synchronous", "one_ahead", "bounded", "stream"] = "auto"
+    """`synchronous`: generate, train, in turn. `one_ahead`, `bounded`: at most one or `depth` batches wait. `stream`: no
+    bound of its own. `auto` follows staleness.max_lag: 0 synchronous, 1 one_ahead, more bounded."""
+    depth: int = 0
+    """Batches that may wait in a `bounded` buffer."""
+    order: Literal["completion", "submission"] = "completion"
+    """`submission` trains groups in the order they were submitted, waiting for the slow ones; exact mode needs it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StalenessSettings:
+    """How old a token may be, and what is done about it. The three means combine freely."""
+
+    max_lag: int = 1
+    """The most versions between a token's sampling and its training; 0 is synchronous."""
+    gate: bool = True
+    """Submit no group that could not be trained within max_lag versions if groups were trained in order."""
+    reject: bool = True
+    """Drop groups with a token older than max_lag when a batch is made, and submit others instead."""
+    correct: Literal["none", "tis", "mis"] = "none"
+    """`none`: the loss's ratio is taken against the logprobs the engine recorded. `tis`, `mis`: it is taken against the
+    policy at the start of the step, and each token weighed by the truncated or masked importance weight."""
+    cap: float = 2.0
+    """Largest importance weight (tis), or the largest kept (mis)."""
+    floor: float = 0.5
+    """Smallest importance weight kept (mis)."""
+
+    def __post_init__(self) -> None:
+        _check(self.max_lag >= 0, "max_lag", self.max_lag, "≥ 0")
+        _check(self.cap >= 1, "cap", self.cap, "≥ 1")
+        _check(0 <= self.floor <= 1, "floor", self.floor, "in [0, 1]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartialSettings:
+    """What happens to rollouts in flight when the weights change."""
+
+    interrupt: Literal["keep", "drain", "abort"] = "keep"
+    """`keep`: swap between two decode steps and go on. `drain`: finish them first. `abort`: stop them, swap, and resume
+    each from its prefix."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncSettings:
+    """How weights reach the engines."""
+
+    transport: Literal["memory"] = "memory"
+    """`memory`: copied inside the process."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSettings:
+    """The trainer and its algorithm."""
+
+    batch: int = 256
+    """Rollouts trained per version."""
+    group_size: int = 8
+    """Rollouts of one task, compared with each other."""
+    mini_batches: int = 1
+    """Optimizer steps per version."""
+    micro_batch_tokens: int = 16384
+    """Tokens in one forward pass; changes memory and speed, not the gradient."""
+    learning_rate: float = 1e-6
+    """Of AdamW, at the top of its schedule."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """What the learning rate does after its rise, until the last step."""
+    warmup_steps: int = 0
+    """Versions over which the learning rate rises."""
+    final_learning_rate: float = 0.0
+    """Where `linear` and `cosine` end, as a fraction of the top."""
+    beta1: float = 0.9
+    """Of AdamW."""
+    beta2: float = 0.99
+    """Of AdamW."""
+    weight_decay: float = 0.0
+    """Of AdamW; biases and norms are spared."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this norm; 0 leaves them."""
+    loss: str = "grpo"
+    """`grpo`, or your own as `module:name`."""
+    constants: dict[str, float] = field(default_factory=dict)
+    """Keyword arguments of the loss, such as clip_low and clip_high."""
+    advantage: Literal["group", "group_mean", "leave_one_out"] = "group"
+    """`group`: (r − mean) ÷ std over the siblings. `group_mean`: r − mean (Dr. GRPO). `leave_one_out`: r − mean of the others."""
+    loss_mean: Literal["token", "sequence"] = "token"
+    """Each token of the batch counts the same, or each rollout does."""
+
+    def __post_init__(self) -> None:
+        _check(self.group_size >= 2, "group_size", self.group_size, "≥ 2: an advantage compares siblings")
+        _check(self.batch >= 1, "batch", self.batch, "≥ 1")
+        if self.batch % self.group_size:
+            fix = f"{max(1, round(self.batch / self.group_size)) * self.group_size}"
+            raise ConfigError(f"batch = {self.batch}: not a multiple of group_size = {self.group_size}; try {fix}")
+        _check(self.mini_batches >= 1, "mini_batches", self.mini_batches, "≥ 1")
+        groups = self.batch // self.group_size
+        _check(groups >= self.mini_batches, "mini_batches", self.mini_batches, f"at most the {groups} groups of a batch")
+        _check(self.learning_rate > 0, "learning_rate", self.learning_rate, "above 0")
+        _check(self.micro_batch_tokens >= 16, "micro_batch_tokens", self.micro_batch_tokens, "≥ 16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateSettings:
+    """Held-out evaluation, counted apart from training."""
+
+    every: int = 0
+    """Versions between evaluations; the first and last are always made if there are tasks. 0: only those two."""
+    tasks: tuple[TaskSettings, ...] = ()
+    """Held-out sources; a built-in task keeps held-out rows of its own."""
+    limit: int = 256
+    """Tasks per evaluation, the same ones each time."""
+    success_at: float = 1.0
+    """A rollout whose reward reaches this is a success."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSettings:
+    """Hugging Face folders from which the same command resumes."""
+
+    every: int = 50
+    """Versions between checkpoints; the last version is always saved."""
+    keep: int = 2
+    """Newest checkpoints kept."""
+
+    def __post_init__(self) -> None:
+        _check(self.every >= 1, "every", self.every, "≥ 1")
+        _check(self.keep >= 1, "keep", self.keep, "≥ 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObserveSettings:
+    """What a run shows and leaves behind."""
+
+    sinks: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Besides metrics.jsonl, which is always written."""
+    keep_rollouts_every: int = 1
+    """Versions between two whose rollouts are kept for `headrace inspect`; 0 keeps none."""
+    trace: bool = True
+    """Write trace.json."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Everything a run is made of."""
+
+    steps: int = 100
+    """Versions to train."""
+    seed: int = 0
+    """Of tasks, sampling and new weights."""
+    exact: bool = False
+    """Engine and trainer logprobs bitwise equal at equal weights on CPU, and a resumed run bitwise the uninterrupted one."""
+    orchestrate: Literal["inline"] = "inline"
+    """`inline`: one process, deterministic under a seed, breakpoints work."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` takes a GPU where there is one."""
+    threads: int = 0
+    """Of torch on CPU; 0 takes all cores."""
+    model: ModelSettings = field(default_factory=ModelSettings)
+    warmup: WarmupSettings = field(default_factory=WarmupSettings)
+    tasks: tuple[TaskSettings, ...] = ()
+    reward: RewardSettings = field(default_factory=RewardSettings)
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    buffer: BufferSettings = field(default_factory=BufferSettings)
+    staleness: StalenessSettings = field(default_factory=StalenessSettings)
+    partial: PartialSettings = field(default_factory=PartialSettings)
+    sync: SyncSettings = field(default_factory=SyncSettings)
+    train: TrainSettings = field(default_factory=TrainSettings)
+    evaluate: EvaluateSettings = field(default_factory=EvaluateSettings)
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+    observe: ObserveSettings = field(default_factory=ObserveSettings)
+
+    def __post_init__(self) -> None:
+        _check(self.steps >= 1, "steps", self.steps, "≥ 1")
+        self._check_across_rooms()
+
+    def _check_across_rooms(self) -> None:
+        buffer, lag = self.buffer, self.staleness.max_lag
+        if buffer.kind == "bounded" and buffer.depth < 1:
+            raise ConfigError(f"buffer.depth = {buffer.depth}: a bounded buffer holds at least 1 batch")
+        if buffer.kind != "bounded" and buffer.depth:
+            raise ConfigError(f"buffer.depth = {buffer.depth}: only buffer.kind = 'bounded' has a depth, not '{buffer.kind}'")
+        bounded = self.staleness.gate or self.staleness.reject
+        if buffer.kind == "bounded" and bounded and buffer.depth > max(lag, 1):
+            raise ConfigError(
+                f"buffer.depth = {buffer.depth}: a batch that waits so long lags more than staleness.max_lag = {lag}; "
+                f"raise max_lag to {buffer.depth} or lower the depth"
+            )
+        if buffer.kind in ("one_ahead", "stream") and lag == 0 and bounded:
+            raise ConfigError(f"buffer.kind = '{buffer.kind}': nothing can run ahead with staleness.max_lag = 0; set it to 1")
+        if self.exact:
+            self._check_exact()
+        if self.sampling.max_tokens >= self.model.context > 0:
+            raise ConfigError(
+                f"sampling.max_tokens = {self.sampling.max_tokens}: leaves no room for a prompt in model.context = "
+                f"{self.model.context}"
+            )
+
+    def _check_exact(self) -> None:
+        if self.device == "cuda":
+            raise ConfigError("device = 'cuda': exact = true is a promise about the CPU; set device = 'cpu'")
+        if self.model.dtype != "float32":
+            raise ConfigError(f"model.dtype = '{self.model.dtype}': exact = true needs float32")
+        if self.engine.block_size != 16:
+            raise ConfigError(f"engine.block_size = {self.engine.block_size}: exact = true needs 16")
+        if not self.staleness.gate and self.buffer_kind == "stream":
+            raise ConfigError("staleness.gate = false: exact = true with a stream needs the gate to bound what waits")
+
+    @property
+    def buffer_kind(self) -> str:
+        """`buffer.kind` with `auto` resolved."""
+        if self.buffer.kind != "auto":
+            return self.buffer.kind
+        if not self.staleness.gate and not self.staleness.reject:
+            return "stream"
+        return {0: "synchronous", 1: "one_ahead"}.get(self.staleness.max_lag, "bounded")
+
+    @property
+    def groups_per_batch(self) -> int:
+        return self.train.batch // self.train.group_size
+
+    @property
+    def batches_waiting(self) -> int | None:
+        """Batches the buffer holds before feeding stops; None where it has no bound."""
+        depth = self.buffer.depth or self.staleness.max_lag
+        return {"synchronous": 1, "one_ahead": 1, "bounded": max(depth, 1), "stream": None}[self.buffer_kind]
+
+    @property
+    def gate_depth(self) -> int | None:
+        """Versions that submission may run ahead of training; None where it is not gated."""
+        if self.buffer_kind == "synchronous":
+            return 0
+        return self.staleness.max_lag if self.staleness.gate else None
+
+    @property
+    def order(self) -> str:
+        """`buffer.order`, with exact mode's need honoured."""
+        return "submission" if self.exact else self.buffer.order
+
+    @property
+    def hash(self) -> str:
+        """Of everything that decides the result; the same command has the same hash."""
+        settings = to_dict(self)
+        settings.pop("observe")
+        return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+
+    def derivation(self) -> list[str]:
+        """How the sizes of a run follow from the settings, a line each."""
+        train, groups = self.train, self.groups_per_batch
+        rows = [
+            f"batch      {train.batch} rollouts = {groups} tasks × {train.group_size} siblings (train.batch, train.group_size)",
+            f"steps      {self.steps} versions × {train.mini_batches} optimizer step(s) = {self.steps * train.batch} rollouts trained",
+            f"micro      at most {train.micro_batch_tokens} tokens a forward pass (train.micro_batch_tokens)",
+        ]
+        if self.gate_depth is None:
+            rows.append("gate       none: submission runs ahead as far as the buffer lets it (staleness.gate = false)")
+        else:
+            rows.append(
+                f"gate       at most ({self.gate_depth} + 1) × {groups} = {(self.gate_depth + 1) * groups} tasks submitted and "
+                f"untrained (staleness.max_lag = {self.staleness.max_lag})"
+            )
+        waiting = self.batches_waiting
+        held = "no bound" if waiting is None else f"{waiting} × {groups} = {waiting * groups} groups wait at most"
+        rows.append(f"buffer     {self.buffer_kind}: {held}, trained in {self.order} order")
+        rows.append(f"engine     {self.engine.slots} rollouts decoded at once, {self.sampling.max_tokens} new tokens each at most")
+        return rows
+
+
+def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Recipe:
+    """Read a recipe file and apply overrides (`{"train.learning_rate": 1e-5}`)."""
+    file = Path(path)
+    if not file.is_file():
+        raise ConfigError(f"{path}: no such recipe; `ls recipes/` shows ours")
+    return parse_recipe(file.read_text(), name=str(path), overrides=overrides)
+
+
+def parse_recipe(text: str, *, name: str, overrides: Mapping[str, Any] | None = None) -> Recipe:
+    """A recipe from TOML text; errors name `name` and the line."""
+    data = apply_overrides(load_toml(text, name=name), overrides or {})
+    return build(Recipe, data, origin=Origin(name=name, text=text))
+
+
+def make_recipe(data: Mapping[str, Any]) -> Recipe:
+    """A recipe from nested or dotted plain data."""
+    return build(Recipe, apply_overrides({}, data))
+
+
+def _check(holds: bool, name: str, value: object, wanted: str) -> None:
+    if not holds:
+        raise ConfigError(f"{name} = {value!r}: must be {wanted}")

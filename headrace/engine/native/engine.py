@@ -1,0 +1,128 @@
+"""The native engine behind the async protocol.
+
+`serve` is the decode loop: it waits for work (woken by `generate`, `stream` or `resume`) and otherwise steps the core,
+giving way to other coroutines between two steps. Everything else only queues work or waits for a step boundary, which
+in one event loop is wherever `serve` gives way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, NoReturn
+
+from headrace.engine.native.core import EngineCore, Request
+from headrace.engine.protocol import EngineState, Increment
+from headrace.model.packing import score as score_packed
+from headrace.model.weights import load_weights
+from headrace.observe import Signal
+from headrace.partial import Interrupt
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+    from headrace.observe import Timeline
+    from headrace.sync import WeightSync
+    from headrace.types import Array, Rollout, Sampling, WeightUpdate
+
+_SCORE_TOKENS = 8192
+
+
+class NativeEngine:
+    """An `Engine` in this process."""
+
+    def __init__(self, core: EngineCore, *, sync: WeightSync, timeline: Timeline) -> None:
+        self.core = core
+        self._sync = sync
+        self._timeline = timeline
+        self._work = Signal()
+        self._is_paused = False
+        self._drained = asyncio.Event()
+
+    async def serve(self) -> NoReturn:
+        """Decode for ever; the task that runs this is cancelled to stop the engine."""
+        while True:
+            if self._is_paused or not self.core.has_work:
+                self._drained.set()
+                await self._timeline.wait("wait-weights" if self._is_paused else "wait-gate", self._work)
+                self._work.clear()
+                continue
+            self._drained.clear()
+            self._timeline.enter("decode")
+            step = self.core.step()
+            rows = step.prompt_rows + step.decode_rows
+            self._timeline.split("prefill", share=step.prompt_rows / max(rows, 1))
+            self._timeline.count(occupied=step.decode_rows, slots=self.core.num_slots)
+            self._timeline.enter("descheduled")
+            await asyncio.sleep(0)
+
+    async def generate(self, rollout: Rollout, sampling: Sampling) -> Rollout:
+        done: asyncio.Future[Rollout] = asyncio.get_running_loop().create_future()
+        request = Request(rollout, sampling, on_done=lambda result: None if done.done() else done.set_result(result))
+        self._submit(request)
+        try:
+            return await done
+        finally:
+            if not done.done() or done.cancelled():
+                self.core.cancel(request)
+
+    async def stream(self, rollout: Rollout, sampling: Sampling) -> AsyncIterator[Increment]:
+        queue: asyncio.Queue[Increment] = asyncio.Queue()
+        request = Request(rollout, sampling, on_done=lambda _: None, on_tokens=queue.put_nowait)
+        self._submit(request)
+        with contextlib.closing(_Cancelling(self.core, request)):
+            while True:
+                increment = await queue.get()
+                yield increment
+                if increment.finish_reason is not None:
+                    return
+
+    async def score(self, rollouts: Sequence[Rollout]) -> list[Array]:
+        core = self.core
+        device = next(core.model.parameters()).device
+        return score_packed(core.model, core._head, rollouts, budget=_SCORE_TOKENS, device=device, exact=core.exact)
+
+    async def pause(self, interrupt: Interrupt) -> None:
+        if interrupt is Interrupt.DRAIN:
+            self.core.is_admitting = False
+            while self.core.num_running:
+                self._work.set()
+                self._drained.clear()
+                await self._drained.wait()
+        elif interrupt is Interrupt.ABORT:
+            self.core.abort_running()
+        self._is_paused = True
+
+    async def resume(self) -> None:
+        self.core.is_admitting, self._is_paused = True, False
+        self._work.set()
+
+    async def load(self, update: WeightUpdate) -> None:
+        with self._timeline.during("swap"):
+            load_weights(self.core.model, self._sync.receive(update), update)
+            self.core.policy, self.core.lineage, self.core.version = update.policy, update.lineage, update.version
+
+    async def state(self) -> EngineState:
+        core = self.core
+        return EngineState(
+            version=core.version,
+            lineage=core.lineage,
+            running=core.num_running,
+            waiting=core.num_waiting,
+            slots=core.num_slots,
+            free_blocks=core.num_free_blocks,
+        )
+
+    def _submit(self, request: Request) -> None:
+        self.core.submit(request)
+        self._work.set()
+
+
+class _Cancelling:
+    """Gives a request's slot back when a stream is closed before its end."""
+
+    def __init__(self, core: EngineCore, request: Request) -> None:
+        self._core, self._request = core, request
+
+    def close(self) -> None:
+        self._core.cancel(self._request)

@@ -1,0 +1,84 @@
+"""Drawing tokens: temperature, top-k, top-p, min-p, and a random number that depends on the request alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headrace.types import Array
+
+
+@dataclass(frozen=True)
+class SamplingRows:
+    """The sampling parameters of a step, one entry per row."""
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    forbidden: list[tuple[int, int]]
+    """(row, token id) pairs that cannot be drawn: stop tokens before min_tokens."""
+    is_cut: bool
+    """Some row has top-k, top-p, min-p or a forbidden token."""
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What was drawn."""
+
+    token_ids: Tensor
+    logprobs: Tensor
+    """Under the distribution drawn from; 0 where the draw was greedy."""
+    allowed: Tensor | None
+    """[rows, vocabulary] bool, where some row was cut."""
+
+
+def uniform(seeds: Array, positions: Array) -> Array:
+    """One number in [0, 1) per row, a hash of (request seed, token position): the same in any batch, on any resume."""
+    with np.errstate(over="ignore"):
+        state = seeds.astype(np.uint64) + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        state ^= state >> np.uint64(31)
+    numbers: Array = (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return numbers
+
+
+def draw(logits: Tensor, rows: SamplingRows, numbers: Tensor) -> Draw:
+    """Invert the cumulative distribution of each row at its number."""
+    is_greedy = rows.temperature == 0
+    logits = logits / torch.where(is_greedy, 1.0, rows.temperature).unsqueeze(1)
+    allowed = None
+    if rows.is_cut:
+        allowed = _allowed(logits, rows)
+        logits = logits.masked_fill(~allowed, float("-inf"))
+    logprobs = torch.log_softmax(logits, dim=-1)
+    cumulative = logprobs.double().exp().cumsum(dim=-1)
+    threshold = (numbers.to(cumulative) * cumulative[:, -1]).unsqueeze(1)
+    drawn = torch.searchsorted(cumulative, threshold, right=True).squeeze(1).clamp_max(logits.shape[1] - 1)
+    token_ids = torch.where(is_greedy, logits.argmax(dim=-1), drawn)
+    chosen = logprobs.gather(1, token_ids.unsqueeze(1)).squeeze(1)
+    return Draw(token_ids=token_ids, logprobs=torch.where(is_greedy, 0.0, chosen), allowed=allowed)
+
+
+def _allowed(logits: Tensor, rows: SamplingRows) -> Tensor:
+    """Cut in the order users of other libraries know: forbidden tokens, top-k, top-p of what is left, min-p."""
+    if rows.forbidden:
+        index = torch.tensor(rows.forbidden, device=logits.device)
+        logits = logits.index_put((index[:, 0], index[:, 1]), logits.new_tensor(float("-inf")))
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    ranks = torch.arange(logits.shape[1], device=logits.device)
+    limit = torch.where(rows.top_k > 0, rows.top_k, logits.shape[1]).unsqueeze(1)
+    keep = (ranks < limit) & (ordered > float("-inf"))
+    probabilities = torch.softmax(ordered.masked_fill(~keep, float("-inf")), dim=-1)
+    before = probabilities.cumsum(dim=-1) - probabilities
+    keep &= (before < rows.top_p.unsqueeze(1)) | (rows.top_p >= 1).unsqueeze(1)
+    keep &= probabilities >= rows.min_p.unsqueeze(1) * probabilities[:, :1]
+    keep[:, 0] = True
+    return torch.zeros_like(keep).scatter(1, order, keep)

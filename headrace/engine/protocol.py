@@ -1,0 +1,69 @@
+"""The seam every engine is reached through."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+    from headrace.partial import Interrupt
+    from headrace.types import Array, FinishReason, Rollout, Sampling, WeightUpdate
+
+
+class PromptTooLong(ValueError):
+    """A rollout leaves no room in the context for a single new token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Increment:
+    """What one decode step added to a streamed rollout."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    finish_reason: FinishReason | None
+    """None while more may come."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineState:
+    """A look at an engine between two steps."""
+
+    version: int
+    lineage: str
+    running: int
+    waiting: int
+    slots: int
+    free_blocks: int
+
+
+class Engine(Protocol):
+    """Lengthens rollouts. All calls may be made at any time, from one event loop."""
+
+    async def generate(self, rollout: Rollout, sampling: Sampling) -> Rollout:
+        """The rollout with one more call's tokens. A partial one (`ABORT`) is resumed by generating it again.
+
+        Called by the generate loop and by evaluation; cancelling the await gives the slot back.
+        """
+
+    def stream(self, rollout: Rollout, sampling: Sampling) -> AsyncIterator[Increment]:
+        """The same call, token by token; closing the iterator cancels it."""
+
+    async def score(self, rollouts: Sequence[Rollout]) -> list[Array]:
+        """[T] float32 per rollout: the logprob of each token given those before it (0 for the first), under the
+        current weights and each sampled token's own temperature and sampling mask."""
+
+    async def pause(self, interrupt: Interrupt) -> None:
+        """Stop decoding, doing with what is in flight as `interrupt` says. Called before `load`."""
+
+    async def resume(self) -> None:
+        """Decode again; requests made while paused were queued."""
+
+    async def load(self, update: WeightUpdate) -> None:
+        """Receive the weights of `update` and hold them from the next decode step on. Raises, and stays on the old
+        version, if what arrived is not what the manifest says."""
+
+    async def state(self) -> EngineState:
+        """A look at it, for the run line and for health."""

@@ -1,0 +1,101 @@
+"""What an environment holds of the system: make a prompt, generate, read text."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from headrace.settings import ConfigError
+from headrace.types import FinishReason, Rollout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from headrace.engine import Engine
+    from headrace.types import Array, Plain, Sampling
+
+_REMEMBERED = 4096
+
+
+class Client(Protocol):
+    """Given to `Environment.run`, one per episode."""
+
+    @property
+    def episode(self) -> str:
+        """Its id."""
+
+    @property
+    def group(self) -> str:
+        """Of the siblings it is compared with."""
+
+    def prompt(self, prompt: Plain) -> Rollout:
+        """A rollout of this episode with nothing sampled yet."""
+
+    async def generate(self, rollout: Rollout) -> Rollout:
+        """The rollout with one more completion, resumed as often as the weights interrupted it."""
+
+    def text(self, rollout: Rollout) -> str:
+        """What was generated, for display and for rewards; never tokenized again."""
+
+
+class PromptEncoder:
+    """Prompts to token ids, by the chat template where they are messages. Siblings ask for the same one; it is kept."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        self._known: dict[str, Array] = {}
+
+    def encode(self, prompt: Plain) -> Array:
+        key = prompt if isinstance(prompt, str) else json.dumps(prompt)
+        if key not in self._known:
+            if len(self._known) >= _REMEMBERED:
+                self._known.clear()
+            self._known[key] = np.asarray(self._encode(prompt), dtype=np.int32)
+        return self._known[key]
+
+    def decode(self, rollout: Rollout) -> str:
+        return str(self.tokenizer.decode(rollout.completion_ids, skip_special_tokens=True))
+
+    def _encode(self, prompt: Plain) -> Any:  # noqa: ANN401
+        if isinstance(prompt, str):
+            return self.tokenizer(prompt)["input_ids"]
+        if self.tokenizer.chat_template is None:
+            raise ConfigError("tasks: prompts are chat messages but the model's tokenizer has no chat template; give text")
+        messages: Any = prompt
+        return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+
+
+class EngineClient:
+    """A `Client` over an engine."""
+
+    def __init__(
+        self, engine: Engine, encoder: PromptEncoder, *, episode: str, group: str, index: int, sampling: Sampling
+    ) -> None:
+        self._engine, self._encoder = engine, encoder
+        self.episode: str = episode
+        self.group: str = group
+        self._index = index
+        self._sampling = sampling
+        self._rollouts = 0
+
+    def prompt(self, prompt: Plain) -> Rollout:
+        suffix = f".{self._rollouts}" if self._rollouts else ""
+        self._rollouts += 1
+        token_ids = self._encoder.encode(prompt)
+        return Rollout.from_prompt(
+            token_ids, id=self.episode + suffix, episode=self.episode, group=self.group, index=self._index
+        )
+
+    async def generate(self, rollout: Rollout) -> Rollout:
+        limit = len(rollout) + self._sampling.max_tokens
+        rollout = await self._engine.generate(rollout, self._sampling)
+        while rollout.finish_reason is FinishReason.ABORT:
+            left = dataclasses.replace(self._sampling, max_tokens=limit - len(rollout), min_tokens=0)
+            rollout = await self._engine.generate(rollout, left)
+        return rollout
+
+    def text(self, rollout: Rollout) -> str:
+        return self._encoder.decode(rollout)

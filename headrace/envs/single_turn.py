@@ -1,0 +1,30 @@
+"""The protocol of environments, and the built-in one: a prompt, a completion."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Protocol
+
+from headrace.types import Episode
+
+if TYPE_CHECKING:
+    from headrace.envs.client import Client
+    from headrace.types import Plain
+
+
+class Environment(Protocol):
+    """Runs a task to its end."""
+
+    async def run(self, task: dict[str, Plain], client: Client) -> Episode:
+        """Called once per episode by the generate loop; what it raises fails the episode, which is retried."""
+
+
+class SingleTurn:
+    """Ask once."""
+
+    async def run(self, task: dict[str, Plain], client: Client) -> Episode:
+        started = time.time()
+        rollout = await client.generate(client.prompt(task["prompt"]))
+        return Episode(
+            id=client.episode, group=client.group, task=task, rollouts=(rollout,), started=started, finished=time.time()
+        )

@@ -1,0 +1,44 @@
+"""Functions by name: `module:name` or `path/to/file.py:name`. Names travel between processes and files, never code."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+from headrace.settings import ConfigError
+
+
+def import_name(reference: str, *, setting: str) -> Any:  # noqa: ANN401  (whatever the user named)
+    """The object a reference names; modules are found from the working directory as well."""
+    place, _, name = reference.rpartition(":")
+    if not place or not name:
+        raise ConfigError(f"{setting} = {reference!r}: write module:name or file.py:name")
+    try:
+        module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
+    except (ImportError, FileNotFoundError) as error:
+        raise ConfigError(f"{setting} = {reference!r}: {error}") from error
+    if not hasattr(module, name):
+        raise ConfigError(f"{setting} = {reference!r}: {place} has no {name!r}")
+    return getattr(module, name)
+
+
+def _load_module(name: str) -> Any:  # noqa: ANN401
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    return importlib.import_module(name)
+
+
+def _load_file(path: Path) -> Any:  # noqa: ANN401
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file")
+    name = f"_headrace_user_{path.stem}_{abs(hash(str(path.resolve())))}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    return sys.modules[name]

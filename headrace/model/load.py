@@ -1,0 +1,132 @@
+"""Loading a model and its tokenizer, and refusing what cannot be served exactly, by name, before anything runs."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from headrace.model import attention
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+SERVED_LAYERS = {"full_attention", "sliding_attention"}
+
+
+class ModelError(ValueError):
+    """The model does not exist or cannot be served; the message says which and why."""
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer in a folder or on the hub."""
+    with _explained(path, "tokenizer"):
+        return cast("PreTrainedTokenizerBase", AutoTokenizer.from_pretrained(path))
+
+
+def load_model(path: str, *, dtype: str = "float32", device: str = "cpu") -> PreTrainedModel:
+    """A causal language model ready for `attention_context=`, checked to be one we serve exactly."""
+    with _explained(path, "model"):
+        check_config(AutoConfig.from_pretrained(path), path)
+        with _quietly():
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
+    return prepare(cast("PreTrainedModel", model), name=path).to(device)  # type: ignore[arg-type]  # transformers' wrapper loses the overload
+
+
+def prepare(model: PreTrainedModel, *, name: str) -> PreTrainedModel:
+    """Put our attention in, and probe that every layer goes through it."""
+    attention.register()
+    check_config(model.config, name)
+    model.set_attn_implementation(attention.NAME)
+    model.eval()
+    _probe(model, name)
+    return model
+
+
+def check_config(config: Any, name: str) -> None:  # noqa: ANN401  (transformers' configs share no typed surface)
+    """Refuse architectures with layers outside the attention interface."""
+    text = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
+    odd = sorted(kinds - SERVED_LAYERS)
+    if odd:
+        raise ModelError(
+            f"model {name!r} ({text.model_type}) has layers of kind {', '.join(odd)}; the native engine serves decoders made "
+            f"of full or sliding attention and would serve this one wrongly"
+        )
+    if getattr(text, "is_encoder_decoder", False):
+        raise ModelError(f"model {name!r} ({text.model_type}) is an encoder-decoder; only decoders are served")
+
+
+def context_limit(model: PreTrainedModel, wanted: int) -> int:
+    """The most tokens a rollout may have: what was asked for, or the model's own limit."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 4096
+    if wanted > limit:
+        raise ModelError(f"model.context = {wanted}: the model takes at most {limit} tokens")
+    return wanted or int(limit)
+
+
+def hidden_states(
+    model: PreTrainedModel, token_ids: Tensor, positions: Tensor, context: attention.AttentionContext
+) -> Tensor:
+    """[tokens, hidden] of a packed forward pass; `use_cache=False` keeps transformers from guessing at boundaries."""
+    output = model.base_model(
+        input_ids=token_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, attention_context=context
+    )
+    return cast("Tensor", output.last_hidden_state[0])
+
+
+class _CountingContext(attention.PackedContext):
+    def __init__(self, lengths: list[int]) -> None:
+        super().__init__(lengths)
+        self.layers: set[int] = set()
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: attention.AttentionSpec) -> Tensor:
+        self.layers.add(layer)
+        return super().attend(layer, query, key, value, spec)
+
+
+def _probe(model: PreTrainedModel, name: str) -> None:
+    """One forward over two short documents: every layer must come through the hook, and neither may see the other."""
+    tokens = torch.tensor([1, 2, 3, 1, 2, 3])
+    context = _CountingContext([3, 3])
+    try:
+        with torch.no_grad():
+            hidden = hidden_states(model, tokens, torch.tensor([0, 1, 2, 0, 1, 2]), context)
+    except attention.AttentionError as error:
+        raise ModelError(f"model {name!r} cannot be served: {error}") from error
+    layers = int(model.config.get_text_config().num_hidden_layers)
+    tolerance = 1e-4 if hidden.dtype == torch.float32 else 5e-2
+    leak = float((hidden[:3] - hidden[3:]).abs().max() / hidden.abs().max().clamp_min(1e-6))
+    if len(context.layers) != layers or leak > tolerance:
+        raise ModelError(
+            f"model {name!r} ({model.config.model_type}) cannot be served exactly: {len(context.layers)} of {layers} layers "
+            f"use the attention interface, packed documents differ by {leak:.1e}"
+        )
+
+
+@contextlib.contextmanager
+def _explained(path: str, what: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, KeyError) as error:
+        if isinstance(error, ModelError):
+            raise
+        place = "the folder does not exist, and it" if not Path(path).exists() else "it"
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(f"model.path = {path!r}: {place} could not be loaded as a {what}: {reason}") from error
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.enable_progress_bar()

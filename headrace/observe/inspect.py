@@ -1,0 +1,53 @@
+"""`headrace inspect RUN`: a rollout token by token."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headrace.types import Rollout, Source
+from headrace.wire import read_frames
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+class InspectError(ValueError):
+    """There is nothing of that name to look at."""
+
+
+def kept_steps(folder: Path) -> list[int]:
+    """Versions whose rollouts were kept."""
+    return sorted(int(path.stem.removeprefix("step-")) for path in (folder / "rollouts").glob("step-*.wire"))
+
+
+def read_rollouts(folder: Path, step: int | None = None) -> tuple[int, list[Rollout]]:
+    """(version, its rollouts): of one step, or of the last kept."""
+    steps = kept_steps(folder)
+    if not steps:
+        raise InspectError(f"{folder} holds no rollouts; is it a run folder? (observe.keep_rollouts_every keeps them)")
+    step = steps[-1] if step is None else step
+    if step not in steps:
+        raise InspectError(f"step {step} was not kept; there are {steps[0]} to {steps[-1]}")
+    with (folder / "rollouts" / f"step-{step}.wire").open("rb") as file:
+        return step, [rollout for rollout in read_frames(file) if isinstance(rollout, Rollout)]
+
+
+def render(rollout: Rollout, token_text: Callable[[int], str]) -> str:
+    """A header and one line per token: source, version, logprob, mask."""
+    call = rollout.calls[-1] if rollout.calls else None
+    lines = [
+        f"rollout {rollout.id}  group {rollout.group}  policy {rollout.policy}  lineage {rollout.lineage}  "
+        f"{rollout.finish_reason or 'not generated'}  {rollout.outcome}",
+        f"rewards {rollout.rewards}" + (f"  temperature {call.sampling.temperature}  engine {call.engine}" if call else ""),
+        f"{'index':>5}  {'id':>6}  {'token':14} {'source':8} {'version':>7}  {'logprob':>9}  mask",
+    ]
+    for index, token in enumerate(rollout.token_ids):
+        is_sampled = rollout.source[index] == Source.SAMPLED
+        version = str(rollout.versions[index]) if is_sampled else ""
+        logprob = f"{rollout.logprobs[index]:.4f}" if is_sampled else ""
+        lines.append(
+            f"{index:>5}  {token:>6}  {token_text(int(token))!r:14} {Source(rollout.source[index]).name.lower():8} "
+            f"{version:>7}  {logprob:>9}  {'trained' if rollout.loss_mask[index] else ''}"
+        )
+    return "\n".join(lines)

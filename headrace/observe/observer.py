@@ -1,0 +1,120 @@
+"""One object that every role reports to."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from headrace.observe.screen import Screen, Silent
+from headrace.observe.sinks import Sink, open_sinks
+from headrace.observe.spans import STATES, Timeline
+from headrace.observe.trace import Trace
+from headrace.wire import encode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from headrace.types import Rollout
+
+    Budget = dict[str, dict[str, float]]
+
+
+class Observer:
+    """Timelines, metrics, trace, kept rollouts and the screen of one run; all but the timelines may be absent."""
+
+    def __init__(
+        self,
+        folder: Path | None = None,
+        *,
+        screen: Screen | None = None,
+        sinks: tuple[str, ...] = (),
+        trace: bool = False,
+        roles: Sequence[str] = tuple(STATES),
+    ) -> None:
+        self.screen: Screen = screen or Silent()
+        self._folder = folder
+        self._sinks: list[Sink] = open_sinks(sinks, folder) if folder else []
+        self._trace = Trace(folder / "trace.json") if folder and trace else None
+        self._timelines = {role: Timeline(role, on_span=self._on_span) for role in roles}
+        self._before: dict[str, dict[str, float]] = {}
+
+    def timeline(self, role: str) -> Timeline:
+        return self._timelines[role]
+
+    def start(self) -> None:
+        """Begin the window of the time budget: at the first request."""
+        for timeline in self._timelines.values():
+            timeline.start()
+        self._before = {}
+
+    def budget(self) -> Budget:
+        """Shares of every role; each sums to 1."""
+        return {role: timeline.shares() for role, timeline in self._timelines.items()}
+
+    @property
+    def occupancy(self) -> float:
+        """Slots decoding, of those there are, averaged over decode steps."""
+        engine = self._timelines["engine"]
+        return engine.occupied / engine.slots if engine.slots else 0.0
+
+    def version(self, version: int, metrics: Mapping[str, Any]) -> None:
+        """A version was trained: metrics to the sinks, seconds of every state since the last one beside them."""
+        budget = self.budget()
+        self._safely(lambda: [sink.write(version, {**metrics, **self._seconds()}) for sink in self._sinks])
+        if self._trace is not None:
+            trace = self._trace
+            self._safely(lambda: (trace.mark(f"version {version}"), trace.flush()))
+        self.screen.row({"version": version, **metrics}, budget)
+
+    def keep_rollouts(self, version: int, rollouts: Sequence[Rollout]) -> None:
+        """Append them to the run's folder for `headrace inspect`."""
+        if self._folder is not None:
+            folder = self._folder / "rollouts"
+            self._safely(lambda: _append(folder, version, rollouts))
+
+    def close(self) -> None:
+        self.screen.close()
+        for sink in self._sinks:
+            self._safely(sink.close)
+        if self._trace is not None:
+            self._safely(self._trace.close)
+
+    def _seconds(self) -> dict[str, float]:
+        now = {role: dict(timeline.totals) for role, timeline in self._timelines.items()}
+        before, self._before = self._before, now
+        return {
+            f"seconds/{role}/{state}": round(total - before.get(role, {}).get(state, 0.0), 6)
+            for role, totals in now.items()
+            for state, total in totals.items()
+        }
+
+    def _on_span(self, role: str, state: str, start: float, stop: float) -> None:
+        if self._trace is not None:
+            trace = self._trace
+            self._safely(lambda: trace.span(role, state, start, stop))
+
+    def _safely(self, write: Callable[[], object]) -> None:
+        try:
+            write()
+        except OSError as error:
+            self._sinks, self._trace, self._folder = [], None, None
+            self.screen.say(f"metrics are no longer written: {error}; the run goes on")
+
+
+def _append(folder: Path, version: int, rollouts: Sequence[Rollout]) -> None:
+    folder.mkdir(exist_ok=True)
+    with (folder / f"step-{version}.wire").open("wb") as file:
+        for rollout in rollouts:
+            file.write(encode(rollout))
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl; a line cut off by a crash is left out."""
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return rows

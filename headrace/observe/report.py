@@ -1,0 +1,42 @@
+"""What is said at the end of a run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from headrace.observe.screen import budget_table
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def final_report(
+    summary: dict[str, Any], equation: str, samples: list[tuple[str, str, float | None]], *, folder: Path
+) -> str:
+    """Before and after, where the time went, the books, the checkpoint, three rollouts."""
+    seconds, tokens, lag = summary["seconds"], summary["tokens"], summary["lag"]
+    lines = ["", f"{summary['status']}   version {summary['version']} of {summary['steps']}"]
+    if summary["success_before"] is not None:
+        lines += [
+            f"held-out   {summary['success_before']:.1%} -> {summary['success_after']:.1%} solved at temperature 1, "
+            f"greedy {summary['greedy_before']:.1%} -> {summary['greedy_after']:.1%}"
+        ]
+    elif summary["reward_first"] is not None:
+        lines += [f"reward     {summary['reward_first']:.3f} -> {summary['reward_last']:.3f} (no held-out tasks are given)"]
+    lines += [
+        f"time       {seconds['rl']:.1f} s of RL, setup {seconds['setup']:.1f} s, warm-up {seconds['warmup']:.1f} s, first "
+        f"step {seconds['first_step']:.1f} s after the command",
+        f"tokens     {tokens['trained']:,} trained of {tokens['sampled']:,} sampled, {tokens['wasted']:,} wasted; "
+        f"lag {lag['mean']:.2f} on average, {lag['max']} at most",
+        "",
+        *budget_table(summary["time_budget"]),
+        "",
+        f"accounting {equation}",
+    ]
+    lines += [f"           {count} {reason}" for reason, count in summary["dropped_because"].items()]
+    lines += [f"checkpoint {summary['checkpoint']}", f"look       headrace inspect {folder}"]
+    if summary["status"] == "interrupted":
+        lines += ["resume     give the same command again"]
+    for prompt, completion, reward in samples:
+        lines += [f"sample     {prompt!r} -> {completion!r}   reward {reward if reward is None else round(reward, 3)}"]
+    return "\n".join(lines)

@@ -1,0 +1,75 @@
+"""Where metrics go. A sink that fails (a full disk, a service that is down) is dropped with a word, not the run."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+
+class Sink(Protocol):
+    """Takes flat metrics once per version."""
+
+    def write(self, version: int, metrics: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonLines:
+    """metrics.jsonl: one object per version, whole lines only."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, version: int, metrics: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps({"version": version, **metrics}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoard:
+    """Scalars for TensorBoard, in the run folder."""
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(folder / "tensorboard"))  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+    def write(self, version: int, metrics: Mapping[str, Any]) -> None:
+        for name, value in metrics.items():
+            if isinstance(value, int | float):
+                self._writer.add_scalar(name, value, version)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A W&B run named after the folder."""
+
+    def __init__(self, folder: Path) -> None:
+        import wandb  # type: ignore[import-not-found]  # an extra
+
+        self._run: Any = wandb.init(project="headrace", name=folder.name, dir=str(folder), id=folder.name, resume="allow")
+
+    def write(self, version: int, metrics: Mapping[str, Any]) -> None:
+        self._run.log({name: value for name, value in metrics.items() if isinstance(value, int | float)}, step=version)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def open_sinks(names: tuple[str, ...], folder: Path) -> list[Sink]:
+    """metrics.jsonl, and the extras by name."""
+    sinks: list[Sink] = [JsonLines(folder / "metrics.jsonl")]
+    for name in names:
+        try:
+            sinks.append(TensorBoard(folder) if name == "tensorboard" else WeightsAndBiases(folder))
+        except ImportError as error:
+            raise ValueError(f"observe.sinks: {name!r} needs `pip install headrace[{name}]` ({error})") from error
+    return sinks

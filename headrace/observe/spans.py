@@ -1,0 +1,110 @@
+"""Timelines: each role is in exactly one state at any moment, so its shares of the time always sum to one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+STATES = {
+    "engine": ("prefill", "decode", "swap", "wait-gate", "wait-weights", "descheduled"),
+    "trainer": ("compute", "publish", "save", "evaluate", "wait-batch", "descheduled"),
+    "scorer": ("score", "wait", "descheduled"),
+}
+"""`descheduled`: could run, but the processor was somewhere else. `evaluate`: the trainer waits for a held-out evaluation."""
+IDLE = {"engine": "wait-gate", "trainer": "wait-batch", "scorer": "wait"}
+WAITING = frozenset({"wait-gate", "wait-weights", "wait-batch", "wait", "evaluate", "descheduled"})
+
+
+class Signal(asyncio.Event):
+    """An event that knows when it was raised."""
+
+    raised_at = 0.0
+
+    def set(self) -> None:
+        if not self.is_set():
+            self.raised_at = time.perf_counter()
+        super().set()
+
+
+class Timeline:
+    """The states of one role. `on_span(role, state, start, stop)` is called for every finished span."""
+
+    def __init__(self, role: str, *, on_span: Callable[[str, str, float, float], None] | None = None) -> None:
+        self.role = role
+        self.totals = dict.fromkeys(STATES[role], 0.0)
+        self.occupied = 0
+        self.slots = 0
+        self._on_span = on_span
+        self._state = IDLE[role]
+        self._since = time.perf_counter()
+
+    def start(self) -> None:
+        """Begin the window that shares are taken of."""
+        self.totals = dict.fromkeys(STATES[self.role], 0.0)
+        self.occupied = self.slots = 0
+        self._since = time.perf_counter()
+
+    def enter(self, state: str, *, at: float | None = None) -> None:
+        """Leave the current state for another, now or at an earlier moment of the current span."""
+        now = time.perf_counter() if at is None else max(at, self._since)
+        self._close(now)
+        self._state = state
+
+    def split(self, state: str, *, share: float) -> None:
+        """Give a share of the span so far to another state."""
+        if share > 0:
+            now, current = time.perf_counter(), self._state
+            self._state = state
+            self._close(self._since + share * (now - self._since))
+            self._state = current
+
+    @contextlib.contextmanager
+    def during(self, state: str) -> Iterator[None]:
+        """In `state` inside the block, and back in the state before after it."""
+        before = self._state
+        self.enter(state)
+        try:
+            yield
+        finally:
+            self.enter(before)
+
+    async def wait(self, state: str, signal: Signal) -> None:
+        """In `state` until the signal is raised, and descheduled from then until this coroutine really runs."""
+        if signal.is_set():
+            return
+        self.enter(state)
+        await signal.wait()
+        self.enter("descheduled", at=signal.raised_at)
+
+    def count(self, *, occupied: int, slots: int) -> None:
+        """Slot occupancy of a decode step."""
+        self.occupied += occupied
+        self.slots += slots
+
+    def shares(self) -> dict[str, float]:
+        """Each state's part of the window so far; they sum to 1."""
+        self._close(time.perf_counter())
+        window = sum(self.totals.values())
+        return {state: total / window if window else float(state == IDLE[self.role]) for state, total in self.totals.items()}
+
+    def _close(self, now: float) -> None:
+        if now > self._since:
+            self.totals[self._state] += now - self._since
+            if self._on_span is not None:
+                self._on_span(self.role, self._state, self._since, now)
+            self._since = now
+
+
+def bound_by(budget: dict[str, dict[str, float]]) -> tuple[str, float]:
+    """(the role that waits least, its share of time at work): making that role faster makes the run faster.
+
+    Being descheduled counts as waiting, for the processor.
+    """
+    working = {role: 1.0 - sum(shares.get(state, 0.0) for state in WAITING) for role, shares in budget.items()}
+    role = max(working, key=lambda name: working[name])
+    return role, working[role]

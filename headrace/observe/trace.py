@@ -1,0 +1,48 @@
+"""trace.json for Perfetto: an array of events that is never closed, which its readers allow, so it opens mid-run."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_THREADS = {"engine": 1, "trainer": 2, "scorer": 3}
+_SHORTEST = 50e-6
+"""Seconds; shorter spans are counted in the budget but not drawn."""
+
+
+class Trace:
+    """Spans of every role as complete events."""
+
+    def __init__(self, path: Path) -> None:
+        is_new = not path.exists() or path.stat().st_size == 0
+        self._file = path.open("a", encoding="utf-8")
+        self._origin = time.time() - time.perf_counter()
+        if is_new:
+            self._file.write("[\n")
+            for role, thread in _THREADS.items():
+                self._event({"name": "thread_name", "ph": "M", "pid": 1, "tid": thread, "args": {"name": role}})
+
+    def span(self, role: str, state: str, start: float, stop: float) -> None:
+        """One span, in `perf_counter` seconds."""
+        if stop - start >= _SHORTEST and not state.startswith("wait"):
+            at = round((self._origin + start) * 1e6, 1)
+            self._event(
+                {"name": state, "ph": "X", "pid": 1, "tid": _THREADS[role], "ts": at, "dur": round((stop - start) * 1e6, 1)}
+            )
+
+    def mark(self, name: str) -> None:
+        """A moment on every track: a version was published."""
+        self._event({"name": name, "ph": "i", "s": "g", "pid": 1, "tid": 1, "ts": round(time.time() * 1e6, 1)})
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _event(self, event: dict[str, object]) -> None:
+        self._file.write(json.dumps(event) + ",\n")

@@ -1,0 +1,106 @@
+"""Every rollout is accounted for:
+
+    submitted = trained + rejected + failed + filtered + unused + buffered + in flight
+
+The ledger knows each rollout that is not yet settled by its episode's id and refuses a move that cannot happen, so
+nothing vanishes and nothing is counted twice. Evaluation is counted apart.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+SETTLED = ("trained", "rejected", "failed", "filtered", "unused")
+
+
+class AccountingError(AssertionError):
+    """A rollout vanished or was counted twice: a bug of ours, never of the user's."""
+
+
+class Ledger:
+    """One entry per rollout of training."""
+
+    def __init__(self) -> None:
+        self.submitted = 0
+        self.evaluation = 0
+        self._open: dict[str, str] = {}
+        self._settled: Counter[str] = Counter()
+        self._reasons: Counter[str] = Counter()
+
+    def submit(self, ids: Iterable[str]) -> None:
+        for id in ids:
+            if id in self._open:
+                raise AccountingError(f"rollout {id} was submitted twice")
+            self._open[id] = "in_flight"
+            self.submitted += 1
+
+    def buffer(self, ids: Iterable[str]) -> None:
+        for id in ids:
+            if self._open.get(id) != "in_flight":
+                raise AccountingError(f"rollout {id} entered the buffer but was {self._open.get(id, 'settled')}")
+            self._open[id] = "buffered"
+
+    def settle(self, ids: Iterable[str], state: str, reason: str = "") -> None:
+        """Close entries for good."""
+        assert state in SETTLED
+        for id in ids:
+            if id not in self._open:
+                raise AccountingError(f"rollout {id} became {state} but was already settled")
+            if state == "trained" and self._open[id] != "buffered":
+                raise AccountingError(f"rollout {id} was trained without leaving the buffer")
+            del self._open[id]
+            self._settled[state] += 1
+            if reason:
+                self._reasons[f"{state}: {reason}"] += 1
+
+    def close(self) -> None:
+        """The run is over: what is left was not used."""
+        self.settle(list(self._open), "unused")
+
+    def counts(self) -> dict[str, int]:
+        """The terms of the equation, and evaluation beside them."""
+        places = Counter(self._open.values())
+        return {
+            "submitted": self.submitted,
+            **{state: self._settled[state] for state in SETTLED},
+            "buffered": places["buffered"],
+            "in_flight": places["in_flight"],
+            "evaluation": self.evaluation,
+        }
+
+    @property
+    def reasons(self) -> dict[str, int]:
+        """Why rollouts were not trained."""
+        return dict(self._reasons)
+
+    def check(self, *, buffered: int) -> None:
+        """The equation must close, and the buffer must hold what the ledger says it does."""
+        counts = self.counts()
+        right = sum(counts[name] for name in (*SETTLED, "buffered", "in_flight"))
+        if counts["submitted"] != right or counts["buffered"] != buffered:
+            raise AccountingError(f"the books do not close: {self.equation()}; the buffer holds {buffered}")
+
+    def equation(self) -> str:
+        """For people."""
+        counts = self.counts()
+        terms = " + ".join(f"{counts[name]} {name.replace('_', ' ')}" for name in (*SETTLED, "buffered", "in_flight"))
+        return f"{counts['submitted']} submitted = {terms}"
+
+    def state(self) -> dict[str, object]:
+        """For a checkpoint: settled counts; open entries are submitted again or come with the buffer."""
+        return {
+            "submitted": self.submitted,
+            "evaluation": self.evaluation,
+            "settled": dict(self._settled),
+            "reasons": dict(self._reasons),
+        }
+
+    def restore(self, state: dict[str, object], *, buffered: Iterable[str], in_flight: Iterable[str]) -> None:
+        self.submitted, self.evaluation = int(str(state["submitted"])), int(str(state["evaluation"]))
+        self._settled = Counter(state["settled"])  # type: ignore[arg-type]  # a dict of counts, checked by the equation
+        self._reasons = Counter(state["reasons"])  # type: ignore[arg-type]
+        self._open = {**dict.fromkeys(buffered, "buffered"), **dict.fromkeys(in_flight, "in_flight")}

@@ -1,0 +1,106 @@
+"""The four loops. Everything Headrace does while it trains is one of them.
+
+        tasks ─► feed ─► generate ─► score ─► train ─► weights
+                  ▲         ▲                   │
+                  │         └── publish ◄───────┤
+                  └── room ◄────────────────────┘
+
+Each runs until it is cancelled, but for `train`, whose end is the run's. The first failure in any of them stops them all.
+Nothing is passed but through `Run`: its queues, its buffer, its signals.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headrace.engine import PromptTooLong
+from headrace.orchestrate.publish import publish
+from headrace.train import learning_rate
+from headrace.types import Episode, InfraAbort, Invalid
+
+if TYPE_CHECKING:
+    from typing import NoReturn
+
+    from headrace.orchestrate.pipeline import Run, Work
+
+
+async def feed(run: Run) -> NoReturn:
+    """Submits groups of tasks.
+
+    Waits for room: the gate (a version is published, a group was dropped) and the buffer (groups were taken). Woken by
+    `run.room`, which `train` and the dropping of a group raise.
+    """
+    while True:
+        while run.may_submit():
+            run.submit(run.tasks.next())
+        run.room.clear()
+        await run.room.wait()
+
+
+async def generate(run: Run) -> NoReturn:
+    """Starts an episode for each piece of work.
+
+    Waits for work, woken by `feed` and by episodes that are to be tried again; then for a place at the engine, woken by
+    an episode that ends.
+    """
+    while True:
+        work = await run.work.get()
+        await run.places.acquire()
+        run.spawn(_run_episode(run, work))
+
+
+async def _run_episode(run: Run, work: Work) -> None:
+    try:
+        episode = await run.environment.run(work.task, run.client(work))
+    except PromptTooLong as error:
+        episode = Episode(id=work.episode, group=work.group, task=work.task, outcome=Invalid(str(error)))
+    finally:
+        run.places.release()
+    run.finished.put(episode.replace(attempts=work.attempt))
+
+
+async def score(run: Run) -> NoReturn:
+    """Gives every finished episode an outcome and collects groups.
+
+    Waits for a finished episode, woken by one that ends; takes all that have. Scoring runs as a task of its own, so that
+    a slow reward holds up neither this loop nor any other.
+    """
+    while True:
+        episodes = await run.finished.take(run.scorer_timeline)
+        run.spawn(_score(run, episodes))
+
+
+async def _score(run: Run, episodes: list[Episode]) -> None:
+    generated = [episode for episode in episodes if episode.outcome is None]
+    with run.scorer_timeline.during("score"):
+        judged = await run.scorer.score(generated) if generated else []
+    for episode in [*(e for e in episodes if e.outcome is not None), *judged]:
+        if isinstance(episode.outcome, InfraAbort) and run.try_again(episode):
+            continue
+        group = run.collect(episode)
+        if group is not None:
+            run.buffer.put(group)
+
+
+async def train(run: Run) -> None:
+    """Trains one version after another until `run.leg_end`, and publishes each.
+
+    Waits for a whole batch, woken by the buffer when `score` puts the group that completes one.
+    """
+    while run.version < run.leg_end and not run.is_stopping:
+        await run.trainer_timeline.wait("wait-batch", run.buffer.ready)
+        if run.is_stopping:
+            return
+        run.reject_stale()
+        if not run.buffer.ready.is_set():
+            continue
+        groups = run.buffer.take()
+        run.room.set()
+        batches = await run.batches(groups)
+        rate = learning_rate(run.recipe.train, version=run.version, steps=run.recipe.steps)
+        seen = [await run.trainer.step(batch, learning_rate=rate) for batch in batches]
+        run.version += 1
+        run.settle_trained(groups)
+        await publish(run)
+        run.room.set()
+        await run.after_version(groups, batches, seen)

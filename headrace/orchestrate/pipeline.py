@@ -1,0 +1,305 @@
+"""One run's state and the moves the loops make on it. The loops decide when; this says what."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from headrace.buffer import Group, GroupBuffer
+from headrace.envs import EngineClient
+from headrace.observe import Signal
+from headrace.orchestrate.accounting import Ledger
+from headrace.orchestrate.batching import make_batches
+from headrace.staleness import Gate, too_old
+from headrace.train.trainer import PROXIMAL
+from headrace.types import Episode, InfraAbort, Invalid, Sampling, Scored
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Coroutine
+
+    from headrace.config import Recipe, SamplingSettings
+    from headrace.engine import Engine
+    from headrace.envs import Environment, PromptEncoder
+    from headrace.observe import Observer, Timeline
+    from headrace.orchestrate.roles import TrainerHere
+    from headrace.score import Scorer
+    from headrace.sync import Lineage, WeightSync
+    from headrace.tasks import TaskStream
+    from headrace.types import Batch, Plain
+
+MAX_ATTEMPTS = 3
+"""How often an episode is begun when the machinery fails it."""
+
+
+class NoProgress(RuntimeError):
+    """Groups are dropped one after another and none is trained."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """One episode to run."""
+
+    task: dict[str, Plain]
+    group: str
+    number: int
+    index: int
+    attempt: int = 1
+
+    @property
+    def episode(self) -> str:
+        return f"{self.group}/{self.index}"
+
+
+@dataclass
+class PendingGroup:
+    """A group some of whose episodes are still in flight."""
+
+    number: int
+    task: dict[str, Plain]
+    episodes: list[Episode] = field(default_factory=list)
+
+
+class FinishedEpisodes:
+    """What `generate` leaves for `score`: taken all at once."""
+
+    def __init__(self) -> None:
+        self._episodes: list[Episode] = []
+        self._arrived = Signal()
+
+    def put(self, episode: Episode) -> None:
+        self._episodes.append(episode)
+        self._arrived.set()
+
+    async def take(self, timeline: Timeline) -> list[Episode]:
+        await timeline.wait("wait", self._arrived)
+        self._arrived.clear()
+        taken, self._episodes = self._episodes, []
+        return taken
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Who does the work, made by `launch`."""
+
+    engine: Engine
+    trainer: TrainerHere
+    scorer: Scorer
+    environment: Environment
+    sync: WeightSync
+    encoder: PromptEncoder
+    tasks: TaskStream
+
+
+class Run:
+    """Everything the loops share."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        roles: Roles,
+        *,
+        lineage: Lineage,
+        observer: Observer,
+        after_version: Callable[[list[Group], list[Batch], list[dict[str, float]]], Awaitable[None]],
+    ) -> None:
+        self.recipe, self.lineage, self.observer = recipe, lineage, observer
+        self.engine, self.trainer, self.scorer = roles.engine, roles.trainer, roles.scorer
+        self.environment, self.sync, self.encoder, self.tasks = roles.environment, roles.sync, roles.encoder, roles.tasks
+        self.after_version = after_version
+        self.trainer_timeline, self.scorer_timeline = observer.timeline("trainer"), observer.timeline("scorer")
+        self.version = 0
+        self.leg_end = recipe.steps
+        self.is_stopping = False
+        self.ledger = Ledger()
+        self.gate = Gate(depth=recipe.gate_depth, groups_per_batch=recipe.groups_per_batch, steps=recipe.steps)
+        waiting = recipe.batches_waiting
+        self.buffer = GroupBuffer(
+            batch=recipe.groups_per_batch,
+            capacity=None if waiting is None else waiting * recipe.groups_per_batch,
+            in_order=recipe.order == "submission",
+        )
+        self.submitted_groups = 0
+        self.dropped_groups = 0
+        self.dropped_in_a_row = 0
+        self.pending: dict[str, PendingGroup] = {}
+        self.room = Signal()
+        self._group_done = Signal()
+        self.work: asyncio.Queue[Work] = asyncio.Queue()
+        self.places = asyncio.Semaphore(2 * recipe.engine.slots)
+        self.finished = FinishedEpisodes()
+        self.wasted_tokens = 0
+        self._spawned: set[asyncio.Task[None]] = set()
+        self._tasks: asyncio.TaskGroup | None = None
+
+    # Tasks of this leg
+
+    def attach(self, tasks: asyncio.TaskGroup) -> None:
+        """Tasks spawned from now on belong to this group, and their failure is its failure."""
+        self._tasks = tasks
+        self.places = asyncio.Semaphore(2 * self.recipe.engine.slots)
+
+    def spawn(self, coroutine: Coroutine[None, None, None]) -> None:
+        assert self._tasks is not None
+        task = self._tasks.create_task(coroutine)
+        self._spawned.add(task)
+        task.add_done_callback(self._spawned.discard)
+
+    def cancel_spawned(self) -> None:
+        for task in list(self._spawned):
+            task.cancel()
+
+    def stop(self) -> None:
+        """Asked to end early: `train` returns at its next look."""
+        self.is_stopping = True
+        self.buffer.ready.set()
+
+    def forget_in_flight(self) -> None:
+        """The leg's tasks are gone: what they held will be submitted again if the run goes on."""
+        self.work = asyncio.Queue()
+        self.finished = FinishedEpisodes()
+        for pending in self.pending.values():
+            pending.episodes.clear()
+        if self.pending:
+            self.resubmit()
+
+    def waiting_tokens(self) -> int:
+        """Sampled tokens in the buffer."""
+        rollouts = (r for group in self.buffer.groups() for episode in group.episodes for r in episode.rollouts)
+        return sum(rollout.num_sampled for rollout in rollouts)
+
+    async def drained(self) -> None:
+        """Nothing is in flight any more. Woken by every group that is complete."""
+        while self.pending:
+            self._group_done.clear()
+            await self._group_done.wait()
+
+    # feed
+
+    def may_submit(self) -> bool:
+        is_open = self.gate.is_open(version=self.version, submitted=self.submitted_groups, dropped=self.dropped_groups)
+        return is_open and not self.buffer.is_full and self.version < self.leg_end and not self.is_stopping
+
+    def submit(self, task: dict[str, Plain]) -> None:
+        group = f"g{self.submitted_groups}"
+        works = [Work(task, group, self.submitted_groups, index) for index in range(self.recipe.train.group_size)]
+        self.pending[group] = PendingGroup(self.submitted_groups, task)
+        self.submitted_groups += 1
+        self.ledger.submit(work.episode for work in works)
+        for work in works:
+            self.work.put_nowait(work)
+
+    def resubmit(self) -> None:
+        """Queue again what was in flight when a checkpoint was written; ids, and so random numbers, are the same."""
+        for group, pending in self.pending.items():
+            for index in range(self.recipe.train.group_size):
+                self.work.put_nowait(Work(pending.task, group, pending.number, index))
+
+    # generate
+
+    def client(self, work: Work) -> EngineClient:
+        seed = request_seed(self.recipe.seed, work.episode)
+        sampling = make_sampling(self.recipe.sampling, seed=seed, stop_ids=self.stop_ids)
+        return EngineClient(
+            self.engine, self.encoder, episode=work.episode, group=work.group, index=work.index, sampling=sampling
+        )
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        end = self.encoder.tokenizer.eos_token_id
+        return () if end is None else (int(end),)
+
+    # score
+
+    def try_again(self, episode: Episode) -> bool:
+        """Queue a failed episode once more, while attempts last."""
+        if episode.attempts >= MAX_ATTEMPTS:
+            return False
+        self.wasted_tokens += sum(rollout.num_sampled for rollout in episode.rollouts)
+        pending = self.pending[episode.group]
+        index = int(episode.id.rpartition("/")[2])
+        self.work.put_nowait(Work(pending.task, episode.group, pending.number, index, episode.attempts + 1))
+        return True
+
+    def collect(self, episode: Episode) -> Group | None:
+        """The episode's group, once it is whole and can be trained."""
+        pending = self.pending[episode.group]
+        pending.episodes.append(episode)
+        if len(pending.episodes) < self.recipe.train.group_size:
+            return None
+        del self.pending[episode.group]
+        self._group_done.set()
+        order = sorted(pending.episodes, key=lambda member: int(member.id.rpartition("/")[2]))
+        scored = tuple(member for member in order if isinstance(member.outcome, Scored))
+        for member in order:
+            self._settle_unscored(member)
+        if len(scored) >= 2:
+            self.ledger.buffer(member.id for member in scored)
+            return Group(number=pending.number, episodes=scored)
+        self.ledger.settle((member.id for member in scored), "filtered", "fewer than two siblings were scored")
+        reason = next((member.outcome.reason for member in order if isinstance(member.outcome, Invalid | InfraAbort)), "")
+        self._drop(pending.number, order, reason)
+        return None
+
+    def _settle_unscored(self, episode: Episode) -> None:
+        if isinstance(episode.outcome, Invalid):
+            self.ledger.settle([episode.id], "filtered", episode.outcome.reason)
+        elif isinstance(episode.outcome, InfraAbort):
+            self.ledger.settle([episode.id], "failed", episode.outcome.reason)
+
+    def _drop(self, number: int, episodes: list[Episode], reason: str) -> None:
+        self.buffer.skip(number)
+        self.dropped_groups += 1
+        self.dropped_in_a_row += 1
+        self.wasted_tokens += sum(rollout.num_sampled for episode in episodes for rollout in episode.rollouts)
+        self.room.set()
+        limit = 4 * self.recipe.groups_per_batch
+        if self.dropped_in_a_row >= limit:
+            raise NoProgress(f"{limit} groups in a row could not be trained; the last because: {reason}")
+
+    # train
+
+    def reject_stale(self) -> None:
+        """Take out of the buffer what is too old for the version about to be trained."""
+        staleness = self.recipe.staleness
+        max_lag = staleness.max_lag if staleness.reject else None
+        for group in self.buffer.groups():
+            reason = too_old(group.episodes, version=self.version, max_lag=max_lag, lineage=self.lineage)
+            if reason is not None:
+                self.ledger.settle(group.ids, "rejected", reason)
+                self._drop(group.number, list(group.episodes), reason)
+
+    async def batches(self, groups: list[Group]) -> list[Batch]:
+        """The groups as one batch per optimizer step, with the proximal policy's logprobs where there are several."""
+        batches = make_batches(groups, self.recipe, version=self.version)
+        if len(batches) == 1:
+            return batches
+        return [_with_column(batch, PROXIMAL, await self.trainer.forward(batch)) for batch in batches]
+
+    def settle_trained(self, groups: list[Group]) -> None:
+        self.dropped_in_a_row = 0
+        for group in groups:
+            self.ledger.settle(group.ids, "trained")
+        self.ledger.check(buffered=self.buffer.num_episodes)
+
+
+def _with_column(batch: Batch, name: str, values: list[np.ndarray]) -> Batch:
+    rollouts = tuple(
+        rollout.replace(columns={**rollout.columns, name: value})
+        for rollout, value in zip(batch.rollouts, values, strict=True)
+    )
+    return dataclasses.replace(batch, rollouts=rollouts)
+
+
+def request_seed(seed: int, name: str) -> int:
+    """63 bits of (run seed, name): the same request draws the same random numbers in any run of the same seed."""
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def make_sampling(settings: SamplingSettings, *, seed: int, stop_ids: tuple[int, ...]) -> Sampling:
+    return Sampling(**dataclasses.asdict(settings), seed=seed, stop_ids=stop_ids)

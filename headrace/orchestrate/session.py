@@ -1,0 +1,261 @@
+"""A run from its first request to its last checkpoint: legs of the four loops, and what happens between versions."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from headrace.observe import bound_by
+from headrace.orchestrate import loops
+from headrace.orchestrate.checkpoint import random_state, restore_random_state
+from headrace.orchestrate.evaluate import Evaluation, Evaluator
+from headrace.orchestrate.pipeline import PendingGroup, Roles, Run
+from headrace.orchestrate.publish import publish
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from headrace.buffer import Group
+    from headrace.config import Recipe
+    from headrace.observe import Observer
+    from headrace.orchestrate.checkpoint import Checkpoint, CheckpointStore
+    from headrace.sync import Lineage
+    from headrace.types import Batch, Episode, Plain
+
+
+@dataclass
+class Progress:
+    """Totals that live as long as the run does, across restarts."""
+
+    success_before: float | None = None
+    greedy_before: float | None = None
+    success_after: float | None = None
+    greedy_after: float | None = None
+    trained_tokens: int = 0
+    wasted_tokens: int = 0
+    lag_sum: float = 0.0
+    lag_max: int = 0
+    seconds_rl: float = 0.0
+    first_step: float = 0.0
+    reward_first: float | None = None
+    reward_last: float | None = None
+
+
+@dataclass
+class Session:
+    """Owns a `Run` and carries it from where it stands to its last step."""
+
+    recipe: Recipe
+    roles: Roles
+    lineage: Lineage
+    observer: Observer
+    store: CheckpointStore
+    held_out: list[dict[str, Plain]]
+    command_started: float
+    progress: Progress = field(default_factory=Progress)
+    samples: tuple[Episode, ...] = ()
+    checkpoint_folder: Path | None = None
+
+    def __post_init__(self) -> None:
+        self.run = Run(
+            self.recipe, self.roles, lineage=self.lineage, observer=self.observer, after_version=self._after_version
+        )
+        self._saved_version = -1
+        self._last_moment = time.perf_counter()
+        self.evaluator = Evaluator(
+            engine=self.roles.engine,
+            environment=self.roles.environment,
+            scorer=self.roles.scorer,
+            encoder=self.roles.encoder,
+            max_tokens=self.recipe.sampling.max_tokens,
+            stop_ids=self.run.stop_ids,
+            success_at=self.recipe.evaluate.success_at,
+            seed=self.recipe.seed,
+        )
+
+    async def restore(self, checkpoint: Checkpoint) -> None:
+        """Take everything from a checkpoint; what was in flight then is submitted again."""
+        run, manifest = self.run, checkpoint.manifest
+        await run.trainer.load(checkpoint.folder)
+        run.version = self._saved_version = checkpoint.version
+        self.checkpoint_folder = checkpoint.folder
+        self.progress = Progress(**manifest["progress"])
+        run.tasks.restore(manifest["data"])
+        run.submitted_groups, run.dropped_groups = manifest["submitted_groups"], manifest["dropped_groups"]
+        groups = checkpoint.groups()
+        run.buffer.restore(next_number=manifest["buffer"]["next"], skipped=manifest["buffer"]["skipped"], groups=groups)
+        run.pending = {f"g{number}": PendingGroup(number, task) for number, task in manifest["in_flight"]}
+        size = self.recipe.train.group_size
+        run.ledger.restore(
+            manifest["ledger"],
+            buffered=[id for group in groups for id in group.ids],
+            in_flight=[f"{group}/{index}" for group in run.pending for index in range(size)],
+        )
+        run.resubmit()
+        restore_random_state(manifest["random"])
+
+    async def train(self) -> None:
+        """Legs until the last step. In exact mode a leg ends at every checkpoint, with nothing in flight: what follows
+        then depends on the checkpoint alone, and a resumed run cannot differ from one that went on."""
+        run, recipe = self.run, self.recipe
+        self.observer.start()
+        self._last_moment = time.perf_counter()
+        while run.version < recipe.steps and not run.is_stopping:
+            if recipe.exact:
+                every = recipe.checkpoint.every
+                run.leg_end = min(recipe.steps, (run.version // every + 1) * every)
+            await self._leg()
+            if recipe.exact or run.is_stopping:
+                await self.save()
+        self.progress.seconds_rl += time.perf_counter() - self._last_moment
+
+    async def _leg(self) -> None:
+        run = self.run
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                run.attach(tasks)
+                serving = tasks.create_task(run.engine.serve(), name="engine")  # type: ignore[attr-defined]  # the native engine's own loop
+                await publish(run)
+                if run.version == 0 and self.progress.success_before is None:
+                    await self._evaluate_first()
+                background = [
+                    tasks.create_task(loop(run), name=loop.__name__) for loop in (loops.feed, loops.generate, loops.score)
+                ]
+                await loops.train(run)
+                if self.recipe.exact and not run.is_stopping:
+                    await run.drained()
+                run.cancel_spawned()
+                for task in (serving, *background):
+                    task.cancel()
+        except BaseExceptionGroup as failures:
+            raise first_failure(failures) from failures
+        finally:
+            run.forget_in_flight()
+
+    async def _evaluate_first(self) -> None:
+        evaluation = await self._evaluate()
+        if evaluation is not None:
+            self.progress.success_before, self.progress.greedy_before = evaluation.success, evaluation.greedy
+            self.progress.success_after, self.progress.greedy_after = evaluation.success, evaluation.greedy
+
+    async def _after_version(self, groups: list[Group], batches: list[Batch], seen: list[dict[str, float]]) -> None:
+        """Called by `train` when a version is published: measure, evaluate, save, show."""
+        run, progress = self.run, self.progress
+        if not progress.first_step:
+            progress.first_step = time.perf_counter() - self.command_started
+        metrics = self._measure(groups, batches, seen)
+        every = self.recipe.evaluate.every
+        is_last = run.version == self.recipe.steps
+        if is_last or (every and run.version % every == 0):
+            evaluation = await self._evaluate()
+            if evaluation is not None:
+                progress.success_after, progress.greedy_after = evaluation.success, evaluation.greedy
+                metrics |= {"success": evaluation.success, "greedy": evaluation.greedy, "held_out_reward": evaluation.reward}
+        keep = self.recipe.observe.keep_rollouts_every
+        if keep and run.version % keep == 0:
+            self.observer.keep_rollouts(run.version, [rollout for batch in batches for rollout in batch.rollouts])
+        self.observer.version(run.version, metrics)
+        if not self.recipe.exact and (is_last or run.version % self.recipe.checkpoint.every == 0):
+            await self.save()
+
+    def _measure(self, groups: list[Group], batches: list[Batch], seen: list[dict[str, float]]) -> dict[str, Any]:
+        progress, now = self.progress, time.perf_counter()
+        seconds, self._last_moment = now - self._last_moment, now
+        progress.seconds_rl += seconds
+        lags = np.concatenate([batch.version - r.versions[r.is_sampled] for batch in batches for r in batch.rollouts])
+        rewards = [episode.reward for group in groups for episode in group.episodes if episode.reward is not None]
+        lengths = [rollout.num_sampled for batch in batches for rollout in batch.rollouts]
+        progress.trained_tokens += sum(lengths)
+        progress.lag_sum += float(lags.sum())
+        progress.lag_max = max(progress.lag_max, int(lags.max(initial=0)))
+        progress.reward_last = float(np.mean(rewards))
+        progress.reward_first = progress.reward_last if progress.reward_first is None else progress.reward_first
+        trainer = {name: float(np.mean([step[name] for step in seen])) for name in seen[0]}
+        return {
+            "reward": progress.reward_last,
+            "reward_std": float(np.std(rewards)),
+            "tokens_per_second": sum(lengths) / max(seconds, 1e-9),
+            "completion_tokens": float(np.mean(lengths)),
+            "lag_mean": float(lags.mean()) if len(lags) else 0.0,
+            "lag_max": int(lags.max(initial=0)),
+            "seconds": seconds,
+            "occupancy": self.observer.occupancy,
+            **{f"train/{name}": value for name, value in trainer.items()},
+            **{f"rollouts/{name}": count for name, count in self.run.ledger.counts().items()},
+        }
+
+    async def _evaluate(self) -> Evaluation | None:
+        if not self.held_out:
+            return None
+        with self.run.trainer_timeline.during("evaluate"):
+            evaluation = await self.evaluator.run(self.held_out, name=f"eval{self.run.version}")
+        self.run.ledger.evaluation += evaluation.count
+        self.samples = evaluation.episodes[:3]
+        return evaluation
+
+    async def save(self) -> None:
+        """A checkpoint of the version just trained; nothing to do if it is saved already."""
+        run = self.run
+        if run.version == self._saved_version:
+            return
+        self.progress.wasted_tokens += run.wasted_tokens
+        run.wasted_tokens = 0
+        manifest = {
+            "lineage": self.lineage.id,
+            "ancestors": self.lineage.ancestors,
+            "config_hash": self.recipe.hash,
+            "data": run.tasks.state(),
+            "submitted_groups": run.submitted_groups,
+            "dropped_groups": run.dropped_groups,
+            "buffer": run.buffer.state(),
+            "in_flight": [[pending.number, pending.task] for pending in run.pending.values()],
+            "ledger": run.ledger.state(),
+            "progress": dict(vars(self.progress)),
+            "random": random_state(),
+        }
+        self.checkpoint_folder = await self.store.save(
+            run.version, write_weights=run.trainer.save, groups=run.buffer.groups(), manifest=manifest
+        )
+        self._saved_version = run.version
+
+    def summary(self, status: str, *, seconds: dict[str, float]) -> dict[str, Any]:
+        """summary.json."""
+        progress, run = self.progress, self.run
+        budget = self.observer.budget()
+        role, share = bound_by(budget)
+        return {
+            "status": status,
+            "config_hash": self.recipe.hash,
+            "steps": self.recipe.steps,
+            "version": run.version,
+            "success_before": progress.success_before,
+            "success_after": progress.success_after,
+            "greedy_before": progress.greedy_before,
+            "greedy_after": progress.greedy_after,
+            "reward_first": progress.reward_first,
+            "reward_last": progress.reward_last,
+            "seconds": {**seconds, "first_step": progress.first_step, "rl": progress.seconds_rl},
+            "tokens": {
+                "sampled": progress.trained_tokens + progress.wasted_tokens + run.wasted_tokens + run.waiting_tokens(),
+                "trained": progress.trained_tokens,
+                "wasted": progress.wasted_tokens + run.wasted_tokens,
+            },
+            "lag": {"mean": progress.lag_sum / max(progress.trained_tokens, 1), "max": progress.lag_max},
+            "accounting": run.ledger.counts(),
+            "dropped_because": run.ledger.reasons,
+            "time_budget": budget,
+            "occupancy": self.observer.occupancy,
+            "bound_by": role,
+            "bound_share": share,
+            "checkpoint": None if self.checkpoint_folder is None else str(self.checkpoint_folder),
+        }
+
+
+def first_failure(failures: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The failure that came first; the others are its consequence."""
+    inner = failures.exceptions[0]
+    return first_failure(inner) if isinstance(inner, BaseExceptionGroup) else inner

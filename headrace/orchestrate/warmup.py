@@ -1,0 +1,166 @@
+"""A short supervised start on tasks that carry their answer, cached under the user's cache folder.
+
+Demonstrations are rollouts too: their tokens were drawn from a distribution certain of them, so their logprob is 0. The
+trainer trains them through the same two verbs; only the loss differs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import hashlib
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import transformers
+from transformers.utils import logging as transformers_logging
+
+from headrace.model import tiny
+from headrace.observe import Observer
+from headrace.orchestrate.build import UserInputs, build_roles, open_tasks
+from headrace.orchestrate.evaluate import Evaluator
+from headrace.orchestrate.folder import cache_folder
+from headrace.orchestrate.publish import send_weights
+from headrace.settings import ConfigError, to_dict
+from headrace.sync import Lineage
+from headrace.types import Batch, Call, FinishReason, Rollout, Sampling, Source
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from headrace.config import Recipe
+    from headrace.envs import PromptEncoder
+    from headrace.orchestrate.pipeline import Roles
+    from headrace.types import Plain
+
+_CHECKED_TASKS = 256
+
+
+def model_folder(recipe: Recipe, given: UserInputs, *, say: Callable[[str], None]) -> str:
+    """The folder RL starts from: the recipe's own model, or a built-in or warmed-up one from the cache."""
+    is_builtin = recipe.model.path.startswith("builtin:")
+    if is_builtin and recipe.model.path != tiny.NAME:
+        raise ConfigError(f"model.path = {recipe.model.path!r}: the built-in model is {tiny.NAME!r}")
+    if not is_builtin and not recipe.warmup.steps:
+        return recipe.model.path
+    target = cache_folder() / "warmup" / _key(recipe)
+    if target.is_dir() and given.tasks is None:
+        say(f"warm-up    cached in {target}")
+        return str(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=".making-", dir=target.parent))
+    try:
+        transformers_logging.disable_progress_bar()
+        if is_builtin:
+            tiny.build_folder(temporary, recipe.model, seed=recipe.seed)
+        if recipe.warmup.steps:
+            asyncio.run(_warm_up(recipe, str(temporary) if is_builtin else recipe.model.path, given, temporary, say))
+        if given.tasks is not None:
+            target = target.with_name(temporary.name.removeprefix(".making-"))
+        with contextlib.suppress(OSError):
+            temporary.rename(target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return str(target)
+
+
+async def _warm_up(recipe: Recipe, path: str, given: UserInputs, target: Path, say: Callable[[str], None]) -> None:
+    settings = recipe.warmup
+    train = dataclasses.replace(recipe.train, learning_rate=settings.learning_rate, micro_batch_tokens=16384)
+    observer = Observer()
+    roles = build_roles(dataclasses.replace(recipe, train=train), path, given, observer=observer, lineage=Lineage.new())
+    tasks = open_tasks(dataclasses.replace(recipe, seed=recipe.seed + 1), given)
+    checked = [tasks.next() for _ in range(_CHECKED_TASKS)]
+    async with asyncio.TaskGroup() as group:
+        serving = group.create_task(roles.engine.serve())  # type: ignore[attr-defined]  # the native engine's own loop
+        for step in range(settings.steps):
+            if step % settings.check_every == 0:
+                success = await _success(recipe, roles, checked, step=step)
+                say(f"warm-up    step {step}: {success:.0%} of training tasks solved at temperature 1")
+                if success >= settings.until_success:
+                    break
+            rate = settings.learning_rate * min(1.0, (step + 1) / 20)
+            examples = [demonstration(tasks.next(), roles.encoder, name=f"d{index}") for index in range(settings.batch)]
+            await roles.trainer.step(_supervised_batch(examples), learning_rate=rate)
+        serving.cancel()
+    await roles.trainer.save(target)
+    (target / "optimizer.safetensors").unlink(missing_ok=True)
+
+
+async def _success(recipe: Recipe, roles: Roles, tasks: list[dict[str, Plain]], *, step: int) -> float:
+    await send_weights(roles.engine, roles.trainer, roles.sync, version=step)
+    evaluator = Evaluator(
+        engine=roles.engine,
+        environment=roles.environment,
+        scorer=roles.scorer,
+        encoder=roles.encoder,
+        max_tokens=recipe.sampling.max_tokens,
+        stop_ids=(int(roles.encoder.tokenizer.eos_token_id),),
+        success_at=recipe.evaluate.success_at,
+        seed=recipe.seed,
+    )
+    return (await evaluator.run(tasks, name=f"warmup{step}")).success
+
+
+def demonstration(task: dict[str, Plain], encoder: PromptEncoder, *, name: str) -> Rollout:
+    """The task's prompt followed by its answer and the end token."""
+    answer = task.get("answer")
+    if not isinstance(answer, str):
+        raise ConfigError("warmup.steps: the tasks have no 'answer' column of text to learn from; set it to 0")
+    prompt = encoder.encode(task["prompt"])
+    end = int(encoder.tokenizer.eos_token_id)
+    ids = [*encoder.tokenizer(answer, add_special_tokens=False)["input_ids"], end]
+    start, stop = len(prompt), len(prompt) + len(ids)
+    call = Call(
+        start=start,
+        stop=stop,
+        engine="demonstration",
+        sampling=Sampling(max_tokens=len(ids)),
+        finish_reason=FinishReason.STOP,
+        started=0.0,
+        finished=0.0,
+    )
+    is_answer = np.arange(stop) >= start
+    return Rollout(
+        id=name,
+        episode=name,
+        group=name,
+        index=0,
+        token_ids=np.concatenate([prompt, np.asarray(ids, dtype=np.int32)]),
+        source=np.where(is_answer, Source.SAMPLED, Source.PROMPT).astype(np.int8),
+        loss_mask=is_answer,
+        logprobs=np.zeros(stop, dtype=np.float32),
+        versions=np.where(is_answer, 0, -1).astype(np.int32),
+        calls=(call,),
+        finish_reason=FinishReason.STOP,
+    )
+
+
+def _supervised_batch(examples: list[Rollout]) -> Batch:
+    total = sum(example.num_sampled for example in examples)
+    return Batch(
+        rollouts=tuple(examples),
+        advantages=tuple(np.zeros(len(example), dtype=np.float32) for example in examples),
+        weights=tuple((example.loss_mask / total).astype(np.float32) for example in examples),
+        loss="supervised",
+        version=0,
+    )
+
+
+def _key(recipe: Recipe) -> str:
+    parts = {
+        "model": to_dict(recipe.model),
+        "warmup": to_dict(recipe.warmup),
+        "tasks": [to_dict(task) for task in recipe.tasks],
+        "max_tokens": recipe.sampling.max_tokens,
+        "seed": recipe.seed,
+        "exact": recipe.exact,
+        "versions": [torch.__version__, transformers.__version__],
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,21 @@
+"""What happens to rollouts in flight when the weights change.
+
+- `KEEP`: the swap falls between two decode steps; rollouts go on, their later tokens stamped with the newer version and
+  drawn over keys and values of the older one. Nothing is wasted and nothing stalls.
+- `DRAIN`: what is in flight finishes first, so that no rollout spans two versions; the engine empties meanwhile.
+- `ABORT`: what is in flight ends at once with `finish_reason=ABORT`; each is resumed from its prefix, computed again
+  under the new weights.
+"""
+
+import enum
+
+
+class Interrupt(enum.StrEnum):
+    """How an engine pauses."""
+
+    KEEP = "keep"
+    DRAIN = "drain"
+    ABORT = "abort"
+
+
+__all__ = ["Interrupt"]

@@ -1,0 +1,120 @@
+"""A user's reward function, in either form it may have.
+
+- TRL's: `f(prompts, completions, completion_ids, **columns) -> list[float | None]`
+- per sample: `f(prompt, completion, **row) -> float | None`
+
+Which one it is shows in its parameter names. Both may be async. As in TRL, the batch form gets completions as messages
+where prompts are chats; the per-sample form always gets text.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from headrace.types import Plain
+
+
+class RewardError(ValueError):
+    """A reward function is wrong in a way no retry can mend; the run stops and shows it."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What a reward sees of a rollout."""
+
+    row: dict[str, Plain]
+    completion: str
+    completion_ids: list[int]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The reward raised, or returned something that is not a number."""
+
+    reason: str
+    cause: BaseException | None = None
+
+
+class RewardFunction:
+    """One reward under one name, called the way it wants to be."""
+
+    def __init__(self, function: Callable[..., Any], *, name: str = "") -> None:
+        if not callable(function):
+            raise RewardError(f"reward: a {type(function).__name__} is not a function")
+        self.name = name or getattr(function, "__name__", type(function).__name__)
+        self._function = function
+        parameters = inspect.signature(function).parameters.values()
+        self._names = {p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD}
+        self._takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+        self._is_batched = bool(self._names & {"prompts", "completions"})
+        if not self._is_batched and "completion" not in self._names and not self._takes_all:
+            raise RewardError(
+                f"reward {self.name!r} takes ({', '.join(sorted(self._names))}); write f(prompt, completion, **row) or "
+                f"f(prompts, completions, completion_ids, **columns)"
+            )
+
+    async def score(self, samples: Sequence[Sample], *, attempts: int) -> list[float | None | Failure]:
+        """One result per sample; a batch that raises is tried again, then sample by sample, so that one cannot sink all."""
+        if not self._is_batched:
+            return [await self._one(sample, attempts=attempts) for sample in samples]
+        for _ in range(attempts if len(samples) == 1 else 1):
+            try:
+                return await self._batch(samples)
+            except RewardError:
+                raise
+            except Exception as error:  # noqa: BLE001  (whatever a user's function raises becomes a typed outcome)
+                failure = Failure(reason=f"reward {self.name!r} raised {type(error).__name__}: {error}", cause=error)
+        if len(samples) == 1:
+            return [failure]
+        return [(await self.score([sample], attempts=attempts))[0] for sample in samples]
+
+    async def _one(self, sample: Sample, *, attempts: int) -> float | None | Failure:
+        arguments: dict[str, Any] = {**sample.row, "completion": sample.completion, "completion_ids": sample.completion_ids}
+        for _ in range(attempts):
+            try:
+                return self._checked(await self._call(arguments))
+            except RewardError:
+                raise
+            except Exception as error:  # noqa: BLE001
+                failure = Failure(reason=f"reward {self.name!r} raised {type(error).__name__}: {error}", cause=error)
+        return failure
+
+    async def _batch(self, samples: Sequence[Sample]) -> list[float | None | Failure]:
+        names = {name for sample in samples for name in sample.row} - {"prompt"}
+        columns: dict[str, Any] = {name: [sample.row.get(name) for sample in samples] for name in names}
+        columns["prompts"] = [sample.row["prompt"] for sample in samples]
+        columns["completions"] = [_as_messages(sample) for sample in samples]
+        columns["completion_ids"] = [sample.completion_ids for sample in samples]
+        values = await self._call(columns)
+        try:
+            results = list(values)
+        except TypeError:
+            raise RewardError(f"reward {self.name!r} must return a list, one number per completion, not {values!r}") from None
+        if len(results) != len(samples):
+            raise RewardError(f"reward {self.name!r} returned {len(results)} values for {len(samples)} completions")
+        return [self._checked(value) for value in results]
+
+    async def _call(self, arguments: dict[str, Any]) -> Any:  # noqa: ANN401
+        chosen = arguments if self._takes_all else {k: v for k, v in arguments.items() if k in self._names}
+        result = self._function(**chosen)
+        return await result if inspect.isawaitable(result) else result
+
+    def _checked(self, value: Any) -> float | None | Failure:  # noqa: ANN401
+        if value is None:
+            return None
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            raise RewardError(f"reward {self.name!r} returned {value!r}, which is not a number") from None
+        return number if math.isfinite(number) else Failure(reason=f"reward {self.name!r} returned {number}")
+
+
+def _as_messages(sample: Sample) -> Any:  # noqa: ANN401
+    is_chat = isinstance(sample.row["prompt"], list)
+    return [{"role": "assistant", "content": sample.completion}] if is_chat else sample.completion

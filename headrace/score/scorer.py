@@ -1,0 +1,70 @@
+"""Episodes in, episodes with outcomes out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from headrace.score.rewards import Failure, RewardError, RewardFunction, Sample
+from headrace.types import InfraAbort, Invalid, Scored
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from headrace.types import Episode, Outcome, Rollout
+
+
+class Scorer(Protocol):
+    """Outcome rewards."""
+
+    async def score(self, episodes: Sequence[Episode]) -> list[Episode]:
+        """The same episodes, in order, each with an outcome. Called by the score loop with whatever has finished."""
+
+
+class RewardScorer:
+    """The weighted sum of reward functions."""
+
+    def __init__(
+        self,
+        rewards: Sequence[tuple[RewardFunction, float]],
+        *,
+        decode: Callable[[Rollout], str],
+        attempts: int,
+        max_failures: int,
+    ) -> None:
+        self._rewards = list(rewards)
+        self._decode = decode
+        self._attempts = attempts
+        self._max_failures = max_failures
+        self._failures_in_a_row = 0
+
+    async def score(self, episodes: Sequence[Episode]) -> list[Episode]:
+        samples = [self._sample(episode) for episode in episodes]
+        columns = [await function.score(samples, attempts=self._attempts) for function, _ in self._rewards]
+        return [self._judged(episode, list(results)) for episode, *results in zip(episodes, *columns, strict=True)]
+
+    def _sample(self, episode: Episode) -> Sample:
+        rollout = episode.rollouts[-1]
+        return Sample(row=episode.task, completion=self._decode(rollout), completion_ids=rollout.completion_ids)
+
+    def _judged(self, episode: Episode, results: list[float | None | Failure]) -> Episode:
+        outcome, parts = self._outcome(results)
+        rollouts = tuple(rollout.replace(outcome=outcome, rewards=parts) for rollout in episode.rollouts)
+        return episode.replace(outcome=outcome, rollouts=rollouts)
+
+    def _outcome(self, results: list[float | None | Failure]) -> tuple[Outcome, dict[str, float]]:
+        parts: dict[str, float] = {}
+        total = 0.0
+        for (function, weight), result in zip(self._rewards, results, strict=True):
+            if isinstance(result, Failure):
+                self._count_failure(result)
+                return InfraAbort(result.reason), {}
+            if result is not None:
+                parts[function.name] = result
+                total += weight * result
+        self._failures_in_a_row = 0
+        return (Scored(total), parts) if parts else (Invalid("no reward applies"), {})
+
+    def _count_failure(self, failure: Failure) -> None:
+        self._failures_in_a_row += 1
+        if self._failures_in_a_row >= self._max_failures:
+            raise RewardError(f"{self._failures_in_a_row} rewards failed in a row; the last: {failure.reason}") from failure.cause

@@ -1,0 +1,269 @@
+"""Strict settings: TOML or plain dicts into frozen dataclasses, errors that name the line, `--a.b=value` overrides.
+
+Knows nothing of recipes (`headrace.config` does) and imports nothing heavy: a wrong key is refused in well under a
+second. The string under each field is its documentation, here and in `--help`.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import functools
+import inspect
+import tomllib
+import types
+import typing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+T = TypeVar("T")
+
+
+class ConfigError(ValueError):
+    """A setting is wrong; the message names the key, the value and the fix."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where settings were read from, so that an error can point at the line."""
+
+    name: str = ""
+    text: str = ""
+
+    def locate(self, key: str) -> str:
+        """`file:line: ` of a dotted key, as near as the text tells."""
+        if not self.name:
+            return ""
+        section, sections = "", dict[str, int]()
+        for number, raw in enumerate(self.text.splitlines(), start=1):
+            line = raw.split("#")[0].strip()
+            if line.startswith("[["):
+                table = line.strip("[] ")
+                sections[table] = sections.get(table, -1) + 1
+                section = f"{table}.{sections[table]}."
+            elif line.startswith("["):
+                section = line.strip("[] ") + "."
+            elif "=" in line and (section + line.split("=")[0].strip().strip('"')) == key:
+                return f"{self.name}:{number}: "
+            if section.rstrip(".") == key:
+                return f"{self.name}:{number}: "
+        return f"{self.name}: "
+
+
+def load_toml(text: str, *, name: str) -> dict[str, Any]:
+    """Parse TOML; a syntax error names the file."""
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{name}: not valid TOML: {error}") from None
+
+
+def build(cls: type[T], data: Mapping[str, Any], *, origin: Origin = Origin(), prefix: str = "") -> T:  # noqa: B008  (frozen)
+    """An instance of dataclass `cls` from a dict; unknown keys and wrong types are refused."""
+    hints = _hints(cls)
+    values = {}
+    for key, value in data.items():
+        path = prefix + key
+        if key not in hints:
+            raise ConfigError(f"{origin.locate(path)}{path} is not a setting{_nearest(path, cls, prefix)}")
+        values[key] = _convert(hints[key], value, origin=origin, path=path)
+    missing = [f.name for f in _fields(cls) if f.name not in values and not _has_default(f)]
+    if missing:
+        raise ConfigError(f"{origin.locate(prefix.rstrip('.'))}{prefix}{missing[0]} is missing and has no default")
+    try:
+        return cls(**values)
+    except ConfigError as error:
+        key = prefix + str(error).split(" ", maxsplit=1)[0]
+        raise ConfigError(f"{origin.locate(key)}{prefix}{error}") from None
+
+
+def apply_overrides(data: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of nested `data` with dotted keys set; a number in a path is an index into a list of tables."""
+    result: dict[str, Any] = _copy(data)
+    for path, value in overrides.items():
+        *parents, last = path.split(".")
+        node: Any = result
+        for depth, part in enumerate(parents):
+            if isinstance(node, list):
+                node = node[_index(part, node, path)]
+            else:
+                node = node.setdefault(part, {})
+            if not isinstance(node, dict | list):
+                raise ConfigError(f"{path}: {'.'.join(parents[: depth + 1])} is a value, not a section")
+        if isinstance(node, list):
+            node[_index(last, node, path)] = value
+        elif isinstance(value, dict) and isinstance(node.get(last), dict):
+            node[last] = apply_overrides(node[last], value)
+        else:
+            node[last] = value
+    return result
+
+
+def parse_override(argument: str) -> tuple[str, Any]:
+    """`--a.b=value` as (path, value); the value is TOML, or a plain string where it is not."""
+    key, separator, text = argument.removeprefix("--").partition("=")
+    if not argument.startswith("--") or not separator or not key:
+        raise ConfigError(f"{argument!r}: write an override as --section.key=value")
+    try:
+        return key.replace("-", "_"), tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key.replace("-", "_"), text
+
+
+def to_dict(settings: Any) -> dict[str, Any]:  # noqa: ANN401  (any settings dataclass)
+    """Nested plain data, None left out: what `build` would take."""
+
+    def plain(value: object) -> object:
+        if dataclasses.is_dataclass(value):
+            return to_dict(value)
+        if isinstance(value, tuple):
+            return [plain(item) for item in value]
+        return dict(value) if isinstance(value, dict) else value
+
+    pairs = ((f.name, getattr(settings, f.name)) for f in dataclasses.fields(settings))
+    return {name: plain(value) for name, value in pairs if value is not None}
+
+
+def to_toml(data: Mapping[str, Any], *, prefix: str = "") -> str:
+    """TOML text of nested plain data: values first, then tables, then lists of tables."""
+    lines = [f"{key} = {_toml_value(value)}" for key, value in data.items() if not _is_table(value)]
+    for key, value in data.items():
+        if isinstance(value, dict):
+            lines += ["", f"[{prefix}{key}]", to_toml(value, prefix=f"{prefix}{key}.").strip("\n")]
+        elif _is_table(value):
+            for item in value:
+                lines += ["", f"[[{prefix}{key}]]", to_toml(item, prefix=f"{prefix}{key}.").strip("\n")]
+    return "\n".join(lines) + "\n"
+
+
+def describe(cls: type[Any], *, prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
+    """(dotted key, type, default, documentation) of every setting, in order."""
+    hints, docs = _hints(cls), _field_docs(cls)
+    for f in _fields(cls):
+        hint = hints[f.name]
+        inner = _section_of(hint)
+        if inner is not None:
+            yield from describe(inner, prefix=f"{prefix}{f.name}." if hint is inner else f"{prefix}{f.name}.N.")
+        else:
+            default = "" if not _has_default(f) else _toml_value(_default(f))
+            yield prefix + f.name, _type_name(hint), default, docs.get(f.name, "")
+
+
+def _convert(hint: Any, value: Any, *, origin: Origin, path: str) -> Any:  # noqa: ANN401
+    kind, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if kind in (typing.Union, types.UnionType):
+        if value is None:
+            return None
+        return _convert(next(a for a in arguments if a is not type(None)), value, origin=origin, path=path)
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        if isinstance(value, hint):
+            return value
+        if isinstance(value, dict):
+            return build(hint, value, origin=origin, prefix=path + ".")
+    elif kind is typing.Literal:
+        if value in arguments:
+            return value
+        guess = difflib.get_close_matches(str(value), [str(a) for a in arguments], n=1)
+        hint_text = f"; did you mean {guess[0]!r}?" if guess else ""
+        choices = ", ".join(repr(a) for a in arguments)
+        raise ConfigError(f"{origin.locate(path)}{path} = {value!r}: must be one of {choices}{hint_text}")
+    elif kind is tuple and isinstance(value, list | tuple):
+        return tuple(_convert(arguments[0], v, origin=origin, path=f"{path}.{i}") for i, v in enumerate(value))
+    elif kind is dict and isinstance(value, dict):
+        return {str(k): _convert(arguments[1], v, origin=origin, path=f"{path}.{k}") for k, v in value.items()}
+    elif hint is Any:
+        return value
+    elif hint is float and isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    elif hint in (str, int, bool) and type(value) is hint:
+        return value
+    raise ConfigError(f"{origin.locate(path)}{path} = {value!r}: must be {_type_name(hint)}")
+
+
+def _nearest(path: str, cls: type[Any], prefix: str) -> str:
+    names = [f.name for f in _fields(cls)]
+    key = path[len(prefix) :]
+    guess = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+    if guess:
+        return f"; did you mean {prefix}{guess[0]}?"
+    return f"; there are: {', '.join(prefix + name for name in names)}"
+
+
+@functools.cache
+def _hints(cls: type[Any]) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _fields(cls: type[Any]) -> tuple[dataclasses.Field[Any], ...]:
+    return dataclasses.fields(cls)
+
+
+def _has_default(f: dataclasses.Field[Any]) -> bool:
+    return f.default is not dataclasses.MISSING or f.default_factory is not dataclasses.MISSING
+
+
+def _default(f: dataclasses.Field[Any]) -> Any:  # noqa: ANN401
+    return f.default if f.default is not dataclasses.MISSING else f.default_factory()  # type: ignore[misc]  # has one
+
+
+def _section_of(hint: Any) -> type[Any] | None:  # noqa: ANN401
+    if typing.get_origin(hint) is tuple:
+        hint = typing.get_args(hint)[0]
+    return hint if isinstance(hint, type) and dataclasses.is_dataclass(hint) else None
+
+
+def _type_name(hint: Any) -> str:  # noqa: ANN401
+    kind, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if kind is typing.Literal:
+        return " | ".join(_toml_value(a) for a in arguments)
+    if kind in (typing.Union, types.UnionType):
+        return " | ".join(_type_name(a) for a in arguments if a is not type(None)) + " or nothing"
+    if kind is tuple:
+        return f"a list of {_type_name(arguments[0])}"
+    if kind is dict:
+        return f"a table of {_type_name(arguments[1])}"
+    return {str: "text", int: "a whole number", float: "a number", bool: "true or false"}.get(hint, "a table")
+
+
+@functools.cache
+def _field_docs(cls: type[Any]) -> dict[str, str]:
+    body = ast.parse(inspect.getsource(cls)).body[0]
+    assert isinstance(body, ast.ClassDef)
+    docs = {}
+    for field, below in zip(body.body, body.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(below, ast.Expr):
+            docs[field.target.id] = " ".join(str(ast.literal_eval(below.value)).split())
+    return docs
+
+
+def _index(part: str, items: list[Any], path: str) -> int:
+    if not part.isdigit() or int(part) >= len(items):
+        raise ConfigError(f"{path}: {part!r} must be an index below {len(items)}")
+    return int(part)
+
+
+def _copy(value: Any) -> Any:  # noqa: ANN401
+    if isinstance(value, dict):
+        return {key: _copy(item) for key, item in value.items()}
+    return [_copy(item) for item in value] if isinstance(value, list) else value
+
+
+def _is_table(value: object) -> bool:
+    return isinstance(value, dict) or (isinstance(value, list) and bool(value) and isinstance(value[0], dict))
+
+
+def _toml_value(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\t", "\\t")
+        return f'"{escaped}"'
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {_toml_value(item)}" for key, item in value.items()) + "}"
+    return "none" if value is None else repr(value)

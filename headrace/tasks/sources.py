@@ -1,0 +1,117 @@
+"""Sources of rows: lists, JSONL and parquet files, `datasets.Dataset`, and the built-in tasks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from headrace.tasks import sort_digits
+from headrace.types import Plain, check_plain
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+Row = dict[str, Plain]
+
+
+class TaskError(ValueError):
+    """Tasks cannot be used; the message names the source, the row and the fix."""
+
+
+class TaskSource(Protocol):
+    """Rows by number; the same number always gives the same row."""
+
+    def row(self, index: int) -> Row:
+        """Row `index` of an endless sequence."""
+
+
+class RowSource:
+    """A finite list, walked again and again, each time in another order."""
+
+    def __init__(self, rows: Iterable[Any], *, name: str, seed: int, shuffle: bool = True) -> None:
+        self._rows = [_checked(row, f"{name}: row {number}") for number, row in enumerate(rows)]
+        if not self._rows:
+            raise TaskError(f"{name}: there are no tasks in it")
+        self._seed, self._shuffle = seed, shuffle
+        self._epoch, self._order = -1, np.arange(len(self._rows))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def row(self, index: int) -> Row:
+        epoch, place = divmod(index, len(self._rows))
+        if self._shuffle and epoch != self._epoch:
+            self._epoch, self._order = epoch, np.random.default_rng((self._seed, epoch)).permutation(len(self._rows))
+        return self._rows[int(self._order[place])]
+
+
+BUILTIN: dict[str, type[sort_digits.SortDigits]] = {"sort_digits": sort_digits.SortDigits}
+BUILTIN_REWARDS: dict[str, Callable[..., float]] = {"sort_digits": sort_digits.partial_credit}
+
+
+def open_source(source: object, *, seed: int, split: str, options: dict[str, Any] | None = None) -> TaskSource:
+    """A source from what a user gave: `builtin:NAME`, a file, a list of dicts or a Dataset. `split`: train or held_out."""
+    if isinstance(source, str) and source.startswith("builtin:"):
+        name = source.removeprefix("builtin:")
+        if name not in BUILTIN:
+            raise TaskError(f"tasks: no built-in task {name!r}; there is {', '.join(BUILTIN)}")
+        try:
+            return BUILTIN[name](seed=seed, split=split, **(options or {}))
+        except TypeError as error:
+            raise TaskError(f"tasks: {source}: {error}") from error
+    shuffle = split == "train"
+    if isinstance(source, str | Path):
+        return RowSource(_read(Path(source)), name=str(source), seed=seed, shuffle=shuffle)
+    if not hasattr(source, "__iter__"):
+        raise TaskError(f"tasks: a {type(source).__name__} is not a list of rows, a file or a Dataset")
+    return RowSource(source, name="tasks", seed=seed, shuffle=shuffle)
+
+
+def builtin_reward(source: object) -> Callable[..., float] | None:
+    """The reward that belongs to a built-in task."""
+    return BUILTIN_REWARDS.get(source.removeprefix("builtin:")) if isinstance(source, str) else None
+
+
+def _read(path: Path) -> Iterable[Any]:
+    if not path.is_file():
+        raise TaskError(f"tasks: {path}: no such file")
+    if path.suffix == ".parquet":
+        try:
+            import pyarrow.parquet as parquet  # type: ignore[import-untyped]  # an extra, and untyped
+        except ImportError as error:
+            raise TaskError(f"tasks: {path}: reading parquet needs `pip install headrace[parquet]`") from error
+        rows: list[Any] = parquet.read_table(path).to_pylist()
+        return rows
+    if path.suffix not in (".jsonl", ".json"):
+        raise TaskError(f"tasks: {path}: must be a .jsonl or .parquet file")
+    return _read_lines(path)
+
+
+def _read_lines(path: Path) -> Iterable[Any]:
+    rows = []
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        if line.strip():
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise TaskError(f"{path}:{number}: not JSON: {error}") from error
+    return rows
+
+
+def _checked(row: Any, where: str) -> Row:  # noqa: ANN401
+    if not isinstance(row, dict):
+        raise TaskError(f"{where} is a {type(row).__name__}, not a dict of columns")
+    if "prompt" not in row:
+        raise TaskError(f"{where} has no 'prompt' column; it has: {', '.join(map(str, row)) or 'nothing'}")
+    try:
+        check_plain(row, where=where)
+    except ValueError as error:
+        raise TaskError(str(error)) from error
+    prompt = row["prompt"]
+    is_chat = isinstance(prompt, list) and all(isinstance(m, dict) and "role" in m and "content" in m for m in prompt)
+    if not (isinstance(prompt, str) or (is_chat and prompt)):
+        raise TaskError(f"{where}: 'prompt' must be text or a list of messages with role and content")
+    return row

@@ -1,0 +1,42 @@
+"""An endless, resumable stream of tasks from weighted sources."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from headrace.tasks.sources import Row, TaskSource
+
+
+class TaskStream:
+    """Which source comes next is drawn from (seed, position); each source is walked in its own order."""
+
+    def __init__(self, sources: Sequence[tuple[TaskSource, float]], *, seed: int) -> None:
+        self._sources = [source for source, _ in sources]
+        weights = np.array([weight for _, weight in sources], dtype=np.float64)
+        self._edges = np.cumsum(weights / weights.sum())
+        self._seed = seed
+        self._counts = [0] * len(self._sources)
+
+    @property
+    def position(self) -> int:
+        return sum(self._counts)
+
+    def next(self) -> Row:
+        number = np.random.default_rng((self._seed, self.position)).random()
+        which = min(int(np.searchsorted(self._edges, number, side="right")), len(self._sources) - 1)
+        row = self._sources[which].row(self._counts[which])
+        self._counts[which] += 1
+        return row
+
+    def state(self) -> list[int]:
+        """Rows taken from each source: all that a checkpoint needs."""
+        return list(self._counts)
+
+    def restore(self, counts: list[int]) -> None:
+        assert len(counts) == len(self._sources)
+        self._counts = list(counts)

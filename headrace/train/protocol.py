@@ -1,0 +1,38 @@
+"""The seam every trainer is reached through."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from headrace.types import Array, Batch
+
+Metrics = dict[str, float]
+
+
+class Trainer(Protocol):
+    """Two verbs train (`forward_backward`, `optim_step`); the others look, publish and keep."""
+
+    def forward(self, batch: Batch) -> list[Array]:
+        """[T] float32 per rollout: logprobs of the trained tokens under the current weights, 0 elsewhere. Called before
+        the first of several optimizer steps, to fix the proximal policy."""
+
+    def forward_backward(self, batch: Batch) -> Metrics:
+        """Add the batch's gradient to what is held, and say what was seen on the way."""
+
+    def optim_step(self, learning_rate: float) -> Metrics:
+        """One optimizer step with the gradient held, which is then dropped."""
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """What is published after a version has been trained."""
+
+    def save(self, folder: Path) -> None:
+        """Write weights as a Hugging Face folder, with the optimizer beside them."""
+
+    def load(self, folder: Path) -> None:
+        """Take weights and optimizer from such a folder."""

@@ -1,0 +1,542 @@
+"""The contract: the few records that cross a process line, each frozen and checked when it is made.
+
+`Rollout` comes up from the engines, `Batch` goes to the trainer, `WeightUpdate` comes down. A rollout is one flat
+record aligned per token; single-turn, tool use, multi-turn, partial and resumed rollouts are all this one shape.
+
+A worked example, a two-token prompt answered by two sampled tokens:
+
+    index      0       1       2        3
+    token_ids  7       9       4        2
+    source     PROMPT  PROMPT  SAMPLED  SAMPLED
+    loss_mask  False   False   True     True
+    logprobs   0       0       -0.31    -0.02
+    versions   -1      -1      12       13        the weights changed between the two
+    calls      Call(start=2, stop=4, ...)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Array: TypeAlias = npt.NDArray[Any]
+Plain: TypeAlias = "None | bool | int | float | str | list[Plain] | dict[str, Plain]"
+"""Data that survives JSON and msgpack unchanged: what a task row and a setting are made of."""
+
+
+class Source(enum.IntEnum):
+    """Where a token came from."""
+
+    PROMPT = 0
+    SAMPLED = 1
+    TOOL = 2
+    TEMPLATE = 3
+
+
+class FinishReason(enum.StrEnum):
+    """Why the last generate call ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """The rollout was judged; `reward` is the number advantages are made of."""
+
+    reward: float
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.reward):
+            raise ValueError(f"Scored.reward must be finite, not {self.reward}; a reward that failed is InfraAbort")
+
+
+@dataclass(frozen=True, slots=True)
+class Invalid:
+    """Judged to have no score (every reward said "not applicable"): left out of training, counted as filtered."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class InfraAbort:
+    """Something the policy cannot cause went wrong: dropped, counted as failed, retried while attempts last."""
+
+    reason: str
+
+
+Outcome: TypeAlias = Scored | Invalid | InfraAbort
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """The distribution tokens are drawn from, and when to stop. Without it a logprob cannot be computed again."""
+
+    temperature: float = 1.0
+    """0 is greedy; the recorded logprob is then 0, the choice being certain."""
+    top_k: int = 0
+    """Keep the k likeliest tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of likeliest tokens that holds this much probability."""
+    min_p: float = 0.0
+    """Keep tokens at least this fraction as likely as the likeliest."""
+    max_tokens: int = 256
+    """At most this many new tokens in one call."""
+    min_tokens: int = 0
+    """Stop tokens cannot be drawn before this many new tokens."""
+    stop_ids: tuple[int, ...] = ()
+    """Token ids that end the call; the stop token is part of the rollout."""
+    seed: int = 0
+    """With the token's position, the key of its random number: the same seed draws the same tokens in any batch."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop_ids", tuple(int(i) for i in self.stop_ids))
+        _require(self.temperature >= 0 and math.isfinite(self.temperature), "temperature", self.temperature, "≥ 0")
+        _require(self.top_k >= 0, "top_k", self.top_k, "≥ 0 (0 keeps all)")
+        _require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
+        _require(0 <= self.min_p < 1, "min_p", self.min_p, "in [0, 1)")
+        _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "≥ 1")
+        _require(0 <= self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, "between 0 and max_tokens")
+
+    @property
+    def is_truncated(self) -> bool:
+        """True where some tokens cannot be drawn, so that a sampling mask is needed to compute the logprob again."""
+        return self.temperature > 0 and (
+            self.top_k > 0 or self.top_p < 1 or self.min_p > 0 or (self.min_tokens > 0 and bool(self.stop_ids))
+        )
+
+
+def _require(holds: bool, name: str, value: object, wanted: str) -> None:
+    if not holds:
+        raise ValueError(f"sampling.{name} = {value!r}: must be {wanted}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One generate call: the half-open token span it added, and how it was drawn."""
+
+    start: int
+    stop: int
+    engine: str
+    sampling: Sampling
+    finish_reason: FinishReason
+    started: float
+    """Seconds since the epoch at which the engine admitted it."""
+    finished: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "finish_reason", FinishReason(self.finish_reason))
+        if not 0 <= self.start <= self.stop:
+            raise ValueError(f"Call spans tokens {self.start} to {self.stop}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SamplingMask:
+    """For each token, the ids the sampler could have chosen, ragged: row t is ids[offsets[t]:offsets[t+1]].
+
+    An empty row means the token was not restricted (a prompt token, or a draw from the whole vocabulary).
+    """
+
+    offsets: Array
+    ids: Array
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "offsets", _frozen(self.offsets, np.int64, "sampling_mask.offsets"))
+        object.__setattr__(self, "ids", _frozen(self.ids, np.int32, "sampling_mask.ids"))
+        offsets = self.offsets
+        if offsets.ndim != 1 or self.ids.ndim != 1 or len(offsets) < 1:
+            raise ValueError("sampling_mask: offsets and ids must be one-dimensional, offsets not empty")
+        if offsets[0] != 0 or offsets[-1] != len(self.ids) or bool((np.diff(offsets) < 0).any()):
+            raise ValueError(f"sampling_mask: offsets must rise from 0 to {len(self.ids)}, the number of ids")
+
+    def row(self, index: int) -> Array:
+        """The ids token `index` could have been."""
+        return self.ids[self.offsets[index] : self.offsets[index + 1]]
+
+    @classmethod
+    def from_rows(cls, rows: list[Array]) -> SamplingMask:
+        """Build from one array of ids per token."""
+        offsets = np.zeros(len(rows) + 1, dtype=np.int64)
+        np.cumsum([len(row) for row in rows], out=offsets[1:])
+        return cls(offsets=offsets, ids=np.concatenate(rows).astype(np.int32) if rows else np.zeros(0, np.int32))
+
+    def __eq__(self, other: object) -> bool:
+        return _equal_records(self, other)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rollout:
+    """One sequence of tokens, where each came from, and everything needed to train on it."""
+
+    id: str
+    """Unique; a re-issue after a fault keeps it, a fork gets its own."""
+    episode: str
+    """The episode it belongs to."""
+    group: str
+    """Siblings of one task share it."""
+    index: int
+    """Which sibling it is."""
+    policy: str = "policy"
+    """Which policy sampled it."""
+    lineage: str = ""
+    """In which life of the policy's trainer."""
+    parent: tuple[str, int] | None = None
+    """(rollout id, token index) it was forked at."""
+    token_ids: Array
+    """[T] int32: prompt, completions and tool replies, in order."""
+    source: Array
+    """[T] int8: a `Source` for each token."""
+    loss_mask: Array
+    """[T] bool: the token is trained; only sampled tokens are."""
+    logprobs: Array
+    """[T] float32: of the sampled token under the distribution it was really drawn from; 0 elsewhere."""
+    versions: Array
+    """[T] int32: the policy version that sampled the token, stamped by the engine; -1 elsewhere."""
+    calls: tuple[Call, ...] = ()
+    """One for each generate call; together they cover exactly the sampled tokens."""
+    finish_reason: FinishReason | None = None
+    """Of the last call; None before the first."""
+    expert_routing: Array | None = None
+    """[T, MoE layers, top_k] uint8 or int16: the experts of token t's forward; unknown rows hold 255 or -1."""
+    sampling_mask: SamplingMask | None = None
+    """What the sampler could have chosen; None where nothing was cut off."""
+    rewards: dict[str, float] = field(default_factory=dict)
+    """The score of each reward function by name."""
+    step_rewards: tuple[tuple[int, float], ...] = ()
+    """(token index, value) for rewards given along the way."""
+    columns: dict[str, Array] = field(default_factory=dict)
+    """[T, …] arrays a loss asked for: teacher, reference or proximal logprobs, values, entropy."""
+    outcome: Outcome | None = None
+    """None until scored."""
+    media: None = None
+    """Reserved: images and sound are refused for now."""
+
+    def __post_init__(self) -> None:
+        set_field = object.__setattr__
+        for name, dtype in _TOKEN_ARRAYS.items():
+            set_field(self, name, _frozen(getattr(self, name), dtype, name))
+        set_field(self, "calls", tuple(self.calls))
+        set_field(self, "parent", None if self.parent is None else (str(self.parent[0]), int(self.parent[1])))
+        set_field(self, "step_rewards", tuple((int(i), float(value)) for i, value in self.step_rewards))
+        set_field(self, "columns", {name: _frozen(array, None, name) for name, array in self.columns.items()})
+        set_field(self, "rewards", {name: float(value) for name, value in self.rewards.items()})
+        if self.finish_reason is not None:
+            set_field(self, "finish_reason", FinishReason(self.finish_reason))
+        if self.expert_routing is not None:
+            set_field(self, "expert_routing", _frozen(self.expert_routing, None, "expert_routing"))
+        try:
+            self._check()
+        except ValueError as error:
+            raise ValueError(f"rollout {self.id!r}: {error}") from None
+
+    def _check(self) -> None:
+        if self.media is not None:
+            raise ValueError("media is reserved: images and sound are not supported yet")
+        length = len(self.token_ids)
+        aligned: dict[str, Array] = {name: getattr(self, name) for name in _TOKEN_ARRAYS} | self.columns
+        if self.expert_routing is not None:
+            aligned["expert_routing"] = self.expert_routing
+            if self.expert_routing.dtype not in (np.uint8, np.int16) or self.expert_routing.ndim != 3:
+                raise ValueError("expert_routing must be [T, layers, top_k] of uint8 or int16")
+        for name, array in aligned.items():
+            if array.ndim < 1 or len(array) != length:
+                raise ValueError(f"{name} has shape {array.shape} but there are {length} tokens")
+        for name in _TOKEN_ARRAYS:
+            if getattr(self, name).ndim != 1:
+                raise ValueError(f"{name} must be one-dimensional")
+        if self.sampling_mask is not None and len(self.sampling_mask.offsets) != length + 1:
+            raise ValueError(f"sampling_mask covers {len(self.sampling_mask.offsets) - 1} of {length} tokens")
+        if length and (self.source.min() < 0 or self.source.max() > max(Source)):
+            raise ValueError("source holds a value that is not a Source")
+        if length and self.token_ids.min() < 0:
+            raise ValueError("token_ids holds a negative id")
+        for index, _ in self.step_rewards:
+            if not 0 <= index < length:
+                raise ValueError(f"step reward at token {index} of {length}")
+        self._check_sampled()
+
+    def _check_sampled(self) -> None:
+        sampled = self.source == Source.SAMPLED
+        if bool((self.loss_mask & ~sampled).any()):
+            raise ValueError("loss_mask is True on a token that was not sampled")
+        if bool((self.versions[sampled] < 0).any()) or bool((self.versions[~sampled] != -1).any()):
+            raise ValueError("versions must be ≥ 0 on sampled tokens and -1 elsewhere")
+        logprobs = self.logprobs
+        if not bool(np.isfinite(logprobs).all()) or bool((logprobs > 1e-4).any()) or bool(logprobs[~sampled].any()):
+            raise ValueError("logprobs must be finite and ≤ 0 on sampled tokens and 0 elsewhere")
+        covered = np.zeros(len(sampled), dtype=bool)
+        end = 0
+        for call in self.calls:
+            if call.start < end or call.stop > len(sampled):
+                raise ValueError(f"call over tokens {call.start} to {call.stop} overlaps another or runs past the end")
+            covered[call.start : call.stop] = True
+            end = call.stop
+        if not np.array_equal(covered, sampled):
+            raise ValueError("calls do not cover exactly the sampled tokens")
+        if self.calls and self.finish_reason is not self.calls[-1].finish_reason:
+            raise ValueError("finish_reason differs from that of the last call")
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def __eq__(self, other: object) -> bool:
+        return _equal_records(self, other)
+
+    def __repr__(self) -> str:
+        reason = self.finish_reason.value if self.finish_reason else "not generated"
+        return f"Rollout({self.id!r}, {len(self)} tokens, {self.num_sampled} sampled, {reason}, {self.outcome})"
+
+    @classmethod
+    def from_prompt(
+        cls, token_ids: list[int] | Array, *, id: str, episode: str = "", group: str = "", index: int = 0
+    ) -> Rollout:
+        """A prompt is a rollout with nothing sampled yet."""
+        ids = np.asarray(token_ids, dtype=np.int32)
+        return cls(
+            id=id,
+            episode=episode or id,
+            group=group or id,
+            index=index,
+            token_ids=ids,
+            source=np.full(len(ids), Source.PROMPT, dtype=np.int8),
+            loss_mask=np.zeros(len(ids), dtype=bool),
+            logprobs=np.zeros(len(ids), dtype=np.float32),
+            versions=np.full(len(ids), -1, dtype=np.int32),
+        )
+
+    def replace(self, **changes: Any) -> Rollout:  # noqa: ANN401  (one keyword per field, each checked by the new record)
+        """A copy with some fields changed, checked again."""
+        return dataclasses.replace(self, **changes)
+
+    @property
+    def is_sampled(self) -> Array:
+        """[T] bool: tokens an engine drew."""
+        sampled: Array = self.source == Source.SAMPLED
+        return sampled
+
+    @property
+    def num_sampled(self) -> int:
+        return int(np.count_nonzero(self.is_sampled))
+
+    @property
+    def completion_ids(self) -> list[int]:
+        """Everything after the prompt: sampled tokens and tool replies."""
+        prompt = int(np.argmax(self.source != Source.PROMPT)) if bool((self.source != Source.PROMPT).any()) else len(self)
+        return [int(token) for token in self.token_ids[prompt:]]
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest policy version that sampled one of its tokens; -1 if none were."""
+        versions = self.versions[self.is_sampled]
+        return int(versions.min()) if len(versions) else -1
+
+    @property
+    def temperatures(self) -> Array:
+        """[T] float32: the temperature each sampled token was drawn at; 1 elsewhere."""
+        result = np.ones(len(self), dtype=np.float32)
+        for call in self.calls:
+            result[call.start : call.stop] = call.sampling.temperature
+        return result
+
+    @property
+    def reward(self) -> float | None:
+        """The score, or None where there is none."""
+        return self.outcome.reward if isinstance(self.outcome, Scored) else None
+
+
+_TOKEN_ARRAYS: dict[str, type] = {
+    "token_ids": np.int32,
+    "source": np.int8,
+    "loss_mask": np.bool_,
+    "logprobs": np.float32,
+    "versions": np.int32,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episode:
+    """One attempt at one task: the unit that buffers, staleness and advantages work on."""
+
+    id: str
+    group: str
+    task: dict[str, Plain]
+    """The row, as plain data."""
+    rollouts: tuple[Rollout, ...] = ()
+    """One; several when agents interact or a history forks."""
+    environment: str = "single_turn"
+    started: float = 0.0
+    finished: float = 0.0
+    attempts: int = 1
+    """How often it was begun, faults of the machinery included."""
+    outcome: Outcome | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rollouts", tuple(self.rollouts))
+        check_plain(self.task, where=f"episode {self.id!r}: task")
+        for rollout in self.rollouts:
+            if rollout.group != self.group:
+                raise ValueError(f"episode {self.id!r} of group {self.group!r} holds a rollout of {rollout.group!r}")
+
+    def replace(self, **changes: Any) -> Episode:  # noqa: ANN401
+        """A copy with some fields changed, checked again."""
+        return dataclasses.replace(self, **changes)
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest version in any of its rollouts; -1 if nothing was sampled."""
+        versions = [rollout.oldest_version for rollout in self.rollouts if rollout.num_sampled]
+        return min(versions, default=-1)
+
+    @property
+    def reward(self) -> float | None:
+        return self.outcome.reward if isinstance(self.outcome, Scored) else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Batch:
+    """What one version is trained on. The trainer needs nothing else, and does not know the algorithm."""
+
+    rollouts: tuple[Rollout, ...]
+    advantages: tuple[Array, ...]
+    """One [T] float32 array per rollout."""
+    weights: tuple[Array, ...]
+    """One [T] float32 array per rollout: normalisation and whatever else scales a token's loss. Sums, never means, are
+    taken over tokens, so that the gradient cannot depend on how they are packed."""
+    loss: str
+    """A loss of ours by name, or a user's as `module:name`."""
+    constants: dict[str, float] = field(default_factory=dict)
+    """The loss's keyword arguments."""
+    correction: str = "none"
+    """How staleness is corrected; see `headrace.staleness`."""
+    correction_constants: dict[str, float] = field(default_factory=dict)
+    version: int
+    """The version being trained from; training makes version + 1."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rollouts", tuple(self.rollouts))
+        for name in ("advantages", "weights"):
+            arrays = tuple(_frozen(array, np.float32, name) for array in getattr(self, name))
+            object.__setattr__(self, name, arrays)
+            if len(arrays) != len(self.rollouts):
+                raise ValueError(f"batch: {len(arrays)} {name} for {len(self.rollouts)} rollouts")
+            for rollout, array in zip(self.rollouts, arrays, strict=True):
+                if array.shape != (len(rollout),) or not bool(np.isfinite(array).all()):
+                    raise ValueError(f"batch: {name} of rollout {rollout.id!r} must be finite, shaped ({len(rollout)},)")
+        for name in ("constants", "correction_constants"):
+            object.__setattr__(self, name, {key: float(value) for key, value in getattr(self, name).items()})
+
+    def __eq__(self, other: object) -> bool:
+        return _equal_records(self, other)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(rollout) for rollout in self.rollouts)
+
+
+class Payload(enum.StrEnum):
+    """What a weight update carries."""
+
+    FULL = "full"
+    ADAPTER = "adapter"
+    DELTA = "delta"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorInfo:
+    """One tensor of a weight update, as its sender holds it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    num_bytes: int
+    checksum: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
+        if self.num_bytes < 0:
+            raise ValueError(f"tensor {self.name!r}: {self.num_bytes} bytes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightUpdate:
+    """New weights of a policy: which they are, how they travel, and how the receiver knows it has them."""
+
+    policy: str
+    lineage: str
+    version: int
+    base_version: int | None = None
+    """For a delta, the version it must be applied to."""
+    payload: Payload = Payload.FULL
+    adapter: dict[str, Plain] | None = None
+    """The adapter's configuration, for an adapter-only update."""
+    transport: str = "memory"
+    manifest: tuple[TensorInfo, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "payload", Payload(self.payload))
+        object.__setattr__(self, "manifest", tuple(self.manifest))
+        if self.version < 0:
+            raise ValueError(f"weight update: version {self.version}")
+        if (self.payload is Payload.DELTA) != (self.base_version is not None):
+            raise ValueError(f"weight update {self.version}: a delta has a base_version, nothing else does")
+        if (self.payload is Payload.ADAPTER) != (self.adapter is not None):
+            raise ValueError(f"weight update {self.version}: an adapter payload has an adapter config, nothing else does")
+        if self.adapter is not None:
+            check_plain(self.adapter, where="weight update: adapter")
+
+
+def check_plain(value: object, *, where: str) -> None:
+    """Raise unless `value` is plain data, naming the place that is not."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return
+    if isinstance(value, list):
+        for index, item in enumerate(value):
+            check_plain(item, where=f"{where}[{index}]")
+        return
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise ValueError(f"{where}: key {key!r} is not a string")
+            check_plain(item, where=f"{where}[{key!r}]")
+        return
+    raise ValueError(f"{where} is a {type(value).__name__}; use strings, numbers, booleans, lists and dicts")
+
+
+def _frozen(array: object, dtype: type | None, name: str) -> Array:
+    """A read-only array of exactly this dtype; only a lossless kind of conversion is made."""
+    result = np.asarray(array)
+    if dtype is not None and result.dtype != dtype:
+        if result.size and not np.can_cast(result.dtype, dtype, casting="same_kind"):
+            raise ValueError(f"{name} must be {np.dtype(dtype).name}, not {result.dtype}")
+        result = result.astype(dtype)
+    if result.dtype.hasobject:
+        raise ValueError(f"{name} holds Python objects; it must be an array of numbers")
+    if result.flags.writeable:
+        result = result.copy() if result.base is not None or result is array else result
+        result.flags.writeable = False
+    return result
+
+
+def _equal_records(left: object, right: object) -> bool:
+    if type(left) is not type(right):
+        return False
+    names = [f.name for f in dataclasses.fields(left)]  # type: ignore[arg-type]  # only our own dataclasses come here
+    return all(_equal_values(getattr(left, name), getattr(right, name)) for name in names)
+
+
+def _equal_values(left: object, right: object) -> bool:
+    if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
+        same = isinstance(left, np.ndarray) and isinstance(right, np.ndarray)
+        return same and left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()  # type: ignore[union-attr]
+    if isinstance(left, tuple) and isinstance(right, tuple):
+        return len(left) == len(right) and all(map(_equal_values, left, right))
+    if isinstance(left, dict) and isinstance(right, dict):
+        return left.keys() == right.keys() and all(_equal_values(left[key], right[key]) for key in left)
+    return left == right

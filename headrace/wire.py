@@ -1,0 +1,188 @@
+"""Bytes for the records of `headrace.types`: a msgpack header and the raw buffers of its arrays. No pickle.
+
+A frame is
+
+    magic b"HRW" + schema (1 byte) | crc32 (4) | header length (4) | body length (8) | header | body
+
+all little-endian. Arrays appear in the header as (dtype, shape, offset, length) and lie in the body, 8-byte aligned,
+so that decoding copies nothing. Everything a frame claims about itself is checked before memory is taken for it, and
+the records check themselves when they are made: bytes that are not a frame give a `WireError`, never another error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import struct
+import zlib
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import msgpack
+import numpy as np
+
+from headrace import types
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SCHEMA = 1
+"""Rises when a frame of the old form can no longer be read."""
+MAX_FRAME = 2 << 30
+"""Bytes; a frame that claims more is refused before it is read."""
+MAX_DEPTH = 64
+"""Nesting of plain data; deeper is refused."""
+
+_PREAMBLE = struct.Struct("<3sBIIQ")
+_MAGIC = b"HRW"
+_DTYPES = frozenset({"|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8"})
+_RECORDS: dict[str, type[Any]] = {
+    record.__name__: record
+    for record in (
+        types.Rollout,
+        types.Episode,
+        types.Batch,
+        types.WeightUpdate,
+        types.TensorInfo,
+        types.Call,
+        types.Sampling,
+        types.SamplingMask,
+        types.Scored,
+        types.Invalid,
+        types.InfraAbort,
+    )
+}
+_FIELDS = {name: frozenset(f.name for f in dataclasses.fields(record)) for name, record in _RECORDS.items()}
+_ARRAY = "$array"
+_RECORD = "$record"
+
+
+class WireError(ValueError):
+    """The bytes are not a frame this version can read; the message says in what way."""
+
+
+def encode(value: object) -> bytes:
+    """A frame holding a record, or lists and dicts of records, arrays and plain data."""
+    buffers: list[bytes] = []
+    size = 0
+
+    def plain(item: object, depth: int) -> object:
+        nonlocal size
+        if depth > MAX_DEPTH:
+            raise WireError(f"nested deeper than {MAX_DEPTH}")
+        if isinstance(item, np.ndarray):
+            array = np.asarray(item, dtype=item.dtype.newbyteorder("<"), order="C")
+            if array.dtype.str not in _DTYPES:
+                raise WireError(f"arrays of {array.dtype} do not travel")
+            padding = -size % 8
+            buffers.append(b"\0" * padding + array.tobytes())
+            start, size = size + padding, size + padding + array.nbytes
+            return {_ARRAY: [array.dtype.str, list(array.shape), start, array.nbytes]}
+        if type(item).__name__ in _RECORDS and type(item) is _RECORDS[type(item).__name__]:
+            fields = {f.name: plain(getattr(item, f.name), depth + 1) for f in dataclasses.fields(item)}  # type: ignore[arg-type]  # looked up above
+            return {_RECORD: type(item).__name__, **fields}
+        if isinstance(item, list | tuple):
+            return [plain(entry, depth + 1) for entry in item]
+        if isinstance(item, dict):
+            if any(not isinstance(key, str) or key.startswith("$") for key in item):
+                raise WireError("keys must be strings that do not begin with '$'")
+            return {key: plain(entry, depth + 1) for key, entry in item.items()}
+        if isinstance(item, str):
+            return str(item)  # an enum's value
+        if item is None or isinstance(item, bool | int | float):
+            return item
+        raise WireError(f"a {type(item).__name__} does not travel")
+
+    try:
+        header = msgpack.packb(plain(value, 0), use_bin_type=True)
+    except (OverflowError, UnicodeEncodeError) as error:
+        raise WireError(f"cannot be encoded: {error}") from error
+    body = b"".join(buffers)
+    if _PREAMBLE.size + len(header) + len(body) > MAX_FRAME:
+        raise WireError(f"{len(header) + len(body)} bytes are more than a frame may hold ({MAX_FRAME})")
+    checksum = zlib.crc32(body, zlib.crc32(header))
+    return _PREAMBLE.pack(_MAGIC, SCHEMA, checksum, len(header), len(body)) + header + body
+
+
+def decode(frame: bytes | memoryview, *, max_bytes: int = MAX_FRAME) -> Any:  # noqa: ANN401  (what was encoded)
+    """The value in a frame; the whole of it must be there, and nothing more."""
+    frame = memoryview(frame)
+    header_size, body_size, checksum = _read_preamble(frame, max_bytes=max_bytes)
+    expected = _PREAMBLE.size + header_size + body_size
+    if len(frame) != expected:
+        what = "truncated" if len(frame) < expected else "followed by other bytes"
+        raise WireError(f"frame is {what}: {len(frame)} bytes where {expected} were announced")
+    payload = frame[_PREAMBLE.size :]
+    if zlib.crc32(payload) != checksum:
+        raise WireError("checksum differs: the frame was changed on its way")
+    try:
+        header = msgpack.unpackb(payload[:header_size], raw=False, strict_map_key=True)
+        return _revive(header, payload[header_size:], 0)
+    except WireError:
+        raise
+    except (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException) as error:
+        raise WireError(f"malformed frame: {error}") from error
+
+
+def read_frames(file: BinaryIO) -> Iterator[Any]:
+    """The values of a file of frames, one after another; a frame cut off by a crash at the end is left out."""
+    while preamble := file.read(_PREAMBLE.size):
+        if len(preamble) < _PREAMBLE.size:
+            return
+        header_size, body_size, _ = _read_preamble(memoryview(preamble), max_bytes=MAX_FRAME)
+        rest = file.read(header_size + body_size)
+        if len(rest) < header_size + body_size:
+            return
+        yield decode(preamble + rest)
+
+
+def _read_preamble(frame: memoryview, *, max_bytes: int) -> tuple[int, int, int]:
+    if len(frame) < _PREAMBLE.size:
+        raise WireError(f"frame is truncated: {len(frame)} bytes, the preamble alone takes {_PREAMBLE.size}")
+    magic, schema, checksum, header_size, body_size = _PREAMBLE.unpack(frame[: _PREAMBLE.size])
+    if magic != _MAGIC:
+        raise WireError("not a Headrace frame: it does not begin with 'HRW'")
+    if schema != SCHEMA:
+        raise WireError(f"frame has schema {schema}, this version reads {SCHEMA}")
+    if _PREAMBLE.size + header_size + body_size > max_bytes:
+        raise WireError(f"oversized frame: announces {header_size + body_size} bytes, at most {max_bytes} are taken")
+    return header_size, body_size, checksum
+
+
+def _revive(item: Any, body: memoryview, depth: int) -> Any:  # noqa: ANN401
+    if depth > MAX_DEPTH:
+        raise WireError(f"nested deeper than {MAX_DEPTH}")
+    if isinstance(item, list):
+        return [_revive(entry, body, depth + 1) for entry in item]
+    if not isinstance(item, dict):
+        if isinstance(item, bytes | msgpack.ExtType | msgpack.Timestamp):
+            raise WireError(f"a header holds no {type(item).__name__}")
+        return item
+    if _ARRAY in item:
+        return _revive_array(item[_ARRAY], body)
+    fields = {key: _revive(entry, body, depth + 1) for key, entry in item.items() if key != _RECORD}
+    if _RECORD not in item:
+        return fields
+    name = item[_RECORD]
+    if name not in _RECORDS:
+        raise WireError(f"unknown record {name!r}")
+    if fields.keys() != _FIELDS[name]:
+        odd = sorted(fields.keys() ^ _FIELDS[name])
+        raise WireError(f"record {name} has missing or unknown fields: {', '.join(odd)}")
+    try:
+        return _RECORDS[name](**fields)
+    except (ValueError, TypeError, AttributeError, IndexError, OverflowError) as error:
+        raise WireError(f"record {name} is not valid: {error}") from error
+
+
+def _revive_array(claim: Any, body: memoryview) -> types.Array:  # noqa: ANN401
+    if not isinstance(claim, list) or len(claim) != 4:
+        raise WireError("an array is described by dtype, shape, offset and length")
+    dtype, shape, offset, length = claim
+    if dtype not in _DTYPES:
+        raise WireError(f"arrays of {dtype!r} are not taken")
+    if not isinstance(shape, list) or len(shape) > 8 or not all(type(n) is int and n >= 0 for n in [*shape, offset, length]):
+        raise WireError("an array's shape, offset and length must be whole numbers")
+    if math.prod(shape) * np.dtype(dtype).itemsize != length or offset + length > len(body):
+        raise WireError(f"an array of shape {shape} and {length} bytes at {offset} does not fit a body of {len(body)}")
+    array = np.frombuffer(body[offset : offset + length], dtype=dtype)
+    return array.reshape(shape)
