@@ -1,8 +1,8 @@
 """Headrace trains language models with reinforcement learning while rollouts keep flowing.
 
-    import headrace
-    run = headrace.train(model="path/to/model", tasks=my_tasks, reward=my_reward, steps=100)
-    print(run.summary["bound_by"], run.checkpoint)
+import headrace
+run = headrace.train(model="path/to/model", tasks=my_tasks, reward=my_reward, steps=100)
+print(run.summary["bound_by"], run.checkpoint)
 """
 
 from __future__ import annotations

@@ -213,7 +213,8 @@ class TrainSettings:
     constants: dict[str, float] = field(default_factory=dict)
     """Keyword arguments of the loss, such as clip_low and clip_high."""
     advantage: Literal["group", "group_mean", "leave_one_out"] = "group"
-    """`group`: (r − mean) ÷ std over the siblings. `group_mean`: r − mean (Dr. GRPO). `leave_one_out`: r − mean of the others."""
+    """`group`: (r − mean) ÷ std over the siblings. `group_mean`: r − mean (Dr. GRPO). `leave_one_out`: r − mean of the
+    others."""
     loss_mean: Literal["token", "sequence"] = "token"
     """Each token of the batch counts the same, or each rollout does."""
 
@@ -264,7 +265,7 @@ class ObserveSettings:
 
     sinks: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Besides metrics.jsonl, which is always written."""
-    keep_rollouts_every: int = 1
+    keep_rollouts_every: int = 10
     """Versions between two whose rollouts are kept for `headrace inspect`; 0 keeps none."""
     trace: bool = True
     """Write trace.json."""
@@ -380,7 +381,7 @@ class Recipe:
         train, groups = self.train, self.groups_per_batch
         rows = [
             f"batch      {train.batch} rollouts = {groups} tasks × {train.group_size} siblings (train.batch, train.group_size)",
-            f"steps      {self.steps} versions × {train.mini_batches} optimizer step(s) = {self.steps * train.batch} rollouts trained",
+            f"steps      {self.steps} versions × {train.mini_batches} optimizer step(s); {self.steps * train.batch} rollouts",
             f"micro      at most {train.micro_batch_tokens} tokens a forward pass (train.micro_batch_tokens)",
         ]
         if self.gate_depth is None:
@@ -393,7 +394,9 @@ class Recipe:
         waiting = self.batches_waiting
         held = "no bound" if waiting is None else f"{waiting} × {groups} = {waiting * groups} groups wait at most"
         rows.append(f"buffer     {self.buffer_kind}: {held}, trained in {self.order} order")
-        rows.append(f"engine     {self.engine.slots} rollouts decoded at once, {self.sampling.max_tokens} new tokens each at most")
+        rows.append(
+            f"engine     {self.engine.slots} rollouts decoded at once, {self.sampling.max_tokens} new tokens each at most"
+        )
         return rows
 
 

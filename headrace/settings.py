@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
-import functools
 import inspect
 import tomllib
 import types
@@ -88,10 +87,7 @@ def apply_overrides(data: Mapping[str, Any], overrides: Mapping[str, Any]) -> di
         *parents, last = path.split(".")
         node: Any = result
         for depth, part in enumerate(parents):
-            if isinstance(node, list):
-                node = node[_index(part, node, path)]
-            else:
-                node = node.setdefault(part, {})
+            node = node[_index(part, node, path)] if isinstance(node, list) else node.setdefault(part, {})
             if not isinstance(node, dict | list):
                 raise ConfigError(f"{path}: {'.'.join(parents[: depth + 1])} is a value, not a section")
         if isinstance(node, list):
@@ -193,7 +189,6 @@ def _nearest(path: str, cls: type[Any], prefix: str) -> str:
     return f"; there are: {', '.join(prefix + name for name in names)}"
 
 
-@functools.cache
 def _hints(cls: type[Any]) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
@@ -207,7 +202,8 @@ def _has_default(f: dataclasses.Field[Any]) -> bool:
 
 
 def _default(f: dataclasses.Field[Any]) -> Any:  # noqa: ANN401
-    return f.default if f.default is not dataclasses.MISSING else f.default_factory()  # type: ignore[misc]  # has one
+    factory = f.default_factory
+    return f.default if factory is dataclasses.MISSING else factory()
 
 
 def _section_of(hint: Any) -> type[Any] | None:  # noqa: ANN401
@@ -229,7 +225,6 @@ def _type_name(hint: Any) -> str:  # noqa: ANN401
     return {str: "text", int: "a whole number", float: "a number", bool: "true or false"}.get(hint, "a table")
 
 
-@functools.cache
 def _field_docs(cls: type[Any]) -> dict[str, str]:
     body = ast.parse(inspect.getsource(cls)).body[0]
     assert isinstance(body, ast.ClassDef)

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 Array: TypeAlias = npt.NDArray[Any]
-Plain: TypeAlias = "None | bool | int | float | str | list[Plain] | dict[str, Plain]"
+Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | None"
 """Data that survives JSON and msgpack unchanged: what a task row and a setting are made of."""
 
 
@@ -253,7 +253,7 @@ class Rollout:
                 raise ValueError(f"{name} must be one-dimensional")
         if self.sampling_mask is not None and len(self.sampling_mask.offsets) != length + 1:
             raise ValueError(f"sampling_mask covers {len(self.sampling_mask.offsets) - 1} of {length} tokens")
-        if length and (self.source.min() < 0 or self.source.max() > max(Source)):
+        if length and (self.source.min() < 0 or self.source.max() > _LAST_SOURCE):
             raise ValueError("source holds a value that is not a Source")
         if length and self.token_ids.min() < 0:
             raise ValueError("token_ids holds a negative id")
@@ -263,13 +263,13 @@ class Rollout:
         self._check_sampled()
 
     def _check_sampled(self) -> None:
-        sampled = self.source == Source.SAMPLED
-        if bool((self.loss_mask & ~sampled).any()):
+        sampled = self.is_sampled
+        if (self.loss_mask > sampled).any():
             raise ValueError("loss_mask is True on a token that was not sampled")
-        if bool((self.versions[sampled] < 0).any()) or bool((self.versions[~sampled] != -1).any()):
+        if ((self.versions >= 0) != sampled).any() or (len(sampled) and self.versions.min() < -1):
             raise ValueError("versions must be ≥ 0 on sampled tokens and -1 elsewhere")
         logprobs = self.logprobs
-        if not bool(np.isfinite(logprobs).all()) or bool((logprobs > 1e-4).any()) or bool(logprobs[~sampled].any()):
+        if not np.isfinite(logprobs).all() or (logprobs > 1e-4).any() or (logprobs.astype(bool) > sampled).any():
             raise ValueError("logprobs must be finite and ≤ 0 on sampled tokens and 0 elsewhere")
         covered = np.zeros(len(sampled), dtype=bool)
         end = 0
@@ -312,13 +312,18 @@ class Rollout:
         )
 
     def replace(self, **changes: Any) -> Rollout:  # noqa: ANN401  (one keyword per field, each checked by the new record)
-        """A copy with some fields changed, checked again."""
-        return dataclasses.replace(self, **changes)
+        """A copy with some fields changed, checked again where a check could fail."""
+        if not changes.keys() <= _FREE_FIELDS:
+            return dataclasses.replace(self, **changes)
+        copy = object.__new__(Rollout)
+        for name in _ROLLOUT_FIELDS:
+            object.__setattr__(copy, name, changes[name] if name in changes else getattr(self, name))
+        return copy
 
     @property
     def is_sampled(self) -> Array:
         """[T] bool: tokens an engine drew."""
-        sampled: Array = self.source == Source.SAMPLED
+        sampled: Array = self.source == _SAMPLED
         return sampled
 
     @property
@@ -328,8 +333,9 @@ class Rollout:
     @property
     def completion_ids(self) -> list[int]:
         """Everything after the prompt: sampled tokens and tool replies."""
-        prompt = int(np.argmax(self.source != Source.PROMPT)) if bool((self.source != Source.PROMPT).any()) else len(self)
-        return [int(token) for token in self.token_ids[prompt:]]
+        after = np.flatnonzero(self.source)  # PROMPT is 0
+        tokens: list[int] = self.token_ids[after[0] :].tolist() if len(after) else []
+        return tokens
 
     @property
     def oldest_version(self) -> int:
@@ -358,6 +364,11 @@ _TOKEN_ARRAYS: dict[str, type] = {
     "logprobs": np.float32,
     "versions": np.int32,
 }
+_ROLLOUT_FIELDS = tuple(f.name for f in dataclasses.fields(Rollout))
+_FREE_FIELDS = frozenset({"policy", "lineage", "rewards", "outcome"})
+"""Fields that no check looks at."""
+_SAMPLED = int(Source.SAMPLED)
+_LAST_SOURCE = int(max(Source))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -532,9 +543,10 @@ def _equal_records(left: object, right: object) -> bool:
 
 
 def _equal_values(left: object, right: object) -> bool:
+    if isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
+        return left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
     if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
-        same = isinstance(left, np.ndarray) and isinstance(right, np.ndarray)
-        return same and left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()  # type: ignore[union-attr]
+        return False
     if isinstance(left, tuple) and isinstance(right, tuple):
         return len(left) == len(right) and all(map(_equal_values, left, right))
     if isinstance(left, dict) and isinstance(right, dict):

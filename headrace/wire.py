@@ -12,6 +12,7 @@ the records check themselves when they are made: bytes that are not a frame give
 from __future__ import annotations
 
 import dataclasses
+import enum
 import math
 import struct
 import zlib
@@ -51,7 +52,8 @@ _RECORDS: dict[str, type[Any]] = {
         types.InfraAbort,
     )
 }
-_FIELDS = {name: frozenset(f.name for f in dataclasses.fields(record)) for name, record in _RECORDS.items()}
+_NAMES = {record: name for name, record in _RECORDS.items()}
+_FIELDS = {name: tuple(f.name for f in dataclasses.fields(record)) for name, record in _RECORDS.items()}
 _ARRAY = "$array"
 _RECORD = "$record"
 
@@ -67,6 +69,8 @@ def encode(value: object) -> bytes:
 
     def plain(item: object, depth: int) -> object:
         nonlocal size
+        if item is None or type(item) in (bool, int, float, str):
+            return item
         if depth > MAX_DEPTH:
             raise WireError(f"nested deeper than {MAX_DEPTH}")
         if isinstance(item, np.ndarray):
@@ -77,23 +81,21 @@ def encode(value: object) -> bytes:
             buffers.append(b"\0" * padding + array.tobytes())
             start, size = size + padding, size + padding + array.nbytes
             return {_ARRAY: [array.dtype.str, list(array.shape), start, array.nbytes]}
-        if type(item).__name__ in _RECORDS and type(item) is _RECORDS[type(item).__name__]:
-            fields = {f.name: plain(getattr(item, f.name), depth + 1) for f in dataclasses.fields(item)}  # type: ignore[arg-type]  # looked up above
-            return {_RECORD: type(item).__name__, **fields}
+        name = _NAMES.get(type(item))
+        if name is not None:
+            return {_RECORD: name} | {field: plain(getattr(item, field), depth + 1) for field in _FIELDS[name]}
         if isinstance(item, list | tuple):
             return [plain(entry, depth + 1) for entry in item]
         if isinstance(item, dict):
             if any(not isinstance(key, str) or key.startswith("$") for key in item):
                 raise WireError("keys must be strings that do not begin with '$'")
             return {key: plain(entry, depth + 1) for key, entry in item.items()}
-        if isinstance(item, str):
-            return str(item)  # an enum's value
-        if item is None or isinstance(item, bool | int | float):
-            return item
+        if isinstance(item, str | int | float):
+            return item.value if isinstance(item, enum.Enum) else _base(item)
         raise WireError(f"a {type(item).__name__} does not travel")
 
     try:
-        header = msgpack.packb(plain(value, 0), use_bin_type=True)
+        header: bytes = msgpack.packb(plain(value, 0), use_bin_type=True)
     except (OverflowError, UnicodeEncodeError) as error:
         raise WireError(f"cannot be encoded: {error}") from error
     body = b"".join(buffers)
@@ -121,6 +123,11 @@ def decode(frame: bytes | memoryview, *, max_bytes: int = MAX_FRAME) -> Any:  # 
         raise
     except (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException) as error:
         raise WireError(f"malformed frame: {error}") from error
+
+
+def _base(item: str | int | float) -> str | int | float:
+    """A subclass of a plain type (numpy's float64 is one) as the plain type itself."""
+    return next(kind(item) for kind in (str, int, float) if isinstance(item, kind))
 
 
 def read_frames(file: BinaryIO) -> Iterator[Any]:
@@ -165,8 +172,8 @@ def _revive(item: Any, body: memoryview, depth: int) -> Any:  # noqa: ANN401
     name = item[_RECORD]
     if name not in _RECORDS:
         raise WireError(f"unknown record {name!r}")
-    if fields.keys() != _FIELDS[name]:
-        odd = sorted(fields.keys() ^ _FIELDS[name])
+    if fields.keys() != set(_FIELDS[name]):
+        odd = sorted(fields.keys() ^ set(_FIELDS[name]))
         raise WireError(f"record {name} has missing or unknown fields: {', '.join(odd)}")
     try:
         return _RECORDS[name](**fields)

@@ -75,8 +75,8 @@ def _hook(
     spec = AttentionSpec(scaling=scale, sliding_window=sliding_window, softcap=softcap, sinks=s_aux)
     layer = module.layer_idx
     assert isinstance(layer, int)
-    rows = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    return attention_context.attend(layer, *rows, spec).unsqueeze(0), None
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    return attention_context.attend(layer, q, k, v, spec).unsqueeze(0), None
 
 
 def register() -> None:
@@ -194,8 +194,8 @@ class PackedContext:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         results = []
         for index, count, width in self._gathers:
-            gathered = (t.index_select(0, index).reshape(count, width, *t.shape[1:]) for t in (query, key, value))
-            result = attend(*gathered, spec, allowed=None, exact=self.exact)
+            q, k, v = (t.index_select(0, index).reshape(count, width, *t.shape[1:]) for t in (query, key, value))
+            result = attend(q, k, v, spec, allowed=None, exact=self.exact)
             results.append(result.reshape(count * width, *result.shape[2:]))
         together = results[0] if len(results) == 1 else torch.cat(results)
         return together.index_select(0, self._inverse)

@@ -37,7 +37,9 @@ def load_model(path: str, *, dtype: str = "float32", device: str = "cpu") -> Pre
         check_config(AutoConfig.from_pretrained(path), path)
         with _quietly():
             model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
-    return prepare(cast("PreTrainedModel", model), name=path).to(device)  # type: ignore[arg-type]  # transformers' wrapper loses the overload
+    prepare(cast("PreTrainedModel", model), name=path)
+    moved: Any = model
+    return cast("PreTrainedModel", moved.to(device))  # transformers wraps `to` and loses its types
 
 
 def prepare(model: PreTrainedModel, *, name: str) -> PreTrainedModel:
@@ -72,9 +74,7 @@ def context_limit(model: PreTrainedModel, wanted: int) -> int:
     return wanted or int(limit)
 
 
-def hidden_states(
-    model: PreTrainedModel, token_ids: Tensor, positions: Tensor, context: attention.AttentionContext
-) -> Tensor:
+def hidden_states(model: PreTrainedModel, token_ids: Tensor, positions: Tensor, context: attention.AttentionContext) -> Tensor:
     """[tokens, hidden] of a packed forward pass; `use_cache=False` keeps transformers from guessing at boundaries."""
     output = model.base_model(
         input_ids=token_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, attention_context=context

@@ -126,9 +126,7 @@ def score(
     return results
 
 
-def _allowed(
-    rollouts: Sequence[Rollout], index: Array, sequence: Array, *, device: torch.device | str
-) -> AllowedTokens | None:
+def _allowed(rollouts: Sequence[Rollout], index: Array, sequence: Array, *, device: torch.device | str) -> AllowedTokens | None:
     masks = [rollout.sampling_mask for rollout in rollouts]
     if all(mask is None for mask in masks):
         return None

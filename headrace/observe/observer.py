@@ -61,11 +61,15 @@ class Observer:
     def version(self, version: int, metrics: Mapping[str, Any]) -> None:
         """A version was trained: metrics to the sinks, seconds of every state since the last one beside them."""
         budget = self.budget()
-        self._safely(lambda: [sink.write(version, {**metrics, **self._seconds()}) for sink in self._sinks])
-        if self._trace is not None:
-            trace = self._trace
-            self._safely(lambda: (trace.mark(f"version {version}"), trace.flush()))
+        self._safely(lambda: self._write(version, {**metrics, **self._seconds()}))
         self.screen.row({"version": version, **metrics}, budget)
+
+    def _write(self, version: int, metrics: Mapping[str, Any]) -> None:
+        for sink in self._sinks:
+            sink.write(version, metrics)
+        if self._trace is not None:
+            self._trace.mark(f"version {version}")
+            self._trace.flush()
 
     def keep_rollouts(self, version: int, rollouts: Sequence[Rollout]) -> None:
         """Append them to the run's folder for `headrace inspect`."""

@@ -10,9 +10,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def final_report(
-    summary: dict[str, Any], equation: str, samples: list[tuple[str, str, float | None]], *, folder: Path
-) -> str:
+def final_report(summary: dict[str, Any], equation: str, samples: list[tuple[str, str, float | None]], *, folder: Path) -> str:
     """Before and after, where the time went, the books, the checkpoint, three rollouts."""
     seconds, tokens, lag = summary["seconds"], summary["tokens"], summary["lag"]
     lines = ["", f"{summary['status']}   version {summary['version']} of {summary['steps']}"]

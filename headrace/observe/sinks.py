@@ -38,7 +38,7 @@ class TensorBoard:
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer: Any = SummaryWriter(str(folder / "tensorboard"))  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self._writer: Any = SummaryWriter(str(folder / "tensorboard"))
 
     def write(self, version: int, metrics: Mapping[str, Any]) -> None:
         for name, value in metrics.items():
@@ -53,7 +53,7 @@ class WeightsAndBiases:
     """A W&B run named after the folder."""
 
     def __init__(self, folder: Path) -> None:
-        import wandb  # type: ignore[import-not-found]  # an extra
+        import wandb
 
         self._run: Any = wandb.init(project="headrace", name=folder.name, dir=str(folder), id=folder.name, resume="allow")
 

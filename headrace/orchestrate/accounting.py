@@ -9,7 +9,7 @@ nothing vanishes and nothing is counted twice. Evaluation is counted apart.
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -90,7 +90,7 @@ class Ledger:
         terms = " + ".join(f"{counts[name]} {name.replace('_', ' ')}" for name in (*SETTLED, "buffered", "in_flight"))
         return f"{counts['submitted']} submitted = {terms}"
 
-    def state(self) -> dict[str, object]:
+    def state(self) -> dict[str, Any]:
         """For a checkpoint: settled counts; open entries are submitted again or come with the buffer."""
         return {
             "submitted": self.submitted,
@@ -99,8 +99,8 @@ class Ledger:
             "reasons": dict(self._reasons),
         }
 
-    def restore(self, state: dict[str, object], *, buffered: Iterable[str], in_flight: Iterable[str]) -> None:
-        self.submitted, self.evaluation = int(str(state["submitted"])), int(str(state["evaluation"]))
-        self._settled = Counter(state["settled"])  # type: ignore[arg-type]  # a dict of counts, checked by the equation
-        self._reasons = Counter(state["reasons"])  # type: ignore[arg-type]
+    def restore(self, state: dict[str, Any], *, buffered: Iterable[str], in_flight: Iterable[str]) -> None:
+        self.submitted, self.evaluation = int(state["submitted"]), int(state["evaluation"])
+        self._settled = Counter(state["settled"])
+        self._reasons = Counter(state["reasons"])
         self._open = {**dict.fromkeys(buffered, "buffered"), **dict.fromkeys(in_flight, "in_flight")}

@@ -8,8 +8,6 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from headrace.buffer import Group, GroupBuffer
 from headrace.envs import EngineClient
 from headrace.observe import Signal
@@ -21,6 +19,8 @@ from headrace.types import Episode, InfraAbort, Invalid, Sampling, Scored
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
+
+    import numpy as np
 
     from headrace.config import Recipe, SamplingSettings
     from headrace.engine import Engine
@@ -274,9 +274,10 @@ class Run:
                 self._drop(group.number, list(group.episodes), reason)
 
     async def batches(self, groups: list[Group]) -> list[Batch]:
-        """The groups as one batch per optimizer step, with the proximal policy's logprobs where there are several."""
+        """The groups as one batch per optimizer step. Where a correction needs the policy at the start of the version and
+        the weights will move in between, its logprobs are computed now; otherwise the one forward pass serves."""
         batches = make_batches(groups, self.recipe, version=self.version)
-        if len(batches) == 1:
+        if len(batches) == 1 or self.recipe.staleness.correct == "none":
             return batches
         return [_with_column(batch, PROXIMAL, await self.trainer.forward(batch)) for batch in batches]
 
@@ -289,8 +290,7 @@ class Run:
 
 def _with_column(batch: Batch, name: str, values: list[np.ndarray]) -> Batch:
     rollouts = tuple(
-        rollout.replace(columns={**rollout.columns, name: value})
-        for rollout, value in zip(batch.rollouts, values, strict=True)
+        rollout.replace(columns={**rollout.columns, name: value}) for rollout, value in zip(batch.rollouts, values, strict=True)
     )
     return dataclasses.replace(batch, rollouts=rollouts)
 

@@ -61,9 +61,7 @@ class Session:
     checkpoint_folder: Path | None = None
 
     def __post_init__(self) -> None:
-        self.run = Run(
-            self.recipe, self.roles, lineage=self.lineage, observer=self.observer, after_version=self._after_version
-        )
+        self.run = Run(self.recipe, self.roles, lineage=self.lineage, observer=self.observer, after_version=self._after_version)
         self._saved_version = -1
         self._last_moment = time.perf_counter()
         self.evaluator = Evaluator(

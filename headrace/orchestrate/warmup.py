@@ -49,8 +49,8 @@ def model_folder(recipe: Recipe, given: UserInputs, *, say: Callable[[str], None
         raise ConfigError(f"model.path = {recipe.model.path!r}: the built-in model is {tiny.NAME!r}")
     if not is_builtin and not recipe.warmup.steps:
         return recipe.model.path
-    target = cache_folder() / "warmup" / _key(recipe)
-    if target.is_dir() and given.tasks is None:
+    target = cache_folder() / "warmup" / _key(recipe, given)
+    if target.is_dir():
         say(f"warm-up    cached in {target}")
         return str(target)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -61,8 +61,6 @@ def model_folder(recipe: Recipe, given: UserInputs, *, say: Callable[[str], None
             tiny.build_folder(temporary, recipe.model, seed=recipe.seed)
         if recipe.warmup.steps:
             asyncio.run(_warm_up(recipe, str(temporary) if is_builtin else recipe.model.path, given, temporary, say))
-        if given.tasks is not None:
-            target = target.with_name(temporary.name.removeprefix(".making-"))
         with contextlib.suppress(OSError):
             temporary.rename(target)
     finally:
@@ -153,11 +151,14 @@ def _supervised_batch(examples: list[Rollout]) -> Batch:
     )
 
 
-def _key(recipe: Recipe) -> str:
+def _key(recipe: Recipe, given: UserInputs) -> str:
+    """Of everything the warmed-up weights follow from; the first rows stand for what makes the tasks."""
+    tasks = open_tasks(recipe, given)
     parts = {
         "model": to_dict(recipe.model),
         "warmup": to_dict(recipe.warmup),
         "tasks": [to_dict(task) for task in recipe.tasks],
+        "rows": [tasks.next() for _ in range(8)],
         "max_tokens": recipe.sampling.max_tokens,
         "seed": recipe.seed,
         "exact": recipe.exact,

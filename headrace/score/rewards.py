@@ -59,7 +59,7 @@ class RewardFunction:
                 f"f(prompts, completions, completion_ids, **columns)"
             )
 
-    async def score(self, samples: Sequence[Sample], *, attempts: int) -> list[float | None | Failure]:
+    async def score(self, samples: Sequence[Sample], *, attempts: int) -> list[float | Failure | None]:
         """One result per sample; a batch that raises is tried again, then sample by sample, so that one cannot sink all."""
         if not self._is_batched:
             return [await self._one(sample, attempts=attempts) for sample in samples]
@@ -74,7 +74,7 @@ class RewardFunction:
             return [failure]
         return [(await self.score([sample], attempts=attempts))[0] for sample in samples]
 
-    async def _one(self, sample: Sample, *, attempts: int) -> float | None | Failure:
+    async def _one(self, sample: Sample, *, attempts: int) -> float | Failure | None:
         arguments: dict[str, Any] = {**sample.row, "completion": sample.completion, "completion_ids": sample.completion_ids}
         for _ in range(attempts):
             try:
@@ -85,7 +85,7 @@ class RewardFunction:
                 failure = Failure(reason=f"reward {self.name!r} raised {type(error).__name__}: {error}", cause=error)
         return failure
 
-    async def _batch(self, samples: Sequence[Sample]) -> list[float | None | Failure]:
+    async def _batch(self, samples: Sequence[Sample]) -> list[float | Failure | None]:
         names = {name for sample in samples for name in sample.row} - {"prompt"}
         columns: dict[str, Any] = {name: [sample.row.get(name) for sample in samples] for name in names}
         columns["prompts"] = [sample.row["prompt"] for sample in samples]
@@ -105,7 +105,7 @@ class RewardFunction:
         result = self._function(**chosen)
         return await result if inspect.isawaitable(result) else result
 
-    def _checked(self, value: Any) -> float | None | Failure:  # noqa: ANN401
+    def _checked(self, value: Any) -> float | Failure | None:  # noqa: ANN401
         if value is None:
             return None
         try:

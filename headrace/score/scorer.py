@@ -46,12 +46,12 @@ class RewardScorer:
         rollout = episode.rollouts[-1]
         return Sample(row=episode.task, completion=self._decode(rollout), completion_ids=rollout.completion_ids)
 
-    def _judged(self, episode: Episode, results: list[float | None | Failure]) -> Episode:
+    def _judged(self, episode: Episode, results: list[float | Failure | None]) -> Episode:
         outcome, parts = self._outcome(results)
         rollouts = tuple(rollout.replace(outcome=outcome, rewards=parts) for rollout in episode.rollouts)
         return episode.replace(outcome=outcome, rollouts=rollouts)
 
-    def _outcome(self, results: list[float | None | Failure]) -> tuple[Outcome, dict[str, float]]:
+    def _outcome(self, results: list[float | Failure | None]) -> tuple[Outcome, dict[str, float]]:
         parts: dict[str, float] = {}
         total = 0.0
         for (function, weight), result in zip(self._rewards, results, strict=True):
@@ -67,4 +67,6 @@ class RewardScorer:
     def _count_failure(self, failure: Failure) -> None:
         self._failures_in_a_row += 1
         if self._failures_in_a_row >= self._max_failures:
-            raise RewardError(f"{self._failures_in_a_row} rewards failed in a row; the last: {failure.reason}") from failure.cause
+            raise RewardError(
+                f"{self._failures_in_a_row} rewards failed in a row; the last: {failure.reason}"
+            ) from failure.cause

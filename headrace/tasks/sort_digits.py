@@ -30,7 +30,7 @@ class SortDigits:
         while True:
             digits = "".join(str(digit) for digit in random.integers(0, 10, size=length))
             if (zlib.crc32(digits.encode()) % _HELD_OUT_SHARE == 0) == self._is_held_out:
-                return {"prompt": [{"role": "user", "content": f"sort {digits}"}], "answer": "".join(sorted(digits))}
+                return {"prompt": [{"role": "user", "content": digits}], "answer": "".join(sorted(digits))}
 
 
 def partial_credit(prompt: object, completion: str, answer: str, **_: object) -> float:

@@ -80,7 +80,7 @@ def _read(path: Path) -> Iterable[Any]:
         raise TaskError(f"tasks: {path}: no such file")
     if path.suffix == ".parquet":
         try:
-            import pyarrow.parquet as parquet  # type: ignore[import-untyped]  # an extra, and untyped
+            import pyarrow.parquet as parquet
         except ImportError as error:
             raise TaskError(f"tasks: {path}: reading parquet needs `pip install headrace[parquet]`") from error
         rows: list[Any] = parquet.read_table(path).to_pylist()

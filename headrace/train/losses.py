@@ -75,5 +75,6 @@ def resolve_loss(name: str) -> Loss:
     if name in LOSSES:
         return LOSSES[name]
     if ":" in name:
-        return import_name(name, setting="train.loss")
+        loss: Loss = import_name(name, setting="train.loss")
+        return loss
     raise ValueError(f"train.loss = {name!r}: must be one of {', '.join(LOSSES)}, or your own as module:name")

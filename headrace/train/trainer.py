@@ -74,7 +74,7 @@ class DeviceTrainer:
         for members in self._passes(batch.rollouts):
             packed = self._pack([batch.rollouts[member] for member in members])
             loss = self._loss(batch, members, packed, sums)
-            loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            loss.backward()
         return sums.metrics()
 
     def optim_step(self, learning_rate: float) -> Metrics:
@@ -137,8 +137,8 @@ class DeviceTrainer:
         correction = importance_weights(batch.correction, proximal - recorded, **batch.correction_constants)
         weights = packed.gather([batch.weights[member] for member in members]) * correction
         loss = (losses * weights).sum()
-        versions = packed.gather([rollout.versions for rollout in rollouts])
-        sums.add(loss, tokens, entropy, correction, is_current=versions == batch.version, seen=seen)
+        is_current = packed.gather([_all_drawn_by(rollout, batch.version) for rollout in rollouts])
+        sums.add(loss, tokens, entropy, correction, is_current=is_current, seen=seen)
         return loss
 
     def _optimizer_tensors(self) -> dict[str, Tensor]:
@@ -149,6 +149,12 @@ class DeviceTrainer:
             if parameter in state
             for key, value in state[parameter].items()
         }
+
+
+def _all_drawn_by(rollout: Rollout, version: int) -> Array:
+    """[T] bool: whether the whole rollout was. A later token drawn over keys and values of older weights was not."""
+    is_pure = rollout.oldest_version == version and int(rollout.versions.max()) == version
+    return np.full(len(rollout), is_pure)
 
 
 class _Sums:
@@ -192,7 +198,7 @@ class _Sums:
         self._largest = max(self._largest, float(mismatch.max()) if mismatch.numel() else 0.0)
 
     def metrics(self) -> Metrics:
-        """`mismatch` is |Δ logprob| of tokens drawn by the very version being trained: numerics alone, no staleness."""
+        """`mismatch` is |Δ logprob| over rollouts drawn wholly by the version being trained: numerics alone, no staleness."""
         count = max(self._count, 1)
         means = {name: total / count for name, total in self._sums.items()}
         squares = means.pop("ratio_squared", 0.0)

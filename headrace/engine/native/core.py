@@ -79,7 +79,9 @@ class EngineCore:
         self._blocks_per_slot = math.ceil(context / block_size)
         num_blocks = num_blocks or slots * self._blocks_per_slot + 1
         if num_blocks < self._blocks_per_slot + 1:
-            raise ValueError(f"engine.kv_blocks = {num_blocks}: one rollout of {context} tokens needs {self._blocks_per_slot + 1}")
+            raise ValueError(
+                f"engine.kv_blocks = {num_blocks}: one rollout of {context} tokens needs {self._blocks_per_slot + 1}"
+            )
         self._cache = PagedCache(num_blocks=num_blocks, block_size=block_size)
         self._pool = BlockPool(num_blocks)
         self._waiting: deque[Request] = deque()
@@ -180,7 +182,9 @@ class EngineCore:
         """Rows: every token of the admitted prompts, the last token of each running rollout, padding."""
         num_prompts, size = len(prompt_lengths), self._cache.block_size
         owner = np.concatenate([np.repeat(slots[:num_prompts], prompt_lengths), decoding])
-        position = np.concatenate([*(np.arange(length) for length in prompt_lengths), self._length[decoding] - 1]).astype(np.int64)
+        position = np.concatenate([*(np.arange(length) for length in prompt_lengths), self._length[decoding] - 1]).astype(
+            np.int64
+        )
         tokens = self._tokens[owner, position].astype(np.int64)
         places = self._table[owner, position // size] * size + position % size
         if self.exact:
@@ -217,9 +221,7 @@ class EngineCore:
         is_cut = bool(forbidden) or bool(
             ((parameters[:, 0] > 0) & ((parameters[:, 1] > 0) | (parameters[:, 2] < 1) | (parameters[:, 3] > 0))).any()
         )
-        return SamplingRows(
-            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, forbidden=forbidden, is_cut=is_cut
-        )
+        return SamplingRows(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, forbidden=forbidden, is_cut=is_cut)
 
     def _record(self, slots: Array, drawn: Draw) -> None:
         token_ids, logprobs = drawn.token_ids.cpu().numpy(), drawn.logprobs.cpu().numpy()
