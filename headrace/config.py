@@ -33,22 +33,6 @@ class ModelSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WarmupSettings:
-    """Supervised steps before RL on tasks that have an `answer` column; the result is cached."""
-
-    steps: int = 0
-    """At most this many; 0 leaves the model as it is."""
-    batch: int = 64
-    """Examples a step."""
-    learning_rate: float = 1e-3
-    """Of AdamW, constant after a short rise."""
-    until_success: float = 1.0
-    """Stop once this share of tasks is solved at temperature 1. Judged on training tasks, never on held-out ones."""
-    check_every: int = 20
-    """Steps between two such checks."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class TaskSettings:
     """One source of tasks; several are mixed by weight."""
 
@@ -61,6 +45,24 @@ class TaskSettings:
 
     def __post_init__(self) -> None:
         _check(self.weight > 0, "weight", self.weight, "above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmupSettings:
+    """Supervised steps before RL on tasks that have an `answer` column; the result is cached."""
+
+    steps: int = 0
+    """At most this many; 0 leaves the model as it is."""
+    batch: int = 64
+    """Examples a step."""
+    learning_rate: float = 1e-3
+    """Of AdamW, constant after a short rise."""
+    until_success: float = 1.0
+    """Stop once this share of the run's tasks is solved at temperature 1. Judged on training tasks, never held-out ones."""
+    check_every: int = 20
+    """Steps between two such checks."""
+    tasks: tuple[TaskSettings, ...] = ()
+    """What the demonstrations are of; empty takes the run's own tasks."""
 
 
 @dataclass(frozen=True, kw_only=True)

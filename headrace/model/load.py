@@ -31,22 +31,25 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         return cast("PreTrainedTokenizerBase", AutoTokenizer.from_pretrained(path))
 
 
-def load_model(path: str, *, dtype: str = "float32", device: str = "cpu") -> PreTrainedModel:
+def load_model(path: str, *, dtype: str = "float32", device: str = "cpu", exact: bool = False) -> PreTrainedModel:
     """A causal language model ready for `attention_context=`, checked to be one we serve exactly."""
     with _explained(path, "model"):
         check_config(AutoConfig.from_pretrained(path), path)
         with _quietly():
             model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
-    prepare(cast("PreTrainedModel", model), name=path)
+    prepare(cast("PreTrainedModel", model), name=path, exact=exact)
     moved: Any = model
     return cast("PreTrainedModel", moved.to(device))  # transformers wraps `to` and loses its types
 
 
-def prepare(model: PreTrainedModel, *, name: str) -> PreTrainedModel:
+def prepare(model: PreTrainedModel, *, name: str, exact: bool = False) -> PreTrainedModel:
     """Put our attention in, and probe that every layer goes through it."""
     attention.register()
     check_config(model.config, name)
     model.set_attn_implementation(attention.NAME)
+    if exact:
+        # One product per token and expert: a token's bits then do not depend on how many others chose its expert.
+        model.set_experts_implementation("batched_mm")
     model.eval()
     _probe(model, name)
     return model

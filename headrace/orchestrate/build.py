@@ -104,7 +104,7 @@ def build_roles(recipe: Recipe, model_path: str, given: UserInputs, *, observer:
     tokenizer = load_tokenizer(model_path)
     encoder = PromptEncoder(tokenizer)
     sync = MemorySync(lineage)
-    engine_model = load_model(model_path, dtype=recipe.model.dtype, device=device)
+    engine_model = load_model(model_path, dtype=recipe.model.dtype, device=device, exact=recipe.exact)
     context = context_limit(engine_model, recipe.model.context)
     core = EngineCore(
         engine_model,
@@ -116,7 +116,7 @@ def build_roles(recipe: Recipe, model_path: str, given: UserInputs, *, observer:
         exact=recipe.exact,
     )
     trainer = DeviceTrainer(
-        load_model(model_path, dtype=recipe.model.dtype, device=device),
+        load_model(model_path, dtype=recipe.model.dtype, device=device, exact=recipe.exact),
         tokenizer=tokenizer,
         settings=recipe.train,
         exact=recipe.exact,

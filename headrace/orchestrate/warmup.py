@@ -75,6 +75,8 @@ async def _warm_up(recipe: Recipe, path: str, given: UserInputs, target: Path, s
     roles = build_roles(dataclasses.replace(recipe, train=train), path, given, observer=observer, lineage=Lineage.new())
     tasks = open_tasks(dataclasses.replace(recipe, seed=recipe.seed + 1), given)
     checked = [tasks.next() for _ in range(_CHECKED_TASKS)]
+    if settings.tasks:
+        tasks = open_tasks(dataclasses.replace(recipe, tasks=settings.tasks), UserInputs())
     async with asyncio.TaskGroup() as group:
         serving = group.create_task(roles.engine.serve())  # type: ignore[attr-defined]  # the native engine's own loop
         for step in range(settings.steps):

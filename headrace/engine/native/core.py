@@ -86,6 +86,7 @@ class EngineCore:
         self._pool = BlockPool(num_blocks)
         self._waiting: deque[Request] = deque()
         self._running: dict[int, Request] = {}
+        self._masked: set[int] = set()
         self._free_slots = list(range(slots - 1, -1, -1))
         self._tokens = np.zeros((slots, context), dtype=np.int32)
         self._logprobs = np.zeros((slots, context), dtype=np.float32)
@@ -160,6 +161,8 @@ class EngineCore:
             request.slot, request.blocks, request.started = self._free_slots.pop(), self._pool.take(needed), time.time()
             slot = request.slot
             self._running[slot] = request
+            if sampling.is_truncated:
+                self._masked.add(slot)
             self._tokens[slot, :length] = request.rollout.token_ids
             self._length[slot], self._limit[slot], self._floor[slot] = length, limit, length + sampling.min_tokens
             self._seed[slot] = sampling.seed
@@ -230,8 +233,8 @@ class EngineCore:
         self._logprobs[slots, at] = logprobs
         self._versions[slots, at] = self.version
         self._length[slots] = at + 1
-        if drawn.allowed is not None:
-            self._record_masks(slots, drawn.allowed.cpu().numpy())
+        if self._masked:
+            self._record_masks(slots, None if drawn.allowed is None else drawn.allowed.cpu().numpy())
         is_stop = (self._stops[slots] == token_ids[:, None]).any(axis=1)
         is_full = self._length[slots] >= self._limit[slots]
         finished = is_stop | is_full
@@ -242,11 +245,12 @@ class EngineCore:
         for row in np.flatnonzero(~finished):
             self._tell(slots[row], token_ids[row], logprobs[row], None)
 
-    def _record_masks(self, slots: Array, allowed: Array) -> None:
+    def _record_masks(self, slots: Array, allowed: Array | None) -> None:
+        """What each cut request could have drawn; in a step that cut nothing, nothing was kept from it."""
         for row, slot in enumerate(slots):
-            request = self._running[int(slot)]
-            if request.sampling.is_truncated:
-                request.masks.append(np.flatnonzero(allowed[row]).astype(np.int32))
+            if int(slot) in self._masked:
+                ids = np.zeros(0) if allowed is None else np.flatnonzero(allowed[row])
+                self._running[int(slot)].masks.append(np.asarray(ids, dtype=np.int32))
 
     def _tell(self, slot: int, token_id: int, logprob: float, reason: FinishReason | None) -> None:
         request = self._running[int(slot)]
@@ -260,6 +264,7 @@ class EngineCore:
 
     def _release(self, request: Request) -> None:
         self._running.pop(request.slot)
+        self._masked.discard(request.slot)
         self._free_slots.append(request.slot)
         self._pool.give_back(request.blocks)
         request.slot, request.blocks = -1, []

@@ -1,0 +1,32 @@
+"""Shared fixtures: small models made once, and a cache folder that is not the user's."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Warmed-up models and rescued checkpoints of the whole session."""
+    folder = tmp_path_factory.mktemp("cache")
+    os.environ["HEADRACE_CACHE"] = str(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with an untrained `builtin:tiny`."""
+    from headrace.config import ModelSettings
+    from headrace.model.tiny import build_folder
+
+    folder = tmp_path_factory.mktemp("tiny")
+    build_folder(folder, ModelSettings(), seed=0)
+    return str(folder)

@@ -1,0 +1,99 @@
+"""The native engine's own promises: blocks, order, batch invariance."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.engine.native.cache import BlockPool
+from headrace.engine.native.core import EngineCore, Request
+from headrace.engine.native.sampler import uniform
+from headrace.model.head import Head
+from headrace.model.load import load_model
+from headrace.model.packing import score
+from headrace.types import Rollout, Sampling
+
+
+def generate(core: EngineCore, count: int, *, max_tokens: int = 20) -> list[Rollout]:
+    done: dict[str, Rollout] = {}
+    for index in range(count):
+        ids = np.random.default_rng(index).integers(6, 90, size=2 + index % 13)
+        sampling = Sampling(max_tokens=1 + (index * 7) % max_tokens, seed=index, temperature=0.5 + index % 3)
+        core.submit(Request(Rollout.from_prompt(ids, id=str(index)), sampling, on_done=lambda r: done.__setitem__(r.id, r)))
+    while core.has_work:
+        core.step()
+    return [done[str(index)] for index in range(count)]
+
+
+def test_transformers_own_greedy_generation_agrees(tiny_model: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    ids = torch.randint(6, 90, (1, 9))
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model)
+    expected = plain.generate(ids, max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)[0]
+    done: list[Rollout] = []
+    core = EngineCore(load_model(tiny_model), name="e", slots=2, context=64)
+    core.submit(Request(Rollout.from_prompt(ids[0].tolist(), id="r"), Sampling(max_tokens=20, temperature=0), done.append))
+    while core.has_work:
+        core.step()
+    assert done[0].token_ids.tolist() == expected.tolist()
+
+
+def test_exact_mode_does_not_feel_the_batch(tiny_model: str) -> None:
+    """The same requests through 3 slots and through 64: the same tokens and the same bits of every logprob."""
+    model = load_model(tiny_model, exact=True)
+    few, many = (generate(EngineCore(model, name="e", slots=slots, context=64, exact=True), 40) for slots in (3, 64))
+    for left, right in zip(few, many, strict=True):
+        assert np.array_equal(left.token_ids, right.token_ids) and np.array_equal(left.logprobs, right.logprobs)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_exact_mode_equals_the_trainers_forward_bitwise(tiny_model: str, threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        model = load_model(tiny_model, exact=True)
+        rollouts = generate(EngineCore(model, name="e", slots=24, context=64, exact=True), 100)
+        fresh = score(model, Head(model, exact=True), rollouts, budget=700, exact=True)
+    finally:
+        torch.set_num_threads(before)
+    assert sum(rollout.num_sampled for rollout in rollouts) > 900
+    for rollout, logprobs in zip(rollouts, fresh, strict=True):
+        assert np.array_equal(logprobs[rollout.is_sampled], rollout.logprobs[rollout.is_sampled])
+
+
+def test_the_fast_path_is_within_a_hundred_thousandth(tiny_model: str) -> None:
+    model = load_model(tiny_model)
+    rollouts = generate(EngineCore(model, name="e", slots=24, context=64), 100)
+    for rollout, logprobs in zip(rollouts, score(model, Head(model), rollouts, budget=700), strict=True):
+        np.testing.assert_allclose(logprobs[rollout.is_sampled], rollout.logprobs[rollout.is_sampled], atol=1e-5, rtol=0)
+
+
+def test_few_blocks_only_make_requests_wait(tiny_model: str) -> None:
+    model = load_model(tiny_model)
+    plenty = generate(EngineCore(model, name="e", slots=16, context=64), 30)
+    core = EngineCore(model, name="e", slots=16, context=64, num_blocks=6)
+    scarce = generate(core, 30)
+    assert core.num_free_blocks == 5
+    for left, right in zip(plenty, scarce, strict=True):
+        assert np.array_equal(left.token_ids, right.token_ids)
+    with pytest.raises(ValueError, match="kv_blocks"):
+        EngineCore(model, name="e", slots=16, context=64, num_blocks=3)
+
+
+def test_blocks_are_handed_out_once() -> None:
+    pool = BlockPool(10)
+    first, second = pool.take(4), pool.take(5)
+    assert sorted(first + second) == list(range(1, 10)) and len(pool) == 0
+    pool.give_back(first)
+    assert sorted(pool.take(4)) == sorted(first)
+
+
+def test_random_numbers_are_uniform_and_keyed() -> None:
+    seeds = np.repeat(np.arange(200, dtype=np.int64) << 40, 50)
+    positions = np.tile(np.arange(50), 200)
+    numbers = uniform(seeds, positions)
+    assert numbers.min() >= 0 and numbers.max() < 1 and len(np.unique(numbers)) == len(numbers)
+    assert abs(numbers.mean() - 0.5) < 0.01 and abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.03
+    assert np.array_equal(uniform(seeds[::-1], positions[::-1]), numbers[::-1])

@@ -1,0 +1,124 @@
+"""The attention hook on small random models of every family we serve, against transformers' own eager attention."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from headrace.engine.native.core import EngineCore, Request
+from headrace.model.attention import PackedContext
+from headrace.model.head import Head
+from headrace.model.load import ModelError, check_config, hidden_states, prepare
+from headrace.model.packing import score
+from headrace.types import Rollout, Sampling
+
+SMALL = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+FAMILIES = {
+    "llama": ("LlamaConfig", {}),
+    "qwen3": ("Qwen3Config", {}),
+    "gemma2": ("Gemma2Config", {"sliding_window": 8, "query_pre_attn_scalar": 16}),
+    "gemma3": ("Gemma3TextConfig", {"sliding_window": 8, "query_pre_attn_scalar": 16}),
+    "qwen3_moe": ("Qwen3MoeConfig", MOE),
+    "mixtral": ("MixtralConfig", MOE),
+    "gpt_oss": ("GptOssConfig", {**MOE, "sliding_window": 8}),
+    "granite": ("GraniteConfig", {"logits_scaling": 4.0}),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {
+            **MOE,
+            "n_routed_experts": 4,
+            "n_group": 1,
+            "topk_group": 1,
+            "q_lora_rank": 24,
+            "kv_lora_rank": 16,
+            "head_dim": 8,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 12,
+            "first_k_dense_replace": 1,
+            "num_key_value_heads": 4,
+        },
+    ),
+}
+LENGTHS = [23, 5, 17, 40]
+
+
+def make(family: str) -> transformers.PreTrainedModel:
+    name, extra = FAMILIES[family]
+    config = getattr(transformers, name)(**{**SMALL, **extra})
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    for parameter in model.parameters():
+        if parameter.ndim >= 2:
+            torch.nn.init.normal_(parameter, std=0.2)
+    return model.eval().float()
+
+
+def one_by_one(model: transformers.PreTrainedModel, sequences: list[torch.Tensor]) -> list[torch.Tensor]:
+    with torch.no_grad():
+        return [model(sequence.unsqueeze(0), use_cache=False).logits[0] for sequence in sequences]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_forward_is_the_models_own(family: str) -> None:
+    model = make(family)
+    sequences = [torch.randint(3, 96, (length,)) for length in LENGTHS]
+    expected = one_by_one(model, sequences)
+    prepare(model, name=family)
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])
+    for exact in (False, True):
+        with torch.no_grad():
+            hidden = hidden_states(model, torch.cat(sequences), positions, PackedContext(LENGTHS, exact=exact))
+            logits = Head(model, exact=exact).logits(hidden)
+        for got, wanted in zip(logits.split(LENGTHS), expected, strict=True):
+            torch.testing.assert_close(got, wanted, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("exact", [False, True])
+def test_engine_logprobs_are_a_fresh_forwards(family: str, exact: bool) -> None:
+    """Paged decoding over many steps against one packed pass: bitwise in exact mode."""
+    model = prepare(make(family), name=family, exact=exact)
+    core = EngineCore(model, name="engine", slots=3, context=64, exact=exact)
+    done: list[Rollout] = []
+    for index in range(7):
+        prompt = Rollout.from_prompt(torch.randint(3, 96, (4 + 5 * index,)).tolist(), id=str(index))
+        core.submit(Request(prompt, Sampling(max_tokens=9 + index, seed=index), on_done=done.append))
+    while core.has_work:
+        core.step()
+    fresh = score(model, Head(model, exact=exact), done, budget=4096, exact=exact)
+    assert len(done) == 7
+    for rollout, logprobs in zip(done, fresh, strict=True):
+        if exact:
+            assert np.array_equal(rollout.logprobs[rollout.is_sampled], logprobs[rollout.is_sampled])
+        np.testing.assert_allclose(rollout.logprobs[rollout.is_sampled], logprobs[rollout.is_sampled], atol=2e-4)
+
+
+def test_layers_outside_attention_are_refused_by_name() -> None:
+    config = transformers.Qwen3NextConfig(
+        **{**SMALL, "num_experts": 4, "num_experts_per_tok": 2}, layer_types=["linear_attention", "full_attention"] * 2
+    )
+    with pytest.raises(ModelError, match="linear_attention"):
+        check_config(config, "some/hybrid")
+
+
+def test_a_model_that_bypasses_the_hook_is_refused() -> None:
+    config = transformers.MambaConfig(vocab_size=96, hidden_size=32, num_hidden_layers=2, state_size=8)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with pytest.raises((ModelError, TypeError), match=r"mamba|Mamba|attention"):
+        prepare(model, name="some/mamba")
