@@ -29,8 +29,7 @@ from headrace.types import Batch, Call, Episode, FinishReason, Rollout, Sampling
 
 VOCABULARY_SIZE = 64  # token ids are ASCII codes, of which ">" (62) is the largest in use; 0 is padding
 SAMPLING = Sampling(max_tokens=7, stop_ids=(ord("."),))
-GROUP_SIZE, GROUPS_PER_BATCH, NUM_SLOTS = 8, 16, 64
-BATCH_SIZE = GROUP_SIZE * GROUPS_PER_BATCH
+GROUP_SIZE, GROUPS_PER_BATCH, BATCH_SIZE, NUM_SLOTS = 8, 16, 8 * 16, 64
 CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 DEADLINE_SECONDS = 60.0
 
@@ -40,7 +39,7 @@ def draw_prompt(generator: random.Random, *, held_out: bool) -> list[int]:
     while True:
         digits = generator.sample(range(10), k=generator.randint(3, 5))
         if (sum(digits) % 10 == 0) == held_out:
-            return list("".join(map(str, digits)).encode() + b">")
+            return [ord("0") + digit for digit in digits] + [ord(">")]
 
 
 def judge(rollout: Rollout) -> Episode:
@@ -48,6 +47,7 @@ def judge(rollout: Rollout) -> Episode:
     digits, _, given = bytes(rollout.token_ids.tolist()).decode().partition(">")
     wanted = "".join(sorted(digits)) + "."
     outcome = Scored(sum(a == b for a, b in zip(wanted, given, strict=False)) / max(len(wanted), len(given)))
+    rollout = rollout.replace(outcome=outcome)
     return Episode(id=rollout.episode, group=rollout.group, task={"digits": digits}, rollouts=(rollout,), outcome=outcome)
 
 
@@ -151,7 +151,7 @@ def make_batch(groups: list[list[Episode]], *, version: int) -> Batch:
     rewards = np.array([[episode.reward for episode in group] for group in groups], dtype=np.float32)
     scaled = (rewards - rewards.mean(axis=1, keepdims=True)) / (rewards.std(axis=1, keepdims=True) + 1e-4)
     advantages = tuple(rollout.loss_mask * value for rollout, value in zip(rollouts, scaled.flat, strict=True))
-    num_tokens = np.float32(sum(rollout.num_sampled for rollout in rollouts))
+    num_tokens = sum(rollout.num_sampled for rollout in rollouts)
     weights = tuple(rollout.loss_mask / num_tokens for rollout in rollouts)
     return Batch(rollouts=rollouts, advantages=advantages, weights=weights, loss="grpo", constants=CLIP, version=version)
 
@@ -161,9 +161,9 @@ class Run:
 
     def __init__(self, trainer: Trainer, *, max_lag: int, seed: int) -> None:
         self.trainer, self.engine, self.max_lag, self.random = trainer, Engine(trainer.model), max_lag, random.Random(seed)
-        self.version, self.update = 0, trainer.publish(0)
+        self.version, self.update, self.lags = 0, trainer.publish(0), list[int]()
         self.submitted, self.settled = 0, Counter(trained=0, rejected=0, unused=0)
-        self.waiting, self.finished, self.lags = deque[Rollout](), deque[Rollout](), list[int]()
+        self.waiting, self.finished = deque[Rollout](), deque[Rollout]()
         self.siblings, self.buffer = defaultdict[str, list[Episode]](list), list[list[Episode]]()
         self.bells = {name: asyncio.Event() for name in ("feed", "generate", "score", "train")}
 
@@ -199,7 +199,7 @@ class Run:
             self.bells["generate"].set()
 
     async def generate(self) -> None:
-        """Waits for a prompt, woken by feed; while a slot is busy it goes from one decode step to the next. Wakes score."""
+        """Waits for a prompt, woken by feed; decodes while a slot is busy, taking new weights between steps. Wakes score."""
         while True:
             await self.sleep_until(lambda: self.waiting or self.engine.slots, name="generate", woken_by="feed")
             if self.engine.version < self.version:
@@ -233,17 +233,16 @@ class Run:
                 await asyncio.to_thread(self.trainer.train, batch)
                 del self.buffer[:GROUPS_PER_BATCH]
                 self.settled["trained"] += BATCH_SIZE
-                self.version += 1
-                self.update = self.trainer.publish(self.version)
-                self.report(batch, reward=float(np.mean([episode.reward for group in groups for episode in group])))
+                self.version, self.update = self.version + 1, self.trainer.publish(self.version + 1)
+                self.report(batch)
             self.bells["feed"].set()
 
-    def report(self, batch: Batch, *, reward: float) -> None:
+    def report(self, batch: Batch) -> None:
         lags = batch.version - np.concatenate([rollout.versions[rollout.is_sampled] for rollout in batch.rollouts])
         self.lags.extend(lags.tolist())
-        places = (f" {place} {count}" for place, count in self.accounting().items())
         if self.version % 10 == 0:
-            print(f"version {self.version:4}  reward {reward:.2f}  lag {lags.mean():.2f}", *places, flush=True)
+            reward = sum(rollout.reward or 0.0 for rollout in batch.rollouts) / BATCH_SIZE
+            print(f"version {self.version:4}  reward {reward:.2f}  lag {lags.mean():.2f}  {self.accounting()}", flush=True)
 
     async def run(self, num_steps: int) -> None:
         """The first loop that fails stops them all."""
@@ -258,16 +257,15 @@ def evaluate(model: Decoder, *, num_tasks: int = 256) -> float:
     """Success on held-out tasks, sampled at temperature 1."""
     engine, generator, num_right = Engine(model), random.Random(0), 0
     for number in range(num_tasks):
-        prompt = draw_prompt(generator, held_out=True)
-        engine.admit(Rollout.from_prompt(prompt, id=str(number)), replace(SAMPLING, seed=number))
+        rollout = Rollout.from_prompt(draw_prompt(generator, held_out=True), id=str(number))
+        engine.admit(rollout, replace(SAMPLING, seed=number))
     while engine.slots:
         num_right += sum(judge(rollout).reward == 1 for rollout in engine.harvest(engine.step()))
     return num_right / num_tasks
 
 
-def warm_up(trainer: Trainer, *, seed: int) -> float:
+def warm_up(trainer: Trainer, generator: random.Random) -> float:
     """Imitate right answers until one in five is right: enough for siblings to differ, which is all that GRPO learns from."""
-    generator = random.Random(seed)
     while (success := evaluate(trainer.model)) < 0.2:
         for _ in range(5):
             prompts = [draw_prompt(generator, held_out=False) for _ in range(BATCH_SIZE)]
@@ -286,9 +284,8 @@ def main() -> None:
         parser.error("--steps must be ≥ 1 and --max-lag ≥ 0")
     torch.set_num_threads(1)  # one for the engine, one for the trainer
     torch.manual_seed(arguments.seed)
-    started = time.monotonic()
-    trainer = Trainer(Decoder())
-    before = warm_up(trainer, seed=arguments.seed)
+    started, trainer = time.monotonic(), Trainer(Decoder())
+    before = warm_up(trainer, random.Random(arguments.seed))
     run = Run(trainer, max_lag=arguments.max_lag, seed=arguments.seed)
     asyncio.run(run.run(arguments.steps))
     run.settled["unused"] = run.accounting()["buffered"] + run.accounting()["in flight"]  # cut off by the end of the run

@@ -149,9 +149,7 @@ def test_a_finish_reason_without_a_call_is_refused() -> None:
         Rollout.from_prompt([1, 2], id="r").replace(finish_reason=FinishReason.STOP)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("token_ids", 2**32 + 7), ("source", 256), ("versions", 2**32 - 1)], ids=["token_ids", "source", "versions"]
-)
+@pytest.mark.parametrize(("name", "value"), [("token_ids", 2**32 + 7), ("source", 256), ("versions", 2**32 - 1)])
 def test_a_number_too_large_for_its_array_is_refused_not_wrapped(name: str, value: int) -> None:
     array = fields()[name].astype(np.int64)
     array[0] = value
@@ -160,7 +158,7 @@ def test_a_number_too_large_for_its_array_is_refused_not_wrapped(name: str, valu
 
 
 def test_whole_numbers_and_floats_of_other_widths_are_taken() -> None:
-    made = make(token_ids=list(range(LENGTH)), source=[int(kind) for kind in KINDS], logprobs=fields()["logprobs"].astype(float))
+    made = make(token_ids=list(range(LENGTH)), source=list(map(int, KINDS)), logprobs=fields()["logprobs"].astype(float))
     assert (made.token_ids.dtype, made.source.dtype, made.logprobs.dtype) == (np.int32, np.int8, np.float32)
     assert made.token_ids.tolist() == list(range(LENGTH))
     assert made.logprobs.tolist() == fields()["logprobs"].tolist()
@@ -218,21 +216,24 @@ def writable_inputs() -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("name", writable_inputs())
-@pytest.mark.parametrize("given_as", ["array", "slice", "read-only view", "broadcast"])
+@pytest.mark.parametrize("given_as", ["array", "slice"])
 def test_later_changes_to_the_callers_array_do_not_reach_the_record(name: str, given_as: str) -> None:
     owner = writable_inputs()[name]
-    given: np.ndarray = {
-        "array": lambda: owner,
-        "slice": lambda: owner[:],
-        "read-only view": lambda: memoryview(owner).toreadonly(),
-        "broadcast": lambda: np.broadcast_to(owner, owner.shape),
-    }[given_as]()
+    given = owner if given_as == "array" else owner[:]
     made = make(**{name: {"values": given} if name == "columns" else given})
     kept = made.columns["values"] if name == "columns" else getattr(made, name)
     before = kept.copy()
     assert owner.flags.writeable
     owner[...] = 1 - owner
     assert np.array_equal(kept, before)
+
+
+def test_a_read_only_view_of_memory_the_caller_can_write_is_copied() -> None:
+    """`np.broadcast_to` gives such views; that the view cannot be written says nothing of what it looks at."""
+    owner = np.zeros(LENGTH, dtype=np.float32)
+    made = make(columns={"values": np.broadcast_to(owner, (LENGTH,))})
+    owner[0] = 9
+    assert made.columns["values"].tolist() == [0] * LENGTH
 
 
 def test_later_changes_to_a_batchs_inputs_do_not_reach_it() -> None:
@@ -269,10 +270,10 @@ def test_records_are_frozen() -> None:
         Scored(1.0).reward = 2.0
 
 
-TOKEN_CHANGES = ["loss on the prompt", "short logprobs", "positive logprob", "a call missing", "version on the prompt", "short column"]
-
-
-@pytest.mark.parametrize("name", TOKEN_CHANGES)
+@pytest.mark.parametrize(
+    "name",
+    ["loss on the prompt", "short logprobs", "positive logprob", "a call missing", "version on the prompt", "short column"],
+)
 def test_replace_checks_token_fields_again(name: str) -> None:
     changes, message = MALFORMED[name]
     with pytest.raises(ValueError, match=message):
