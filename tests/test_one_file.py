@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "one_file.py"
 
@@ -28,18 +26,18 @@ def run_example(**options: int) -> str:
     return result.stdout
 
 
-def find(pattern: str, output: str) -> re.Match[str]:
-    match = re.search(pattern, output)
+def find(pattern: str, output: str) -> tuple[str, ...]:
+    match = re.search(pattern, output, re.MULTILINE)
     assert match, f"{pattern!r} is not in the output:\n{output}"
-    return match
+    return match.groups()
 
 
 def check_accounting(output: str) -> dict[str, int]:
-    equation = find(r"^submitted (\d+) = (.+)$(?m:)".replace("$(?m:)", ""), output[output.index("submitted") :].splitlines()[0])
-    places = {name: int(count) for name, count in re.findall(r"([a-z ]+?) (\d+)(?: \+ |$)", equation[2])}
-    assert list(places) == ["trained", "rejected", "unused", "buffered", "in flight"]
-    assert int(equation[1]) == sum(places.values())
-    assert places["buffered"] == places["in flight"] == 0
+    submitted, terms = find(r"^submitted (\d+) = (.+)$", output)
+    places = {term.rpartition(" ")[0]: int(term.rpartition(" ")[2]) for term in terms.split(" + ")}
+    assert places.keys() == {"trained", "rejected", "unused", "buffered", "in flight"}
+    assert int(submitted) == sum(places.values())
+    assert places["buffered"] == places["in flight"] == 0, "the run has ended"
     return places
 
 
@@ -56,3 +54,19 @@ def test_it_imports_nothing_of_ours_but_the_types():
             assert node.level == 0 and node.module
             imported.update([node.module] if node.module != "headrace" else [f"headrace.{alias.name}" for alias in node.names])
     assert {name for name in imported if name.partition(".")[0] == "headrace"} == {"headrace.types"}
+
+
+def test_it_learns_from_rollouts_older_than_the_weights_they_train():
+    output = run_example(steps=40, max_lag=1)
+    assert check_accounting(output)["trained"] % 40 == 0
+    mean, largest = find(r"lag: mean (\d+\.\d+) max (\d+)", output)
+    assert 0 < float(mean) <= 1 and int(largest) == 1
+    before, after = map(float, find(r"success: (\d\.\d+) -> (\d\.\d+)$", output))
+    assert after >= before + 0.1
+
+
+def test_without_lag_it_is_synchronous():
+    output = run_example(steps=3, max_lag=0)
+    places = check_accounting(output)
+    assert places["rejected"] == places["unused"] == 0
+    assert find(r"lag: mean (\S+) max (\d+)", output) == ("0.00", "0")

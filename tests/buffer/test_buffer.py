@@ -1,0 +1,222 @@
+"""The buffer of groups against a model that keeps plain lists."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import quick
+
+from headrace.buffer import Group, GroupBuffer
+from headrace.types import Episode
+
+
+def make_group(number: int, size: int = 2) -> Group:
+    return Group(number, tuple(Episode(id=f"g{number}/{index}", group=f"g{number}", task={}) for index in range(size)))
+
+
+def make_buffer(*, batch: int = 2, capacity: int | None = 4, in_order: bool = False) -> GroupBuffer:
+    return GroupBuffer(batch=batch, capacity=capacity, in_order=in_order)
+
+
+def fill(buffer: GroupBuffer, *numbers: int) -> None:
+    for number in numbers:
+        buffer.put(make_group(number))
+
+
+def numbers(groups: list[Group]) -> list[int]:
+    return [group.number for group in groups]
+
+
+def test_groups_leave_in_the_order_they_were_completed() -> None:
+    buffer = make_buffer()
+    fill(buffer, 3, 0, 2)
+    assert numbers(buffer.take()) == [3, 0]
+    assert numbers(buffer.groups()) == [2]
+
+
+def test_groups_leave_in_the_order_they_were_submitted_and_wait_for_the_slow_one() -> None:
+    buffer = make_buffer(in_order=True)
+    fill(buffer, 3, 1, 2)
+    assert not buffer.ready.is_set()
+    fill(buffer, 0)
+    assert buffer.ready.is_set()
+    assert numbers(buffer.take()) == [0, 1]
+    assert numbers(buffer.take()) == [2, 3]
+
+
+def test_in_order_groups_that_never_come_are_not_waited_for() -> None:
+    buffer = make_buffer(in_order=True)
+    fill(buffer, 1, 4)
+    buffer.skip(0)
+    assert not buffer.ready.is_set()
+    buffer.skip(3)
+    buffer.skip(2)
+    assert buffer.ready.is_set()
+    assert numbers(buffer.take()) == [1, 4]
+    fill(buffer, 5, 6)
+    assert numbers(buffer.take()) == [5, 6]
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_a_group_can_be_taken_out(in_order: bool) -> None:
+    buffer = make_buffer(in_order=in_order)
+    fill(buffer, 0, 1)
+    assert buffer.ready.is_set()
+    buffer.skip(0)
+    assert not buffer.ready.is_set()
+    assert len(buffer) == 1
+    fill(buffer, 2)
+    assert numbers(buffer.take()) == [1, 2]
+
+
+def test_ready_is_raised_while_a_whole_batch_can_be_taken() -> None:
+    buffer = make_buffer(batch=2)
+    assert not buffer.ready.is_set()
+    fill(buffer, 0)
+    assert not buffer.ready.is_set()
+    fill(buffer, 1, 2, 3)
+    assert buffer.ready.is_set()
+    buffer.take()
+    assert buffer.ready.is_set()
+    buffer.take()
+    assert not buffer.ready.is_set()
+    with pytest.raises(AssertionError):
+        buffer.take()
+
+
+def test_putting_never_blocks_and_full_is_only_said() -> None:
+    buffer = make_buffer(capacity=2)
+    fill(buffer, 0)
+    assert not buffer.is_full
+    fill(buffer, 1)
+    assert buffer.is_full
+    fill(buffer, 2, 3, 4)
+    assert buffer.is_full and len(buffer) == 5
+    buffer.take()
+    buffer.take()
+    assert not buffer.is_full
+    endless = make_buffer(capacity=None)
+    fill(endless, *range(100))
+    assert not endless.is_full
+
+
+def test_episodes_are_counted_not_groups() -> None:
+    buffer = make_buffer()
+    buffer.put(make_group(0, size=3))
+    buffer.put(make_group(1, size=2))
+    assert (len(buffer), buffer.num_episodes) == (2, 5)
+    assert make_group(1, size=2).ids == ["g1/0", "g1/1"]
+
+
+def test_a_group_cannot_come_twice() -> None:
+    buffer = make_buffer(batch=1, in_order=True)
+    fill(buffer, 0)
+    with pytest.raises(AssertionError):
+        fill(buffer, 0)
+    buffer.take()
+    with pytest.raises(AssertionError):
+        fill(buffer, 0)
+
+
+class Model:
+    """The buffer as its docstring describes it."""
+
+    def __init__(self, *, batch: int, in_order: bool) -> None:
+        self.batch, self.in_order = batch, in_order
+        self.waiting: list[int] = []
+        self.gone: set[int] = set()
+
+    def may_leave(self) -> list[int]:
+        if not self.in_order:
+            return list(self.waiting)
+        result = []
+        for number in range(100):
+            if number in self.waiting:
+                result.append(number)
+            elif number not in self.gone:
+                break
+        return result
+
+    def take(self) -> list[int]:
+        taken = self.may_leave()[: self.batch]
+        self.waiting = [number for number in self.waiting if number not in taken]
+        self.gone |= set(taken)
+        return taken
+
+    def skip(self, number: int) -> None:
+        self.waiting = [other for other in self.waiting if other != number]
+        self.gone.add(number)
+
+
+@given(st.booleans(), st.integers(1, 3), st.permutations(range(12)), st.data())
+@quick
+def test_any_course_of_events_is_the_models(in_order: bool, batch: int, arrivals: list[int], data: st.DataObject) -> None:
+    buffer, model = make_buffer(batch=batch, in_order=in_order), Model(batch=batch, in_order=in_order)
+    arrivals = list(arrivals)
+    while arrivals or model.waiting:
+        choices = ["put", "lose"] * bool(arrivals) + ["reject"] * bool(model.waiting)
+        choices += ["take"] * (3 * (len(model.may_leave()) >= batch)) + ["restore"]
+        event = data.draw(st.sampled_from(choices))
+        if event == "put":
+            number = arrivals.pop()
+            buffer.put(make_group(number))
+            model.waiting.append(number)
+        elif event == "lose":
+            number = arrivals.pop()
+            buffer.skip(number)
+            model.skip(number)
+        elif event == "reject":
+            number = data.draw(st.sampled_from(model.waiting))
+            buffer.skip(number)
+            model.skip(number)
+        elif event == "take":
+            assert numbers(buffer.take()) == model.take()
+        else:
+            buffer = restored(buffer, batch=batch, in_order=in_order)
+        assert numbers(buffer.groups()) == model.waiting
+        assert buffer.ready.is_set() == (len(model.may_leave()) >= batch)
+        if not arrivals and len(model.may_leave()) < batch:
+            break
+
+
+def restored(buffer: GroupBuffer, *, batch: int, in_order: bool) -> GroupBuffer:
+    """As after a checkpoint: the state has been through JSON."""
+    state = json.loads(json.dumps(buffer.state()))
+    other = make_buffer(batch=batch, in_order=in_order)
+    other.restore(next_number=state["next"], skipped=state["skipped"], groups=buffer.groups())
+    return other
+
+
+def test_a_restored_buffer_goes_on_where_it_was() -> None:
+    buffer = make_buffer(in_order=True)
+    fill(buffer, 0, 2, 5)
+    buffer.skip(1)
+    buffer.skip(4)
+    again = restored(buffer, batch=2, in_order=True)
+    assert again.ready.is_set()
+    assert numbers(again.take()) == numbers(buffer.take()) == [0, 2]
+    assert not again.ready.is_set()
+    fill(again, 3)
+    assert numbers(again.take()) == [3, 5]
+
+
+def test_what_is_remembered_of_skipped_groups_does_not_grow_in_order() -> None:
+    buffer = make_buffer(batch=1, in_order=True)
+    for number in range(0, 200, 2):
+        buffer.skip(number)
+        fill(buffer, number + 1)
+        buffer.take()
+    assert buffer.state() == {"next": 200, "skipped": []}
+
+
+def test_what_is_remembered_of_skipped_groups_does_not_grow_in_completion_order() -> None:
+    """The list goes into every checkpoint."""
+    buffer = make_buffer(batch=1)
+    for number in range(0, 2000, 2):
+        fill(buffer, number)
+        buffer.take()
+        buffer.skip(number + 1)
+    assert len(buffer.state()["skipped"]) < 100

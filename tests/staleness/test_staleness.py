@@ -1,0 +1,259 @@
+"""The three means against staleness: the gate's bound by simulation, rejection at its edges, corrections by the formula."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import quick
+
+from headrace.buffer import Group, GroupBuffer
+from headrace.staleness import CORRECTIONS, Gate, importance_weights, too_old
+from headrace.sync import Lineage
+from headrace.types import Call, Episode, FinishReason, Rollout, Sampling, Source
+
+# The gate
+
+
+@dataclass
+class Simulation:
+    """Engines, buffer and trainer reduced to counting: what is submitted when, finishes when, is trained at which version.
+
+    Engines hold the newest version at every moment; a group's tokens are sampled between its submission and its end, so
+    the version at submission is the oldest any of them can have.
+    """
+
+    gate: Gate
+    batch: int
+    steps: int
+    in_order: bool
+    drop_share: float
+    random: random.Random
+    version: int = 0
+    submitted: int = 0
+    dropped: int = 0
+    in_flight: dict[int, int] = field(default_factory=dict)
+    oldest: dict[int, int] = field(default_factory=dict)
+    lags: list[int] = field(default_factory=list)
+
+    def run(self) -> None:
+        buffer = GroupBuffer(batch=self.batch, capacity=None, in_order=self.in_order)
+        while self.version < self.steps:
+            may_submit = self.gate.is_open(version=self.version, submitted=self.submitted, dropped=self.dropped)
+            moves = ["submit"] * (4 * may_submit) + ["finish"] * bool(self.in_flight) + ["train"] * buffer.ready.is_set()
+            assert moves, "nothing can happen any more: the gate locked up"
+            move = self.random.choice(moves)
+            if move == "submit":
+                self.in_flight[self.submitted] = self.version
+                self.submitted += 1
+            elif move == "finish":
+                number = self.random.choice(list(self.in_flight))
+                self.oldest[number] = self.in_flight.pop(number)
+                if self.random.random() < self.drop_share:
+                    buffer.skip(number)
+                    self.dropped += 1
+                else:
+                    buffer.put(Group(number, ()))
+            else:
+                self.lags += [self.version - self.oldest[group.number] for group in buffer.take()]
+                self.version += 1
+
+
+def simulate(*, depth: int | None, batch: int, steps: int, seed: int, in_order: bool = True, drops: float = 0.0) -> Simulation:
+    gate = Gate(depth=depth, groups_per_batch=batch, steps=steps)
+    simulation = Simulation(gate, batch, steps, in_order, drops, random.Random(seed))
+    simulation.run()
+    return simulation
+
+
+@given(st.integers(0, 4), st.integers(1, 4), st.integers(1, 12), st.sampled_from([0.0, 0.3]), st.integers(0, 2**32))
+@quick
+def test_trained_in_order_of_submission_no_lag_exceeds_the_depth(
+    depth: int, batch: int, steps: int, drops: float, seed: int
+) -> None:
+    done = simulate(depth=depth, batch=batch, steps=steps, seed=seed, drops=drops)
+    assert len(done.lags) == steps * batch
+    assert max(done.lags) <= depth
+    assert done.submitted - done.dropped == steps * batch, "no group is sampled that no step is left for"
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_the_whole_depth_is_used(depth: int) -> None:
+    """A gate that lets fewer run ahead would pass the bound and starve the engines."""
+    assert max(max(simulate(depth=depth, batch=2, steps=12, seed=seed).lags) for seed in range(10)) == depth
+
+
+def test_the_simulation_would_see_a_gate_that_is_too_wide() -> None:
+    """The bound is the gate's doing, and the order's: without either the same courses of events break it."""
+    seeds = range(10)
+    assert max(max(simulate(depth=None, batch=2, steps=12, seed=seed).lags) for seed in seeds) > 3
+    assert max(max(simulate(depth=1, batch=2, steps=12, seed=seed, in_order=False).lags) for seed in seeds) > 1
+
+
+def test_the_gate_by_hand() -> None:
+    gate = Gate(depth=1, groups_per_batch=4, steps=3)
+    assert gate.is_open(version=0, submitted=7, dropped=0)
+    assert not gate.is_open(version=0, submitted=8, dropped=0)
+    assert gate.is_open(version=0, submitted=8, dropped=1)
+    assert gate.is_open(version=1, submitted=11, dropped=0)
+    assert not gate.is_open(version=2, submitted=12, dropped=0)  # there is no step 4 to train it
+    assert gate.is_open(version=2, submitted=12, dropped=1)
+
+
+def test_depth_0_generates_and_trains_in_turn() -> None:
+    gate = Gate(depth=0, groups_per_batch=4, steps=10)
+    assert [gate.is_open(version=3, submitted=count, dropped=0) for count in (15, 16)] == [True, False]
+    assert set(simulate(depth=0, batch=3, steps=6, seed=0).lags) == {0}
+
+
+def test_no_depth_is_bounded_by_the_end_of_the_run_alone() -> None:
+    gate = Gate(depth=None, groups_per_batch=4, steps=10)
+    assert gate.is_open(version=0, submitted=39, dropped=0)
+    assert not gate.is_open(version=0, submitted=40, dropped=0)
+
+
+# Rejection
+
+
+def make_episode(*versions: list[int], lineage: str = "a") -> Episode:
+    """One rollout per list of versions, of which each token is one; an empty list is a prompt alone."""
+    return Episode(id="e", group="g", task={}, rollouts=tuple(make_rollout(list_, lineage) for list_ in versions))
+
+
+def make_rollout(versions: list[int], lineage: str) -> Rollout:
+    count = len(versions)
+    call = Call(
+        start=1, stop=1 + count, engine="x", sampling=Sampling(), finish_reason=FinishReason.STOP, started=0.0, finished=1.0
+    )
+    return Rollout(
+        id="r",
+        episode="e",
+        group="g",
+        index=0,
+        lineage=lineage,
+        token_ids=np.zeros(1 + count, dtype=np.int32),
+        source=np.array([Source.PROMPT] + [Source.SAMPLED] * count),
+        loss_mask=np.array([False] + [True] * count),
+        logprobs=np.zeros(1 + count, dtype=np.float32),
+        versions=np.array([-1, *versions]),
+        calls=(call,) if count else (),
+        finish_reason=FinishReason.STOP if count else None,
+    )
+
+
+LIFE = Lineage(id="a")
+
+
+@pytest.mark.parametrize(
+    ("versions", "max_lag", "reason"),
+    [
+        ([[10]], 0, None),
+        ([[9]], 0, "lag"),
+        ([[9]], 1, None),
+        ([[7, 8, 9, 10]], 3, None),
+        ([[7, 8, 9, 10]], 2, "lag"),
+        ([[10, 10], [10, 6]], 3, "lag"),
+        ([[10, 10], []], 0, None),
+        ([[]], 0, None),
+        ([], 0, None),
+        ([[0]], None, None),
+    ],
+)
+def test_one_token_too_old_refuses_the_group(versions: list, max_lag: int | None, reason: str | None) -> None:
+    episode = make_episode(*versions)
+    assert too_old([episode], version=10, max_lag=max_lag, lineage=LIFE) == reason
+    fresh = make_episode([10])
+    assert too_old([fresh, episode, fresh], version=10, max_lag=max_lag, lineage=LIFE) == reason
+
+
+def test_dead_weights_are_refused_whatever_their_age() -> None:
+    restarted = Lineage(id="b", ancestors={"a": 8})
+    old, dead, new, alien = (
+        make_episode([7, 8]),
+        make_episode([8, 9]),
+        make_episode([9], lineage="b"),
+        make_episode([9], lineage="c"),
+    )
+    for max_lag in (None, 5):
+        assert too_old([old], version=9, max_lag=max_lag, lineage=restarted) is None
+        assert too_old([dead], version=9, max_lag=max_lag, lineage=restarted) == "lineage"
+        assert too_old([new], version=9, max_lag=max_lag, lineage=restarted) is None
+        assert too_old([alien], version=9, max_lag=max_lag, lineage=restarted) == "lineage"
+    assert too_old([old], version=12, max_lag=4, lineage=restarted) == "lag"
+
+
+def test_what_is_history_after_several_restarts() -> None:
+    first = Lineage.new()
+    second = first.after_restart(40)
+    third = second.after_restart(30)  # before the second life's own beginning
+    fourth = third.after_restart(35)
+    assert len({life.id for life in (first, second, third, fourth)}) == 4
+    assert first.contains(first.id, 10**6)
+    assert second.contains(first.id, 40) and not second.contains(first.id, 41)
+    assert third.contains(first.id, 30) and not third.contains(first.id, 31)
+    assert third.contains(second.id, 30) and not third.contains(second.id, 31)
+    assert fourth.contains(first.id, 30) and not fourth.contains(first.id, 31)
+    assert fourth.contains(third.id, 35) and not fourth.contains(third.id, 36)
+    assert not first.contains(second.id, 0)
+
+
+# Corrections
+
+log_ratios = st.lists(st.floats(-3, 3).map(lambda number: round(number, 3)), min_size=1, max_size=8)
+
+
+def naive(name: str, log_ratio: float, cap: float, floor: float) -> float:
+    ratio = math.exp(log_ratio)
+    if name == "none":
+        return 1.0
+    if name == "tis":
+        return min(ratio, cap)
+    return ratio if floor <= ratio <= cap else 0.0
+
+
+@pytest.mark.parametrize("name", ["none", *CORRECTIONS])
+@given(values=log_ratios, cap=st.sampled_from([1.0, 2.0, 5.03]), floor=st.sampled_from([0.0, 0.5, 0.97]))
+@quick
+def test_weights_are_the_formula(name: str, values: list[float], cap: float, floor: float) -> None:
+    tensor = torch.tensor(values, dtype=torch.float64)
+    made = importance_weights(name, tensor, cap=cap, floor=floor)
+    expected = [naive(name, value, cap, floor) for value in values]
+    if name == "mis":  # a hair's breadth from an edge either side is right
+        near = [min(abs(math.exp(value) - edge) for edge in (cap, floor)) < 1e-9 for value in values]
+        expected = [float(got) if close else wanted for got, close, wanted in zip(made, near, expected, strict=True)]
+    torch.testing.assert_close(made, torch.tensor(expected, dtype=torch.float64))
+
+
+def test_by_hand() -> None:
+    values = torch.tensor([0.25, 0.5, 1.0, 2.0, 4.0]).log()
+    torch.testing.assert_close(importance_weights("tis", values), torch.tensor([0.25, 0.5, 1, 2, 2]))
+    torch.testing.assert_close(importance_weights("mis", values, cap=2.001, floor=0.499), torch.tensor([0, 0.5, 1, 2, 0]))
+    torch.testing.assert_close(importance_weights("none", values), torch.ones(5))
+    one = torch.zeros(1)
+    assert importance_weights("mis", one, cap=1.0, floor=1.0).tolist() == [1.0]  # the edges are inside
+
+
+@pytest.mark.parametrize("name", ["none", *CORRECTIONS])
+def test_weights_are_finite_however_far_apart_the_policies_are(name: str) -> None:
+    values = torch.tensor([-1e4, -100, 100, 1e4])
+    made = importance_weights(name, values, cap=2.0, floor=0.5)
+    assert torch.isfinite(made).all() and (made >= 0).all()
+    if name == "mis":
+        assert made.tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("name", list(CORRECTIONS))
+def test_no_gradient_goes_through_the_weights(name: str) -> None:
+    log_ratio = torch.zeros(3, requires_grad=True)
+    assert not importance_weights(name, log_ratio).requires_grad
+
+
+def test_an_unknown_correction_is_not_passed_over() -> None:
+    with pytest.raises(KeyError):
+        importance_weights("tsi", torch.zeros(1))

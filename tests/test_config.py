@@ -1,0 +1,400 @@
+"""The recipe: its files, its checks across rooms, what follows from it, and the command line before torch is imported."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from headrace.cli import settings_help
+from headrace.config import Recipe, load_recipe, make_recipe, parse_recipe
+from headrace.settings import ConfigError, describe, to_dict, to_toml
+
+ROOT = Path(__file__).parent.parent
+RECIPES = sorted((ROOT / "recipes").rglob("*.toml"))
+QUICKSTART = ROOT / "recipes" / "quickstart.toml"
+
+
+def refusal(settings: dict) -> str:
+    with pytest.raises(ConfigError) as caught:
+        make_recipe(settings)
+    return str(caught.value)
+
+
+# Files
+
+
+def test_there_are_recipes() -> None:
+    assert QUICKSTART in RECIPES
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_parses_and_says_what_it_comes_to(path: Path) -> None:
+    recipe = load_recipe(path)
+    assert recipe.tasks, "a recipe names its tasks"
+    assert len(recipe.derivation()) >= 5
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_resolved_recipe_parses_to_the_same_recipe(path: Path) -> None:
+    recipe = load_recipe(path)
+    again = parse_recipe(to_toml(to_dict(recipe)), name="resolved.toml")
+    assert again == recipe
+    assert again.hash == recipe.hash
+
+
+def test_every_setting_survives_the_resolved_recipe() -> None:
+    """With each setting away from its default, none can be lost unnoticed."""
+    changed = make_recipe(
+        {
+            **{"steps": 7, "seed": 3, "threads": 2, "device": "cpu", "exact": True},
+            "model": {"path": 'a "quoted"\\path', "context": 4096, "hidden_size": 64},
+            "warmup": {"steps": 3, "learning_rate": 1e-7},
+            "tasks": [
+                {"source": "builtin:sort_digits", "weight": 0.25, "options": {"min_length": 4}},
+                {"source": "rows.jsonl", "options": {"list": [1, 2], "inner": {"deep": True}}},
+            ],
+            "reward": {"functions": ["a:b", "c.py:d"], "weights": [1, 2]},
+            "sampling": {"temperature": 0.7, "top_p": 0.9},
+            "buffer": {"kind": "bounded", "depth": 2},
+            "staleness": {"max_lag": 3, "correct": "mis", "cap": 3},
+            "train": {"constants": {"clip_low": 0.1, "clip_high": 1e-9}, "advantage": "leave_one_out"},
+            "evaluate": {"tasks": [{"source": "builtin:sort_digits"}], "every": 5},
+            "observe": {"sinks": ["tensorboard"], "trace": False},
+        }
+    )
+    text = to_toml(to_dict(changed))
+    assert parse_recipe(text, name="resolved.toml") == changed
+    assert {field.name for field in dataclasses.fields(Recipe)} <= tomllib.loads(text).keys()
+
+
+def test_a_missing_recipe_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"no/such.toml: no such recipe"):
+        load_recipe("no/such.toml")
+
+
+def test_errors_name_the_line_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text("steps = 10\n\n[train]\nbatch = 10\ngroup_size = 4\n")
+    with pytest.raises(ConfigError, match=r"mine.toml:4: train.batch = 10: not a multiple of group_size = 4; try 8"):
+        load_recipe(file)
+    file.write_text("[[tasks]]\nsource = 'a'\n[[tasks]]\nsource = 'b'\nwieght = 2\n")
+    with pytest.raises(ConfigError, match=r"mine.toml:5: tasks.1.wieght is not a setting; did you mean tasks.1.weight\?"):
+        load_recipe(file)
+    file.write_text("[buffer]\nkind = 'bounded'\ndepth = 5\n")
+    with pytest.raises(ConfigError, match=r"mine.toml:3: buffer.depth = 5: .*staleness.max_lag = 1"):
+        load_recipe(file)
+    file.write_text("[staleness]\ncorrect = 'tsi'\n")
+    with pytest.raises(ConfigError, match=r"mine.toml:2: staleness.correct = 'tsi': must be one of .*did you mean 'tis'\?"):
+        load_recipe(file)
+
+
+def test_overrides_go_on_top_of_the_file() -> None:
+    recipe = load_recipe(
+        QUICKSTART,
+        {"train.learning_rate": 1, "tasks.0.options": {"min_length": 5}, "train": {"constants": {"clip_low": 0.1}}, "steps": 3},
+    )
+    assert (recipe.steps, recipe.train.learning_rate, recipe.train.batch) == (3, 1.0, 256)
+    assert recipe.tasks[0].options == {"min_length": 5}
+    assert recipe.train.constants == {"clip_low": 0.1, "clip_high": 0.28}
+
+
+# Documentation
+
+
+def test_every_setting_is_documented() -> None:
+    rows = list(describe(Recipe))
+    assert [key for key, _, _, text in rows if len(text) < 8] == []
+    keys = [key for key, *_ in rows]
+    assert len(keys) == len(set(keys)) > 60
+    assert {"steps", "model.path", "tasks.N.source", "evaluate.tasks.N.weight", "staleness.max_lag"} <= set(keys)
+
+
+def test_help_shows_every_setting() -> None:
+    text = settings_help()
+    for key, *_ in describe(Recipe):
+        assert f"  {key} = " in text
+
+
+def test_every_section_is_documented() -> None:
+    sections = [type(value) for value in vars(Recipe()).values() if dataclasses.is_dataclass(value)]
+    assert len(sections) >= 10
+    assert [section.__name__ for section in sections if not section.__doc__ or "(" in section.__doc__[:20]] == []
+
+
+# Checks
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"train.batch": 12}, "train.batch = 12: not a multiple of group_size = 8; try 16"),
+        ({"train.batch": 4}, "train.batch = 4: not a multiple of group_size = 8; try 8"),
+        ({"train.group_size": 1}, "train.group_size = 1: must be ≥ 2"),
+        ({"train.batch": 0}, "train.batch = 0: must be ≥ 1"),
+        ({"train.batch": 16, "train.mini_batches": 3}, "train.mini_batches = 3: must be at most the 2 groups"),
+        ({"train.mini_batches": 0}, "train.mini_batches = 0"),
+        ({"train.learning_rate": 0}, "train.learning_rate = 0.0: must be above 0"),
+        ({"train.learning_rate": float("nan")}, "train.learning_rate = nan"),
+        ({"train.micro_batch_tokens": 8}, "train.micro_batch_tokens = 8"),
+        ({"steps": 0}, "steps = 0: must be ≥ 1"),
+        ({"tasks": [{"source": "a", "weight": 0}]}, "tasks.0.weight = 0.0: must be above 0"),
+        ({"tasks": [{}]}, "tasks.0.source is missing"),
+        ({"reward": {"functions": ["a:b"], "weights": [1, 2]}}, "reward.weights = [1.0, 2.0]: 1 functions need as many"),
+        ({"reward.attempts": 0}, "reward.attempts = 0"),
+        ({"sampling.temperature": 0}, "sampling.temperature = 0.0: must be above 0 to train"),
+        ({"sampling.top_k": -1}, "sampling.top_k = -1"),
+        ({"sampling.top_p": 0}, "sampling.top_p = 0.0"),
+        ({"sampling.min_p": 1}, "sampling.min_p = 1.0"),
+        ({"sampling.max_tokens": 0}, "sampling.max_tokens = 0"),
+        ({"sampling.min_tokens": 300}, "sampling.min_tokens = 300"),
+        ({"engine.slots": 0}, "engine.slots = 0"),
+        ({"engine.block_size": 0}, "engine.block_size = 0"),
+        ({"staleness.max_lag": -1}, "staleness.max_lag = -1"),
+        ({"staleness.cap": 0.5}, "staleness.cap = 0.5"),
+        ({"staleness.floor": 1.5}, "staleness.floor = 1.5"),
+        ({"checkpoint.every": 0}, "checkpoint.every = 0"),
+        ({"checkpoint.keep": 0}, "checkpoint.keep = 0"),
+        ({"buffer.kind": "bounded"}, "buffer.depth = 0: a bounded buffer holds at least 1 batch"),
+        ({"buffer.depth": 1}, "buffer.depth = 1: only buffer.kind = 'bounded' has a depth, not 'auto'"),
+        ({"buffer": {"kind": "stream", "depth": 1}}, "buffer.depth = 1: only buffer.kind = 'bounded'"),
+        (
+            {"buffer": {"kind": "bounded", "depth": 3}, "staleness.max_lag": 2},
+            "buffer.depth = 3: a batch that waits so long lags more than staleness.max_lag = 2; raise max_lag to 3",
+        ),
+        ({"buffer.kind": "one_ahead", "staleness.max_lag": 0}, "buffer.kind = 'one_ahead': nothing can run ahead"),
+        ({"buffer.kind": "stream", "staleness.max_lag": 0}, "buffer.kind = 'stream': nothing can run ahead"),
+        ({"exact": True, "device": "cuda"}, "device = 'cuda': exact = true is a promise about the CPU"),
+        ({"exact": True, "model.dtype": "bfloat16"}, "model.dtype = 'bfloat16': exact = true needs float32"),
+        ({"exact": True, "engine.block_size": 32}, "engine.block_size = 32: exact = true needs 16"),
+        ({"exact": True, "buffer.kind": "stream", "staleness.gate": False}, "staleness.gate = false: exact = true"),
+        ({"sampling.max_tokens": 64, "model.context": 64}, "sampling.max_tokens = 64: leaves no room for a prompt"),
+        ({"device": "gpu"}, "device = 'gpu': must be one of 'auto', 'cpu', 'cuda'"),
+        ({"observe.sinks": ["wandb", "tensorbord"]}, "observe.sinks.1 = 'tensorbord'"),
+    ],
+    ids=lambda value: value[:60] if isinstance(value, str) else "",
+)
+def test_a_recipe_that_cannot_run_is_refused(settings: dict, problem: str) -> None:
+    assert refusal(settings).startswith(problem)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"warmup.steps": 10, "warmup.check_every": 0},
+        {"sampling.temperature": float("inf")},
+        {"train.beta2": 2.0},
+        {"model.num_heads": 0},
+    ],
+    ids=lambda settings: str(list(settings)[-1]),
+)
+def test_a_number_that_must_crash_later_is_refused_now(settings: dict) -> None:
+    refusal(settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"train.batch": 8},
+        {"train.batch": 16, "train.mini_batches": 2},
+        {"sampling.max_tokens": 63, "model.context": 64},
+        {"sampling.max_tokens": 5000, "model.context": 0},
+        {"exact": True, "device": "cpu"},
+        {"exact": True, "buffer.kind": "stream"},
+        {"buffer": {"kind": "bounded", "depth": 1}, "staleness.max_lag": 0},
+        {"buffer": {"kind": "bounded", "depth": 9}, "staleness": {"gate": False, "reject": False}},
+        {"buffer.kind": "stream", "staleness": {"max_lag": 0, "gate": False, "reject": False}},
+        {"reward": {"weights": [1, 2]}},
+    ],
+    ids=str,
+)
+def test_a_recipe_at_its_limits_is_taken(settings: dict) -> None:
+    make_recipe(settings)
+
+
+# What follows
+
+KINDS = ("auto", "synchronous", "one_ahead", "bounded", "stream")
+FOLLOWS = [
+    # kind, depth, max_lag, gate, reject -> buffer_kind, gate_depth, batches_waiting
+    (("auto", 0, 0, True, True), ("synchronous", 0, 1)),
+    (("auto", 0, 0, False, True), ("synchronous", 0, 1)),
+    (("auto", 0, 0, True, False), ("synchronous", 0, 1)),
+    (("auto", 0, 0, False, False), ("stream", None, None)),
+    (("auto", 0, 1, True, True), ("one_ahead", 1, 1)),
+    (("auto", 0, 1, False, True), ("one_ahead", None, 1)),
+    (("auto", 0, 1, False, False), ("stream", None, None)),
+    (("auto", 0, 4, True, True), ("bounded", 4, 4)),
+    (("auto", 0, 4, True, False), ("bounded", 4, 4)),
+    (("auto", 0, 4, False, True), ("bounded", None, 4)),
+    (("auto", 0, 4, False, False), ("stream", None, None)),
+    (("synchronous", 0, 0, True, True), ("synchronous", 0, 1)),
+    (("synchronous", 0, 4, True, True), ("synchronous", 0, 1)),
+    (("synchronous", 0, 4, False, False), ("synchronous", 0, 1)),
+    (("one_ahead", 0, 1, True, True), ("one_ahead", 1, 1)),
+    (("one_ahead", 0, 4, True, True), ("one_ahead", 4, 1)),
+    (("one_ahead", 0, 4, False, True), ("one_ahead", None, 1)),
+    (("bounded", 2, 4, True, True), ("bounded", 4, 2)),
+    (("bounded", 4, 4, True, True), ("bounded", 4, 4)),
+    (("bounded", 2, 4, False, False), ("bounded", None, 2)),
+    (("bounded", 1, 0, True, True), ("bounded", 0, 1)),
+    (("stream", 0, 4, True, True), ("stream", 4, None)),
+    (("stream", 0, 4, False, True), ("stream", None, None)),
+]
+
+
+def settings_of(kind: str, depth: int, max_lag: int, gate: bool, reject: bool) -> dict:
+    return {"buffer": {"kind": kind, "depth": depth}, "staleness": {"max_lag": max_lag, "gate": gate, "reject": reject}}
+
+
+@pytest.mark.parametrize(("chosen", "expected"), FOLLOWS, ids=lambda value: "-".join(map(str, value)))
+def test_what_follows_from_buffer_and_staleness(chosen: tuple, expected: tuple) -> None:
+    recipe = make_recipe(settings_of(*chosen))
+    assert (recipe.buffer_kind, recipe.gate_depth, recipe.batches_waiting) == expected
+
+
+def test_every_combination_is_refused_or_holds_its_promises() -> None:
+    taken, refused = 0, 0
+    for kind, depth, max_lag, gate, reject in itertools.product(KINDS, range(4), range(4), (True, False), (True, False)):
+        try:
+            recipe = make_recipe(settings_of(kind, depth, max_lag, gate, reject))
+        except ConfigError:
+            refused += 1
+            continue
+        taken += 1
+        where = (kind, depth, max_lag, gate, reject)
+        assert recipe.buffer_kind in KINDS[1:], where
+        assert kind in ("auto", recipe.buffer_kind), where
+        assert (recipe.batches_waiting is None) == (recipe.buffer_kind == "stream"), where
+        if gate:  # submission never runs further ahead than the bound
+            assert recipe.gate_depth is not None and recipe.gate_depth <= max_lag, where
+        elif recipe.buffer_kind != "synchronous":
+            assert recipe.gate_depth is None, where
+        if gate or reject:  # no batch waits so long that it must be too old
+            assert recipe.batches_waiting is None or recipe.batches_waiting <= max(max_lag, 1), where
+        if recipe.batches_waiting is not None:
+            assert recipe.batches_waiting >= 1, where
+        if recipe.buffer_kind == "synchronous":
+            assert (recipe.gate_depth, recipe.batches_waiting) == (0, 1), where
+        if depth:
+            assert (kind, recipe.batches_waiting) == ("bounded", depth), where
+    assert taken > 50 and refused > 50
+
+
+def test_exact_mode_trains_in_order_of_submission() -> None:
+    assert make_recipe({}).order == "completion"
+    assert make_recipe({"exact": True}).order == "submission"
+    assert make_recipe({"buffer.order": "submission"}).order == "submission"
+
+
+def test_the_derivation_counts() -> None:
+    text = "\n".join(make_recipe({"train.batch": 24, "train.group_size": 4, "staleness.max_lag": 2, "steps": 5}).derivation())
+    assert "24 rollouts = 6 tasks × 4 siblings" in text
+    assert "120 rollouts" in text
+    assert "(2 + 1) × 6 = 18 tasks" in text
+    assert "bounded: 2 × 6 = 12 groups" in text
+    ungated = "\n".join(make_recipe({"staleness": {"gate": False, "reject": False}}).derivation())
+    assert "gate       none" in ungated and "stream: no bound" in ungated
+
+
+def test_the_hash_is_of_what_decides_the_result() -> None:
+    base = make_recipe({})
+    changes: list[dict] = [
+        {"steps": 7},
+        {"seed": 1},
+        {"train.learning_rate": 2e-6},
+        {"train.constants": {"clip_low": 0.1}},
+        {"staleness.max_lag": 0},
+        {"tasks": [{"source": "a"}]},
+        {"tasks": [{"source": "a", "options": {"b": 1}}]},
+        {"evaluate.every": 3},
+        {"exact": True},
+    ]
+    hashes = {make_recipe(change).hash for change in changes} | {base.hash}
+    assert len(hashes) == len(changes) + 1
+    assert make_recipe({"observe": {"trace": False, "keep_rollouts_every": 1, "sinks": ["wandb"]}}).hash == base.hash
+    assert make_recipe({"train": {"learning_rate": 1e-6}}).hash == base.hash
+
+
+def test_a_recipe_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        make_recipe({}).steps = 3
+
+
+# The command line, in a process of its own
+
+
+def headrace(*arguments: str, python: tuple[str, ...] = ("-m", "headrace.cli")) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, *python, *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=20, check=False)
+
+
+HEAVY = ("torch", "transformers", "pyarrow", "safetensors", "rich")
+WITHOUT_TORCH = f"""
+import sys
+from headrace.cli import main
+try:
+    main(sys.argv[1:])
+except SystemExit as end:
+    print("status", end.code)
+print("heavy:", [name for name in {HEAVY} if name in sys.modules])
+"""
+
+
+def test_a_mistyped_setting_is_answered_with_the_nearest_and_status_2() -> None:
+    done = headrace("train", "recipes/quickstart.toml", "--train.lerning_rate=1")
+    assert done.returncode == 2
+    message = "headrace: recipes/quickstart.toml: train.lerning_rate is not a setting; did you mean train.learning_rate?"
+    assert done.stderr.strip() == message
+    assert done.stdout == ""
+
+
+def test_a_mistake_is_answered_without_importing_torch() -> None:
+    done = headrace("train", "recipes/quickstart.toml", "--train.lerning_rate=1", python=("-c", WITHOUT_TORCH))
+    assert "status 2\nheavy: []" in done.stdout
+    assert "train.learning_rate" in done.stderr
+
+
+def test_a_dry_run_shows_the_resolved_recipe_without_importing_torch() -> None:
+    done = headrace("train", "recipes/quickstart.toml", "--dry-run", "--steps=9", python=("-c", WITHOUT_TORCH))
+    assert "status 0\nheavy: []" in done.stdout, done.stderr
+    text = done.stdout
+    assert "256 rollouts = 32 tasks × 8 siblings" in text and "nothing was started" in text
+    resolved = text[text.index("\nsteps = 9") : text.index("\ndry run:")]
+    assert parse_recipe(resolved, name="printed") == load_recipe(QUICKSTART, {"steps": 9})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (("train", "no/such.toml"), "no/such.toml: no such recipe"),
+        (("train", "recipes/quickstart.toml", "--steps"), "--section.key=value"),
+        (("train", "recipes/quickstart.toml", "--steps=many"), "steps = 'many': must be a whole number"),
+        (("train", "recipes/quickstart.toml", "--tasks.3.source=x"), "must be an index below 1"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_one_line_and_status_2(arguments: tuple, problem: str, monkeypatch, capsys) -> None:
+    from headrace.cli import main
+
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as end:
+        main(list(arguments))
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert problem in error and error.startswith("headrace: ") and error.count("\n") == 1
+
+
+def test_an_override_of_another_command_is_refused(capsys) -> None:
+    from headrace.cli import main
+
+    with pytest.raises(SystemExit) as end:
+        main(["inspect", "runs/x", "--steps=3"])
+    assert end.value.code == 2
+    assert "unrecognized arguments: --steps=3" in capsys.readouterr().err
