@@ -7,6 +7,7 @@ print(run.summary["bound_by"], run.checkpoint)
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from headrace.orchestrate.launch import RunResult
 
 __version__ = "0.1.0"
+importlib.import_module("headrace.train")  # the room is loaded first, so that the name is the function below for good
 __all__ = [
     "Batch",
     "ConfigError",
@@ -33,7 +35,7 @@ __all__ = [
 
 
 def train(
-    model: str | None = None,
+    model: str | Path | dict[str, Any] | None = None,
     *,
     tasks: Any = None,  # noqa: ANN401  (rows, a file, a Dataset, or (source, weight) pairs)
     reward: Any = None,  # noqa: ANN401  (one function or several, of either signature)
@@ -48,6 +50,7 @@ def train(
 ) -> RunResult:
     """Train `model` on `tasks` with `reward`, and return what came of it.
 
+    `model` is a Hugging Face folder or hub name, `builtin:tiny`, or a recipe's whole model section as a dict.
     `tasks` is a list of dicts with a `prompt` (text or chat messages), a JSONL or parquet file, a `datasets.Dataset`, or
     a list of (source, weight) pairs of these; other columns are passed to the reward. `reward` has TRL's batch signature
     or is `f(prompt, completion, **row)`. `held_out` tasks are evaluated, never trained. Everything else a recipe can
@@ -55,7 +58,7 @@ def train(
     """
     overrides: dict[str, Any] = dict(settings)
     if model is not None:
-        overrides["model.path"] = str(model)
+        overrides["model"] = model if isinstance(model, dict) else {"path": str(model)}
     if steps is not None:
         overrides["steps"] = steps
     parsed = make_recipe(overrides) if recipe is None else load_recipe(recipe, overrides)

@@ -216,10 +216,10 @@ def writable_inputs() -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("name", writable_inputs())
-@pytest.mark.parametrize("given_as", ["array", "slice"])
+@pytest.mark.parametrize("given_as", ["array", "slice", "buffer"])
 def test_later_changes_to_the_callers_array_do_not_reach_the_record(name: str, given_as: str) -> None:
     owner = writable_inputs()[name]
-    given = owner if given_as == "array" else owner[:]
+    given = {"array": owner, "slice": owner[:], "buffer": memoryview(owner)}[given_as]
     made = make(**{name: {"values": given} if name == "columns" else given})
     kept = made.columns["values"] if name == "columns" else getattr(made, name)
     before = kept.copy()

@@ -229,6 +229,14 @@ def test_decoding_copies_no_array(rich) -> None:
             assert not array.size or np.shares_memory(array, whole)
 
 
+def test_decoded_arrays_are_aligned() -> None:
+    """Whatever the length of the header; arrays that are not are slow in numpy, and some libraries refuse them."""
+    for length in range(1, 17):
+        value = {"x" * length: np.zeros(3, dtype=np.int8), "y": np.zeros(3, dtype=np.float16), "z": np.arange(2.0)}
+        copy = decode(encode(value))
+        assert all(array.flags.aligned for array in copy.values()), f"after a key of {length} characters"
+
+
 # Whatever is not a frame is a WireError
 
 

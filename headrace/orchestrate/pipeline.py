@@ -14,7 +14,7 @@ from headrace.observe import Signal
 from headrace.orchestrate.accounting import Ledger
 from headrace.orchestrate.batching import make_batches
 from headrace.staleness import Gate, too_old
-from headrace.train.trainer import PROXIMAL
+from headrace.train import PROXIMAL
 from headrace.types import Episode, InfraAbort, Invalid, Sampling, Scored
 
 if TYPE_CHECKING:

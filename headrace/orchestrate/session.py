@@ -173,6 +173,7 @@ class Session:
         progress.reward_last = float(np.mean(rewards))
         progress.reward_first = progress.reward_last if progress.reward_first is None else progress.reward_first
         trainer = {name: float(np.mean([step[name] for step in seen])) for name in seen[0]}
+        trainer |= {name: seen[0][name] for name in ("mismatch", "mismatch_max")}  # later steps have moved the weights
         return {
             "reward": progress.reward_last,
             "reward_std": float(np.std(rewards)),

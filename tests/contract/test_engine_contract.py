@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -20,6 +19,9 @@ from headrace.observe import Timeline
 from headrace.partial import Interrupt
 from headrace.sync import Lineage, MemorySync, SyncError
 from headrace.types import FinishReason, Rollout, Sampling, Source
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
 
 CONTEXT = 96
 END = 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -251,6 +252,6 @@ def test_learning_rate_rises_and_falls() -> None:
     settings = TrainSettings(learning_rate=1.0, schedule="linear", warmup_steps=10, final_learning_rate=0.1)
     rates = [learning_rate(settings, version=version, steps=110) for version in range(110)]
     assert rates[0] == pytest.approx(1 / 11) and max(rates) == pytest.approx(1.0) and rates.index(max(rates)) == 10
-    assert rates[-1] == pytest.approx(0.1 + 0.9 / 100) and all(a > b for a, b in zip(rates[10:], rates[11:], strict=False))
+    assert rates[-1] == pytest.approx(0.1 + 0.9 / 100) and all(a > b for a, b in itertools.pairwise(rates[10:]))
     constant = TrainSettings(learning_rate=1.0, warmup_steps=2)
     assert [learning_rate(constant, version=v, steps=5) for v in range(5)] == pytest.approx([1 / 3, 2 / 3, 1, 1, 1])

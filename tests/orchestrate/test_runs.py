@@ -1,0 +1,206 @@
+"""Whole runs, small and real: what they promise about lag, books, determinism and resuming."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from helpers import TASKS, length_reward, same_weights, small_run, weights
+
+import headrace
+from headrace.observe.inspect import read_rollouts
+from headrace.observe.observer import read_metrics
+
+SUMMARY_KEYS = {
+    "status", "steps", "version", "success_before", "success_after", "greedy_before", "greedy_after", "seconds", "tokens",
+    "lag", "accounting", "time_budget", "bound_by", "bound_share",
+}  # fmt: skip
+
+
+def books_close(summary: dict) -> bool:
+    counts = summary["accounting"]
+    terms = ("trained", "rejected", "failed", "filtered", "unused", "buffered", "in_flight")
+    return counts["submitted"] == sum(counts[name] for name in terms)
+
+
+def test_a_run_leaves_what_the_design_says(tmp_path):
+    result = small_run(tmp_path / "run", observe={"keep_rollouts_every": 2, "sinks": ["tensorboard"]})
+    folder = result.folder
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary == result.summary and summary.keys() >= SUMMARY_KEYS
+    assert summary["status"] == "finished" and summary["version"] == 6 and books_close(summary)
+    assert summary["accounting"]["trained"] == 96 and summary["accounting"]["evaluation"] == 16
+    assert summary["seconds"].keys() >= {"setup", "warmup", "first_step", "rl"}
+    for shares in summary["time_budget"].values():
+        assert sum(shares.values()) == pytest.approx(1.0) and min(shares.values()) >= 0
+    rows = read_metrics(folder / "metrics.jsonl")
+    assert [row["version"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    seconds = sum(value for row in rows for name, value in row.items() if name.startswith("seconds/trainer/"))
+    assert seconds == pytest.approx(summary["seconds"]["rl"], rel=0.25)
+    assert (folder / "recipe.toml").exists() and (folder / "resolved.toml").exists()
+    assert list((folder / "tensorboard").iterdir()) and (folder / "logs" / "launcher.log").exists()
+    trace = (folder / "trace.json").read_text()
+    events = json.loads(trace.rstrip().rstrip(",") + "]")
+    assert {event["name"] for event in events} >= {"decode", "compute", "publish", "version 6"}
+    step, rollouts = read_rollouts(folder)
+    assert step == 6 and len(rollouts) == 16 and all(rollout.reward is not None for rollout in rollouts)
+    checkpoints = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert checkpoints == ["step-3", "step-6"]
+
+
+def test_the_same_seed_gives_the_same_run_and_another_does_not(tmp_path):
+    first, again, other = (small_run(tmp_path / name, seed=seed) for name, seed in (("a", 1), ("b", 1), ("c", 2)))
+    assert same_weights(first.checkpoint, again.checkpoint)
+    assert not same_weights(first.checkpoint, other.checkpoint)
+
+
+@pytest.mark.parametrize("max_lag", [0, 1, 3])
+def test_lag_is_what_max_lag_promises(tmp_path, max_lag):
+    result = small_run(tmp_path / "run", steps=8, staleness={"max_lag": max_lag})
+    assert result.summary["lag"]["max"] <= max_lag and books_close(result.summary)
+    if max_lag == 0:
+        assert result.summary["lag"]["mean"] == 0 and result.summary["accounting"]["unused"] == 0
+    else:
+        assert result.summary["lag"]["mean"] > 0.3
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"buffer": {"kind": "synchronous"}},
+        {"buffer": {"kind": "one_ahead"}},
+        {"buffer": {"kind": "bounded", "depth": 2}, "staleness": {"max_lag": 2}},
+        {"buffer": {"kind": "stream"}, "staleness": {"max_lag": 2, "gate": False}},
+        {"buffer": {"kind": "stream"}, "staleness": {"gate": False, "reject": False, "correct": "tis"}},
+        {"buffer": {"order": "submission"}, "staleness": {"correct": "mis"}},
+        {"partial": {"interrupt": "drain"}},
+        {"partial": {"interrupt": "abort"}},
+        {"train": {"mini_batches": 2}, "staleness": {"correct": "tis"}},
+        {"sampling": {"temperature": 0.8, "top_p": 0.9, "top_k": 20}},
+        {"train": {"advantage": "leave_one_out", "loss_mean": "sequence", "schedule": "cosine"}},
+    ],
+    ids=lambda settings: " ".join(f"{key}:{value}" for key, value in settings.items()),
+)
+def test_every_setting_runs_and_the_books_close(tmp_path, settings):
+    result = small_run(tmp_path / "run", steps=5, **settings)
+    assert result.summary["status"] == "finished" and books_close(result.summary)
+    rows = read_metrics(result.folder / "metrics.jsonl")
+    assert all(np.isfinite(row["train/loss"]) and row["train/mismatch_max"] < 1e-4 for row in rows)
+    if settings.get("buffer", {}).get("kind") == "synchronous":
+        assert result.summary["lag"]["max"] == 0
+    if settings.get("partial", {}).get("interrupt") == "drain":
+        _, rollouts = read_rollouts(small_run(tmp_path / "kept", observe={"keep_rollouts_every": 1}, **settings).folder)
+        assert all(len(set(rollout.versions[rollout.is_sampled].tolist())) == 1 for rollout in rollouts)
+
+
+class Killed(BaseException):
+    """Stands for a SIGKILL: nothing after it runs, nothing handles it."""
+
+
+def run_and_kill(folder, monkeypatch, *, at: int, **settings) -> None:
+    from headrace.orchestrate.session import Session
+
+    original = Session._measure
+
+    def dying(self, *arguments):
+        if self.run.version == at:
+            raise Killed
+        return original(self, *arguments)
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(Session, "_measure", dying)
+        small_run(folder, **settings)
+
+
+@pytest.mark.parametrize("max_lag", [0, 1, 2])
+def test_exact_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, monkeypatch, max_lag):
+    settings = {"exact": True, "steps": 9, "staleness": {"max_lag": max_lag}, "evaluate": {"every": 2}}
+    whole = small_run(tmp_path / "whole", **settings)
+    run_and_kill(tmp_path / "killed", monkeypatch, at=5, **settings)
+    assert not (tmp_path / "killed" / "checkpoints" / "step-6").exists()
+    resumed = small_run(tmp_path / "killed", **settings)
+    for step in (3, 6, 9):
+        assert same_weights(*(tmp_path / name / "checkpoints" / f"step-{step}" for name in ("whole", "killed")))
+    curve = {row["version"]: row for row in read_metrics(tmp_path / "whole" / "metrics.jsonl")}
+    again = {row["version"]: row for row in read_metrics(tmp_path / "killed" / "metrics.jsonl")}
+    for name in ("reward", "train/loss", "train/grad_norm", "lag_mean"):
+        assert [curve[v][name] for v in range(1, 10)] == [again[v][name] for v in range(1, 10)], name
+    assert whole.summary["lag"] == resumed.summary["lag"]
+    assert whole.summary["accounting"] == resumed.summary["accounting"]
+    if max_lag:
+        assert whole.summary["lag"]["mean"] > 0
+
+
+def test_exact_mismatch_is_zero(tmp_path):
+    result = small_run(tmp_path / "run", exact=True, steps=4, staleness={"max_lag": 0})
+    assert [row["train/mismatch_max"] for row in read_metrics(result.folder / "metrics.jsonl")] == [0.0] * 4
+
+
+def test_a_killed_run_goes_on_from_its_checkpoint_and_no_rollout_is_lost(tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    run_and_kill(folder, monkeypatch, at=5, steps=8)
+    manifest = json.loads((folder / "checkpoints" / "step-3" / "manifest.json").read_text())
+    resumed = small_run(folder, steps=8)
+    assert resumed.summary["version"] == 8 and books_close(resumed.summary)
+    assert resumed.summary["accounting"]["trained"] == 8 * 16
+    last = json.loads((folder / "checkpoints" / "step-8" / "manifest.json").read_text())
+    assert last["lineage"] != manifest["lineage"] and last["ancestors"] == {manifest["lineage"]: 3}
+    assert resumed.summary["lag"]["max"] <= 1
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "run"
+    run_and_kill(folder, monkeypatch, at=7, steps=9)
+    model = folder / "checkpoints" / "step-6" / "model.safetensors"
+    content = bytearray(model.read_bytes())
+    content[-100] ^= 1
+    model.write_bytes(content)
+    result = small_run(folder, steps=9, quiet=False)
+    said = capsys.readouterr().out
+    assert "step-6 is damaged (model.safetensors has changed)" in said and "resumed    version 3 of 9" in said
+    assert result.summary["status"] == "finished"
+
+
+def test_a_finished_or_different_run_is_not_overwritten(tmp_path):
+    small_run(tmp_path / "run", steps=2)
+    with pytest.raises(headrace.ConfigError, match="finished run"):
+        small_run(tmp_path / "run", steps=2)
+    with pytest.raises(headrace.ConfigError, match="other settings"):
+        small_run(tmp_path / "run", steps=3)
+
+
+def test_training_changes_behaviour(tmp_path):
+    """The reward of shorter answers rises: the whole loop pushes the policy the right way."""
+    result = small_run(tmp_path / "run", steps=40, train={"learning_rate": 5e-3}, evaluate={"limit": 0})
+    rewards = [row["reward"] for row in read_metrics(result.folder / "metrics.jsonl")]
+    assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.15
+
+
+def test_several_sources_and_rewards(tmp_path):
+    def batched(prompts, completions, completion_ids, answer, **columns):
+        assert len(prompts) == len(completions) == len(completion_ids) == len(answer) == len(columns["kind"])
+        return [None if kind == "b" else 1.0 for kind in columns["kind"]]
+
+    tasks = [([{**row, "kind": "a"} for row in TASKS], 3.0), ([{**row, "kind": "b"} for row in TASKS], 1.0)]
+    result = small_run(
+        tmp_path / "run", tasks=tasks, reward=[batched, length_reward], held_out=None, observe={"keep_rollouts_every": 1}
+    )
+    seen = [set(rollout.rewards) for step in range(1, 7) for rollout in read_rollouts(result.folder, step)[1]]
+    assert {"batched", "length_reward"} in seen and {"length_reward"} in seen
+    both = sum(names == {"batched", "length_reward"} for names in seen) / len(seen)
+    assert 0.5 < both < 0.95 and result.summary["success_before"] is None
+
+
+def test_the_warm_up_is_cached(tmp_path, cache_folder, capsys):
+    settings = {
+        "tasks": None, "held_out": None, "reward": None, "quiet": False, "steps": 2,
+        "warmup": {"steps": 10, "check_every": 5, "batch": 8},
+    }  # fmt: skip
+    recipe = tmp_path / "own.toml"
+    recipe.write_text('[[tasks]]\nsource = "builtin:sort_digits"\n')
+    small_run(tmp_path / "a", recipe=recipe, **settings)
+    assert "step 5:" in capsys.readouterr().out
+    small_run(tmp_path / "b", recipe=recipe, **settings)
+    assert "cached in" in capsys.readouterr().out
+    assert not weights(tmp_path / "a" / "checkpoints" / "step-2").keys() ^ weights(tmp_path / "b/checkpoints/step-2").keys()
