@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -31,6 +32,11 @@ class ModelSettings:
     num_heads: int = 3
     """Attention heads of `builtin:tiny`."""
 
+    def __post_init__(self) -> None:
+        _check(self.context >= 0, "context", self.context, "≥ 0")
+        for name in ("hidden_size", "num_layers", "num_heads"):
+            _check(getattr(self, name) >= 1, name, getattr(self, name), "≥ 1")
+
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSettings:
@@ -44,7 +50,7 @@ class TaskSettings:
     """Keyword arguments of a built-in task."""
 
     def __post_init__(self) -> None:
-        _check(self.weight > 0, "weight", self.weight, "above 0")
+        _check(0 < self.weight < math.inf, "weight", self.weight, "a number above 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +69,12 @@ class WarmupSettings:
     """Steps between two such checks."""
     tasks: tuple[TaskSettings, ...] = ()
     """What the demonstrations are of; empty takes the run's own tasks."""
+
+    def __post_init__(self) -> None:
+        _check(self.steps >= 0, "steps", self.steps, "≥ 0")
+        _check(self.batch >= 1, "batch", self.batch, "≥ 1")
+        _check(self.check_every >= 1, "check_every", self.check_every, "≥ 1")
+        _check(0 < self.learning_rate < math.inf, "learning_rate", self.learning_rate, "a number above 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +114,7 @@ class SamplingSettings:
     """No stop token before this many."""
 
     def __post_init__(self) -> None:
-        _check(self.temperature > 0, "temperature", self.temperature, "above 0 to train")
+        _check(0 < self.temperature < math.inf, "temperature", self.temperature, "a number above 0 to train")
         _check(self.top_k >= 0, "top_k", self.top_k, "≥ 0")
         _check(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
         _check(0 <= self.min_p < 1, "min_p", self.min_p, "in [0, 1)")
@@ -229,7 +241,12 @@ class TrainSettings:
         _check(self.mini_batches >= 1, "mini_batches", self.mini_batches, "≥ 1")
         groups = self.batch // self.group_size
         _check(groups >= self.mini_batches, "mini_batches", self.mini_batches, f"at most the {groups} groups of a batch")
-        _check(self.learning_rate > 0, "learning_rate", self.learning_rate, "above 0")
+        _check(0 < self.learning_rate < math.inf, "learning_rate", self.learning_rate, "a number above 0")
+        _check(0 <= self.beta1 < 1, "beta1", self.beta1, "in [0, 1)")
+        _check(0 <= self.beta2 < 1, "beta2", self.beta2, "in [0, 1)")
+        _check(0 <= self.max_grad_norm < math.inf, "max_grad_norm", self.max_grad_norm, "a number ≥ 0")
+        _check(0 <= self.weight_decay < math.inf, "weight_decay", self.weight_decay, "a number ≥ 0")
+        _check(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, "≥ 0")
         _check(self.micro_batch_tokens >= 16, "micro_batch_tokens", self.micro_batch_tokens, "≥ 16")
 
 
@@ -413,7 +430,7 @@ def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
 def parse_recipe(text: str, *, name: str, overrides: Mapping[str, Any] | None = None) -> Recipe:
     """A recipe from TOML text; errors name `name` and the line."""
     data = apply_overrides(load_toml(text, name=name), overrides or {})
-    return build(Recipe, data, origin=Origin(name=name, text=text))
+    return build(Recipe, data, origin=Origin(name=name, text=text, overrides=frozenset(overrides or {})))
 
 
 def make_recipe(data: Mapping[str, Any]) -> Recipe:

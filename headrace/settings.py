@@ -10,6 +10,7 @@ import ast
 import dataclasses
 import difflib
 import inspect
+import json
 import tomllib
 import types
 import typing
@@ -32,9 +33,13 @@ class Origin:
 
     name: str = ""
     text: str = ""
+    overrides: frozenset[str] = frozenset()
+    """Dotted keys that were given beside the text, on the command line or in a call."""
 
     def locate(self, key: str) -> str:
         """`file:line: ` of a dotted key, as near as the text tells."""
+        if any(key == given or given.startswith(f"{key}.") or key.startswith(f"{given}.") for given in self.overrides):
+            return "override: "
         if not self.name:
             return ""
         section, sections = "", dict[str, int]()
@@ -83,7 +88,8 @@ def build(cls: type[T], data: Mapping[str, Any], *, origin: Origin = Origin(), p
 def apply_overrides(data: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of nested `data` with dotted keys set; a number in a path is an index into a list of tables."""
     result: dict[str, Any] = _copy(data)
-    for path, value in overrides.items():
+    for path, given in overrides.items():
+        value = _copy(given)
         *parents, last = path.split(".")
         node: Any = result
         for depth, part in enumerate(parents):
@@ -126,10 +132,10 @@ def to_dict(settings: Any) -> dict[str, Any]:  # noqa: ANN401  (any settings dat
 
 def to_toml(data: Mapping[str, Any], *, prefix: str = "") -> str:
     """TOML text of nested plain data: values first, then tables, then lists of tables."""
-    lines = [f"{key} = {_toml_value(value)}" for key, value in data.items() if not _is_table(value)]
+    lines = [f"{_toml_key(key)} = {_toml_value(value)}" for key, value in data.items() if not _is_table(value)]
     for key, value in data.items():
         if isinstance(value, dict):
-            lines += ["", f"[{prefix}{key}]", to_toml(value, prefix=f"{prefix}{key}.").strip("\n")]
+            lines += ["", f"[{prefix}{_toml_key(key)}]", to_toml(value, prefix=f"{prefix}{_toml_key(key)}.").strip("\n")]
         elif _is_table(value):
             for item in value:
                 lines += ["", f"[[{prefix}{key}]]", to_toml(item, prefix=f"{prefix}{key}.").strip("\n")]
@@ -236,7 +242,7 @@ def _field_docs(cls: type[Any]) -> dict[str, str]:
 
 
 def _index(part: str, items: list[Any], path: str) -> int:
-    if not part.isdigit() or int(part) >= len(items):
+    if not part.isdecimal() or int(part) >= len(items):
         raise ConfigError(f"{path}: {part!r} must be an index below {len(items)}")
     return int(part)
 
@@ -251,14 +257,18 @@ def _is_table(value: object) -> bool:
     return isinstance(value, dict) or (isinstance(value, list) and bool(value) and isinstance(value[0], dict))
 
 
+def _toml_key(key: str) -> str:
+    is_bare = key.isascii() and bool(key) and all(letter.isalnum() or letter in "_-" for letter in key)
+    return key if is_bare else _toml_value(key)
+
+
 def _toml_value(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\t", "\\t")
-        return f'"{escaped}"'
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON's text is TOML's, but for DEL
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_toml_value(item) for item in value) + "]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {_toml_value(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{_toml_key(key)} = {_toml_value(item)}" for key, item in value.items()) + "}"
     return "none" if value is None else repr(value)

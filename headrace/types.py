@@ -99,7 +99,7 @@ class Sampling:
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop_ids", tuple(int(i) for i in self.stop_ids))
         _require(self.temperature >= 0 and math.isfinite(self.temperature), "temperature", self.temperature, "≥ 0")
-        _require(self.top_k >= 0, "top_k", self.top_k, "≥ 0 (0 keeps all)")
+        _require(self.top_k >= 0 and self.top_k == int(self.top_k), "top_k", self.top_k, "a whole number ≥ 0 (0 keeps all)")
         _require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
         _require(0 <= self.min_p < 1, "min_p", self.min_p, "in [0, 1)")
         _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "≥ 1")
@@ -133,6 +133,7 @@ class Call:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "finish_reason", FinishReason(self.finish_reason))
+        _check_kind(self.sampling, Sampling, "Call.sampling")
         if not 0 <= self.start <= self.stop:
             raise ValueError(f"Call spans tokens {self.start} to {self.stop}")
 
@@ -226,7 +227,7 @@ class Rollout:
         set_field(self, "parent", None if self.parent is None else (str(self.parent[0]), int(self.parent[1])))
         set_field(self, "step_rewards", tuple((int(i), float(value)) for i, value in self.step_rewards))
         set_field(self, "columns", {name: _frozen(array, None, name) for name, array in self.columns.items()})
-        set_field(self, "rewards", {name: float(value) for name, value in self.rewards.items()})
+        set_field(self, "rewards", _checked_rewards(self.rewards))
         if self.finish_reason is not None:
             set_field(self, "finish_reason", FinishReason(self.finish_reason))
         if self.expert_routing is not None:
@@ -239,7 +240,13 @@ class Rollout:
     def _check(self) -> None:
         if self.media is not None:
             raise ValueError("media is reserved: images and sound are not supported yet")
+        _check_outcome(self.outcome)
+        for name in _TOKEN_ARRAYS:
+            if getattr(self, name).ndim != 1:
+                raise ValueError(f"{name} must be one-dimensional")
         length = len(self.token_ids)
+        if self.parent is not None and not 0 <= self.parent[1] <= length:
+            raise ValueError(f"parent: forked at token {self.parent[1]} of {length}")
         aligned: dict[str, Array] = {name: getattr(self, name) for name in _TOKEN_ARRAYS} | self.columns
         if self.expert_routing is not None:
             aligned["expert_routing"] = self.expert_routing
@@ -248,9 +255,6 @@ class Rollout:
         for name, array in aligned.items():
             if array.ndim < 1 or len(array) != length:
                 raise ValueError(f"{name} has shape {array.shape} but there are {length} tokens")
-        for name in _TOKEN_ARRAYS:
-            if getattr(self, name).ndim != 1:
-                raise ValueError(f"{name} must be one-dimensional")
         if self.sampling_mask is not None and len(self.sampling_mask.offsets) != length + 1:
             raise ValueError(f"sampling_mask covers {len(self.sampling_mask.offsets) - 1} of {length} tokens")
         if length and (self.source.min() < 0 or self.source.max() > _LAST_SOURCE):
@@ -280,8 +284,8 @@ class Rollout:
             end = call.stop
         if not np.array_equal(covered, sampled):
             raise ValueError("calls do not cover exactly the sampled tokens")
-        if self.calls and self.finish_reason is not self.calls[-1].finish_reason:
-            raise ValueError("finish_reason differs from that of the last call")
+        if self.finish_reason is not (self.calls[-1].finish_reason if self.calls else None):
+            raise ValueError("finish_reason must be that of the last call, or None before the first")
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -315,6 +319,9 @@ class Rollout:
         """A copy with some fields changed, checked again where a check could fail."""
         if not changes.keys() <= _FREE_FIELDS:
             return dataclasses.replace(self, **changes)
+        if "rewards" in changes:
+            changes["rewards"] = _checked_rewards(changes["rewards"])
+        _check_outcome(changes.get("outcome"))
         copy = object.__new__(Rollout)
         for name in _ROLLOUT_FIELDS:
             object.__setattr__(copy, name, changes[name] if name in changes else getattr(self, name))
@@ -366,9 +373,20 @@ _TOKEN_ARRAYS: dict[str, type] = {
 }
 _ROLLOUT_FIELDS = tuple(f.name for f in dataclasses.fields(Rollout))
 _FREE_FIELDS = frozenset({"policy", "lineage", "rewards", "outcome"})
-"""Fields that no check looks at."""
+"""Fields whose checks need no other field."""
 _SAMPLED = int(Source.SAMPLED)
 _LAST_SOURCE = int(max(Source))
+
+
+def _checked_rewards(rewards: dict[str, float]) -> dict[str, float]:
+    checked = {str(name): float(value) for name, value in rewards.items()}
+    if not all(map(math.isfinite, checked.values())):
+        raise ValueError(f"rewards must be finite, not {checked}")
+    return checked
+
+
+def _check_outcome(outcome: object) -> None:
+    _check_kind(outcome, (Scored, Invalid, InfraAbort, type(None)), "outcome")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -390,6 +408,8 @@ class Episode:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rollouts", tuple(self.rollouts))
+        _check_kind(self.task, dict, f"episode {self.id!r}: task")
+        _check_outcome(self.outcome)
         check_plain(self.task, where=f"episode {self.id!r}: task")
         for rollout in self.rollouts:
             if rollout.group != self.group:
@@ -432,6 +452,9 @@ class Batch:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rollouts", tuple(self.rollouts))
+        _check_kind(self.version, int, "batch: version")
+        if self.version < 0:
+            raise ValueError(f"batch: version {self.version}")
         for name in ("advantages", "weights"):
             arrays = tuple(_frozen(array, np.float32, name) for array in getattr(self, name))
             object.__setattr__(self, name, arrays)
@@ -493,8 +516,11 @@ class WeightUpdate:
     def __post_init__(self) -> None:
         object.__setattr__(self, "payload", Payload(self.payload))
         object.__setattr__(self, "manifest", tuple(self.manifest))
-        if self.version < 0:
-            raise ValueError(f"weight update: version {self.version}")
+        _check_kind(self.version, int, "weight update: version")
+        for info in self.manifest:
+            _check_kind(info, TensorInfo, "weight update: manifest")
+        if self.version < 0 or (self.base_version is not None and not 0 <= self.base_version < self.version):
+            raise ValueError(f"weight update: version {self.version} on base {self.base_version}")
         if (self.payload is Payload.DELTA) != (self.base_version is not None):
             raise ValueError(f"weight update {self.version}: a delta has a base_version, nothing else does")
         if (self.payload is Payload.ADAPTER) != (self.adapter is not None):
@@ -503,36 +529,80 @@ class WeightUpdate:
             check_plain(self.adapter, where="weight update: adapter")
 
 
-def check_plain(value: object, *, where: str) -> None:
-    """Raise unless `value` is plain data, naming the place that is not."""
-    if value is None or isinstance(value, bool | int | float | str):
+MAX_NESTING = 32
+"""Of plain data; deeper is refused."""
+
+
+def check_plain(value: object, *, where: str, depth: int = 0) -> None:
+    """Raise unless `value` is plain data that can travel, naming the place that is not."""
+    if depth > MAX_NESTING:
+        raise ValueError(f"{where[:80]}… is nested deeper than {MAX_NESTING}")
+    if isinstance(value, str):
+        _check_text(value, where)
+        return
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        raise ValueError(f"{where} = {value} does not fit 64 bits")
+    if value is None or isinstance(value, bool | int | float):
         return
     if isinstance(value, list):
         for index, item in enumerate(value):
-            check_plain(item, where=f"{where}[{index}]")
+            check_plain(item, where=f"{where}[{index}]", depth=depth + 1)
         return
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
                 raise ValueError(f"{where}: key {key!r} is not a string")
-            check_plain(item, where=f"{where}[{key!r}]")
+            _check_text(key, where)
+            check_plain(item, where=f"{where}[{key!r}]", depth=depth + 1)
         return
     raise ValueError(f"{where} is a {type(value).__name__}; use strings, numbers, booleans, lists and dicts")
 
 
+def _check_text(text: str, where: str) -> None:
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{where} holds half of a character (a lone surrogate); it cannot be written as UTF-8") from None
+
+
+def _check_kind(value: object, kinds: type | tuple[type, ...], name: str) -> None:
+    if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is int):
+        raise ValueError(f"{name} = {value!r} is a {type(value).__name__}")
+
+
 def _frozen(array: object, dtype: type | None, name: str) -> Array:
-    """A read-only array of exactly this dtype; only a lossless kind of conversion is made."""
+    """A read-only array of exactly this dtype that nobody else can write to; only a lossless conversion is made."""
     result = np.asarray(array)
-    if dtype is not None and result.dtype != dtype:
-        if result.size and not np.can_cast(result.dtype, dtype, casting="same_kind"):
-            raise ValueError(f"{name} must be {np.dtype(dtype).name}, not {result.dtype}")
-        result = result.astype(dtype)
-    if result.dtype.hasobject:
-        raise ValueError(f"{name} holds Python objects; it must be an array of numbers")
-    if result.flags.writeable:
-        result = result.copy() if result.base is not None or result is array else result
-        result.flags.writeable = False
+    if result.dtype.kind not in "biuf":
+        raise ValueError(f"{name} must be an array of numbers, not of {result.dtype}")
+    wanted = result.dtype.newbyteorder("=") if dtype is None else np.dtype(dtype)
+    if result.dtype != wanted:
+        _check_fits(result, wanted, name)
+        result = result.astype(wanted)
+    elif _is_writable_somewhere(result):
+        result = result.copy()
+    result.flags.writeable = False
     return result
+
+
+def _check_fits(array: Array, wanted: np.dtype[Any], name: str) -> None:
+    if array.size and not np.can_cast(array.dtype, wanted, casting="same_kind"):
+        raise ValueError(f"{name} must be {wanted.name}, not {array.dtype}")
+    if array.size and wanted.kind in "iu" and array.dtype.kind in "iu":
+        limits = np.iinfo(wanted)
+        if int(array.min()) < limits.min or int(array.max()) > limits.max:
+            raise ValueError(f"{name} holds a number that does not fit {wanted.name}")
+
+
+def _is_writable_somewhere(array: Array) -> bool:
+    """Whether the memory can be changed, through this array or through one it is a view of."""
+    owner: Any = array
+    while isinstance(owner, np.ndarray):
+        if owner.flags.writeable:
+            return True
+        owner = owner.base
+    return owner is not None and not memoryview(owner).readonly
 
 
 def _equal_records(left: object, right: object) -> bool:

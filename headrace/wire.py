@@ -2,11 +2,12 @@
 
 A frame is
 
-    magic b"HRW" + schema (1 byte) | crc32 (4) | header length (4) | body length (8) | header | body
+    magic b"HRW" + schema (1 byte) | crc32 (4) | header length (4) | body length (8) | header | zeros | body
 
 all little-endian. Arrays appear in the header as (dtype, shape, offset, length) and lie in the body, 8-byte aligned,
-so that decoding copies nothing. Everything a frame claims about itself is checked before memory is taken for it, and
-the records check themselves when they are made: bytes that are not a frame give a `WireError`, never another error.
+so that decoding copies nothing. A key that begins with "$" is ours; a user's own gets one more "$" on its way.
+Everything a frame claims about itself is checked before memory is taken for it, and the records check themselves when
+they are made: bytes that are not a frame give a `WireError`, never another error.
 """
 
 from __future__ import annotations
@@ -69,10 +70,10 @@ def encode(value: object) -> bytes:
 
     def plain(item: object, depth: int) -> object:
         nonlocal size
-        if item is None or type(item) in (bool, int, float, str):
-            return item
         if depth > MAX_DEPTH:
             raise WireError(f"nested deeper than {MAX_DEPTH}")
+        if item is None or type(item) in (bool, int, float, str):
+            return item
         if isinstance(item, np.ndarray):
             array = np.asarray(item, dtype=item.dtype.newbyteorder("<"), order="C")
             if array.dtype.str not in _DTYPES:
@@ -87,9 +88,9 @@ def encode(value: object) -> bytes:
         if isinstance(item, list | tuple):
             return [plain(entry, depth + 1) for entry in item]
         if isinstance(item, dict):
-            if any(not isinstance(key, str) or key.startswith("$") for key in item):
-                raise WireError("keys must be strings that do not begin with '$'")
-            return {key: plain(entry, depth + 1) for key, entry in item.items()}
+            if not all(isinstance(key, str) for key in item):
+                raise WireError("keys must be strings")
+            return {f"${key}" if key[:1] == "$" else key: plain(entry, depth + 1) for key, entry in item.items()}
         if isinstance(item, str | int | float):
             return item.value if isinstance(item, enum.Enum) else _base(item)
         raise WireError(f"a {type(item).__name__} does not travel")
@@ -98,18 +99,22 @@ def encode(value: object) -> bytes:
         header: bytes = msgpack.packb(plain(value, 0), use_bin_type=True)
     except (OverflowError, UnicodeEncodeError) as error:
         raise WireError(f"cannot be encoded: {error}") from error
-    body = b"".join(buffers)
-    if _PREAMBLE.size + len(header) + len(body) > MAX_FRAME:
-        raise WireError(f"{len(header) + len(body)} bytes are more than a frame may hold ({MAX_FRAME})")
-    checksum = zlib.crc32(body, zlib.crc32(header))
-    return _PREAMBLE.pack(_MAGIC, SCHEMA, checksum, len(header), len(body)) + header + body
+    if _body_start(len(header)) + size > MAX_FRAME:
+        raise WireError(f"{len(header) + size} bytes are more than a frame may hold ({MAX_FRAME})")
+    payload = b"".join([header, bytes(_body_start(len(header)) - _PREAMBLE.size - len(header)), *buffers])
+    return _PREAMBLE.pack(_MAGIC, SCHEMA, zlib.crc32(payload), len(header), size) + payload
+
+
+def _body_start(header_size: int) -> int:
+    """Where the body lies in a frame: on the next multiple of 8, so that its arrays are aligned."""
+    return -(-(_PREAMBLE.size + header_size) // 8) * 8
 
 
 def decode(frame: bytes | memoryview, *, max_bytes: int = MAX_FRAME) -> Any:  # noqa: ANN401  (what was encoded)
     """The value in a frame; the whole of it must be there, and nothing more."""
     frame = memoryview(frame)
     header_size, body_size, checksum = _read_preamble(frame, max_bytes=max_bytes)
-    expected = _PREAMBLE.size + header_size + body_size
+    expected = _body_start(header_size) + body_size
     if len(frame) != expected:
         what = "truncated" if len(frame) < expected else "followed by other bytes"
         raise WireError(f"frame is {what}: {len(frame)} bytes where {expected} were announced")
@@ -118,10 +123,10 @@ def decode(frame: bytes | memoryview, *, max_bytes: int = MAX_FRAME) -> Any:  # 
         raise WireError("checksum differs: the frame was changed on its way")
     try:
         header = msgpack.unpackb(payload[:header_size], raw=False, strict_map_key=True)
-        return _revive(header, payload[header_size:], 0)
+        return _revive(header, frame[_body_start(header_size) :], 0)
     except WireError:
         raise
-    except (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException) as error:
+    except (ValueError, TypeError, LookupError, OverflowError, RecursionError, msgpack.UnpackException) as error:
         raise WireError(f"malformed frame: {error}") from error
 
 
@@ -136,8 +141,9 @@ def read_frames(file: BinaryIO) -> Iterator[Any]:
         if len(preamble) < _PREAMBLE.size:
             return
         header_size, body_size, _ = _read_preamble(memoryview(preamble), max_bytes=MAX_FRAME)
-        rest = file.read(header_size + body_size)
-        if len(rest) < header_size + body_size:
+        size = _body_start(header_size) - _PREAMBLE.size + body_size
+        rest = file.read(size)
+        if len(rest) < size:
             return
         yield decode(preamble + rest)
 
@@ -150,7 +156,7 @@ def _read_preamble(frame: memoryview, *, max_bytes: int) -> tuple[int, int, int]
         raise WireError("not a Headrace frame: it does not begin with 'HRW'")
     if schema != SCHEMA:
         raise WireError(f"frame has schema {schema}, this version reads {SCHEMA}")
-    if _PREAMBLE.size + header_size + body_size > max_bytes:
+    if _body_start(header_size) + body_size > max_bytes:
         raise WireError(f"oversized frame: announces {header_size + body_size} bytes, at most {max_bytes} are taken")
     return header_size, body_size, checksum
 
@@ -164,9 +170,12 @@ def _revive(item: Any, body: memoryview, depth: int) -> Any:  # noqa: ANN401
         if isinstance(item, bytes | msgpack.ExtType | msgpack.Timestamp):
             raise WireError(f"a header holds no {type(item).__name__}")
         return item
-    if _ARRAY in item:
+    if item.keys() == {_ARRAY}:
         return _revive_array(item[_ARRAY], body)
-    fields = {key: _revive(entry, body, depth + 1) for key, entry in item.items() if key != _RECORD}
+    for key in item:
+        if not isinstance(key, str) or (key[:1] == "$" and key[:2] != "$$" and key != _RECORD):
+            raise WireError(f"a header holds no key {key!r}")
+    fields = {key.removeprefix("$"): _revive(entry, body, depth + 1) for key, entry in item.items() if key != _RECORD}
     if _RECORD not in item:
         return fields
     name = item[_RECORD]
@@ -177,7 +186,7 @@ def _revive(item: Any, body: memoryview, depth: int) -> Any:  # noqa: ANN401
         raise WireError(f"record {name} has missing or unknown fields: {', '.join(odd)}")
     try:
         return _RECORDS[name](**fields)
-    except (ValueError, TypeError, AttributeError, IndexError, OverflowError) as error:
+    except (ValueError, TypeError, AttributeError, LookupError, OverflowError) as error:
         raise WireError(f"record {name} is not valid: {error}") from error
 
 

@@ -140,15 +140,15 @@ def test_every_section_is_documented() -> None:
         ({"train.batch": 0}, "train.batch = 0: must be ≥ 1"),
         ({"train.batch": 16, "train.mini_batches": 3}, "train.mini_batches = 3: must be at most the 2 groups"),
         ({"train.mini_batches": 0}, "train.mini_batches = 0"),
-        ({"train.learning_rate": 0}, "train.learning_rate = 0.0: must be above 0"),
+        ({"train.learning_rate": 0}, "train.learning_rate = 0.0: must be a number above 0"),
         ({"train.learning_rate": float("nan")}, "train.learning_rate = nan"),
         ({"train.micro_batch_tokens": 8}, "train.micro_batch_tokens = 8"),
         ({"steps": 0}, "steps = 0: must be ≥ 1"),
-        ({"tasks": [{"source": "a", "weight": 0}]}, "tasks.0.weight = 0.0: must be above 0"),
+        ({"tasks": [{"source": "a", "weight": 0}]}, "tasks.0.weight = 0.0: must be a number above 0"),
         ({"tasks": [{}]}, "tasks.0.source is missing"),
         ({"reward": {"functions": ["a:b"], "weights": [1, 2]}}, "reward.weights = [1.0, 2.0]: 1 functions need as many"),
         ({"reward.attempts": 0}, "reward.attempts = 0"),
-        ({"sampling.temperature": 0}, "sampling.temperature = 0.0: must be above 0 to train"),
+        ({"sampling.temperature": 0}, "sampling.temperature = 0.0: must be a number above 0 to train"),
         ({"sampling.top_k": -1}, "sampling.top_k = -1"),
         ({"sampling.top_p": 0}, "sampling.top_p = 0.0"),
         ({"sampling.min_p": 1}, "sampling.min_p = 1.0"),
@@ -351,7 +351,7 @@ print("heavy:", [name for name in {HEAVY} if name in sys.modules])
 def test_a_mistyped_setting_is_answered_with_the_nearest_and_status_2() -> None:
     done = headrace("train", "recipes/quickstart.toml", "--train.lerning_rate=1")
     assert done.returncode == 2
-    message = "headrace: recipes/quickstart.toml: train.lerning_rate is not a setting; did you mean train.learning_rate?"
+    message = "headrace: override: train.lerning_rate is not a setting; did you mean train.learning_rate?"
     assert done.stderr.strip() == message
     assert done.stdout == ""
 

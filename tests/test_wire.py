@@ -42,13 +42,15 @@ PREAMBLE = struct.Struct("<3sBIIQ")
 def seal(header: object, body: bytes = b"", *, schema: int = wire.SCHEMA) -> bytes:
     """A frame whose checksum is right whatever it holds; `header` is packed unless it is bytes already."""
     packed = header if isinstance(header, bytes) else msgpack.packb(header, use_bin_type=True)
-    return PREAMBLE.pack(b"HRW", schema, zlib.crc32(packed + body), len(packed), len(body)) + packed + body
+    payload = packed + bytes(-(PREAMBLE.size + len(packed)) % 8) + body
+    return PREAMBLE.pack(b"HRW", schema, zlib.crc32(payload), len(packed), len(body)) + payload
 
 
 def opened(frame: bytes) -> tuple[dict, bytes]:
     """A frame's header and body, to be changed and sealed again."""
     header_size = PREAMBLE.unpack_from(frame)[3]
-    return msgpack.unpackb(frame[PREAMBLE.size :][:header_size]), frame[PREAMBLE.size + header_size :]
+    start = PREAMBLE.size + header_size
+    return msgpack.unpackb(frame[PREAMBLE.size :][:header_size]), frame[start + -start % 8 :]
 
 
 def make_rollout(id: str) -> Rollout:
@@ -164,8 +166,6 @@ def test_plain_types_and_their_subclasses() -> None:
         np.array([None]),
         np.array(["text"]),
         np.zeros(2, dtype=complex),
-        {"$array": 1},
-        {"$record": "Rollout"},
         {1: 2},
         2**64,
         -(2**63) - 1,
@@ -423,7 +423,7 @@ def test_a_record_that_checks_itself_is_refused_in_its_own_words(rich) -> None:
     header, body = opened(encode(rich["Rollout"]))
     with pytest.raises(WireError, match="media is reserved"):
         decode(seal({**header, "media": "cat.png"}, body))
-    with pytest.raises(WireError, match="finish_reason differs"):
+    with pytest.raises(WireError, match="finish_reason must be that of the last call"):
         decode(seal({**header, "finish_reason": None}, body))
 
 
@@ -624,3 +624,8 @@ def test_the_search_for_dangers_finds_them(source: str) -> None:
 
 def test_the_search_for_dangers_leaves_others_alone() -> None:
     assert dangers("import ast, torch\nmodel.eval()\nast.literal_eval(x)\nspec.loader.exec_module(m)\nmodel.load(x)") == []
+
+
+@pytest.mark.parametrize("value", [{"$array": 1}, {"$record": "Rollout"}, {"$": {"$$x": [{"$ref": 2}]}}], ids=repr)
+def test_a_users_own_dollar_keys_travel_as_they_are(value: object) -> None:
+    assert decode(encode(value)) == value

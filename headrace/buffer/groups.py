@@ -57,7 +57,8 @@ class GroupBuffer:
     def skip(self, number: int) -> None:
         """That group will never be trained: it did not come, or is taken out."""
         self._groups.pop(number, None)
-        self._skipped.add(number)
+        if self._in_order:
+            self._skipped.add(number)
         self._update()
 
     def take(self) -> list[Group]:

@@ -60,7 +60,7 @@ class RewardFunction:
             )
 
     async def score(self, samples: Sequence[Sample], *, attempts: int) -> list[float | Failure | None]:
-        """One result per sample; a batch that raises is tried again, then sample by sample, so that one cannot sink all."""
+        """One result per sample; a batch that raises is taken apart and each tried alone, so that one cannot sink all."""
         if not self._is_batched:
             return [await self._one(sample, attempts=attempts) for sample in samples]
         for _ in range(attempts if len(samples) == 1 else 1):

@@ -62,6 +62,8 @@ def open_source(source: object, *, seed: int, split: str, options: dict[str, Any
             return BUILTIN[name](seed=seed, split=split, **(options or {}))
         except TypeError as error:
             raise TaskError(f"tasks: {source}: {error}") from error
+    if options:
+        raise TaskError(f"tasks: {source}: only built-in tasks have options, not {', '.join(options)}")
     shuffle = split == "train"
     if isinstance(source, str | Path):
         return RowSource(_read(Path(source)), name=str(source), seed=seed, shuffle=shuffle)
@@ -70,9 +72,9 @@ def open_source(source: object, *, seed: int, split: str, options: dict[str, Any
     return RowSource(source, name="tasks", seed=seed, shuffle=shuffle)
 
 
-def builtin_reward(source: object) -> Callable[..., float] | None:
+def builtin_reward(source: str) -> Callable[..., float] | None:
     """The reward that belongs to a built-in task."""
-    return BUILTIN_REWARDS.get(source.removeprefix("builtin:")) if isinstance(source, str) else None
+    return BUILTIN_REWARDS.get(source.removeprefix("builtin:")) if str(source).startswith("builtin:") else None
 
 
 def _read(path: Path) -> Iterable[Any]:
@@ -92,7 +94,7 @@ def _read(path: Path) -> Iterable[Any]:
 
 def _read_lines(path: Path) -> Iterable[Any]:
     rows = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
         if line.strip():
             try:
                 rows.append(json.loads(line))

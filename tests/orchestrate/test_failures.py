@@ -1,0 +1,251 @@
+"""What goes wrong in a run: a clear error or a typed outcome, and nothing already trained is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from helpers import TASKS, small_run, weights
+
+import headrace
+from headrace.model.load import ModelError
+from headrace.orchestrate.checkpoint import CheckpointError
+from headrace.orchestrate.pipeline import NoProgress
+from headrace.score import RewardError
+from headrace.tasks import TaskError
+
+
+def counts(result) -> dict[str, int]:
+    return result.summary["accounting"]
+
+
+def test_a_reward_that_always_raises_stops_the_run_and_shows_why(tmp_path):
+    def broken(prompt, completion, **row):
+        raise KeyError("gold")
+
+    with pytest.raises(RewardError, match=r"in a row; the last: reward 'broken' raised KeyError: 'gold'") as caught:
+        small_run(tmp_path / "run", reward=broken, held_out=None)
+    assert any("run folder" in note for note in caught.value.__notes__)
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
+    assert "broken" in (tmp_path / "run" / "logs" / "launcher.log").read_text()
+
+
+def test_a_reward_that_raises_now_and_then_costs_only_its_rollouts(tmp_path):
+    calls = {"count": 0}
+
+    def flaky(prompt, completion, **row):
+        calls["count"] += 1
+        if calls["count"] % 40 < 2:
+            raise TimeoutError("the judge did not answer")
+        return float(len(completion))
+
+    result = small_run(tmp_path / "run", reward=flaky)
+    assert result.summary["status"] == "finished" and counts(result)["trained"] > 0
+
+
+def test_failed_rollouts_are_tried_again_then_counted(tmp_path):
+    def refuses(prompt, completion, answer, **row):
+        if answer == "3":
+            raise OSError("disk of the judge")
+        return float(len(completion))
+
+    result = small_run(tmp_path / "run", steps=8, reward=refuses, held_out=None)
+    assert counts(result)["failed"] > 0 and counts(result)["trained"] == 8 * 16
+    assert any("disk of the judge" in reason for reason in result.summary["dropped_because"])
+
+
+@pytest.mark.parametrize(("value", "state"), [(float("nan"), "failed"), (float("inf"), "failed"), (None, "filtered")])
+def test_a_value_that_is_no_score_is_not_a_zero(tmp_path, value, state):
+    def odd(prompt, completion, answer, **row):
+        return value if answer in ("2", "7") else 1.0
+
+    result = small_run(tmp_path / "run", steps=6, reward=odd, held_out=None)
+    assert counts(result)[state] > 0 and counts(result)["trained"] == 6 * 16
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        (lambda prompts, completions, **columns: [1.0], r"returned 1 values for \d+ completions"),
+        (lambda prompt, completion, **row: "good", "'good', which is not a number"),
+        (lambda prompts, **columns: 3, "must return a list"),
+        (lambda x: 1.0, r"write f\(prompt, completion"),
+        (7, "not a function"),
+    ],
+)
+def test_a_reward_that_cannot_be_used_is_refused(tmp_path, reward, message):
+    with pytest.raises(RewardError, match=message):
+        small_run(tmp_path / "run", reward=reward)
+
+
+def test_prompts_that_do_not_fit_are_filtered_and_all_of_them_stop_the_run(tmp_path):
+    long = [{"prompt": "1" * 40, "answer": "1"}]
+    result = small_run(tmp_path / "some", tasks=TASKS + long, held_out=None)
+    assert counts(result)["trained"] == 6 * 16
+    with pytest.raises(NoProgress, match="40 tokens; the context is 32"):
+        small_run(tmp_path / "all", tasks=long, held_out=None)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "message"),
+    [
+        ([], "no tasks"),
+        ([{"question": "1+1"}], "no 'prompt' column; it has: question"),
+        ([{"prompt": 3}], "must be text or a list of messages"),
+        ("absent.jsonl", "no such file"),
+        (5, "not a list of rows"),
+    ],
+)
+def test_tasks_that_cannot_be_used_are_refused_before_a_model_loads(tmp_path, tasks, message):
+    with pytest.raises(TaskError, match=message):
+        small_run(tmp_path / "run", tasks=tasks)
+    assert not (tmp_path / "run").exists()
+
+
+def test_missing_tasks_rewards_and_models_are_named(tmp_path):
+    with pytest.raises(headrace.ConfigError, match="tasks: none are given"):
+        small_run(tmp_path / "a", tasks=None)
+    with pytest.raises(headrace.ConfigError, match="reward: none is given"):
+        small_run(tmp_path / "b", reward=None)
+    with pytest.raises(ModelError, match=r"model.path = 'nowhere/at-all': the folder does not exist"):
+        small_run(tmp_path / "c", model={"path": "nowhere/at-all"})
+    with pytest.raises(headrace.ConfigError, match="the built-in model is"):
+        small_run(tmp_path / "d", model={"path": "builtin:huge"})
+    with pytest.raises(ValueError, match=r"train.loss = 'gpro'"):
+        small_run(tmp_path / "e", train={"loss": "gpro"})
+
+
+def test_an_architecture_with_other_layers_is_refused_by_name(tmp_path):
+    import transformers
+
+    config = transformers.MambaConfig(vocab_size=99, hidden_size=16, num_hidden_layers=1, state_size=4)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "mamba")
+    from headrace.model.tiny import build_tokenizer
+
+    build_tokenizer().save_pretrained(tmp_path / "mamba")
+    with pytest.raises(ModelError, match="mamba"):
+        small_run(tmp_path / "run", model={"path": str(tmp_path / "mamba"), "context": 0})
+
+
+def test_a_failure_in_any_loop_stops_all_and_what_was_trained_is_saved(tmp_path):
+    state = {"calls": 0}
+
+    def fails_later(prompts, completions, **columns):
+        state["calls"] += len(prompts)
+        return [1.0] if state["calls"] > 150 else [float(len(text)) for text in completions]
+
+    with pytest.raises(RewardError, match="returned 1 values"):
+        small_run(tmp_path / "run", reward=fails_later, steps=50, checkpoint={"every": 100})
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["status"] == "failed" and summary["version"] >= 4
+    saved = tmp_path / "run" / "checkpoints" / f"step-{summary['version']}"
+    assert weights(saved)
+    assert summary["accounting"]["submitted"] == sum(
+        summary["accounting"][name] for name in ("trained", "rejected", "failed", "filtered", "unused", "buffered", "in_flight")
+    )
+
+
+def test_an_async_reward_does_not_hold_up_the_run(tmp_path):
+    async def slow(prompts, completions, **columns):
+        await asyncio.sleep(0.02)
+        return [float(len(text)) for text in completions]
+
+    result = small_run(tmp_path / "run", reward=slow)
+    assert result.summary["status"] == "finished"
+
+
+@pytest.fixture
+def tiny_disk(tmp_path):
+    """A file system of one megabyte; only root may make one."""
+    mount = tmp_path / "disk"
+    mount.mkdir()
+    if os.geteuid() != 0 or shutil.which("mount") is None:
+        pytest.skip("mounting a file system needs root")
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(mount)], capture_output=True)
+    if done.returncode:
+        pytest.skip(f"no tmpfs here: {done.stderr.decode()}")
+    yield mount
+    subprocess.run(["umount", "-l", str(mount)], check=True)
+
+
+def test_a_full_disk_loses_nothing(tmp_path, tiny_disk, cache_folder):
+    folder = tiny_disk / "run"
+    observe = {"keep_rollouts_every": 0, "trace": False}
+    settings = {"steps": 9, "checkpoint": {"every": 3, "keep": 10}, "observe": observe}
+    with pytest.raises(CheckpointError, match=r"No space left on device|os error 28") as caught:
+        small_run(folder, **settings)
+    message = str(caught.value)
+    rescued = message.partition("it is in ")[2].partition(",")[0]
+    assert "Nothing is lost" in message and rescued.startswith(str(cache_folder)) and weights(rescued)
+    version = int(rescued.rpartition("-")[2])
+    kept = sorted((folder / "checkpoints").glob("step-*"))
+    assert kept and all(weights(path) for path in kept)
+    assert not list((folder / "checkpoints").glob(".*"))
+    for path in kept:
+        shutil.rmtree(path)
+    subprocess.run(["mount", "-o", "remount,size=64m", str(tiny_disk)], check=True)
+    result = small_run(folder, **settings)
+    assert result.summary["status"] == "finished" and result.summary["accounting"]["trained"] == 9 * 16
+    assert version < 9 and not os.path.exists(rescued)
+
+
+SCRIPT = """
+import sys, time
+sys.path.insert(0, {helpers!r})
+from helpers import small_run
+from pathlib import Path
+def slow(prompts, completions, **columns):
+    time.sleep(0.05)
+    return [float(len(text)) for text in completions]
+result = small_run(Path({folder!r}), reward=slow, held_out=None, steps=400, quiet=False, checkpoint={{"every": 1000}})
+print("status", result.summary["status"])
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_the_same_command_resumes(tmp_path, number):
+    folder = tmp_path / "run"
+    script = SCRIPT.format(helpers=os.path.dirname(__file__), folder=str(folder))
+    child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    for line in child.stdout:
+        if line.startswith("step 3 "):
+            child.send_signal(number)
+            break
+    rest = child.stdout.read()
+    assert child.wait(timeout=60) == 0
+    assert "stopping after this version" in rest and "status interrupted" in rest and "give the same command again" in rest
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["status"] == "interrupted"
+    assert (folder / "checkpoints" / f"step-{summary['version']}").is_dir()
+    again = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert again.stdout is not None
+    resumed = next(line for line in again.stdout if line.startswith("resumed"))
+    assert f"version {summary['version']} of 400" in resumed
+    again.kill()
+    again.wait()
+
+
+def test_a_killed_process_loses_no_checkpoint(tmp_path):
+    folder = tmp_path / "run"
+    script = SCRIPT.format(helpers=os.path.dirname(__file__), folder=str(folder)).replace('"every": 1000', '"every": 1')
+    for _ in range(3):
+        child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+        assert child.stdout is not None
+        rows = (line for line in child.stdout if line.startswith("step "))
+        last = next(rows)
+        last = next(rows)
+        time.sleep(0.03 * len(last) % 0.1)
+        child.kill()
+        child.wait()
+        steps = sorted((folder / "checkpoints").glob("step-*"), key=lambda path: int(path.name[5:]))
+        assert steps and weights(steps[-1])
+        assert int(steps[-1].name[5:]) >= int(last.split()[1]) - 1
