@@ -116,6 +116,9 @@ def _probe(model: PreTrainedModel, name: str) -> None:
 
 @contextlib.contextmanager
 def _explained(path: str, what: str) -> Iterator[None]:
+    is_local = path.startswith((".", "/", "~")) or path.count("/") > 1  # a hub's name is `owner/name`
+    if is_local and not Path(path).exists():
+        raise ModelError(f"model.path = {path!r}: the folder does not exist")
     try:
         yield
     except (OSError, ValueError, KeyError) as error:

@@ -130,7 +130,8 @@ class Session:
                 for task in (serving, *background):
                     task.cancel()
         except BaseExceptionGroup as failures:
-            raise first_failure(failures) from failures
+            failure = first_failure(failures)
+            raise failure from failure.__cause__
         finally:
             run.forget_in_flight()
 

@@ -115,8 +115,11 @@ def test_missing_tasks_rewards_and_models_are_named(tmp_path):
         small_run(tmp_path / "a", tasks=None)
     with pytest.raises(headrace.ConfigError, match="reward: none is given"):
         small_run(tmp_path / "b", reward=None)
-    with pytest.raises(ModelError, match=r"model.path = 'nowhere/at-all': the folder does not exist"):
-        small_run(tmp_path / "c", model={"path": "nowhere/at-all"})
+    with pytest.raises(ModelError, match=r"model.path = '\./nowhere': the folder does not exist"):
+        small_run(tmp_path / "c", model={"path": "./nowhere"})
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ModelError, match="could not be loaded as a tokenizer"):
+        small_run(tmp_path / "f", model={"path": str(tmp_path / "empty")})
     with pytest.raises(headrace.ConfigError, match="the built-in model is"):
         small_run(tmp_path / "d", model={"path": "builtin:huge"})
     with pytest.raises(ValueError, match=r"train.loss = 'gpro'"):
@@ -164,12 +167,12 @@ def test_an_async_reward_does_not_hold_up_the_run(tmp_path):
 
 @pytest.fixture
 def tiny_disk(tmp_path):
-    """A file system of one megabyte; only root may make one."""
+    """A file system of five megabytes; only root may make one."""
     mount = tmp_path / "disk"
     mount.mkdir()
     if os.geteuid() != 0 or shutil.which("mount") is None:
         pytest.skip("mounting a file system needs root")
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(mount)], capture_output=True)
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=5m", "tmpfs", str(mount)], capture_output=True)
     if done.returncode:
         pytest.skip(f"no tmpfs here: {done.stderr.decode()}")
     yield mount
@@ -179,7 +182,8 @@ def tiny_disk(tmp_path):
 def test_a_full_disk_loses_nothing(tmp_path, tiny_disk, cache_folder):
     folder = tiny_disk / "run"
     observe = {"keep_rollouts_every": 0, "trace": False}
-    settings = {"steps": 9, "checkpoint": {"every": 3, "keep": 10}, "observe": observe}
+    larger = {"hidden_size": 96, "num_heads": 3, "num_layers": 2}
+    settings = {"steps": 9, "checkpoint": {"every": 3, "keep": 10}, "observe": observe, "model": larger}
     with pytest.raises(CheckpointError, match=r"No space left on device|os error 28") as caught:
         small_run(folder, **settings)
     message = str(caught.value)

@@ -1,0 +1,119 @@
+"""The time budget: shares that sum to one, and a verdict that is right."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from headrace.engine.native.core import EngineCore
+from headrace.observe import Observer, Signal, Timeline, bound_by
+from headrace.observe.screen import PlainLines, budget_table
+from headrace.train import DeviceTrainer
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "orchestrate"))
+from helpers import length_reward, small_run
+
+
+def test_shares_sum_to_one_whatever_happens() -> None:
+    spans: list[tuple[str, str, float, float]] = []
+    timeline = Timeline("engine", on_span=lambda *span: spans.append(span))
+    timeline.start()
+    for state in ("decode", "swap", "wait-weights", "decode"):
+        timeline.enter(state)
+        time.sleep(0.002)
+    timeline.split("prefill", share=0.25)
+    with timeline.during("swap"):
+        time.sleep(0.001)
+    shares = timeline.shares()
+    assert sum(shares.values()) == pytest.approx(1.0)
+    assert shares["prefill"] > 0 and shares["wait-gate"] < 0.05
+    assert sum(stop - start for *_, start, stop in spans) == pytest.approx(sum(timeline.totals.values()))
+    assert all(before[3] == pytest.approx(after[2]) for before, after in zip(spans, spans[1:], strict=False))
+
+
+def test_runnable_but_descheduled_is_told_apart_from_waiting() -> None:
+    async def main() -> Timeline:
+        timeline, signal = Timeline("trainer"), Signal()
+        timeline.start()
+
+        async def waiter() -> None:
+            await timeline.wait("wait-batch", signal)
+
+        task = asyncio.ensure_future(waiter())
+        await asyncio.sleep(0.03)
+        signal.set()
+        time.sleep(0.06)  # noqa: ASYNC251  (the point: somebody else holds the thread)
+        await task
+        return timeline
+
+    shares = asyncio.run(main()).shares()
+    assert shares["wait-batch"] == pytest.approx(1 / 3, abs=0.1) and shares["descheduled"] == pytest.approx(2 / 3, abs=0.1)
+
+
+def slowed(function, seconds: float):
+    def slow(*arguments, **keywords):
+        time.sleep(seconds)
+        return function(*arguments, **keywords)
+
+    return slow
+
+
+@pytest.mark.parametrize("role", ["engine", "trainer", "scorer"])
+@pytest.mark.parametrize("max_lag", [0, 1])
+def test_the_verdict_names_the_slow_role(tmp_path, monkeypatch, role, max_lag) -> None:
+    reward = length_reward
+    if role == "engine":
+        monkeypatch.setattr(EngineCore, "step", slowed(EngineCore.step, 0.03))
+    elif role == "trainer":
+        monkeypatch.setattr(DeviceTrainer, "forward_backward", slowed(DeviceTrainer.forward_backward, 0.4))
+    else:
+
+        def reward(prompts, completions, **columns):
+            time.sleep(0.01 * len(prompts))
+            return [float(len(text)) for text in completions]
+
+    result = small_run(tmp_path / "run", reward=reward, held_out=None, steps=4, staleness={"max_lag": max_lag})
+    assert result.summary["bound_by"] == role and result.summary["bound_share"] > 0.5
+    for shares in result.summary["time_budget"].values():
+        assert sum(shares.values()) == pytest.approx(1.0)
+
+
+def test_bound_by_counts_work_not_waiting() -> None:
+    budget = {
+        "engine": {"decode": 0.3, "wait-gate": 0.2, "descheduled": 0.5},
+        "trainer": {"compute": 0.5, "publish": 0.1, "wait-batch": 0.4},
+        "scorer": {"score": 0.1, "wait": 0.9},
+    }
+    assert bound_by(budget) == ("trainer", pytest.approx(0.6))
+    assert "bound by trainer: at work 60%" in budget_table(budget)[-1]
+
+
+def test_a_trace_opens_while_it_is_written(tmp_path) -> None:
+    observer = Observer(tmp_path, trace=True)
+    observer.start()
+    timeline = observer.timeline("engine")
+    timeline.enter("decode")
+    time.sleep(0.001)
+    timeline.enter("swap")
+    observer.version(1, {"reward": 0.5, "tokens_per_second": 1.0, "lag_mean": 0.0, "lag_max": 0})
+    text = (tmp_path / "trace.json").read_text()
+    events = json.loads(text.rstrip().rstrip(",") + "]")
+    decode = next(event for event in events if event["name"] == "decode")
+    assert decode["ph"] == "X" and decode["dur"] >= 1000 and abs(decode["ts"] / 1e6 - time.time()) < 60
+    assert {event["args"]["name"] for event in events if event["ph"] == "M"} == {"engine", "trainer", "scorer"}
+
+
+def test_a_sink_that_fails_does_not_stop_the_run(tmp_path, capsys) -> None:
+    observer = Observer(tmp_path, screen=PlainLines(steps=3))
+    row = {"reward": 0.5, "tokens_per_second": 1.0, "lag_mean": 0.0, "lag_max": 0}
+    observer._sinks[0]._file.close()
+    observer._sinks[0].write = slowed(lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")), 0)
+    observer.version(1, row)
+    observer.version(2, row)
+    said = capsys.readouterr().out
+    assert said.count("metrics are no longer written") == 1 and "step 2" in said
