@@ -49,6 +49,10 @@ class Evaluator:
     success_at: float
     seed: int
 
+    async def sampled_success(self, tasks: Sequence[dict[str, Plain]], *, name: str) -> float:
+        """The share solved at temperature 1, and nothing else."""
+        return self._success(await self._episodes(tasks, name=name, temperature=1.0))
+
     async def run(self, tasks: Sequence[dict[str, Plain]], *, name: str) -> Evaluation:
         """Sampled and greedy together, so that one fills the gaps of the other."""
         sampled, greedy = await asyncio.gather(

@@ -27,7 +27,7 @@ def cache_folder() -> Path:
 def find_folder(name: str, recipe: Recipe, *, run_dir: Path | None, fresh: bool) -> Path:
     """The folder of this command's unfinished run, or a new one."""
     if run_dir is not None:
-        _check_same(run_dir, recipe)
+        _check_same(run_dir, recipe, fresh=fresh)
         return run_dir
     runs = Path("runs")
     if not fresh:
@@ -43,7 +43,7 @@ def find_folder(name: str, recipe: Recipe, *, run_dir: Path | None, fresh: bool)
     return folder
 
 
-def _check_same(folder: Path, recipe: Recipe) -> None:
+def _check_same(folder: Path, recipe: Recipe, *, fresh: bool) -> None:
     summary = read_summary(folder)
     if not summary:
         return
@@ -52,8 +52,8 @@ def _check_same(folder: Path, recipe: Recipe) -> None:
             f"{folder} holds a run of other settings (compare {folder / 'resolved.toml'}); give another --run-dir, or the "
             f"same settings to resume it"
         )
-    if summary.get("status") == "finished":
-        raise ConfigError(f"{folder} holds a finished run; give another --run-dir")
+    if fresh or summary.get("status") == "finished":
+        raise ConfigError(f"{folder} holds a run already ({summary.get('status')}); give another --run-dir")
 
 
 def prepare_folder(folder: Path, recipe: Recipe, *, recipe_text: str) -> None:

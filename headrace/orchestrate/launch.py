@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import random
-import shutil
 import signal
 import threading
 import time
@@ -82,8 +81,6 @@ def _launch(recipe: Recipe, given: UserInputs, how: Launch) -> RunResult:
     open_tasks(recipe, given)
     held_out = held_out_tasks(recipe, given)
     folder = find_folder(how.name, recipe, run_dir=how.run_dir, fresh=how.fresh)
-    if how.fresh and folder.exists():
-        shutil.rmtree(folder)
     prepare_folder(folder, recipe, recipe_text=how.recipe_text)
     screen.say(f"run        {folder}")
     setup_seconds = time.perf_counter() - started

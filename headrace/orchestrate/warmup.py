@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from headrace.orchestrate.pipeline import Roles
     from headrace.types import Plain
 
-_CHECKED_TASKS = 256
+_CHECKED_TASKS = 512
 
 
 def model_folder(recipe: Recipe, given: UserInputs, *, say: Callable[[str], None]) -> str:
@@ -105,7 +105,7 @@ async def _success(recipe: Recipe, roles: Roles, tasks: list[dict[str, Plain]], 
         success_at=recipe.evaluate.success_at,
         seed=recipe.seed,
     )
-    return (await evaluator.run(tasks, name=f"warmup{step}")).success
+    return await evaluator.sampled_success(tasks, name=f"warmup{step}")
 
 
 def demonstration(task: dict[str, Plain], encoder: PromptEncoder, *, name: str) -> Rollout:

@@ -17,7 +17,7 @@ _HELD_OUT_SHARE = 8
 class SortDigits:
     """Rows made on the fly; the same (seed, split, index) always gives the same row."""
 
-    def __init__(self, *, seed: int, split: str, min_length: int = 3, max_length: int = 7) -> None:
+    def __init__(self, *, seed: int, split: str, min_length: int = 3, max_length: int = 8) -> None:
         if not 2 <= min_length <= max_length <= 8:
             raise TypeError(f"min_length = {min_length} and max_length = {max_length} must lie between 2 and 8, in order")
         self._key = (seed, zlib.crc32(split.encode()))

@@ -164,7 +164,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, monkeypatch, capsys):
 
 def test_a_finished_or_different_run_is_not_overwritten(tmp_path):
     small_run(tmp_path / "run", steps=2)
-    with pytest.raises(headrace.ConfigError, match="finished run"):
+    with pytest.raises(headrace.ConfigError, match=r"a run already \(finished\)"):
         small_run(tmp_path / "run", steps=2)
     with pytest.raises(headrace.ConfigError, match="other settings"):
         small_run(tmp_path / "run", steps=3)
