@@ -1,0 +1,109 @@
+"""The command line as users meet it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headrace.cli import main, make_parser
+from headrace.config import Recipe
+from headrace.settings import describe
+
+sys.path.insert(0, str(Path(__file__).parent / "orchestrate"))
+from helpers import small_run
+
+GOLDEN = Path(__file__).parent / "golden" / "cli.txt"
+
+
+def surface() -> str:
+    """Every command, option and setting with its default: what a release must not change by accident."""
+    lines = []
+    for action in make_parser()._subparsers._group_actions[0].choices.items():
+        name, parser = action
+        lines += [f"{name} {' '.join(option.option_strings) or option.dest}" for option in parser._actions]
+    lines += [f"{key} : {kind} = {default}" for key, kind, default, _ in describe(Recipe)]
+    return "\n".join(lines) + "\n"
+
+
+def test_the_surface_is_frozen() -> None:
+    """After a change that is meant: HEADRACE_FREEZE=1 pytest tests/test_cli.py, and look at the diff."""
+    if os.environ.get("HEADRACE_FREEZE"):
+        GOLDEN.write_text(surface())
+    assert surface() == GOLDEN.read_text()
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    return int(caught.value.code or 0)
+
+
+def test_a_dry_run_prints_how_sizes_follow_and_starts_nothing(capsys, tmp_path, monkeypatch) -> None:
+    recipe = str(Path("recipes/quickstart.toml").resolve())
+    monkeypatch.chdir(tmp_path)
+    assert run("train", recipe, "--dry-run", "--train.batch=64", "--staleness.max-lag=3") == 0
+    said = capsys.readouterr().out
+    assert "64 rollouts = 8 tasks × 8 siblings" in said and "(3 + 1) × 8 = 32 tasks" in said
+    assert "dry run: the recipe is valid" in said and "max_lag = 3" in said and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("train", "absent.toml"), "absent.toml: no such recipe"),
+        (("train", "recipes/quickstart.toml", "--train.batch=65"), "not a multiple of group_size = 8; try 64"),
+        (("train", "recipes/quickstart.toml", "--buffer.kind=streem"), "did you mean 'stream'?"),
+        (("train", "recipes/quickstart.toml", "--reward.functions=[\"absent:f\"]"), "No module named 'absent'"),
+        (("train", "recipes/quickstart.toml", "extra"), "write an override as --section.key=value"),
+    ],
+)
+def test_a_mistake_is_answered_in_one_line(capsys, arguments, message) -> None:
+    assert run(*arguments) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("headrace: ") and message in said and "Traceback" not in said
+
+
+def test_every_setting_is_in_the_help(capsys) -> None:
+    assert run("train", "--help") == 0
+    said = capsys.readouterr().out
+    for key, _, _, text in describe(Recipe):
+        assert f"  {key} = " in said and text in said and text
+
+
+def test_inspect_shows_a_rollout_token_by_token(capsys, tmp_path) -> None:
+    result = small_run(tmp_path / "run", steps=2, observe={"keep_rollouts_every": 1})
+    assert run("inspect", str(result.folder)) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("step 2: 16 rollouts") and "trained" in said and "prompt" in said and "engine engine-0" in said
+    identity = next(line for line in said.splitlines() if line.startswith("rollout ")).split()[1]
+    assert run("inspect", str(result.folder), "--step", "2", "--rollout", identity) == 0
+    assert identity in capsys.readouterr().out
+    assert run("inspect", str(result.folder), "--step", "9") == 2
+    assert "there are 1 to 2" in capsys.readouterr().err
+    assert run("inspect", str(tmp_path)) == 2
+    assert "holds no rollouts" in capsys.readouterr().err
+
+
+def test_bench_writes_the_shape_the_design_names(tmp_path) -> None:
+    from headrace.bench.table import Row, write
+
+    write("learn", [Row("a", 1.5, "s", goal="≤ 2", peers={"other": 3.0})], tmp_path / "out.json")
+    content = json.loads((tmp_path / "out.json").read_text())
+    assert content.keys() == {"bench", "host", "commit", "rows"}
+    assert content["rows"] == [{"name": "a", "value": 1.5, "unit": "s", "goal": "≤ 2", "bound": None, "peers": {"other": 3.0}}]
+
+
+def test_a_failed_run_ends_in_one_line_with_the_folder(tmp_path) -> None:
+    (tmp_path / "bad.py").write_text("def reward(prompts, completions, **columns):\n    return [0.5]\n")
+    arguments = [
+        "train", "recipes/quickstart.toml", "--steps=2", f"--run-dir={tmp_path / 'run'}", "--warmup.steps=0",
+        f'--reward.functions=["{tmp_path / "bad.py"}:reward"]', "--evaluate.tasks=[]",
+    ]  # fmt: skip
+    done = subprocess.run([sys.executable, "-m", "headrace.cli", *arguments], capture_output=True, text=True)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "RewardError: reward 'reward' returned 1 values for" in done.stderr and "run folder" in done.stderr
