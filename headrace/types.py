@@ -409,15 +409,25 @@ class Episode:
     def __post_init__(self) -> None:
         object.__setattr__(self, "rollouts", tuple(self.rollouts))
         _check_kind(self.task, dict, f"episode {self.id!r}: task")
-        _check_outcome(self.outcome)
         check_plain(self.task, where=f"episode {self.id!r}: task")
+        self._check_members()
+
+    def replace(self, **changes: Any) -> Episode:  # noqa: ANN401
+        """A copy with some fields changed, checked again where a check could fail."""
+        if not changes.keys() <= {"attempts", "outcome", "rollouts", "started", "finished"}:
+            return dataclasses.replace(self, **changes)
+        copy = object.__new__(Episode)
+        for name in _EPISODE_FIELDS:
+            object.__setattr__(copy, name, changes[name] if name in changes else getattr(self, name))
+        object.__setattr__(copy, "rollouts", tuple(copy.rollouts))
+        copy._check_members()
+        return copy
+
+    def _check_members(self) -> None:
+        _check_outcome(self.outcome)
         for rollout in self.rollouts:
             if rollout.group != self.group:
                 raise ValueError(f"episode {self.id!r} of group {self.group!r} holds a rollout of {rollout.group!r}")
-
-    def replace(self, **changes: Any) -> Episode:  # noqa: ANN401
-        """A copy with some fields changed, checked again."""
-        return dataclasses.replace(self, **changes)
 
     @property
     def oldest_version(self) -> int:
@@ -428,6 +438,9 @@ class Episode:
     @property
     def reward(self) -> float | None:
         return self.outcome.reward if isinstance(self.outcome, Scored) else None
+
+
+_EPISODE_FIELDS = tuple(f.name for f in dataclasses.fields(Episode))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

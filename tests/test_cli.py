@@ -58,7 +58,7 @@ def test_a_dry_run_prints_how_sizes_follow_and_starts_nothing(capsys, tmp_path, 
         (("train", "absent.toml"), "absent.toml: no such recipe"),
         (("train", "recipes/quickstart.toml", "--train.batch=65"), "not a multiple of group_size = 8; try 64"),
         (("train", "recipes/quickstart.toml", "--buffer.kind=streem"), "did you mean 'stream'?"),
-        (("train", "recipes/quickstart.toml", "--reward.functions=[\"absent:f\"]"), "No module named 'absent'"),
+        (("train", "recipes/quickstart.toml", '--reward.functions=["absent:f"]'), "No module named 'absent'"),
         (("train", "recipes/quickstart.toml", "extra"), "write an override as --section.key=value"),
     ],
 )

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from headrace.config import Recipe, SamplingSettings
+    from headrace.config import Recipe
     from headrace.engine import Engine
     from headrace.envs import Environment, PromptEncoder
     from headrace.observe import Observer, Timeline
@@ -123,6 +123,7 @@ class Run:
             capacity=None if waiting is None else waiting * recipe.groups_per_batch,
             in_order=recipe.order == "submission",
         )
+        self._sampling = Sampling(**dataclasses.asdict(recipe.sampling), stop_ids=self.stop_ids)
         self.submitted_groups = 0
         self.dropped_groups = 0
         self.dropped_in_a_row = 0
@@ -202,8 +203,7 @@ class Run:
     # generate
 
     def client(self, work: Work) -> EngineClient:
-        seed = request_seed(self.recipe.seed, work.episode)
-        sampling = make_sampling(self.recipe.sampling, seed=seed, stop_ids=self.stop_ids)
+        sampling = dataclasses.replace(self._sampling, seed=request_seed(self.recipe.seed, work.episode))
         return EngineClient(
             self.engine, self.encoder, episode=work.episode, group=work.group, index=work.index, sampling=sampling
         )
@@ -299,7 +299,3 @@ def request_seed(seed: int, name: str) -> int:
     """63 bits of (run seed, name): the same request draws the same random numbers in any run of the same seed."""
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
-
-
-def make_sampling(settings: SamplingSettings, *, seed: int, stop_ids: tuple[int, ...]) -> Sampling:
-    return Sampling(**dataclasses.asdict(settings), seed=seed, stop_ids=stop_ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import sys
 import time
@@ -33,7 +34,7 @@ def test_shares_sum_to_one_whatever_happens() -> None:
     assert sum(shares.values()) == pytest.approx(1.0)
     assert shares["prefill"] > 0 and shares["wait-gate"] < 0.05
     assert sum(stop - start for *_, start, stop in spans) == pytest.approx(sum(timeline.totals.values()))
-    assert all(before[3] == pytest.approx(after[2]) for before, after in zip(spans, spans[1:], strict=False))
+    assert all(before[3] == pytest.approx(after[2]) for before, after in itertools.pairwise(spans))
 
 
 def test_runnable_but_descheduled_is_told_apart_from_waiting() -> None:
