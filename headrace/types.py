@@ -23,11 +23,29 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
-Array: TypeAlias = npt.NDArray[Any]
-Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | None"
-"""Data that survives JSON and msgpack unchanged: what a task row and a setting are made of."""
+from headrace.validate import Array, Plain, check_kind, check_plain, equal_records, frozen
+
+__all__ = [
+    "Array",
+    "Batch",
+    "Call",
+    "Episode",
+    "FinishReason",
+    "InfraAbort",
+    "Invalid",
+    "Outcome",
+    "Payload",
+    "Plain",
+    "Rollout",
+    "Sampling",
+    "SamplingMask",
+    "Scored",
+    "Source",
+    "TensorInfo",
+    "WeightUpdate",
+    "check_plain",
+]
 
 
 class Source(enum.IntEnum):
@@ -133,7 +151,7 @@ class Call:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "finish_reason", FinishReason(self.finish_reason))
-        _check_kind(self.sampling, Sampling, "Call.sampling")
+        check_kind(self.sampling, Sampling, "Call.sampling")
         if not 0 <= self.start <= self.stop:
             raise ValueError(f"Call spans tokens {self.start} to {self.stop}")
 
@@ -149,8 +167,8 @@ class SamplingMask:
     ids: Array
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "offsets", _frozen(self.offsets, np.int64, "sampling_mask.offsets"))
-        object.__setattr__(self, "ids", _frozen(self.ids, np.int32, "sampling_mask.ids"))
+        object.__setattr__(self, "offsets", frozen(self.offsets, np.int64, "sampling_mask.offsets"))
+        object.__setattr__(self, "ids", frozen(self.ids, np.int32, "sampling_mask.ids"))
         offsets = self.offsets
         if offsets.ndim != 1 or self.ids.ndim != 1 or len(offsets) < 1:
             raise ValueError("sampling_mask: offsets and ids must be one-dimensional, offsets not empty")
@@ -169,7 +187,7 @@ class SamplingMask:
         return cls(offsets=offsets, ids=np.concatenate(rows).astype(np.int32) if rows else np.zeros(0, np.int32))
 
     def __eq__(self, other: object) -> bool:
-        return _equal_records(self, other)
+        return equal_records(self, other)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -222,16 +240,16 @@ class Rollout:
     def __post_init__(self) -> None:
         set_field = object.__setattr__
         for name, dtype in _TOKEN_ARRAYS.items():
-            set_field(self, name, _frozen(getattr(self, name), dtype, name))
+            set_field(self, name, frozen(getattr(self, name), dtype, name))
         set_field(self, "calls", tuple(self.calls))
         set_field(self, "parent", None if self.parent is None else (str(self.parent[0]), int(self.parent[1])))
         set_field(self, "step_rewards", tuple((int(i), float(value)) for i, value in self.step_rewards))
-        set_field(self, "columns", {name: _frozen(array, None, name) for name, array in self.columns.items()})
+        set_field(self, "columns", {name: frozen(array, None, name) for name, array in self.columns.items()})
         set_field(self, "rewards", _checked_rewards(self.rewards))
         if self.finish_reason is not None:
             set_field(self, "finish_reason", FinishReason(self.finish_reason))
         if self.expert_routing is not None:
-            set_field(self, "expert_routing", _frozen(self.expert_routing, None, "expert_routing"))
+            set_field(self, "expert_routing", frozen(self.expert_routing, None, "expert_routing"))
         try:
             self._check()
         except ValueError as error:
@@ -291,7 +309,7 @@ class Rollout:
         return len(self.token_ids)
 
     def __eq__(self, other: object) -> bool:
-        return _equal_records(self, other)
+        return equal_records(self, other)
 
     def __repr__(self) -> str:
         reason = self.finish_reason.value if self.finish_reason else "not generated"
@@ -386,7 +404,7 @@ def _checked_rewards(rewards: dict[str, float]) -> dict[str, float]:
 
 
 def _check_outcome(outcome: object) -> None:
-    _check_kind(outcome, (Scored, Invalid, InfraAbort, type(None)), "outcome")
+    check_kind(outcome, (Scored, Invalid, InfraAbort, type(None)), "outcome")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -408,7 +426,7 @@ class Episode:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rollouts", tuple(self.rollouts))
-        _check_kind(self.task, dict, f"episode {self.id!r}: task")
+        check_kind(self.task, dict, f"episode {self.id!r}: task")
         check_plain(self.task, where=f"episode {self.id!r}: task")
         self._check_members()
 
@@ -465,11 +483,11 @@ class Batch:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rollouts", tuple(self.rollouts))
-        _check_kind(self.version, int, "batch: version")
+        check_kind(self.version, int, "batch: version")
         if self.version < 0:
             raise ValueError(f"batch: version {self.version}")
         for name in ("advantages", "weights"):
-            arrays = tuple(_frozen(array, np.float32, name) for array in getattr(self, name))
+            arrays = tuple(frozen(array, np.float32, name) for array in getattr(self, name))
             object.__setattr__(self, name, arrays)
             if len(arrays) != len(self.rollouts):
                 raise ValueError(f"batch: {len(arrays)} {name} for {len(self.rollouts)} rollouts")
@@ -480,7 +498,7 @@ class Batch:
             object.__setattr__(self, name, {key: float(value) for key, value in getattr(self, name).items()})
 
     def __eq__(self, other: object) -> bool:
-        return _equal_records(self, other)
+        return equal_records(self, other)
 
     @property
     def num_tokens(self) -> int:
@@ -529,9 +547,9 @@ class WeightUpdate:
     def __post_init__(self) -> None:
         object.__setattr__(self, "payload", Payload(self.payload))
         object.__setattr__(self, "manifest", tuple(self.manifest))
-        _check_kind(self.version, int, "weight update: version")
+        check_kind(self.version, int, "weight update: version")
         for info in self.manifest:
-            _check_kind(info, TensorInfo, "weight update: manifest")
+            check_kind(info, TensorInfo, "weight update: manifest")
         if self.version < 0 or (self.base_version is not None and not 0 <= self.base_version < self.version):
             raise ValueError(f"weight update: version {self.version} on base {self.base_version}")
         if (self.payload is Payload.DELTA) != (self.base_version is not None):
@@ -540,98 +558,3 @@ class WeightUpdate:
             raise ValueError(f"weight update {self.version}: an adapter payload has an adapter config, nothing else does")
         if self.adapter is not None:
             check_plain(self.adapter, where="weight update: adapter")
-
-
-MAX_NESTING = 32
-"""Of plain data; deeper is refused."""
-
-
-def check_plain(value: object, *, where: str, depth: int = 0) -> None:
-    """Raise unless `value` is plain data that can travel, naming the place that is not."""
-    if depth > MAX_NESTING:
-        raise ValueError(f"{where[:80]}… is nested deeper than {MAX_NESTING}")
-    if isinstance(value, str):
-        _check_text(value, where)
-        return
-    if isinstance(value, int) and not -(2**63) <= value < 2**64:
-        raise ValueError(f"{where} = {value} does not fit 64 bits")
-    if value is None or isinstance(value, bool | int | float):
-        return
-    if isinstance(value, list):
-        for index, item in enumerate(value):
-            check_plain(item, where=f"{where}[{index}]", depth=depth + 1)
-        return
-    if isinstance(value, dict):
-        for key, item in value.items():
-            if not isinstance(key, str):
-                raise ValueError(f"{where}: key {key!r} is not a string")
-            _check_text(key, where)
-            check_plain(item, where=f"{where}[{key!r}]", depth=depth + 1)
-        return
-    raise ValueError(f"{where} is a {type(value).__name__}; use strings, numbers, booleans, lists and dicts")
-
-
-def _check_text(text: str, where: str) -> None:
-    if not text.isascii():
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise ValueError(f"{where} holds half of a character (a lone surrogate); it cannot be written as UTF-8") from None
-
-
-def _check_kind(value: object, kinds: type | tuple[type, ...], name: str) -> None:
-    if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is int):
-        raise ValueError(f"{name} = {value!r} is a {type(value).__name__}")
-
-
-def _frozen(array: object, dtype: type | None, name: str) -> Array:
-    """A read-only array of exactly this dtype that nobody else can write to; only a lossless conversion is made."""
-    result = np.asarray(array)
-    if result.dtype.kind not in "biuf":
-        raise ValueError(f"{name} must be an array of numbers, not of {result.dtype}")
-    wanted = result.dtype.newbyteorder("=") if dtype is None else np.dtype(dtype)
-    if result.dtype != wanted:
-        _check_fits(result, wanted, name)
-        result = result.astype(wanted)
-    elif _is_writable_somewhere(result):
-        result = result.copy()
-    result.flags.writeable = False
-    return result
-
-
-def _check_fits(array: Array, wanted: np.dtype[Any], name: str) -> None:
-    if array.size and not np.can_cast(array.dtype, wanted, casting="same_kind"):
-        raise ValueError(f"{name} must be {wanted.name}, not {array.dtype}")
-    if array.size and wanted.kind in "iu" and array.dtype.kind in "iu":
-        limits = np.iinfo(wanted)
-        if int(array.min()) < limits.min or int(array.max()) > limits.max:
-            raise ValueError(f"{name} holds a number that does not fit {wanted.name}")
-
-
-def _is_writable_somewhere(array: Array) -> bool:
-    """Whether the memory can be changed, through this array or through one it is a view of."""
-    owner: Any = array
-    while isinstance(owner, np.ndarray):
-        if owner.flags.writeable:
-            return True
-        owner = owner.base
-    return owner is not None and not memoryview(owner).readonly
-
-
-def _equal_records(left: object, right: object) -> bool:
-    if type(left) is not type(right):
-        return False
-    names = [f.name for f in dataclasses.fields(left)]  # type: ignore[arg-type]  # only our own dataclasses come here
-    return all(_equal_values(getattr(left, name), getattr(right, name)) for name in names)
-
-
-def _equal_values(left: object, right: object) -> bool:
-    if isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
-        return left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
-    if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
-        return False
-    if isinstance(left, tuple) and isinstance(right, tuple):
-        return len(left) == len(right) and all(map(_equal_values, left, right))
-    if isinstance(left, dict) and isinstance(right, dict):
-        return left.keys() == right.keys() and all(_equal_values(left[key], right[key]) for key in left)
-    return left == right
