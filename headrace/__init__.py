@@ -30,6 +30,7 @@ __all__ = [
     "Rollout",
     "WeightUpdate",
     "load_recipe",
+    "reward",
     "train",
 ]
 
@@ -73,6 +74,15 @@ def train(
         quiet=quiet,
     )
     return launch(parsed, UserInputs(tasks=tasks, held_out=held_out, reward=reward), how)
+
+
+def reward(function: Any = None, *, name: str = "") -> Any:  # noqa: ANN401  (a decorator, with or without arguments)
+    """Give a reward function a name of its own in metrics and rollouts: `@headrace.reward(name="exact")`."""
+    from headrace.score import RewardFunction
+
+    if function is None:
+        return lambda given: RewardFunction(given, name=name)
+    return RewardFunction(function, name=name)
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401

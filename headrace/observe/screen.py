@@ -76,12 +76,15 @@ class LiveTable:
         self._console, self._steps = console, steps
         self._rows: deque[dict[str, str]] = deque(maxlen=_ROWS)
         self._live: Live | None = None
+        self._held_out = ""
 
     def say(self, text: str) -> None:
         self._console.print(text, highlight=False, markup=False)
 
     def row(self, row: Mapping[str, Any], budget: Budget) -> None:
-        self._rows.append(_cells(row))
+        cells = _cells(row)
+        self._held_out = cells["held-out"] = cells["held-out"] or self._held_out
+        self._rows.append(cells)
         if self._live is None:
             self._live = Live(console=self._console, refresh_per_second=4, transient=False)
             self._live.start()

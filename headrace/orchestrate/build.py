@@ -90,9 +90,12 @@ def reward_functions(recipe: Recipe, given: UserInputs) -> list[tuple[RewardFunc
     weights = recipe.reward.weights or (1.0,) * len(functions)
     if len(weights) != len(functions):
         raise ConfigError(f"reward.weights = {list(weights)}: there are {len(functions)} reward functions")
-    names = [getattr(function, "__name__", type(function).__name__) for function in functions]
-    unique = [name if names.count(name) == 1 else f"{name}_{index}" for index, name in enumerate(names)]
-    return [(RewardFunction(f, name=name), weight) for f, name, weight in zip(functions, unique, weights, strict=True)]
+    rewards = [function if isinstance(function, RewardFunction) else RewardFunction(function) for function in functions]
+    names = [reward.name for reward in rewards]
+    for index, reward in enumerate(rewards):
+        if names.count(reward.name) > 1:
+            rewards[index] = RewardFunction(reward, name=f"{reward.name}_{index}")
+    return list(zip(rewards, weights, strict=True))
 
 
 def build_roles(recipe: Recipe, model_path: str, given: UserInputs, *, observer: Observer, lineage: Lineage) -> Roles:

@@ -47,6 +47,8 @@ class RewardFunction:
     def __init__(self, function: Callable[..., Any], *, name: str = "") -> None:
         if not callable(function):
             raise RewardError(f"reward: a {type(function).__name__} is not a function")
+        if isinstance(function, RewardFunction):
+            name, function = name or function.name, function._function
         self.name = name or getattr(function, "__name__", type(function).__name__)
         self._function = function
         parameters = inspect.signature(function).parameters.values()
@@ -58,6 +60,10 @@ class RewardFunction:
                 f"reward {self.name!r} takes ({', '.join(sorted(self._names))}); write f(prompt, completion, **row) or "
                 f"f(prompts, completions, completion_ids, **columns)"
             )
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:  # noqa: ANN401  (the user's own signature)
+        """The function itself, as it was before `headrace.reward` named it."""
+        return self._function(*arguments, **keywords)
 
     async def score(self, samples: Sequence[Sample], *, attempts: int) -> list[float | Failure | None]:
         """One result per sample; a batch that raises is taken apart and each tried alone, so that one cannot sink all."""

@@ -204,3 +204,23 @@ def test_the_warm_up_is_cached(tmp_path, cache_folder, capsys):
     small_run(tmp_path / "b", recipe=recipe, **settings)
     assert "cached in" in capsys.readouterr().out
     assert not weights(tmp_path / "a" / "checkpoints" / "step-2").keys() ^ weights(tmp_path / "b/checkpoints/step-2").keys()
+
+
+def test_rewards_have_the_names_they_are_given(tmp_path):
+    @headrace.reward(name="short")
+    def first(prompt, completion, **row):
+        return 1.0 / (1 + len(completion))
+
+    assert first("x", "ab") == pytest.approx(1 / 3)
+
+    def second(prompt, completion, **row):
+        return 0.5
+
+    result = small_run(
+        tmp_path / "run",
+        reward=[first, second, second],
+        **{"steps": 2, "held_out": None, "observe": {"keep_rollouts_every": 1}},
+    )
+    _, rollouts = read_rollouts(result.folder)
+    assert set(rollouts[0].rewards) == {"short", "second_1", "second_2"}
+    assert rollouts[0].reward == pytest.approx(sum(rollouts[0].rewards.values()))
