@@ -49,8 +49,8 @@ class RewardFunction:
             raise RewardError(f"reward: a {type(function).__name__} is not a function")
         if isinstance(function, RewardFunction):
             name, function = name or function.name, function._function
-        self.name = name or getattr(function, "__name__", type(function).__name__)
-        self._function = function
+        self.name: str = name or getattr(function, "__name__", type(function).__name__)
+        self._function: Callable[..., Any] = function
         parameters = inspect.signature(function).parameters.values()
         self._names = {p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD}
         self._takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
