@@ -40,8 +40,10 @@ def train(
     *,
     tasks: Any = None,  # noqa: ANN401  (rows, a file, a Dataset, or (source, weight) pairs)
     reward: Any = None,  # noqa: ANN401  (one function or several, of either signature)
+    reward_weights: list[float] | None = None,
     steps: int | None = None,
     held_out: Any = None,  # noqa: ANN401  (as tasks)
+    environment: Any = None,  # noqa: ANN401  (an object with `run(task, client)`)
     recipe: str | Path | None = None,
     run_dir: str | Path | None = None,
     name: str = "run",
@@ -53,18 +55,24 @@ def train(
 
     `model` is a Hugging Face folder or hub name, `builtin:tiny`, or a recipe's whole model section as a dict.
     `tasks` is a list of dicts with a `prompt` (text or chat messages), a JSONL or parquet file, a `datasets.Dataset`, or
-    a list of (source, weight) pairs of these; other columns are passed to the reward. `reward` has TRL's batch signature
-    or is `f(prompt, completion, **row)`. `held_out` tasks are evaluated, never trained. Everything else a recipe can
-    say comes as sections, `train={"learning_rate": 1e-5}`, on top of `recipe` where one is named.
+    a list of files or of (source, weight) pairs of these; other columns are passed to the reward. `reward` has TRL's batch
+    signature or is `f(prompt, completion, **row)`; a list of them is summed by `reward_weights`; a dict is the recipe's
+    reward section. `held_out` tasks are evaluated, never trained. Everything else a recipe can say comes as sections,
+    `train={"learning_rate": 1e-5}`, on top of `recipe` where one is named. `fresh` begins anew where an unfinished run of
+    the same call would be resumed; `quiet` prints nothing. Ctrl-C saves, then raises `KeyboardInterrupt`.
     """
     overrides: dict[str, Any] = dict(settings)
+    if isinstance(reward, dict):
+        overrides["reward"], reward = reward, None
+    if reward_weights is not None:
+        overrides["reward.weights"] = list(reward_weights)
     if model is not None:
         overrides["model"] = model if isinstance(model, dict) else {"path": str(model)}
     if steps is not None:
         overrides["steps"] = steps
     parsed = make_recipe(overrides) if recipe is None else load_recipe(recipe, overrides)
 
-    from headrace.orchestrate.build import UserInputs
+    from headrace.orchestrate.inputs import UserInputs
     from headrace.orchestrate.launch import Launch, launch
 
     how = Launch(
@@ -73,7 +81,8 @@ def train(
         fresh=fresh,
         quiet=quiet,
     )
-    return launch(parsed, UserInputs(tasks=tasks, held_out=held_out, reward=reward), how)
+    inputs = UserInputs(tasks=tasks, held_out=held_out, reward=reward, environment=environment)
+    return launch(parsed, inputs, how)
 
 
 def reward(function: Any = None, *, name: str = "") -> Any:  # noqa: ANN401  (a decorator, with or without arguments)

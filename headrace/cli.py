@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,8 @@ from headrace.settings import ConfigError, describe, parse_override, to_dict, to
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from headrace.config import Recipe
+
 STARTED = time.perf_counter()
 
 
@@ -22,17 +26,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = make_parser()
     known, rest = parser.parse_known_args(arguments)
     try:
-        overrides = dict(parse_override(argument) for argument in rest)
+        overrides = dict(parse_override(argument) for argument in join_pairs(rest))
         if overrides and known.command != "train":
             parser.error(f"unrecognized arguments: {' '.join(rest)}")
         code = known.run(known, overrides)
     except ConfigError as error:
         print(f"headrace: {error}", file=sys.stderr)
         code = 2
-    except KeyboardInterrupt:
-        print("headrace: stopped", file=sys.stderr)
+    except KeyboardInterrupt as stopped:
+        print(f"headrace: {stopped or 'stopped'}", file=sys.stderr)
         code = 130
+    except BrokenPipeError:  # `headrace inspect RUN | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
     raise SystemExit(code)
+
+
+def join_pairs(arguments: Sequence[str]) -> list[str]:
+    """`--key value` as `--key=value`."""
+    joined: list[str] = []
+    for argument in arguments:
+        if joined and not argument.startswith("--") and joined[-1].startswith("--") and "=" not in joined[-1]:
+            joined[-1] += f"={argument}"
+        else:
+            joined.append(argument)
+    return joined
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -85,9 +103,10 @@ def _train(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
     recipe = load_recipe(options.recipe, overrides)
     print("\n".join(recipe.derivation()), flush=True)
     if options.dry_run:
+        _check_inputs(recipe)
         print(f"\n{to_toml(to_dict(recipe))}\ndry run: the recipe is valid; nothing was started")
         return 0
-    from headrace.orchestrate.build import UserInputs
+    from headrace.orchestrate.inputs import UserInputs
     from headrace.orchestrate.launch import Launch, launch
 
     how = Launch(
@@ -98,12 +117,35 @@ def _train(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
         command_started=STARTED,
     )
     try:
-        result = launch(recipe, UserInputs(), how)
-    except (ValueError, RuntimeError, OSError) as error:
-        notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", []))
+        launch(recipe, UserInputs(), how)
+    except ConfigError:
+        raise
+    except Exception as error:  # noqa: BLE001  (told in a few lines; the log has the traceback)
+        notes = "".join(f"\n  {note}" for note in [*_user_frame(error), *getattr(error, "__notes__", [])])
         print(f"headrace: {type(error).__name__}: {error}{notes}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
-    return 0 if result.summary["status"] == "finished" else 130
+        return 1
+    return 0
+
+
+def _check_inputs(recipe: Recipe) -> None:
+    """What a dry run can tell without torch: tasks, held-out tasks, rewards."""
+    from headrace.orchestrate.inputs import UserInputs, held_out_tasks, open_tasks, reward_functions
+
+    try:
+        open_tasks(recipe, UserInputs())
+        held_out_tasks(recipe, UserInputs())
+        reward_functions(recipe, UserInputs())
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _user_frame(error: BaseException) -> list[str]:
+    """Where in the user's own code it happened, if it did: the last frame outside this package and the libraries."""
+    cause = error.__cause__ or error
+    frames = traceback.extract_tb(cause.__traceback__)
+    ours = str(Path(__file__).parent)
+    own = [f for f in frames if not f.filename.startswith((ours, sys.prefix, sys.base_prefix, "<"))]
+    return [f"in {own[-1].filename}:{own[-1].lineno}, {own[-1].name}: {own[-1].line}"] if own else []
 
 
 def _inspect(options: argparse.Namespace, overrides: dict[str, Any]) -> int:

@@ -47,7 +47,7 @@ class TaskSettings:
     weight: float = 1.0
     """Its share of the mix, against the other sources' weights."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of a built-in task."""
+    """Of a built-in task, such as max_length."""
 
     def __post_init__(self) -> None:
         _check(0 < self.weight < math.inf, "weight", self.weight, "a number above 0")
@@ -74,6 +74,7 @@ class WarmupSettings:
         _check(self.steps >= 0, "steps", self.steps, "≥ 0")
         _check(self.batch >= 1, "batch", self.batch, "≥ 1")
         _check(self.check_every >= 1, "check_every", self.check_every, "≥ 1")
+        _check(0 < self.until_success <= 1, "until_success", self.until_success, "a share above 0, at most 1")
         _check(0 < self.learning_rate < math.inf, "learning_rate", self.learning_rate, "a number above 0")
 
 
@@ -85,6 +86,8 @@ class RewardSettings:
     """`module:name` or `file.py:name` of each reward function; empty takes the built-in task's own."""
     weights: tuple[float, ...] = ()
     """One per function; empty weighs each 1."""
+    timeout: float = 300.0
+    """Seconds an async reward may take for one call; later counts as failed. A plain function cannot be interrupted."""
     attempts: int = 2
     """How often a reward that raises is asked before its rollouts are counted as failed."""
     max_failures: int = 64
@@ -94,6 +97,7 @@ class RewardSettings:
         if self.weights and self.functions and len(self.weights) != len(self.functions):
             raise ConfigError(f"weights = {list(self.weights)}: {len(self.functions)} functions need as many weights")
         _check(self.attempts >= 1, "attempts", self.attempts, "≥ 1")
+        _check(self.timeout > 0, "timeout", self.timeout, "above 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +137,7 @@ class EngineSettings:
     block_size: int = 16
     """Tokens in a KV block; exact mode needs 16."""
     kv_blocks: int = 0
-    """KV blocks in all; 0 takes as many as the slots can use."""
+    """KV blocks in all; 0 takes as many as the slots can use, within 40 % of the free memory."""
 
     def __post_init__(self) -> None:
         _check(self.slots >= 1, "slots", self.slots, "≥ 1")
@@ -223,7 +227,7 @@ class TrainSettings:
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm; 0 leaves them."""
     loss: str = "grpo"
-    """`grpo`, or your own as `module:name`."""
+    """`grpo`, `reinforce`, or your own as `module:name` or `file.py:name`."""
     constants: dict[str, float] = field(default_factory=dict)
     """Keyword arguments of the loss, such as clip_low and clip_high."""
     advantage: Literal["group", "group_mean", "leave_one_out"] = "group"
@@ -262,6 +266,10 @@ class EvaluateSettings:
     """Tasks per evaluation, the same ones each time."""
     success_at: float = 1.0
     """A rollout whose reward reaches this is a success."""
+
+    def __post_init__(self) -> None:
+        _check(self.every >= 0, "every", self.every, "≥ 0")
+        _check(self.limit >= 0, "limit", self.limit, "≥ 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,6 +314,8 @@ class Recipe:
     """`auto` takes a GPU where there is one."""
     threads: int = 0
     """Of torch on CPU; 0 takes all cores."""
+    deadline: float = 600.0
+    """Seconds without a token, a score or a version after which the run stops and says what it waits for."""
     model: ModelSettings = field(default_factory=ModelSettings)
     warmup: WarmupSettings = field(default_factory=WarmupSettings)
     tasks: tuple[TaskSettings, ...] = ()
@@ -323,6 +333,9 @@ class Recipe:
 
     def __post_init__(self) -> None:
         _check(self.steps >= 1, "steps", self.steps, "≥ 1")
+        _check(self.seed >= 0, "seed", self.seed, "≥ 0")
+        _check(self.threads >= 0, "threads", self.threads, "≥ 0")
+        _check(self.deadline > 0, "deadline", self.deadline, "above 0")
         self._check_across_rooms()
 
     def _check_across_rooms(self) -> None:

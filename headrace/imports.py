@@ -33,7 +33,7 @@ def _load_module(name: str) -> Any:  # noqa: ANN401
 
 def _load_file(path: Path) -> Any:  # noqa: ANN401
     if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file")
+        raise FileNotFoundError(f"{path}: no such file (paths are relative to {Path.cwd()})")
     name = f"_headrace_user_{path.stem}_{abs(hash(str(path.resolve())))}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)

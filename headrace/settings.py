@@ -110,6 +110,8 @@ def parse_override(argument: str) -> tuple[str, Any]:
     key, separator, text = argument.removeprefix("--").partition("=")
     if not argument.startswith("--") or not separator or not key:
         raise ConfigError(f"{argument!r}: write an override as --section.key=value")
+    if text in ("True", "False"):
+        text = text.lower()
     try:
         return key.replace("-", "_"), tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -128,6 +130,17 @@ def to_dict(settings: Any) -> dict[str, Any]:  # noqa: ANN401  (any settings dat
 
     pairs = ((f.name, getattr(settings, f.name)) for f in dataclasses.fields(settings))
     return {name: plain(value) for name, value in pairs if value is not None}
+
+
+def flatten(data: Mapping[str, Any], *, prefix: str = "") -> dict[str, Any]:
+    """Nested tables as dotted keys; lists stay values."""
+    flat: dict[str, Any] = {}
+    for key, value in data.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, prefix=f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
 
 
 def to_toml(data: Mapping[str, Any], *, prefix: str = "") -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import headrace
 from headrace.bench.table import Row, show, write
 
-RECIPE = Path("recipes/quickstart.toml")
+RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.toml"
 _QUICK_STEPS = 20
 
 

@@ -2,7 +2,7 @@
 
 The kinds differ in one number, how many batches may wait before feeding stops: 1 (synchronous, one ahead), k (bounded)
 or no bound (stream); whether generation may run on while the trainer trains is the gate's to say. Putting never blocks,
-so a full buffer cannot lock up: what is in flight when it fills is bounded by the engines' slots and comes in too.
+so a full buffer cannot lock up: what is in flight when it fills is bounded (`Run.may_submit`) and comes in too.
 
 Groups leave in the order they were completed or, where batches must not depend on timing, submitted.
 """

@@ -68,8 +68,18 @@ class GroupBuffer:
         taken = [self._groups.pop(number) for number in numbers]
         if self._in_order:
             self._next = numbers[-1] + 1
+            self._skipped = {number for number in self._skipped if number >= self._next}
         self._update()
         return taken
+
+    def put_back(self, groups: list[Group]) -> None:
+        """Undo a `take`: the groups leave next, in the order they had."""
+        self._groups = {group.number: group for group in groups} | self._groups
+        if self._in_order:
+            first, taken = groups[0].number, {group.number for group in groups}
+            self._skipped |= {number for number in range(first, self._next) if number not in taken}
+            self._next = first
+        self._update()
 
     def groups(self) -> list[Group]:
         """What waits, in the order it came."""

@@ -12,7 +12,11 @@ if TYPE_CHECKING:
     from headrace.types import Array, FinishReason, Rollout, Sampling, WeightUpdate
 
 
-class PromptTooLong(ValueError):
+class UnusablePrompt(ValueError):
+    """Nothing can be generated from a prompt; the rollout is left out, the run goes on."""
+
+
+class PromptTooLong(UnusablePrompt):
     """A rollout leaves no room in the context for a single new token."""
 
 
@@ -37,6 +41,8 @@ class EngineState:
     waiting: int
     slots: int
     free_blocks: int
+    tokens: int
+    """Drawn since it was made: a clock that only moves when work does."""
 
 
 class Engine(Protocol):

@@ -90,10 +90,11 @@ class EngineClient:
         )
 
     async def generate(self, rollout: Rollout) -> Rollout:
-        limit = len(rollout) + self._sampling.max_tokens
-        rollout = await self._engine.generate(rollout, self._sampling)
+        start, asked = len(rollout), self._sampling
+        rollout = await self._engine.generate(rollout, asked)
         while rollout.finish_reason is FinishReason.ABORT:
-            left = dataclasses.replace(self._sampling, max_tokens=limit - len(rollout), min_tokens=0)
+            done = len(rollout) - start
+            left = dataclasses.replace(asked, max_tokens=asked.max_tokens - done, min_tokens=max(0, asked.min_tokens - done))
             rollout = await self._engine.generate(rollout, left)
         return rollout
 

@@ -16,7 +16,8 @@ class Environment(Protocol):
     """Runs a task to its end."""
 
     async def run(self, task: dict[str, Plain], client: Client) -> Episode:
-        """Called once per episode by the generate loop; what it raises fails the episode, which is retried."""
+        """Called once per episode by the generate loop; what it raises fails the episode, which is begun again
+        while attempts last and then counted as failed."""
 
 
 class SingleTurn:

@@ -55,6 +55,7 @@ def pack(
     targets = np.flatnonzero(is_wanted)
     sequence = np.searchsorted(starts, targets, side="right") - 1
     temperatures = np.concatenate([rollout.temperatures for rollout in rollouts])[targets]
+    temperatures = np.where(temperatures == 0, 1, temperatures).astype(np.float32)  # a greedy draw is scored at 1
     allowed = _allowed(rollouts, targets - starts[sequence], sequence, device=device)
     padding = -len(token_ids) % EXACT_ROWS if exact else 0
     if padding:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 from headrace.observe.screen import Screen, Silent
-from headrace.observe.sinks import Sink, open_sinks
+from headrace.observe.sinks import Sink, open_sinks, read_metrics
 from headrace.observe.spans import STATES, Timeline
 from headrace.observe.trace import Trace
 from headrace.wire import encode
@@ -19,6 +18,8 @@ if TYPE_CHECKING:
 
     Budget = dict[str, dict[str, float]]
 
+__all__ = ["Observer", "read_metrics"]
+
 
 class Observer:
     """Timelines, metrics, trace, kept rollouts and the screen of one run; all but the timelines may be absent."""
@@ -30,11 +31,12 @@ class Observer:
         screen: Screen | None = None,
         sinks: tuple[str, ...] = (),
         trace: bool = False,
+        restored: int | None = None,
         roles: Sequence[str] = tuple(STATES),
     ) -> None:
         self.screen: Screen = screen or Silent()
         self._folder = folder
-        self._sinks: list[Sink] = open_sinks(sinks, folder) if folder else []
+        self._sinks: list[Sink] = open_sinks(sinks, folder, restored=restored) if folder else []
         self._trace = Trace(folder / "trace.json") if folder and trace else None
         self._timelines = {role: Timeline(role, on_span=self._on_span) for role in roles}
         self._before: dict[str, dict[str, float]] = {}
@@ -61,28 +63,25 @@ class Observer:
     def version(self, version: int, metrics: Mapping[str, Any]) -> None:
         """A version was trained: metrics to the sinks, seconds of every state since the last one beside them."""
         budget = self.budget()
-        self._safely(lambda: self._write(version, {**metrics, **self._seconds()}))
+        row = {**metrics, **self._seconds()}
+        for sink in list(self._sinks):
+            if not self._safely(type(sink).__name__, lambda sink=sink: sink.write(version, row)):  # type: ignore[misc]
+                self._sinks.remove(sink)
+        self._with_trace(lambda trace: trace.mark(f"version {version}"))
+        self._with_trace(lambda trace: trace.flush())
         self.screen.row({"version": version, **metrics}, budget)
-
-    def _write(self, version: int, metrics: Mapping[str, Any]) -> None:
-        for sink in self._sinks:
-            sink.write(version, metrics)
-        if self._trace is not None:
-            self._trace.mark(f"version {version}")
-            self._trace.flush()
 
     def keep_rollouts(self, version: int, rollouts: Sequence[Rollout]) -> None:
         """Append them to the run's folder for `headrace inspect`."""
         if self._folder is not None:
             folder = self._folder / "rollouts"
-            self._safely(lambda: _append(folder, version, rollouts))
+            self._safely("rollouts", lambda: _append(folder, version, rollouts))
 
     def close(self) -> None:
         self.screen.close()
         for sink in self._sinks:
-            self._safely(sink.close)
-        if self._trace is not None:
-            self._safely(self._trace.close)
+            self._safely(type(sink).__name__, sink.close)
+        self._with_trace(lambda trace: trace.close())
 
     def _seconds(self) -> dict[str, float]:
         now = {role: dict(timeline.totals) for role, timeline in self._timelines.items()}
@@ -94,16 +93,21 @@ class Observer:
         }
 
     def _on_span(self, role: str, state: str, start: float, stop: float) -> None:
-        if self._trace is not None:
-            trace = self._trace
-            self._safely(lambda: trace.span(role, state, start, stop))
+        self._with_trace(lambda trace: trace.span(role, state, start, stop))
 
-    def _safely(self, write: Callable[[], object]) -> None:
+    def _with_trace(self, write: Callable[[Trace], object]) -> None:
+        trace = self._trace
+        if trace is not None and not self._safely("trace", lambda: write(trace)):
+            self._trace = None
+
+    def _safely(self, name: str, write: Callable[[], object]) -> bool:
+        """Whether it could be written; the run does not depend on it."""
         try:
             write()
-        except OSError as error:
-            self._sinks, self._trace, self._folder = [], None, None
-            self.screen.say(f"metrics are no longer written: {error}; the run goes on")
+        except Exception as error:  # noqa: BLE001  (a full disk, or whatever a metrics service raises)
+            self.screen.say(f"{name} is no longer written: {error}; the run goes on")
+            return False
+        return True
 
 
 def _append(folder: Path, version: int, rollouts: Sequence[Rollout]) -> None:
@@ -111,14 +115,3 @@ def _append(folder: Path, version: int, rollouts: Sequence[Rollout]) -> None:
     with (folder / f"step-{version}.wire").open("wb") as file:
         for rollout in rollouts:
             file.write(encode(rollout))
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl; a line cut off by a crash is left out."""
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return rows

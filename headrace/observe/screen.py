@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 Budget = dict[str, dict[str, float]]
-_ROWS = 15
+_ROWS = 8
 
 
 class Screen(Protocol):
@@ -93,7 +93,7 @@ class LiveTable:
             table.add_column(name, justify="right")
         for cells in self._rows:
             table.add_row(*cells.values())
-        self._live.update(Group(table, Text("\n".join(budget_table(budget)))))
+        self._live.update(Group(table, Text("\n".join(budget_table(budget, brief=True)))))
 
     def close(self) -> None:
         if self._live is not None:
@@ -117,10 +117,14 @@ def budget_line(budget: Budget) -> str:
     return " ".join(f"{role} {share:.0%}" for role, share in working.items())
 
 
-def budget_table(budget: Budget) -> list[str]:
-    """Every state of every role, and the verdict."""
+def budget_table(budget: Budget, *, brief: bool = False) -> list[str]:
+    """Every state of every role, and the verdict; briefly, without the states that took less than half a percent."""
     lines = []
     for role, shares in budget.items():
+        if brief:
+            parts = "  ".join(f"{state} {share:.0%}" for state, share in shares.items() if share >= 0.005)
+            lines.append(f"{role:8} {parts}")
+            continue
         parts = "  ".join(f"{state} {share:5.1%}" for state, share in shares.items())
         lines.append(f"{role:8} {parts}  = {sum(shares.values()):.0%}")
     role, share = bound_by(budget)

@@ -21,7 +21,11 @@ class Sink(Protocol):
 class JsonLines:
     """metrics.jsonl: one object per version, whole lines only."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, restored: int | None) -> None:
+        """`restored`: the version a run goes on from; rows past it will be written again, and go."""
+        if path.exists():
+            kept = [row for row in read_metrics(path) if restored is not None and row["version"] <= restored]
+            path.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, version: int, metrics: Mapping[str, Any]) -> None:
@@ -64,9 +68,20 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-def open_sinks(names: tuple[str, ...], folder: Path) -> list[Sink]:
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl; a line cut off by a crash is left out."""
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return rows
+
+
+def open_sinks(names: tuple[str, ...], folder: Path, *, restored: int | None) -> list[Sink]:
     """metrics.jsonl, and the extras by name."""
-    sinks: list[Sink] = [JsonLines(folder / "metrics.jsonl")]
+    sinks: list[Sink] = [JsonLines(folder / "metrics.jsonl", restored=restored)]
     for name in names:
         try:
             sinks.append(TensorBoard(folder) if name == "tensorboard" else WeightsAndBiases(folder))

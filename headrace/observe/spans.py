@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ class Timeline:
         self.slots = 0
         self._on_span = on_span
         self._state = IDLE[role]
+        self._depth: Counter[str] = Counter()
+        self._before: dict[str, str] = {}
         self._since = time.perf_counter()
 
     def start(self) -> None:
@@ -65,21 +68,27 @@ class Timeline:
 
     @contextlib.contextmanager
     def during(self, state: str) -> Iterator[None]:
-        """In `state` inside the block, and back in the state before after it."""
-        before = self._state
-        self.enter(state)
+        """In `state` inside the block, and back in the state before after it; blocks of one state may overlap."""
+        self._depth[state] += 1
+        if self._depth[state] == 1:
+            self._before[state] = self._state
+            self.enter(state)
         try:
             yield
         finally:
-            self.enter(before)
+            self._depth[state] -= 1
+            if self._depth[state] == 0:
+                self.enter(self._before.pop(state))
 
     async def wait(self, state: str, signal: Signal) -> None:
         """In `state` until the signal is raised, and descheduled from then until this coroutine really runs."""
         if signal.is_set():
             return
-        self.enter(state)
+        if not any(self._depth.values()):  # while something overlaps this wait, the role is at work
+            self.enter(state)
         await signal.wait()
-        self.enter("descheduled", at=signal.raised_at)
+        if not any(self._depth.values()):
+            self.enter("descheduled", at=signal.raised_at)
 
     def count(self, *, occupied: int, slots: int) -> None:
         """Slot occupancy of a decode step."""

@@ -1,4 +1,4 @@
-"""trace.json for Perfetto: an array of events that is never closed, which its readers allow, so it opens mid-run."""
+"""trace.json for Perfetto: an array of events that is closed only at the end, which its readers allow, so it opens mid-run."""
 
 from __future__ import annotations
 
@@ -14,11 +14,23 @@ _SHORTEST = 50e-6
 """Seconds; shorter spans are counted in the budget but not drawn."""
 
 
+_END = "\n]\n"
+
+
+def _reopen(path: Path) -> None:
+    """Make a closed or cut-off array one that can be appended to: whole lines, each ending in a comma."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    whole = [line.rstrip(",") for line in lines[1:] if line.rstrip(",").endswith("}")]
+    path.write_text("[\n" + "".join(f"{line},\n" for line in whole), encoding="utf-8")
+
+
 class Trace:
     """Spans of every role as complete events."""
 
     def __init__(self, path: Path) -> None:
         is_new = not path.exists() or path.stat().st_size == 0
+        if not is_new:
+            _reopen(path)
         self._file = path.open("a", encoding="utf-8")
         self._origin = time.time() - time.perf_counter()
         if is_new:
@@ -42,6 +54,8 @@ class Trace:
         self._file.flush()
 
     def close(self) -> None:
+        end = {"name": "end", "ph": "i", "s": "g", "pid": 1, "tid": 1, "ts": round(time.time() * 1e6, 1)}
+        self._file.write(json.dumps(end) + _END)
         self._file.close()
 
     def _event(self, event: dict[str, object]) -> None:

@@ -10,6 +10,7 @@ import json
 import os
 import random
 import shutil
+import time
 import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -91,37 +92,40 @@ class CheckpointStore:
             temporary.mkdir(parents=True)
             await write_weights(temporary)
             (temporary / BUFFER).write_bytes(b"".join(wire.encode(entry) for entry in waiting))
-            files = {path.name: _fingerprint(path) for path in sorted(temporary.iterdir())}
+            files = {str(path.relative_to(temporary)): _fingerprint(path) for path in _files(temporary)}
             (temporary / MANIFEST).write_text(json.dumps({**manifest, "files": files}, indent=1))
-            for path in temporary.iterdir():
+            for path in [*temporary.rglob("*"), temporary]:
                 _sync(path)
-            _sync(temporary)
             shutil.rmtree(target, ignore_errors=True)
             temporary.rename(target)
             _sync(parent)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
-        self._prune()
+        self._prune(target)
         return target
 
     def latest(self, *, warn: Callable[[str], None]) -> Checkpoint | None:
-        """The newest checkpoint that is whole, in the run's folder or rescued."""
+        """The newest checkpoint that is whole, in the run's folder or rescued; damaged ones are set aside."""
+        for leftover in self._folder.glob(".step-*.tmp"):
+            shutil.rmtree(leftover, ignore_errors=True)
         folders = [path for parent in (self._folder, self._rescue) for path in parent.glob("step-*")]
-        for folder in sorted(folders, key=lambda path: int(path.name.removeprefix("step-")), reverse=True):
+        for folder in sorted(folders, key=_number, reverse=True):
             problem = _problem(folder)
             if problem is None:
                 return Checkpoint(folder, json.loads((folder / MANIFEST).read_text()))
             warn(f"checkpoint {folder} is damaged ({problem}); looking for an older one")
+            folder.rename(folder.with_name(f"damaged-{folder.name}-{time.time_ns()}"))
         return None
 
     def clear_rescued(self) -> None:
         """The run finished in its own folder."""
         shutil.rmtree(self._rescue, ignore_errors=True)
 
-    def _prune(self) -> None:
-        folders = sorted(self._folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
-        for folder in folders[: -self._keep]:
+    def _prune(self, written: Path) -> None:
+        """Keep the newest, the one just written among them."""
+        others = sorted((path for path in self._folder.glob("step-*") if path != written), key=_number, reverse=True)
+        for folder in others[self._keep - 1 :]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -155,6 +159,14 @@ def _problem(folder: Path) -> str | None:
     except (OSError, KeyError, ValueError, TypeError) as error:
         return str(error)
     return None
+
+
+def _number(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def _fingerprint(path: Path) -> list[int]:

@@ -6,10 +6,10 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from headrace.engine import PromptTooLong
+from headrace.engine import UnusablePrompt
 from headrace.envs import EngineClient
 from headrace.orchestrate.pipeline import request_seed
-from headrace.types import Episode, Invalid, Sampling
+from headrace.types import Episode, InfraAbort, Invalid, Sampling
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,6 +34,8 @@ class Evaluation:
     """The sampled ones, for display."""
     count: int
     """Rollouts in all."""
+    failed: int
+    """Those whose reward failed; they are in no share."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class Evaluator:
             reward=sum(rewards) / max(len(rewards), 1),
             episodes=tuple(sampled),
             count=len(sampled) + len(greedy),
+            failed=sum(isinstance(episode.outcome, InfraAbort) for episode in (*sampled, *greedy)),
         )
 
     async def _episodes(self, tasks: Sequence[dict[str, Plain]], *, name: str, temperature: float) -> list[Episode]:
@@ -85,9 +88,11 @@ class Evaluator:
         client = EngineClient(self.engine, self.encoder, episode=name, group=name, index=0, sampling=sampling)
         try:
             return await self.environment.run(task, client)
-        except PromptTooLong as error:
+        except UnusablePrompt as error:
             return Episode(id=name, group=name, task=task, outcome=Invalid(str(error)))
 
     def _success(self, episodes: Sequence[Episode]) -> float:
-        reached = sum(episode.reward is not None and episode.reward >= self.success_at for episode in episodes)
-        return reached / max(len(episodes), 1)
+        """Of those that could be judged: an error is not a zero."""
+        judged = [episode for episode in episodes if not isinstance(episode.outcome, InfraAbort)]
+        reached = sum(episode.reward is not None and episode.reward >= self.success_at for episode in judged)
+        return reached / max(len(judged), 1)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
-from headrace.settings import ConfigError, to_dict, to_toml
+from headrace.settings import ConfigError, flatten, load_toml, to_dict, to_toml
 
 if TYPE_CHECKING:
     from headrace.config import Recipe
@@ -24,16 +25,50 @@ def cache_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "headrace"
 
 
-def find_folder(name: str, recipe: Recipe, *, run_dir: Path | None, fresh: bool) -> Path:
+class FolderLock:
+    """Held by the process that writes a run's folder; the system lets go of it when that process ends, however it does."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / ".lock"
+        self._file: IO[str] | None = None
+
+    def acquire(self) -> bool:
+        """False where another process holds it."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        file = self._path.open("w")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.close()
+            return False
+        self._file = file
+        return True
+
+    def release(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def is_in_use(folder: Path) -> bool:
+    """Whether a live process writes this folder."""
+    lock = FolderLock(folder)
+    is_free = not (folder / ".lock").exists() or lock.acquire()
+    lock.release()
+    return not is_free
+
+
+def find_folder(name: str, recipe: Recipe, *, identity: str, run_dir: Path | None, fresh: bool) -> Path:
     """The folder of this command's unfinished run, or a new one."""
     if run_dir is not None:
-        _check_same(run_dir, recipe, fresh=fresh)
+        _check_same(run_dir, recipe, identity=identity, fresh=fresh)
         return run_dir
     runs = Path("runs")
     if not fresh:
         for folder in sorted(runs.glob(f"{name}-*"), key=lambda path: path.stat().st_mtime, reverse=True):
             summary = read_summary(folder)
-            if summary.get("config_hash") == recipe.hash and summary.get("status") != "finished":
+            is_same = summary.get("config_hash") == identity and summary.get("status") != "finished"
+            if is_same and not is_in_use(folder):
                 return folder
     stamp = time.strftime("%Y%m%d-%H%M%S")
     folder, number = runs / f"{name}-{stamp}", 1
@@ -43,17 +78,31 @@ def find_folder(name: str, recipe: Recipe, *, run_dir: Path | None, fresh: bool)
     return folder
 
 
-def _check_same(folder: Path, recipe: Recipe, *, fresh: bool) -> None:
+def _check_same(folder: Path, recipe: Recipe, *, identity: str, fresh: bool) -> None:
     summary = read_summary(folder)
     if not summary:
         return
-    if summary.get("config_hash") != recipe.hash:
+    if is_in_use(folder):
+        raise ConfigError(f"{folder} is in use by another process; give another --run-dir")
+    if summary.get("config_hash") != identity:
         raise ConfigError(
-            f"{folder} holds a run of other settings (compare {folder / 'resolved.toml'}); give another --run-dir, or the "
-            f"same settings to resume it"
+            f"{folder} holds another run ({_difference(folder, recipe)}); give another --run-dir, or the same settings, "
+            f"tasks and reward to resume it"
         )
     if fresh or summary.get("status") == "finished":
         raise ConfigError(f"{folder} holds a run already ({summary.get('status')}); give another --run-dir")
+
+
+def _difference(folder: Path, recipe: Recipe) -> str:
+    """Which settings differ from the run in a folder."""
+    try:
+        theirs = flatten(load_toml((folder / "resolved.toml").read_text(), name="resolved.toml"))
+    except (OSError, ConfigError):
+        return "its settings cannot be read"
+    ours = flatten(to_dict(recipe))
+    keys = sorted(key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key))
+    shown = ", ".join(f"{key} was {theirs.get(key)!r}, is {ours.get(key)!r}" for key in keys[:4])
+    return shown or "its tasks or its reward are others"
 
 
 def prepare_folder(folder: Path, recipe: Recipe, *, recipe_text: str) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
+import logging
 import os
 import random
-import signal
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,11 +19,14 @@ import torch
 from headrace.observe import Observer
 from headrace.observe.report import final_report
 from headrace.observe.screen import open_screen
-from headrace.orchestrate.build import UserInputs, build_roles, held_out_tasks, open_tasks, reward_functions, set_threads
+from headrace.orchestrate.build import build_roles, preflight, set_threads
 from headrace.orchestrate.checkpoint import CheckpointStore
-from headrace.orchestrate.folder import cache_folder, find_folder, prepare_folder, read_summary, write_summary
+from headrace.orchestrate.folder import FolderLock, cache_folder, find_folder, prepare_folder, write_summary
+from headrace.orchestrate.inputs import UserInputs, held_out_tasks, run_identity
 from headrace.orchestrate.session import Session
+from headrace.orchestrate.stop import StopRequest
 from headrace.orchestrate.warmup import model_folder
+from headrace.settings import ConfigError
 from headrace.sync import Lineage
 
 if TYPE_CHECKING:
@@ -40,7 +43,9 @@ class RunResult:
     """What `headrace.train` returns."""
 
     folder: Path
+    """The run's folder."""
     summary: dict[str, Any]
+    """summary.json: status, success before and after, seconds, tokens, lag, accounting, time budget, bound_by …"""
     samples: tuple[Episode, ...]
     """A few held-out episodes of the last evaluation."""
 
@@ -49,6 +54,10 @@ class RunResult:
         """The last checkpoint: a Hugging Face folder."""
         path = self.summary.get("checkpoint")
         return None if path is None else str(path)
+
+    def __repr__(self) -> str:
+        done = f"version {self.summary['version']} of {self.summary['steps']}"
+        return f"RunResult({self.summary['status']}, {done}, folder={str(self.folder)!r})"
 
 
 @dataclass(frozen=True)
@@ -61,108 +70,141 @@ class Launch:
     fresh: bool = False
     quiet: bool = False
     command_started: float = 0.0
+    stop: StopRequest = field(default_factory=StopRequest)
 
 
 def launch(recipe: Recipe, given: UserInputs, how: Launch) -> RunResult:
-    """Train a recipe to its end, resuming the same command's unfinished run."""
+    """Train a recipe to its end, resuming the same command's unfinished run. Interrupted, it saves and then raises
+    `KeyboardInterrupt`, so that a script of several runs stops too."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return _launch(recipe, given, how)
-    with ThreadPoolExecutor(max_workers=1) as elsewhere:  # inside a notebook: its event loop is not ours to block in
-        return elsewhere.submit(_launch, recipe, given, how).result()
+        result = _launch(recipe, given.settled(), how)
+    else:
+        result = _launch_beside(recipe, given.settled(), how)
+    if result.summary["status"] == "interrupted":
+        raise KeyboardInterrupt(f"the run in {result.folder} is saved; the same command goes on")
+    return result
+
+
+def _launch_beside(recipe: Recipe, given: UserInputs, how: Launch) -> RunResult:
+    """Inside a notebook: its event loop is not ours to block in, so the run gets a thread, and an interrupt is passed on."""
+    with ThreadPoolExecutor(max_workers=1) as elsewhere:
+        future = elsewhere.submit(_launch, recipe, given, how)
+        while True:
+            try:
+                return future.result()
+            except KeyboardInterrupt:
+                if how.stop.is_made:
+                    raise
+                how.stop.make()
 
 
 def _launch(recipe: Recipe, given: UserInputs, how: Launch) -> RunResult:
     started = how.command_started or time.perf_counter()
     screen = open_screen(steps=recipe.steps, quiet=how.quiet)
     set_threads(recipe)
-    reward_functions(recipe, given)
-    open_tasks(recipe, given)
-    held_out = held_out_tasks(recipe, given)
-    folder = find_folder(how.name, recipe, run_dir=how.run_dir, fresh=how.fresh)
-    prepare_folder(folder, recipe, recipe_text=how.recipe_text)
-    screen.say(f"run        {folder}")
-    setup_seconds = time.perf_counter() - started
-    path = model_folder(recipe, given, say=screen.say)
-    seconds = {"setup": setup_seconds, "warmup": time.perf_counter() - started - setup_seconds}
-    with _log_file(folder):
-        return asyncio.run(_run(recipe, given, folder, path, held_out, screen, started, seconds))
+    preflight(recipe, given)
+    identity = run_identity(recipe, given)
+    folder = find_folder(how.name, recipe, identity=identity, run_dir=how.run_dir, fresh=how.fresh)
+    with _locked(folder), _logged(folder):
+        prepare_folder(folder, recipe, recipe_text=how.recipe_text)
+        screen.say(f"run        {folder}")
+        seconds = {"setup": time.perf_counter() - started}
+        path = model_folder(recipe, given, say=screen.say)
+        seconds["warmup"] = time.perf_counter() - started - seconds["setup"]
+        _seed_everything(recipe.seed)
+        return asyncio.run(_Run(recipe, given, how, folder, identity, screen, started, seconds).train(path))
 
 
-async def _run(
-    recipe: Recipe,
-    given: UserInputs,
-    folder: Path,
-    model_path: str,
-    held_out: list[Any],
-    screen: Screen,
-    started: float,
-    seconds: dict[str, float],
-) -> RunResult:
-    rescue = cache_folder() / "rescue" / f"{folder.name}-{recipe.hash}"
-    store = CheckpointStore(folder / "checkpoints", rescue=rescue, keep=recipe.checkpoint.keep)
-    checkpoint = store.latest(warn=screen.say)
-    _seed_everything(recipe.seed)
-    lineage = Lineage.new()
-    if checkpoint is not None:
-        manifest = checkpoint.manifest
-        lineage = Lineage(manifest["lineage"], manifest["ancestors"]).after_restart(checkpoint.version)
-    observer = Observer(folder, screen=screen, sinks=recipe.observe.sinks, trace=recipe.observe.trace)
-    building = time.perf_counter()
-    roles = build_roles(recipe, model_path, given, observer=observer, lineage=lineage)
-    seconds["setup"] += time.perf_counter() - building
-    session = Session(
-        recipe=recipe,
-        roles=roles,
-        lineage=lineage,
-        observer=observer,
-        store=store,
-        held_out=held_out,
-        command_started=started,
-    )
-    if checkpoint is not None:
-        await session.restore(checkpoint)
-        screen.say(
-            f"resumed    version {checkpoint.version} of {recipe.steps} from {checkpoint.folder}: weights, optimizer, "
-            f"{len(session.run.buffer)} groups waiting, {len(session.run.pending)} to submit again, "
-            f"task {session.run.tasks.position}"
+@dataclass(frozen=True)
+class _Run:
+    """One launch, once its folder is its own."""
+
+    recipe: Recipe
+    given: UserInputs
+    how: Launch
+    folder: Path
+    identity: str
+    screen: Screen
+    started: float
+    seconds: dict[str, float]
+
+    async def train(self, model_path: str) -> RunResult:
+        session = await self._make_session(model_path)
+        write_summary(self.folder, session.summary("running", seconds=self.seconds))
+        status = "failed"
+        try:
+            with self.how.stop.heard_by(lambda: self._stop(session)):
+                await session.train()
+            status = "finished" if session.run.version >= self.recipe.steps else "interrupted"
+            if status == "finished":
+                session.run.ledger.close()
+                session.store.clear_rescued()
+        except Exception as error:
+            await self._save_after(session)
+            error.add_note(f"the same command goes on from version {session.resumes_from}")
+            error.add_note(f"run folder {self.folder}, log {self.folder / 'logs' / 'launcher.log'}")
+            raise
+        finally:
+            summary = session.summary(status, seconds=self.seconds)
+            with contextlib.suppress(OSError):  # a full disk; the checkpoint is elsewhere by now
+                write_summary(self.folder, summary)
+            session.observer.close()
+        self.screen.say(final_report(summary, session.run.ledger.equation(), _sample_texts(session), folder=self.folder))
+        return RunResult(folder=self.folder, summary=summary, samples=session.samples)
+
+    async def _make_session(self, model_path: str) -> Session:
+        recipe, began = self.recipe, time.perf_counter()
+        place = hashlib.sha256(str(self.folder.resolve()).encode()).hexdigest()[:12]
+        rescue = cache_folder() / "rescue" / f"{self.folder.name}-{place}"
+        store = CheckpointStore(self.folder / "checkpoints", rescue=rescue, keep=recipe.checkpoint.keep)
+        if self.how.fresh:
+            store.clear_rescued()
+        checkpoint = store.latest(warn=self.screen.say)
+        lineage = Lineage.new()
+        if checkpoint is not None:
+            manifest = checkpoint.manifest
+            if manifest["config_hash"] != self.identity:
+                raise ConfigError(f"{checkpoint.folder} belongs to another run; give another --run-dir")
+            lineage = Lineage(manifest["lineage"], manifest["ancestors"]).after_restart(checkpoint.version)
+        observer = Observer(
+            self.folder,
+            screen=self.screen,
+            sinks=recipe.observe.sinks,
+            trace=recipe.observe.trace,
+            restored=None if checkpoint is None else checkpoint.version,
         )
-    return await _train(session, folder, screen, seconds)
+        session = Session(
+            recipe=recipe,
+            roles=build_roles(recipe, model_path, self.given, observer=observer, lineage=lineage),
+            lineage=lineage,
+            observer=observer,
+            store=store,
+            held_out=held_out_tasks(recipe, self.given),
+            command_started=self.started,
+            identity=self.identity,
+        )
+        if checkpoint is not None:
+            await session.restore(checkpoint)
+            self.screen.say(
+                f"resumed    version {checkpoint.version} of {recipe.steps} from {checkpoint.folder}: weights, optimizer, "
+                f"{len(session.run.buffer)} groups waiting, {len(session.run.pending)} to submit again, "
+                f"task {session.run.tasks.position}"
+            )
+        self.seconds["setup"] += time.perf_counter() - began
+        return session
 
+    def _stop(self, session: Session) -> None:
+        self.screen.say("stopping after this version; once more to stop at once")
+        session.run.stop()
 
-async def _train(session: Session, folder: Path, screen: Screen, seconds: dict[str, float]) -> RunResult:
-    write_summary(folder, session.summary("running", seconds=seconds))
-    status = "failed"
-    try:
-        with _stop_on_signal(session, screen):
-            await session.train()
-        status = "finished" if session.run.version >= session.recipe.steps else "interrupted"
-        if status == "finished":
-            session.run.ledger.close()
-            session.store.clear_rescued()
-    except Exception as error:
-        await _save_what_is_trained(session, screen)
-        error.add_note(f"run folder: {folder}; the same command goes on from version {session.run.version}")
-        raise
-    finally:
-        summary = session.summary(status, seconds=seconds)
-        with contextlib.suppress(OSError):
-            write_summary(folder, summary)
-        session.observer.close()
-    result = RunResult(folder=folder, summary=summary, samples=session.samples)
-    screen.say(final_report(summary, session.run.ledger.equation(), _sample_texts(session), folder=folder))
-    return result
-
-
-async def _save_what_is_trained(session: Session, screen: Screen) -> None:
-    """After a failure in a loop the weights of the last version are whole; keep them. A second failure is only told."""
-    if session.run.version == 0:
-        return
-    try:
-        await session.save()
-    except Exception as error:  # noqa: BLE001  (the first failure is the one to raise)
-        screen.say(f"and version {session.run.version} could not be saved: {error}")
+    async def _save_after(self, session: Session) -> None:
+        """After a failure: what is trained is kept if it is whole. A second failure is only told."""
+        try:
+            await session.save_after_failure()
+        except Exception as error:  # noqa: BLE001  (the first failure is the one to raise)
+            self.screen.say(f"and version {session.run.version} could not be saved: {error}")
 
 
 def _sample_texts(session: Session) -> list[tuple[str, str, float | None]]:
@@ -179,33 +221,20 @@ def _sample_texts(session: Session) -> list[tuple[str, str, float | None]]:
 
 
 @contextlib.contextmanager
-def _stop_on_signal(session: Session, screen: Screen) -> Iterator[None]:
-    """The first Ctrl-C or SIGTERM ends the run after the version being trained and saves; the second ends it at once."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    loop = asyncio.get_running_loop()
-
-    def stop() -> None:
-        screen.say("stopping after this version; once more to stop at once")
-        session.run.stop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop)
+def _locked(folder: Path) -> Iterator[None]:
+    lock = FolderLock(folder)
+    if not lock.acquire():
+        raise ConfigError(f"{folder} is in use by another process; give another --run-dir")
     try:
         yield
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
+        lock.release()
 
 
 @contextlib.contextmanager
-def _log_file(folder: Path) -> Iterator[None]:
+def _logged(folder: Path) -> Iterator[None]:
     """Python warnings and log records of this process also go to logs/launcher.log."""
-    import logging
-
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(folder / "logs" / "launcher.log")
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
     logging.getLogger().addHandler(handler)
@@ -226,6 +255,3 @@ def _seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-
-
-__all__ = ["Launch", "RunResult", "launch", "read_summary"]

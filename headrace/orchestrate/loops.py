@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headrace.engine import PromptTooLong
+from headrace.engine import UnusablePrompt
 from headrace.orchestrate.publish import publish
+from headrace.settings import ConfigError
 from headrace.train import learning_rate
 from headrace.types import Episode, InfraAbort, Invalid
 
@@ -50,20 +51,26 @@ async def generate(run: Run) -> NoReturn:
 
 
 async def _run_episode(run: Run, work: Work) -> None:
+    episode = Episode(id=work.episode, group=work.group, task=work.task)
     try:
         episode = await run.environment.run(work.task, run.client(work))
-    except PromptTooLong as error:
-        episode = Episode(id=work.episode, group=work.group, task=work.task, outcome=Invalid(str(error)))
+    except UnusablePrompt as error:
+        episode = episode.replace(outcome=Invalid(str(error)))
+    except ConfigError:
+        raise
+    except Exception as error:  # noqa: BLE001  (whatever an environment raises fails its episode, not the run)
+        episode = episode.replace(outcome=InfraAbort(f"the environment raised {type(error).__name__}: {error}"))
     finally:
         run.places.release()
     run.finished.put(episode.replace(attempts=work.attempt))
+    run.note_progress()
 
 
 async def score(run: Run) -> NoReturn:
     """Gives every finished episode an outcome and collects groups.
 
     Waits for a finished episode, woken by one that ends; takes all that have. Scoring runs as a task of its own, so that
-    a slow reward holds up neither this loop nor any other.
+    a reward that awaits holds up neither this loop nor any other.
     """
     while True:
         episodes = await run.finished.take(run.scorer_timeline)
@@ -72,14 +79,17 @@ async def score(run: Run) -> NoReturn:
 
 async def _score(run: Run, episodes: list[Episode]) -> None:
     generated = [episode for episode in episodes if episode.outcome is None]
+    run.scoring += len(generated)
     with run.scorer_timeline.during("score"):
         judged = await run.scorer.score(generated) if generated else []
+    run.scoring -= len(generated)
     for episode in [*(e for e in episodes if e.outcome is not None), *judged]:
         if isinstance(episode.outcome, InfraAbort) and run.try_again(episode):
             continue
         group = run.collect(episode)
         if group is not None:
             run.buffer.put(group)
+    run.note_progress()
 
 
 async def train(run: Run) -> None:
@@ -96,9 +106,10 @@ async def train(run: Run) -> None:
             continue
         groups = run.buffer.take()
         run.room.set()
-        batches = await run.batches(groups)
-        rate = learning_rate(run.recipe.train, version=run.version, steps=run.recipe.steps)
-        seen = [await run.trainer.step(batch, learning_rate=rate) for batch in batches]
+        with run.put_back_on_failure(groups):
+            batches = await run.batches(groups)
+            rate = learning_rate(run.recipe.train, version=run.version, steps=run.recipe.steps)
+            seen = [await run.trainer.step(batch, learning_rate=rate) for batch in batches]
         run.version += 1
         run.settle_trained(groups)
         await publish(run)

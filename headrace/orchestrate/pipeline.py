@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import hashlib
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -18,7 +20,7 @@ from headrace.train import PROXIMAL
 from headrace.types import Episode, InfraAbort, Invalid, Sampling, Scored
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine
+    from collections.abc import Awaitable, Callable, Coroutine, Iterator
 
     import numpy as np
 
@@ -34,6 +36,10 @@ if TYPE_CHECKING:
 
 MAX_ATTEMPTS = 3
 """How often an episode is begun when the machinery fails it."""
+
+
+class Stalled(RuntimeError):
+    """No token, no score and no version for longer than the deadline."""
 
 
 class NoProgress(RuntimeError):
@@ -93,6 +99,8 @@ class Roles:
     sync: WeightSync
     encoder: PromptEncoder
     tasks: TaskStream
+    stop_ids: tuple[int, ...]
+    """Tokens that end a turn, by the tokenizer and by the model's generation settings."""
 
 
 class Run:
@@ -123,10 +131,15 @@ class Run:
             capacity=None if waiting is None else waiting * recipe.groups_per_batch,
             in_order=recipe.order == "submission",
         )
-        self._sampling = Sampling(**dataclasses.asdict(recipe.sampling), stop_ids=self.stop_ids)
+        self._sampling = Sampling(**dataclasses.asdict(recipe.sampling), stop_ids=roles.stop_ids)
+        self._most_pending = max(recipe.groups_per_batch, 2 * recipe.engine.slots // recipe.train.group_size)
+        """Groups in flight at most where no gate bounds them: enough to keep every slot busy."""
         self.submitted_groups = 0
         self.dropped_groups = 0
         self.dropped_in_a_row = 0
+        self.is_whole = True
+        """The weights are those of `version`, not of some way to the next."""
+        self.progressed_at = time.monotonic()
         self.pending: dict[str, PendingGroup] = {}
         self.room = Signal()
         self._group_done = Signal()
@@ -134,6 +147,7 @@ class Run:
         self.places = asyncio.Semaphore(2 * recipe.engine.slots)
         self.finished = FinishedEpisodes()
         self.wasted_tokens = 0
+        self.scoring = 0
         self._spawned: set[asyncio.Task[None]] = set()
         self._tasks: asyncio.TaskGroup | None = None
 
@@ -179,11 +193,33 @@ class Run:
             self._group_done.clear()
             await self._group_done.wait()
 
+    def note_progress(self) -> None:
+        """Something moved; the deadline counts from now."""
+        self.progressed_at = time.monotonic()
+
+    async def watch(self) -> None:
+        """Fails the run when nothing has moved for `deadline` seconds, naming what is waited for. Wakes by the clock."""
+        deadline, seen = self.recipe.deadline, -1
+        while True:
+            await asyncio.sleep(min(deadline / 4, 5.0))
+            state = await self.engine.state()
+            if state.tokens != seen:
+                seen = state.tokens
+                self.note_progress()
+            late = time.monotonic() - self.progressed_at
+            if late > deadline:
+                raise Stalled(
+                    f"nothing has moved for {late:.0f} s (deadline = {deadline:g}): {len(self.pending)} groups in flight, "
+                    f"{state.running} rollouts decoding and {state.waiting} queued, {self.scoring} being scored, "
+                    f"{len(self.buffer)} groups waiting of {self.recipe.groups_per_batch} a batch takes"
+                )
+
     # feed
 
     def may_submit(self) -> bool:
         is_open = self.gate.is_open(version=self.version, submitted=self.submitted_groups, dropped=self.dropped_groups)
-        return is_open and not self.buffer.is_full and self.version < self.leg_end and not self.is_stopping
+        has_room = not self.buffer.is_full and (self.recipe.gate_depth is not None or len(self.pending) < self._most_pending)
+        return is_open and has_room and self.version < self.leg_end and not self.is_stopping
 
     def submit(self, task: dict[str, Plain]) -> None:
         group = f"g{self.submitted_groups}"
@@ -208,11 +244,6 @@ class Run:
             self.engine, self.encoder, episode=work.episode, group=work.group, index=work.index, sampling=sampling
         )
 
-    @property
-    def stop_ids(self) -> tuple[int, ...]:
-        end = self.encoder.tokenizer.eos_token_id
-        return () if end is None else (int(end),)
-
     # score
 
     def try_again(self, episode: Episode) -> bool:
@@ -232,6 +263,7 @@ class Run:
         if len(pending.episodes) < self.recipe.train.group_size:
             return None
         del self.pending[episode.group]
+        self.room.set()
         self._group_done.set()
         order = sorted(pending.episodes, key=lambda member: int(member.id.rpartition("/")[2]))
         scored = tuple(member for member in order if isinstance(member.outcome, Scored))
@@ -242,7 +274,11 @@ class Run:
             return Group(number=pending.number, episodes=scored)
         self.ledger.settle((member.id for member in scored), "filtered", "fewer than two siblings were scored")
         reason = next((member.outcome.reason for member in order if isinstance(member.outcome, Invalid | InfraAbort)), "")
-        self._drop(pending.number, order, reason)
+        self._drop(pending.number, order)
+        self.dropped_in_a_row += 1
+        limit = max(64, 4 * self.recipe.groups_per_batch)
+        if self.dropped_in_a_row >= limit:
+            raise NoProgress(f"{limit} groups in a row could not be trained; the last because: {reason}")
         return None
 
     def _settle_unscored(self, episode: Episode) -> None:
@@ -251,15 +287,11 @@ class Run:
         elif isinstance(episode.outcome, InfraAbort):
             self.ledger.settle([episode.id], "failed", episode.outcome.reason)
 
-    def _drop(self, number: int, episodes: list[Episode], reason: str) -> None:
+    def _drop(self, number: int, episodes: list[Episode]) -> None:
         self.buffer.skip(number)
         self.dropped_groups += 1
-        self.dropped_in_a_row += 1
         self.wasted_tokens += sum(rollout.num_sampled for episode in episodes for rollout in episode.rollouts)
         self.room.set()
-        limit = 4 * self.recipe.groups_per_batch
-        if self.dropped_in_a_row >= limit:
-            raise NoProgress(f"{limit} groups in a row could not be trained; the last because: {reason}")
 
     # train
 
@@ -271,7 +303,7 @@ class Run:
             reason = too_old(group.episodes, version=self.version, max_lag=max_lag, lineage=self.lineage)
             if reason is not None:
                 self.ledger.settle(group.ids, "rejected", reason)
-                self._drop(group.number, list(group.episodes), reason)
+                self._drop(group.number, list(group.episodes))
 
     async def batches(self, groups: list[Group]) -> list[Batch]:
         """The groups as one batch per optimizer step. Where a correction needs the policy at the start of the version and
@@ -280,6 +312,17 @@ class Run:
         if len(batches) == 1 or self.recipe.staleness.correct == "none":
             return batches
         return [_with_column(batch, PROXIMAL, await self.trainer.forward(batch)) for batch in batches]
+
+    @contextlib.contextmanager
+    def put_back_on_failure(self, groups: list[Group]) -> Iterator[None]:
+        """Groups taken to be trained wait again if training them fails, so that a checkpoint made then is complete."""
+        before = self.trainer.num_steps
+        try:
+            yield
+        except BaseException:
+            self.buffer.put_back(groups)
+            self.is_whole = self.trainer.num_steps == before
+            raise
 
     def settle_trained(self, groups: list[Group]) -> None:
         self.dropped_in_a_row = 0

@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 async def publish(run: Run) -> None:
     """Have the engine hold the trainer's weights as `run.version`."""
-    interrupt = Interrupt(run.recipe.partial.interrupt)
+    with run.trainer_timeline.during("wait-batch"):  # a draining engine is waited for, not worked with
+        await run.engine.pause(Interrupt(run.recipe.partial.interrupt))
     with run.trainer_timeline.during("publish"):
-        await send_weights(run.engine, run.trainer, run.sync, version=run.version, interrupt=interrupt)
+        await send_weights(run.engine, run.trainer, run.sync, version=run.version)
 
 
-async def send_weights(
-    engine: Engine, trainer: TrainerHere, sync: WeightSync, *, version: int, interrupt: Interrupt = Interrupt.KEEP
-) -> None:
-    """Offer, send, load, release; a failure aborts the update and leaves the engine on its old version."""
-    update = sync.offer(version, make_manifest(trainer.tensors()))
-    await sync.send(update, trainer.tensors())
-    await engine.pause(interrupt)
+async def send_weights(engine: Engine, trainer: TrainerHere, sync: WeightSync, *, version: int) -> None:
+    """Offer, send, load, release, to an engine that is paused or idle; it decodes again afterwards. A failure aborts the
+    update and leaves the engine on its old version."""
+    tensors = list(trainer.tensors())
+    update = sync.offer(version, make_manifest(tensors))
+    await sync.send(update, tensors)
     try:
         await engine.load(update)
     except BaseException:

@@ -21,6 +21,8 @@ class TrainerHere:
     def __init__(self, trainer: Trainer, timeline: Timeline) -> None:
         self._trainer = trainer
         self._timeline = timeline
+        self.num_steps = 0
+        """Optimizer steps taken: whoever sees it unchanged knows the weights are."""
 
     async def forward(self, batch: Batch) -> list[Array]:
         with self._timeline.during("compute"):
@@ -30,6 +32,7 @@ class TrainerHere:
         """Gradient and optimizer step of one batch."""
         with self._timeline.during("compute"):
             seen = self._trainer.forward_backward(batch)
+            self.num_steps += 1
             return seen | self._trainer.optim_step(learning_rate)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:

@@ -13,6 +13,7 @@ from headrace.observe import bound_by
 from headrace.orchestrate import loops
 from headrace.orchestrate.checkpoint import random_state, restore_random_state
 from headrace.orchestrate.evaluate import Evaluation, Evaluator
+from headrace.orchestrate.failures import first_failure
 from headrace.orchestrate.pipeline import PendingGroup, Roles, Run
 from headrace.orchestrate.publish import publish
 
@@ -56,6 +57,8 @@ class Session:
     store: CheckpointStore
     held_out: list[dict[str, Plain]]
     command_started: float
+    identity: str
+    """Of the run: the same command has the same."""
     progress: Progress = field(default_factory=Progress)
     samples: tuple[Episode, ...] = ()
     checkpoint_folder: Path | None = None
@@ -70,7 +73,7 @@ class Session:
             scorer=self.roles.scorer,
             encoder=self.roles.encoder,
             max_tokens=self.recipe.sampling.max_tokens,
-            stop_ids=self.run.stop_ids,
+            stop_ids=self.roles.stop_ids,
             success_at=self.recipe.evaluate.success_at,
             seed=self.recipe.seed,
         )
@@ -107,7 +110,7 @@ class Session:
                 every = recipe.checkpoint.every
                 run.leg_end = min(recipe.steps, (run.version // every + 1) * every)
             await self._leg()
-            if recipe.exact or run.is_stopping:
+            if run.version == run.leg_end or not recipe.exact:
                 await self.save()
         self.progress.seconds_rl += time.perf_counter() - self._last_moment
 
@@ -120,9 +123,8 @@ class Session:
                 await publish(run)
                 if run.version == 0 and self.progress.success_before is None:
                     await self._evaluate_first()
-                background = [
-                    tasks.create_task(loop(run), name=loop.__name__) for loop in (loops.feed, loops.generate, loops.score)
-                ]
+                loop_coroutines = (loops.feed(run), loops.generate(run), loops.score(run), run.watch())
+                background = [tasks.create_task(coroutine) for coroutine in loop_coroutines]
                 await loops.train(run)
                 if self.recipe.exact and not run.is_stopping:
                     await run.drained()
@@ -140,6 +142,9 @@ class Session:
         if evaluation is not None:
             self.progress.success_before, self.progress.greedy_before = evaluation.success, evaluation.greedy
             self.progress.success_after, self.progress.greedy_after = evaluation.success, evaluation.greedy
+            self.observer.screen.say(
+                f"held-out   {evaluation.success:.1%} solved at temperature 1, greedy {evaluation.greedy:.1%}, before RL"
+            )
 
     async def _after_version(self, groups: list[Group], batches: list[Batch], seen: list[dict[str, float]]) -> None:
         """Called by `train` when a version is published: measure, evaluate, save, show."""
@@ -153,9 +158,14 @@ class Session:
             evaluation = await self._evaluate()
             if evaluation is not None:
                 progress.success_after, progress.greedy_after = evaluation.success, evaluation.greedy
-                metrics |= {"success": evaluation.success, "greedy": evaluation.greedy, "held_out_reward": evaluation.reward}
+                metrics |= {
+                    "success": evaluation.success,
+                    "greedy": evaluation.greedy,
+                    "held_out_reward": evaluation.reward,
+                    "held_out_failed": evaluation.failed,
+                }
         keep = self.recipe.observe.keep_rollouts_every
-        if keep and run.version % keep == 0:
+        if keep and (is_last or run.version % keep == 0):
             self.observer.keep_rollouts(run.version, [rollout for batch in batches for rollout in batch.rollouts])
         self.observer.version(run.version, metrics)
         if not self.recipe.exact and (is_last or run.version % self.recipe.checkpoint.every == 0):
@@ -200,14 +210,14 @@ class Session:
     async def save(self) -> None:
         """A checkpoint of the version just trained; nothing to do if it is saved already."""
         run = self.run
-        if run.version == self._saved_version:
+        if run.version == self._saved_version or not run.is_whole:
             return
         self.progress.wasted_tokens += run.wasted_tokens
         run.wasted_tokens = 0
         manifest = {
             "lineage": self.lineage.id,
             "ancestors": self.lineage.ancestors,
-            "config_hash": self.recipe.hash,
+            "config_hash": self.identity,
             "data": run.tasks.state(),
             "submitted_groups": run.submitted_groups,
             "dropped_groups": run.dropped_groups,
@@ -217,10 +227,21 @@ class Session:
             "progress": dict(vars(self.progress)),
             "random": random_state(),
         }
+        self._saved_version = run.version  # also where it had to be rescued: a second try would fare no better
         self.checkpoint_folder = await self.store.save(
             run.version, write_weights=run.trainer.save, groups=run.buffer.groups(), manifest=manifest
         )
-        self._saved_version = run.version
+
+    async def save_after_failure(self) -> None:
+        """Keep the last version if its weights are whole. In exact mode only a leg's end is a place to resume from: what
+        came after it is trained again, bitwise the same."""
+        if self.run.version and not self.recipe.exact:
+            await self.save()
+
+    @property
+    def resumes_from(self) -> int:
+        """The version the same command goes on from."""
+        return max(self._saved_version, 0)
 
     def summary(self, status: str, *, seconds: dict[str, float]) -> dict[str, Any]:
         """summary.json."""
@@ -229,7 +250,7 @@ class Session:
         role, share = bound_by(budget)
         return {
             "status": status,
-            "config_hash": self.recipe.hash,
+            "config_hash": self.identity,
             "steps": self.recipe.steps,
             "version": run.version,
             "success_before": progress.success_before,
@@ -253,9 +274,3 @@ class Session:
             "bound_share": share,
             "checkpoint": None if self.checkpoint_folder is None else str(self.checkpoint_folder),
         }
-
-
-def first_failure(failures: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The failure that came first; the others are its consequence."""
-    inner = failures.exceptions[0]
-    return first_failure(inner) if isinstance(inner, BaseExceptionGroup) else inner

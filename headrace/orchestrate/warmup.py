@@ -21,11 +21,14 @@ import torch
 import transformers
 from transformers.utils import logging as transformers_logging
 
+from headrace import __version__
 from headrace.model import tiny
 from headrace.observe import Observer
-from headrace.orchestrate.build import UserInputs, build_roles, open_tasks
+from headrace.orchestrate.build import build_roles
 from headrace.orchestrate.evaluate import Evaluator
+from headrace.orchestrate.failures import first_failure
 from headrace.orchestrate.folder import cache_folder
+from headrace.orchestrate.inputs import UserInputs, open_tasks
 from headrace.orchestrate.publish import send_weights
 from headrace.settings import ConfigError, to_dict
 from headrace.sync import Lineage
@@ -60,11 +63,18 @@ def model_folder(recipe: Recipe, given: UserInputs, *, say: Callable[[str], None
         if is_builtin:
             tiny.build_folder(temporary, recipe.model, seed=recipe.seed)
         if recipe.warmup.steps:
-            asyncio.run(_warm_up(recipe, str(temporary) if is_builtin else recipe.model.path, given, temporary, say))
-        with contextlib.suppress(OSError):
+            start = str(temporary) if is_builtin else recipe.model.path
+            try:
+                asyncio.run(_warm_up(recipe, start, given, temporary, say))
+            except BaseExceptionGroup as failures:
+                failure = first_failure(failures)
+                raise failure from failure.__cause__
+        with contextlib.suppress(OSError):  # another process was faster, and its model is the same
             temporary.rename(target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+    if not (target / "config.json").exists():
+        raise OSError(f"the warmed-up model could not be put in {target}")
     return str(target)
 
 
@@ -90,7 +100,7 @@ async def _warm_up(recipe: Recipe, path: str, given: UserInputs, target: Path, s
             await roles.trainer.step(_supervised_batch(examples), learning_rate=rate)
         serving.cancel()
     await roles.trainer.save(target)
-    (target / "optimizer.safetensors").unlink(missing_ok=True)
+    shutil.rmtree(target / "trainer")  # RL begins with an optimizer of its own
 
 
 async def _success(recipe: Recipe, roles: Roles, tasks: list[dict[str, Plain]], *, step: int) -> float:
@@ -101,7 +111,7 @@ async def _success(recipe: Recipe, roles: Roles, tasks: list[dict[str, Plain]], 
         scorer=roles.scorer,
         encoder=roles.encoder,
         max_tokens=recipe.sampling.max_tokens,
-        stop_ids=(int(roles.encoder.tokenizer.eos_token_id),),
+        stop_ids=roles.stop_ids,
         success_at=recipe.evaluate.success_at,
         seed=recipe.seed,
     )
@@ -156,7 +166,17 @@ def _supervised_batch(examples: list[Rollout]) -> Batch:
 def _key(recipe: Recipe, given: UserInputs) -> str:
     """Of everything the warmed-up weights follow from; the first rows stand for what makes the tasks."""
     tasks = open_tasks(recipe, given)
+    demonstrations = open_tasks(dataclasses.replace(recipe, tasks=recipe.warmup.tasks or recipe.tasks), given)
+    folder = Path(recipe.model.path)
     parts = {
+        "given": given.fingerprint(),
+        "reward": to_dict(recipe.reward),
+        "success_at": recipe.evaluate.success_at,
+        "optimizer": [recipe.train.beta1, recipe.train.beta2, recipe.train.weight_decay, recipe.train.max_grad_norm],
+        "files": [[p.name, p.stat().st_size, p.stat().st_mtime_ns] for p in sorted(folder.glob("*"))]
+        if folder.is_dir()
+        else [],
+        "demonstrations": [demonstrations.next() for _ in range(8)],
         "model": to_dict(recipe.model),
         "warmup": to_dict(recipe.warmup),
         "tasks": [to_dict(task) for task in recipe.tasks],
@@ -164,6 +184,6 @@ def _key(recipe: Recipe, given: UserInputs) -> str:
         "max_tokens": recipe.sampling.max_tokens,
         "seed": recipe.seed,
         "exact": recipe.exact,
-        "versions": [torch.__version__, transformers.__version__],
+        "versions": [torch.__version__, transformers.__version__, __version__],
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

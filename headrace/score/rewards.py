@@ -9,6 +9,7 @@ where prompts are chats; the per-sample form always gets text.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import math
 from dataclasses import dataclass
@@ -65,39 +66,45 @@ class RewardFunction:
         """The function itself, as it was before `headrace.reward` named it."""
         return self._function(*arguments, **keywords)
 
-    async def score(self, samples: Sequence[Sample], *, attempts: int) -> list[float | Failure | None]:
+    @property
+    def function(self) -> Callable[..., Any]:
+        """What the user wrote."""
+        return self._function
+
+    async def score(self, samples: Sequence[Sample], *, attempts: int, deadline: float = 300.0) -> list[float | Failure | None]:
         """One result per sample; a batch that raises is taken apart and each tried alone, so that one cannot sink all."""
         if not self._is_batched:
-            return [await self._one(sample, attempts=attempts) for sample in samples]
+            return list(await asyncio.gather(*(self._one(s, attempts=attempts, deadline=deadline) for s in samples)))
         for _ in range(attempts if len(samples) == 1 else 1):
             try:
-                return await self._batch(samples)
+                return await self._batch(samples, deadline=deadline)
             except RewardError:
                 raise
             except Exception as error:  # noqa: BLE001  (whatever a user's function raises becomes a typed outcome)
                 failure = Failure(reason=f"reward {self.name!r} raised {type(error).__name__}: {error}", cause=error)
         if len(samples) == 1:
             return [failure]
-        return [(await self.score([sample], attempts=attempts))[0] for sample in samples]
+        alone = (self.score([sample], attempts=attempts, deadline=deadline) for sample in samples)
+        return [results[0] for results in await asyncio.gather(*alone)]
 
-    async def _one(self, sample: Sample, *, attempts: int) -> float | Failure | None:
+    async def _one(self, sample: Sample, *, attempts: int, deadline: float) -> float | Failure | None:
         arguments: dict[str, Any] = {**sample.row, "completion": sample.completion, "completion_ids": sample.completion_ids}
         for _ in range(attempts):
             try:
-                return self._checked(await self._call(arguments))
+                return self._checked(await self._call(arguments, deadline=deadline))
             except RewardError:
                 raise
             except Exception as error:  # noqa: BLE001
                 failure = Failure(reason=f"reward {self.name!r} raised {type(error).__name__}: {error}", cause=error)
         return failure
 
-    async def _batch(self, samples: Sequence[Sample]) -> list[float | Failure | None]:
+    async def _batch(self, samples: Sequence[Sample], *, deadline: float) -> list[float | Failure | None]:
         names = {name for sample in samples for name in sample.row} - {"prompt"}
         columns: dict[str, Any] = {name: [sample.row.get(name) for sample in samples] for name in names}
         columns["prompts"] = [sample.row["prompt"] for sample in samples]
         columns["completions"] = [_as_messages(sample) for sample in samples]
         columns["completion_ids"] = [sample.completion_ids for sample in samples]
-        values = await self._call(columns)
+        values = await self._call(columns, deadline=deadline)
         try:
             results = list(values)
         except TypeError:
@@ -106,10 +113,15 @@ class RewardFunction:
             raise RewardError(f"reward {self.name!r} returned {len(results)} values for {len(samples)} completions")
         return [self._checked(value) for value in results]
 
-    async def _call(self, arguments: dict[str, Any]) -> Any:  # noqa: ANN401
+    async def _call(self, arguments: dict[str, Any], *, deadline: float) -> Any:  # noqa: ANN401
         chosen = arguments if self._takes_all else {k: v for k, v in arguments.items() if k in self._names}
         result = self._function(**chosen)
-        return await result if inspect.isawaitable(result) else result
+        if not inspect.isawaitable(result):
+            return result
+        try:
+            return await asyncio.wait_for(result, deadline)
+        except TimeoutError as error:
+            raise TimeoutError(f"no answer within reward.timeout = {deadline:g} s") from error
 
     def _checked(self, value: Any) -> float | Failure | None:  # noqa: ANN401
         if value is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Protocol
 
 from headrace.score.rewards import Failure, RewardError, RewardFunction, Sample
@@ -10,6 +11,7 @@ from headrace.types import InfraAbort, Invalid, Scored
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from headrace.config import RewardSettings
     from headrace.types import Episode, Outcome, Rollout
 
 
@@ -28,18 +30,19 @@ class RewardScorer:
         rewards: Sequence[tuple[RewardFunction, float]],
         *,
         decode: Callable[[Rollout], str],
-        attempts: int,
-        max_failures: int,
+        settings: RewardSettings,
     ) -> None:
         self._rewards = list(rewards)
         self._decode = decode
-        self._attempts = attempts
-        self._max_failures = max_failures
+        self._settings = settings
         self._failures_in_a_row = 0
 
     async def score(self, episodes: Sequence[Episode]) -> list[Episode]:
         samples = [self._sample(episode) for episode in episodes]
-        columns = [await function.score(samples, attempts=self._attempts) for function, _ in self._rewards]
+        attempts, deadline = self._settings.attempts, self._settings.timeout
+        columns = await asyncio.gather(
+            *(function.score(samples, attempts=attempts, deadline=deadline) for function, _ in self._rewards)
+        )
         return [self._judged(episode, list(results)) for episode, *results in zip(episodes, *columns, strict=True)]
 
     def _sample(self, episode: Episode) -> Sample:
@@ -66,7 +69,7 @@ class RewardScorer:
 
     def _count_failure(self, failure: Failure) -> None:
         self._failures_in_a_row += 1
-        if self._failures_in_a_row >= self._max_failures:
+        if self._failures_in_a_row >= self._settings.max_failures:
             raise RewardError(
                 f"{self._failures_in_a_row} rewards failed in a row; the last: {failure.reason}"
             ) from failure.cause

@@ -61,7 +61,8 @@ def open_source(source: object, *, seed: int, split: str, options: dict[str, Any
         try:
             return BUILTIN[name](seed=seed, split=split, **(options or {}))
         except TypeError as error:
-            raise TaskError(f"tasks: {source}: {error}") from error
+            problem = str(error).rpartition("() ")[2]  # without the name of our class
+            raise TaskError(f"tasks: {source}: options: {problem}") from error
     if options:
         raise TaskError(f"tasks: {source}: only built-in tasks have options, not {', '.join(options)}")
     shuffle = split == "train"
@@ -79,7 +80,7 @@ def builtin_reward(source: str) -> Callable[..., float] | None:
 
 def _read(path: Path) -> Iterable[Any]:
     if not path.is_file():
-        raise TaskError(f"tasks: {path}: no such file")
+        raise TaskError(f"tasks: {path}: no such file (paths are relative to {Path.cwd()})")
     if path.suffix == ".parquet":
         try:
             import pyarrow.parquet as parquet
@@ -114,6 +115,6 @@ def _checked(row: Any, where: str) -> Row:  # noqa: ANN401
         raise TaskError(str(error)) from error
     prompt = row["prompt"]
     is_chat = isinstance(prompt, list) and all(isinstance(m, dict) and "role" in m and "content" in m for m in prompt)
-    if not (isinstance(prompt, str) or (is_chat and prompt)):
-        raise TaskError(f"{where}: 'prompt' must be text or a list of messages with role and content")
+    if not prompt or not (isinstance(prompt, str) or is_chat):
+        raise TaskError(f"{where}: 'prompt' must be text or a list of messages with role and content, and not empty")
     return row

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 
 from headrace.imports import import_name
+from headrace.settings import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -70,6 +71,20 @@ def supervised(tokens: TokenTensors) -> LossResult:
 LOSSES: dict[str, Loss] = {"grpo": grpo, "reinforce": reinforce, "supervised": supervised}
 
 
+def call_loss(name: str, tokens: TokenTensors, constants: dict[str, float]) -> LossResult:
+    """Call a loss by name and check the form of what it gives: a mean would silently be weighed a second time."""
+    result = resolve_loss(name)(tokens, **constants)
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise ValueError(f"loss {name!r} must return (losses, metrics), not a {type(result).__name__}")
+    losses, seen = result
+    if losses.shape != tokens.logprobs.shape:
+        raise ValueError(
+            f"loss {name!r} returned losses of shape {tuple(losses.shape)}; one per token is wanted, "
+            f"{tuple(tokens.logprobs.shape)}: summing and averaging are the trainer's work"
+        )
+    return losses, seen
+
+
 def resolve_loss(name: str) -> Loss:
     """A loss of ours by name, or a user's by `module:name`."""
     if name in LOSSES:
@@ -77,4 +92,4 @@ def resolve_loss(name: str) -> Loss:
     if ":" in name:
         loss: Loss = import_name(name, setting="train.loss")
         return loss
-    raise ValueError(f"train.loss = {name!r}: must be one of {', '.join(LOSSES)}, or your own as module:name")
+    raise ConfigError(f"train.loss = {name!r}: must be one of {', '.join(LOSSES)}, or your own as module:name")

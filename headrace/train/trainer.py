@@ -13,7 +13,7 @@ from headrace.model.head import Head
 from headrace.model.packing import Packed, micro_batches, pack, packed_logprobs
 from headrace.model.weights import named_tensors
 from headrace.staleness import importance_weights
-from headrace.train.losses import TokenTensors, resolve_loss
+from headrace.train.losses import TokenTensors, call_loss
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 PROXIMAL = "proximal"
 """The column that holds logprobs under the policy at the start of the version."""
-OPTIMIZER_FILE = "optimizer.safetensors"
+OPTIMIZER_FILE = "trainer/optimizer.safetensors"
+"""In a folder of its own: other readers take every .safetensors file beside the configuration for weights."""
 
 
 class DeviceTrainer:
@@ -41,8 +42,10 @@ class DeviceTrainer:
         tokenizer: PreTrainedTokenizerBase,
         settings: TrainSettings,
         exact: bool = False,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.model = model.train()
+        self.model = model.eval()  # no dropout: the engine has none, and a gradient flows all the same
+        self._dtype = dtype
         self._tokenizer = tokenizer
         self._settings = settings
         self._exact = exact
@@ -62,7 +65,7 @@ class DeviceTrainer:
         results = [np.zeros(len(rollout), dtype=np.float32) for rollout in batch.rollouts]
         for members in self._passes(batch.rollouts):
             packed = self._pack([batch.rollouts[member] for member in members])
-            with torch.no_grad():
+            with torch.no_grad(), self._precision():
                 logprobs, _ = packed_logprobs(self.model, self._head, packed, exact=self._exact)
             values, sequence = logprobs.cpu().numpy(), packed.sequence.cpu().numpy()
             for place, member in enumerate(members):
@@ -89,27 +92,31 @@ class DeviceTrainer:
         return {"grad_norm": norm if is_finite else -1.0, "skipped": float(not is_finite), "learning_rate": learning_rate}
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        return named_tensors(self.model)
+        """Weights are float32 here, so that small steps are not lost, and leave in the dtype the engine runs."""
+        for name, tensor in named_tensors(self.model):
+            yield name, tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 
     def save(self, folder: Path) -> None:
         transformers_logging.disable_progress_bar()
         self.model.save_pretrained(folder)
         self._tokenizer.save_pretrained(folder)
+        (folder / OPTIMIZER_FILE).parent.mkdir(exist_ok=True)
         save_file(self._optimizer_tensors(), folder / OPTIMIZER_FILE)
 
     def load(self, folder: Path) -> None:
-        loaded = type(self.model).from_pretrained(folder, dtype=self.model.dtype)
-        theirs = dict(named_tensors(loaded))
+        transformers_logging.disable_progress_bar()
+        theirs = dict(named_tensors(type(self.model).from_pretrained(folder, dtype=torch.float32)))
         with torch.no_grad():
-            for name, tensor in self.tensors():
+            for name, tensor in named_tensors(self.model):
                 tensor.copy_(theirs[name])
         state = load_file(folder / OPTIMIZER_FILE)
         for name, parameter in self._parameters.items():
             if f"{name}.step" in state:
                 entries = {key: state[f"{name}.{key}"] for key in ("step", "exp_avg", "exp_avg_sq")}
-                self._optimizer.state[parameter] = {
-                    key: value if key == "step" else value.to(self._device) for key, value in entries.items()
-                }
+                self._optimizer.state[parameter] = {key: value.to(self._device) for key, value in entries.items()}
+
+    def _precision(self) -> torch.autocast:
+        return torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._dtype == torch.bfloat16)
 
     def _passes(self, rollouts: Sequence[Rollout]) -> list[list[int]]:
         return micro_batches([len(rollout) for rollout in rollouts], budget=self._settings.micro_batch_tokens)
@@ -119,7 +126,8 @@ class DeviceTrainer:
 
     def _loss(self, batch: Batch, members: list[int], packed: Packed, sums: _Sums) -> Tensor:
         rollouts = [batch.rollouts[member] for member in members]
-        logprobs, entropy = packed_logprobs(self.model, self._head, packed, exact=self._exact)
+        with self._precision():
+            logprobs, entropy = packed_logprobs(self.model, self._head, packed, exact=self._exact)
         recorded = packed.gather([rollout.logprobs for rollout in rollouts])
         shared = set.intersection(*(set(rollout.columns) for rollout in batch.rollouts))
         columns = {name: packed.gather([rollout.columns[name] for rollout in rollouts]) for name in sorted(shared)}
@@ -133,7 +141,7 @@ class DeviceTrainer:
             sequence=packed.sequence,
             columns=columns,
         )
-        losses, seen = resolve_loss(batch.loss)(tokens, **batch.constants)
+        losses, seen = call_loss(batch.loss, tokens, batch.constants)
         correction = importance_weights(batch.correction, proximal - recorded, **batch.correction_constants)
         weights = packed.gather([batch.weights[member] for member in members]) * correction
         loss = (losses * weights).sum()

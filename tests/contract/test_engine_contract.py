@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.engine import Engine, PromptTooLong
+from headrace.engine import Engine, PromptTooLong, UnusablePrompt
 from headrace.engine.native import NativeEngine
 from headrace.engine.native.core import EngineCore
 from headrace.model.load import load_model
@@ -266,6 +266,27 @@ def test_abort_ends_where_it_is_and_generating_again_resumes(run):
         late = slice(len(partial), None)
         fresh = (await bench.engine.score([whole]))[0]
         np.testing.assert_allclose(fresh[late], whole.logprobs[late], atol=1e-5)
+
+    run(check)
+
+
+def test_an_aborted_stream_ends(run):
+    async def check(bench: Bench) -> None:
+        stream = bench.engine.stream(prompt(), Sampling(max_tokens=60))
+        await anext(stream)
+        await bench.publish(1, interrupt=Interrupt.ABORT)
+        parts = [part async for part in stream]
+        assert parts[-1].finish_reason is FinishReason.ABORT
+
+    run(check)
+
+
+def test_a_greedy_rollout_can_be_scored_and_an_empty_one_is_refused(run):
+    async def check(bench: Bench) -> None:
+        rollout = await bench.engine.generate(prompt(), Sampling(max_tokens=5, temperature=0))
+        assert np.isfinite((await bench.engine.score([rollout]))[0]).all()
+        with pytest.raises(UnusablePrompt, match="empty"):
+            await bench.engine.generate(prompt(length=0), Sampling())
 
     run(check)
 

@@ -31,7 +31,7 @@ def length_reward(prompt: str, completion: str, **_: object) -> float:
     return 1.0 / (1 + len(completion))
 
 
-def small_run(folder: Path, **changes: Any) -> RunResult:
+def small_run(folder: Path | None, **changes: Any) -> RunResult:
     settings: dict[str, Any] = {key: dict(value) if isinstance(value, dict) else value for key, value in SMALL.items()}
     arguments: dict[str, Any] = {"tasks": TASKS, "reward": length_reward, "held_out": TASKS[:4], "steps": 6, "quiet": True}
     for key, value in changes.items():

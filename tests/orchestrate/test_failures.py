@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
@@ -17,7 +18,7 @@ from helpers import TASKS, small_run, weights
 import headrace
 from headrace.model.load import ModelError
 from headrace.orchestrate.checkpoint import CheckpointError
-from headrace.orchestrate.pipeline import NoProgress
+from headrace.orchestrate.pipeline import NoProgress, Stalled
 from headrace.score import RewardError
 from headrace.tasks import TaskError
 
@@ -209,8 +210,10 @@ from pathlib import Path
 def slow(prompts, completions, **columns):
     time.sleep(0.05)
     return [float(len(text)) for text in completions]
-result = small_run(Path({folder!r}), reward=slow, held_out=None, steps=400, quiet=False, checkpoint={{"every": 1000}})
-print("status", result.summary["status"])
+try:
+    small_run(Path({folder!r}), reward=slow, held_out=None, steps=400, quiet=False, checkpoint={{"every": 1000}})
+except KeyboardInterrupt as stopped:
+    print("stopped:", stopped)
 """
 
 
@@ -226,7 +229,7 @@ def test_a_signal_saves_and_the_same_command_resumes(tmp_path, number):
             break
     rest = child.stdout.read()
     assert child.wait(timeout=60) == 0
-    assert "stopping after this version" in rest and "status interrupted" in rest and "give the same command again" in rest
+    assert "stopping after this version" in rest and "stopped: the run in" in rest and "give the same command again" in rest
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["status"] == "interrupted"
     assert (folder / "checkpoints" / f"step-{summary['version']}").is_dir()
@@ -253,3 +256,159 @@ def test_a_killed_process_loses_no_checkpoint(tmp_path):
         steps = sorted((folder / "checkpoints").glob("step-*"), key=lambda path: int(path.name[5:]))
         assert steps and weights(steps[-1])
         assert int(steps[-1].name[5:]) >= int(last.split()[1]) - 1
+
+
+def test_a_loss_that_fails_leaves_a_checkpoint_that_resumes(tmp_path):
+    """The groups being trained wait again: the checkpoint made after the failure is complete."""
+    loss = tmp_path / "my_loss.py"
+    loss.write_text(
+        "calls = []\n"
+        "def fails(tokens):\n"
+        "    calls.append(1)\n"
+        "    if len(calls) == 5:\n"
+        "        raise RuntimeError('out of luck')\n"
+        "    return -tokens.ratio() * tokens.advantages, {}\n"
+    )
+    settings = {"steps": 8, "train": {"loss": f"{loss}:fails"}, "checkpoint": {"every": 100}}
+    with pytest.raises(RuntimeError, match="out of luck") as caught:
+        small_run(tmp_path / "run", **settings)
+    assert "goes on from version 4" in caught.value.__notes__[0] and "launcher.log" in caught.value.__notes__[1]
+    result = small_run(tmp_path / "run", **settings)
+    assert result.summary["status"] == "finished" and result.summary["accounting"]["trained"] == 8 * 16
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return (tokens.ratio() * tokens.advantages).mean(), {}", r"shape \(\); one per token is wanted"),
+        ("return tokens.ratio() * tokens.advantages", r"must return \(losses, metrics\)"),
+    ],
+)
+def test_a_loss_of_the_wrong_form_is_refused(tmp_path, body, message):
+    (tmp_path / "odd.py").write_text(f"def odd(tokens):\n    {body}\n")
+    with pytest.raises(ValueError, match=message):
+        small_run(tmp_path / "run", train={"loss": f"{tmp_path / 'odd.py'}:odd"})
+
+
+def test_constants_a_loss_does_not_take_are_refused_before_anything_starts(tmp_path):
+    with pytest.raises(headrace.ConfigError, match="takes no 'clip_hihg'; it takes: clip_low, clip_high"):
+        small_run(tmp_path / "run", train={"constants": {"clip_hihg": 0.3}})
+    assert not (tmp_path / "run").exists()
+
+
+def test_another_experiment_is_never_resumed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def broken(prompts, completions, **columns):
+        return [1.0]
+
+    for reward in (broken, lambda prompt, completion, **row: float(len(completion))):
+        with contextlib.suppress(RewardError):
+            small_run(None, reward=reward, held_out=None, steps=2)
+    first, second = sorted((tmp_path / "runs").iterdir(), key=lambda path: path.stat().st_mtime)
+    assert json.loads((first / "summary.json").read_text())["status"] == "failed"
+    assert json.loads((second / "summary.json").read_text())["status"] == "finished"
+    with pytest.raises(headrace.ConfigError, match="its tasks or its reward are others"):
+        small_run(first, reward=lambda prompt, completion, **row: 0.0, held_out=None, steps=2)
+
+
+def test_a_folder_in_use_is_refused(tmp_path):
+    from headrace.orchestrate.folder import FolderLock
+
+    lock = FolderLock(tmp_path / "run")
+    assert lock.acquire()
+    with pytest.raises(headrace.ConfigError, match="in use by another process"):
+        small_run(tmp_path / "run")
+    lock.release()
+    assert small_run(tmp_path / "run", steps=1).summary["status"] == "finished"
+
+
+def test_an_async_reward_that_never_answers_is_a_failure_not_a_hang(tmp_path):
+    async def sleeper(prompt, completion, answer, **row):
+        if answer == "5":
+            await asyncio.sleep(3600)
+        return float(len(completion))
+
+    settings = {"functions": [], "timeout": 0.05, "attempts": 1}
+    result = small_run(tmp_path / "run", reward=sleeper, held_out=None, steps=8, **{"recipe": write_recipe(tmp_path, settings)})
+    assert counts(result)["failed"] > 0 and counts(result)["trained"] == 8 * 16
+    assert any("no answer within reward.timeout" in reason for reason in result.summary["dropped_because"])
+
+
+def write_recipe(folder, reward_settings) -> str:
+    lines = [f"{key} = {json.dumps(value)}" for key, value in reward_settings.items()]
+    (folder / "recipe.toml").write_text("\n".join(["[reward]", *lines, ""]))
+    return str(folder / "recipe.toml")
+
+
+def test_a_run_in_which_nothing_moves_names_what_it_waits_for(tmp_path):
+    async def never(prompts, completions, **columns):
+        await asyncio.sleep(3600)
+
+    with pytest.raises(Stalled, match=r"nothing has moved for .* groups in flight, .* being scored"):
+        small_run(tmp_path / "run", reward=never, held_out=None, deadline=0.5)
+
+
+def test_async_rewards_are_asked_together(tmp_path):
+    state = {"now": 0, "most": 0}
+
+    async def judge(prompt, completion, **row):
+        state["now"] += 1
+        state["most"] = max(state["most"], state["now"])
+        await asyncio.sleep(0.01)
+        state["now"] -= 1
+        return 1.0
+
+    result = small_run(tmp_path / "run", reward=judge, held_out=None, steps=3)
+    assert state["most"] > 8 and result.summary["time_budget"]["scorer"]["score"] > 0.1
+
+
+def test_errors_are_not_zeros_in_evaluation(tmp_path):
+    def judge(prompt, completion, answer, **row):
+        if answer in ("0", "1"):
+            raise OSError("judge is down")
+        return 1.0
+
+    result = small_run(tmp_path / "run", reward=judge, steps=2)
+    assert result.summary["success_before"] == 1.0
+
+
+def test_an_environment_that_raises_fails_its_episode(tmp_path):
+    from headrace.envs import SingleTurn
+
+    class Moody(SingleTurn):
+        async def run(self, task, client):
+            if task["answer"] == "4":
+                raise ConnectionError("the sandbox went away")
+            return await super().run(task, client)
+
+    result = small_run(tmp_path / "run", environment=Moody(), held_out=None, steps=8)
+    assert counts(result)["failed"] > 0 and counts(result)["trained"] == 8 * 16
+    assert any("sandbox went away" in reason for reason in result.summary["dropped_because"])
+
+
+def test_the_checkpoint_just_written_is_never_pruned(tmp_path, monkeypatch):
+    from test_runs import run_and_kill
+
+    settings = {"steps": 9, "checkpoint": {"every": 3, "keep": 1}}
+    run_and_kill(tmp_path / "run", monkeypatch, at=8, **settings)
+    damaged = tmp_path / "run" / "checkpoints" / "step-6"
+    (damaged / "config.json").write_text("{}")
+    result = small_run(tmp_path / "run", **settings)
+    assert result.summary["status"] == "finished" and weights(result.checkpoint)
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")] == ["step-9"]
+
+
+def test_a_run_inside_an_event_loop_can_be_stopped(tmp_path):
+    """A notebook's interrupt reaches the thread that the run was given."""
+    script = SCRIPT.format(helpers=os.path.dirname(__file__), folder=str(tmp_path / "run"))
+    body = "\n".join("    " + line for line in script.strip().splitlines())
+    script = f"import asyncio\nasync def cell():\n{body}\nasyncio.new_event_loop().run_until_complete(cell())\n"
+    child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    for line in child.stdout:
+        if line.startswith("step 3 "):
+            child.send_signal(signal.SIGINT)
+            break
+    rest = child.stdout.read()
+    assert child.wait(timeout=60) == 0 and "stopped: the run in" in rest

@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 
+from headrace.config import RewardSettings
 from headrace.score import RewardError, RewardFunction, RewardScorer
 from headrace.score.rewards import Failure, Sample
 from headrace.types import Call, Episode, FinishReason, InfraAbort, Invalid, Rollout, Sampling, Scored, Source
@@ -295,7 +296,7 @@ def decode(rollout: Rollout) -> str:
 def make_scorer(*functions, weights: tuple[float, ...] = (), attempts: int = 1, max_failures: int = 64) -> RewardScorer:
     rewards = [RewardFunction(function, name=f"f{index}") for index, function in enumerate(functions)]
     pairs = list(zip(rewards, weights or (1.0,) * len(rewards), strict=True))
-    return RewardScorer(pairs, decode=decode, attempts=attempts, max_failures=max_failures)
+    return RewardScorer(pairs, decode=decode, settings=RewardSettings(attempts=attempts, max_failures=max_failures))
 
 
 def judge(scorer: RewardScorer, episodes: list[Episode]) -> list[Episode]:

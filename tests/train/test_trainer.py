@@ -255,3 +255,25 @@ def test_learning_rate_rises_and_falls() -> None:
     assert rates[-1] == pytest.approx(0.1 + 0.9 / 100) and all(a > b for a, b in itertools.pairwise(rates[10:]))
     constant = TrainSettings(learning_rate=1.0, warmup_steps=2)
     assert [learning_rate(constant, version=v, steps=5) for v in range(5)] == pytest.approx([1 / 3, 2 / 3, 1, 1, 1])
+
+
+def test_bfloat16_keeps_small_steps(tiny_model: str) -> None:
+    """Weights stay float32 in the trainer; what is published has the engine's dtype."""
+    trainer = DeviceTrainer(
+        load_model(tiny_model), tokenizer=load_tokenizer(tiny_model), settings=TrainSettings(), dtype=torch.bfloat16
+    )
+    before = {name: tensor.clone() for name, tensor in trainer.model.named_parameters()}
+    for parameter in trainer.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    trainer.optim_step(1e-6)
+    assert all(not torch.equal(tensor, before[name]) for name, tensor in trainer.model.named_parameters() if tensor.ndim == 2)
+    assert {tensor.dtype for _, tensor in trainer.tensors()} == {torch.bfloat16}
+
+
+def test_dropout_is_off(tiny_model: str) -> None:
+    model = load_model(tiny_model)
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.5
+    trainer = DeviceTrainer(model, tokenizer=load_tokenizer(tiny_model), settings=TrainSettings())
+    assert trainer.forward_backward(make_batch(rollouts(tiny_model, 4)))["mismatch_max"] < 1e-5

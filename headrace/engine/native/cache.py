@@ -2,15 +2,49 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import torch
 
+from headrace.model.attention import AttentionSpec, PackedContext, attend
+from headrace.model.load import hidden_states
+
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers import PreTrainedModel
 
 SCRATCH = 0
 """The block that rows without a rollout write to; never handed out."""
+
+
+_MEMORY_SHARE = 0.4
+"""Of the memory free when the engine starts; the rest is for the trainer and for computing."""
+
+
+def blocks_that_fit(model: PreTrainedModel, block_size: int) -> int:
+    """KV blocks that a share of the free memory holds, by the shapes the model's layers really produce."""
+    device = next(model.parameters()).device
+    meter = _Meter()
+    with torch.no_grad():
+        hidden_states(model, torch.tensor([1], device=device), torch.tensor([0], device=device), meter)
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(_MEMORY_SHARE * free) // (meter.bytes_per_token * block_size)
+
+
+class _Meter(PackedContext):
+    """Adds up what one token leaves in the cache."""
+
+    def __init__(self) -> None:
+        super().__init__([1])
+        self.bytes_per_token = 0
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        self.bytes_per_token += key.nbytes + value.nbytes
+        return attend(query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0), spec, allowed=None)[0]
 
 
 class BlockPool:

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from headrace.engine.native.cache import SCRATCH, BlockPool, PagedCache
+from headrace.engine.native.cache import SCRATCH, BlockPool, PagedCache, blocks_that_fit
 from headrace.engine.native.context import DecodeRows, StepContext
 from headrace.engine.native.sampler import Draw, SamplingRows, draw, uniform
-from headrace.engine.protocol import Increment, PromptTooLong
+from headrace.engine.protocol import Increment, PromptTooLong, UnusablePrompt
 from headrace.model.attention import EXACT_ROWS
 from headrace.model.head import Head
 from headrace.model.load import hidden_states
@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from headrace.types import Array, Sampling
+
+
+_PROMPT_ROWS = 8192
+"""Prompt tokens computed in one step, but for a single longer prompt."""
 
 
 @dataclass(eq=False, slots=True)
@@ -73,14 +77,16 @@ class EngineCore:
         self.model, self.name, self.context, self.exact = model, name, context, exact
         self.version, self.lineage, self.policy = 0, "", "policy"
         self.num_slots = slots
+        self.num_drawn = 0
         self.is_admitting = True
         self._device = next(model.parameters()).device
         self._head = Head(model, exact=exact)
         self._blocks_per_slot = math.ceil(context / block_size)
-        num_blocks = num_blocks or slots * self._blocks_per_slot + 1
+        num_blocks = num_blocks or min(slots * self._blocks_per_slot + 1, blocks_that_fit(model, block_size))
         if num_blocks < self._blocks_per_slot + 1:
             raise ValueError(
-                f"engine.kv_blocks = {num_blocks}: one rollout of {context} tokens needs {self._blocks_per_slot + 1}"
+                f"engine.kv_blocks = {num_blocks}: one rollout of {context} tokens needs {self._blocks_per_slot + 1}; "
+                f"lower model.context"
             )
         self._cache = PagedCache(num_blocks=num_blocks, block_size=block_size)
         self._pool = BlockPool(num_blocks)
@@ -121,8 +127,11 @@ class EngineCore:
         if length >= self.context:
             raise PromptTooLong(f"rollout {request.rollout.id!r} has {length} tokens; the context is {self.context}")
         if length == 0:
-            raise ValueError(f"rollout {request.rollout.id!r} is empty; a prompt has at least one token")
-        self._waiting.append(request)
+            raise UnusablePrompt(f"rollout {request.rollout.id!r} is empty; a prompt has at least one token")
+        if request.rollout.finish_reason is FinishReason.ABORT:
+            self._waiting.appendleft(request)  # interrupted by new weights: it goes on before anything new begins
+        else:
+            self._waiting.append(request)
 
     def cancel(self, request: Request) -> None:
         """Forget a request; its slot and blocks are free at once."""
@@ -150,9 +159,13 @@ class EngineCore:
 
     def _admit(self) -> list[Request]:
         admitted: list[Request] = []
+        rows = 0
         while self._waiting and self._free_slots and self.is_admitting:
             request = self._waiting[0]
             length, sampling = len(request.rollout), request.sampling
+            rows += length
+            if admitted and rows > _PROMPT_ROWS:
+                break
             limit = min(self.context, length + sampling.max_tokens)
             needed = math.ceil(limit / self._cache.block_size)
             if needed > len(self._pool):
@@ -218,7 +231,7 @@ class EngineCore:
 
     def _sampling_rows(self, slots: Array) -> SamplingRows:
         temperature, top_k, top_p, min_p = self._to_device(self._sampling[slots]).unbind(dim=1)
-        too_early = np.flatnonzero((self._length[slots] < self._floor[slots]) & (self._sampling[slots, 0] >= 0))
+        too_early = np.flatnonzero(self._length[slots] < self._floor[slots])
         forbidden = [(int(row), int(stop)) for row in too_early for stop in self._stops[slots[row]] if stop >= 0]
         parameters = self._sampling[slots]
         is_cut = bool(forbidden) or bool(
@@ -233,6 +246,7 @@ class EngineCore:
         self._logprobs[slots, at] = logprobs
         self._versions[slots, at] = self.version
         self._length[slots] = at + 1
+        self.num_drawn += len(slots)
         if self._masked:
             self._record_masks(slots, None if drawn.allowed is None else drawn.allowed.cpu().numpy())
         is_stop = (self._stops[slots] == token_ids[:, None]).any(axis=1)

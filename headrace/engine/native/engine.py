@@ -17,6 +17,7 @@ from headrace.model.packing import score as score_packed
 from headrace.model.weights import load_weights
 from headrace.observe import Signal
 from headrace.partial import Interrupt
+from headrace.types import FinishReason
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -68,7 +69,12 @@ class NativeEngine:
 
     async def stream(self, rollout: Rollout, sampling: Sampling) -> AsyncIterator[Increment]:
         queue: asyncio.Queue[Increment] = asyncio.Queue()
-        request = Request(rollout, sampling, on_done=lambda _: None, on_tokens=queue.put_nowait)
+
+        def on_done(result: Rollout) -> None:
+            if result.finish_reason is FinishReason.ABORT:
+                queue.put_nowait(Increment((), (), (), FinishReason.ABORT))
+
+        request = Request(rollout, sampling, on_done=on_done, on_tokens=queue.put_nowait)
         self._submit(request)
         with contextlib.closing(_Cancelling(self.core, request)):
             while True:
@@ -111,6 +117,7 @@ class NativeEngine:
             waiting=core.num_waiting,
             slots=core.num_slots,
             free_blocks=core.num_free_blocks,
+            tokens=core.num_drawn,
         )
 
     def _submit(self, request: Request) -> None:

@@ -1,0 +1,55 @@
+"""Asking a run to stop: by a signal, or from another thread."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import threading
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopRequest:
+    """The first request ends the run after the version being trained; a second signal ends it at once."""
+
+    def __init__(self) -> None:
+        self.is_made = False
+        self._ask: Callable[[], object] | None = None
+
+    def make(self) -> None:
+        """Ask from any thread."""
+        self.is_made = True
+        if self._ask is not None:
+            self._ask()
+
+    @contextlib.contextmanager
+    def heard_by(self, stop: Callable[[], None]) -> Iterator[None]:
+        """While the block runs, signals and requests call `stop` in this event loop."""
+        loop = asyncio.get_running_loop()
+        is_main = threading.current_thread() is threading.main_thread()
+
+        def hear() -> None:
+            self.is_made = True
+            _forget_signals(loop, is_main)
+            stop()
+
+        self._ask = lambda: loop.call_soon_threadsafe(stop)
+        if is_main:
+            for number in _SIGNALS:
+                loop.add_signal_handler(number, hear)
+        try:
+            yield
+        finally:
+            self._ask = None
+            _forget_signals(loop, is_main)
+
+
+def _forget_signals(loop: asyncio.AbstractEventLoop, is_main: bool) -> None:
+    if is_main:
+        for number in _SIGNALS:
+            loop.remove_signal_handler(number)
