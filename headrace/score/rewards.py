@@ -13,12 +13,15 @@ import asyncio
 import inspect
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Coroutine, Sequence
 
     from headrace.types import Plain
+
+
+T = TypeVar("T")
 
 
 class RewardError(ValueError):
@@ -56,6 +59,7 @@ class RewardFunction:
         self._names = {p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD}
         self._takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
         self._is_batched = bool(self._names & {"prompts", "completions"})
+        self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
         if not self._is_batched and "completion" not in self._names and not self._takes_all:
             raise RewardError(
                 f"reward {self.name!r} takes ({', '.join(sorted(self._names))}); write f(prompt, completion, **row) or "
@@ -74,7 +78,7 @@ class RewardFunction:
     async def score(self, samples: Sequence[Sample], *, attempts: int, deadline: float = 300.0) -> list[float | Failure | None]:
         """One result per sample; a batch that raises is taken apart and each tried alone, so that one cannot sink all."""
         if not self._is_batched:
-            return list(await asyncio.gather(*(self._one(s, attempts=attempts, deadline=deadline) for s in samples)))
+            return await together([self._one(s, attempts=attempts, deadline=deadline) for s in samples], self.is_async)
         for _ in range(attempts if len(samples) == 1 else 1):
             try:
                 return await self._batch(samples, deadline=deadline)
@@ -84,8 +88,8 @@ class RewardFunction:
                 failure = Failure(reason=f"reward {self.name!r} raised {type(error).__name__}: {error}", cause=error)
         if len(samples) == 1:
             return [failure]
-        alone = (self.score([sample], attempts=attempts, deadline=deadline) for sample in samples)
-        return [results[0] for results in await asyncio.gather(*alone)]
+        alone = [self.score([sample], attempts=attempts, deadline=deadline) for sample in samples]
+        return [results[0] for results in await together(alone, self.is_async)]
 
     async def _one(self, sample: Sample, *, attempts: int, deadline: float) -> float | Failure | None:
         arguments: dict[str, Any] = {**sample.row, "completion": sample.completion, "completion_ids": sample.completion_ids}
@@ -131,6 +135,11 @@ class RewardFunction:
         except (TypeError, ValueError):
             raise RewardError(f"reward {self.name!r} returned {value!r}, which is not a number") from None
         return number if math.isfinite(number) else Failure(reason=f"reward {self.name!r} returned {number}")
+
+
+async def together(calls: list[Coroutine[Any, Any, T]], is_async: bool) -> list[T]:
+    """Async calls at once. Plain ones one after another and without giving way, so that their time is theirs alone."""
+    return list(await asyncio.gather(*calls)) if is_async else [await call for call in calls]
 
 
 def _as_messages(sample: Sample) -> Any:  # noqa: ANN401

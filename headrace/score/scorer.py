@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Protocol
 
-from headrace.score.rewards import Failure, RewardError, RewardFunction, Sample
+from headrace.score.rewards import Failure, RewardError, RewardFunction, Sample, together
 from headrace.types import InfraAbort, Invalid, Scored
 
 if TYPE_CHECKING:
@@ -40,9 +39,8 @@ class RewardScorer:
     async def score(self, episodes: Sequence[Episode]) -> list[Episode]:
         samples = [self._sample(episode) for episode in episodes]
         attempts, deadline = self._settings.attempts, self._settings.timeout
-        columns = await asyncio.gather(
-            *(function.score(samples, attempts=attempts, deadline=deadline) for function, _ in self._rewards)
-        )
+        calls = [function.score(samples, attempts=attempts, deadline=deadline) for function, _ in self._rewards]
+        columns = await together(calls, any(function.is_async for function, _ in self._rewards))
         return [self._judged(episode, list(results)) for episode, *results in zip(episodes, *columns, strict=True)]
 
     def _sample(self, episode: Episode) -> Sample:

@@ -14,6 +14,7 @@ import pytest
 from headrace.engine.native.core import EngineCore
 from headrace.observe import Observer, Signal, Timeline, bound_by
 from headrace.observe.screen import PlainLines, budget_table
+from headrace.observe.spans import WAITING
 from headrace.train import DeviceTrainer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "orchestrate"))
@@ -80,6 +81,10 @@ def test_the_verdict_names_the_slow_role(tmp_path, monkeypatch, role, max_lag) -
 
     result = small_run(tmp_path / "run", reward=reward, held_out=None, steps=4, staleness={"max_lag": max_lag})
     assert result.summary["bound_by"] == role and result.summary["bound_share"] > 0.5
+    working = {name: 1 - sum(shares.get(s, 0) for s in WAITING) for name, shares in result.summary["time_budget"].items()}
+        1 - sum(shares[s] for s in WAITING if s in shares) for r, shares in result.summary["time_budget"].items() if r != role
+    ]
+    assert sum(working.values()) < 1.02, "one thread: while one role is at work no other is"
     for shares in result.summary["time_budget"].values():
         assert sum(shares.values()) == pytest.approx(1.0)
 
