@@ -60,12 +60,25 @@ def test_a_dry_run_prints_how_sizes_follow_and_starts_nothing(capsys, tmp_path, 
         (("train", "recipes/quickstart.toml", "--buffer.kind=streem"), "did you mean 'stream'?"),
         (("train", "recipes/quickstart.toml", '--reward.functions=["absent:f"]'), "No module named 'absent'"),
         (("train", "recipes/quickstart.toml", "extra"), "write an override as --section.key=value"),
+        (("train", "recipes/quickstart.toml", "--dry-run", "--tasks.0.source=nofile.jsonl"), "nofile.jsonl: no such file"),
+        (("train", "recipes/quickstart.toml", "--dry-run", "--tasks.0.source=builtin:sort"), "no built-in task 'sort'"),
+        (("train", "recipes/quickstart.toml", "--dry-run", "--tasks.0.options.max_lenght=4"), "'max_lenght'"),
+        (("train", "recipes/quickstart.toml", "--dry-run", "--tasks=[]"), "tasks: none are given"),
+        (("train", "recipes/quickstart.toml", "--train.loss=gpro"), "train.loss = 'gpro': must be one of grpo"),
+        (("train", "recipes/quickstart.toml", "--device=cuda"), "torch sees no GPU"),
+        (("train", "recipes/quickstart.toml", "--seed=-1"), "seed = -1: must be ≥ 0"),
     ],
 )
 def test_a_mistake_is_answered_in_one_line(capsys, arguments, message) -> None:
     assert run(*arguments) == 2
     said = capsys.readouterr().err
     assert said.startswith("headrace: ") and message in said and "Traceback" not in said
+
+
+def test_an_override_may_be_two_words(capsys) -> None:
+    assert run("train", "recipes/quickstart.toml", "--dry-run", "--steps", "7", "--exact", "True", "--seed=3") == 0
+    said = capsys.readouterr().out
+    assert "steps = 7\n" in said and "exact = true\n" in said and "seed = 3\n" in said
 
 
 def test_every_setting_is_in_the_help(capsys) -> None:
@@ -106,4 +119,22 @@ def test_a_failed_run_ends_in_one_line_with_the_folder(tmp_path) -> None:
     ]  # fmt: skip
     done = subprocess.run([sys.executable, "-m", "headrace.cli", *arguments], capture_output=True, text=True)
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert "RewardError: reward 'reward' returned 1 values for" in done.stderr and "run folder" in done.stderr
+    assert "RewardError: reward 'reward' returned 1 values for" in done.stderr and "launcher.log" in done.stderr
+
+
+def test_an_error_in_the_users_code_is_shown_where_it_happened(tmp_path) -> None:
+    (tmp_path / "mine.py").write_text("def loss(tokens):\n    return tokens.absent, {}\n")
+    arguments = [
+        "train", "recipes/quickstart.toml", "--steps=2", f"--run-dir={tmp_path / 'run'}", "--warmup.steps=0",
+        f"--train.loss={tmp_path / 'mine.py'}:loss", "--evaluate.tasks=[]",
+    ]  # fmt: skip
+    done = subprocess.run([sys.executable, "-m", "headrace.cli", *arguments], capture_output=True, text=True)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert f"in {tmp_path / 'mine.py'}:2, loss: return tokens.absent, {{}}" in done.stderr
+
+
+def test_a_pipe_that_closes_early_is_no_error(tmp_path) -> None:
+    result = small_run(tmp_path / "run", steps=1)
+    command = f"{sys.executable} -m headrace.cli inspect {result.folder} | head -1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.stdout.startswith("step 1") and "Error" not in done.stderr

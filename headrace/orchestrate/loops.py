@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 async def feed(run: Run) -> NoReturn:
     """Submits groups of tasks.
 
-    Waits for room: the gate (a version is published, a group was dropped) and the buffer (groups were taken). Woken by
-    `run.room`, which `train` and the dropping of a group raise.
+    Waits for room: the gate (a version is published, a group was dropped) and the buffer (a batch was taken). Woken by
+    `run.room`, which `train` and every group that is complete or dropped raise.
     """
     while True:
         while run.may_submit():

@@ -156,6 +156,7 @@ class Run:
     def attach(self, tasks: asyncio.TaskGroup) -> None:
         """Tasks spawned from now on belong to this group, and their failure is its failure."""
         self._tasks = tasks
+        self.note_progress()
         self.places = asyncio.Semaphore(2 * self.recipe.engine.slots)
 
     def spawn(self, coroutine: Coroutine[None, None, None]) -> None:
@@ -177,6 +178,7 @@ class Run:
         """The leg's tasks are gone: what they held will be submitted again if the run goes on."""
         self.work = asyncio.Queue()
         self.finished = FinishedEpisodes()
+        self.scoring = 0
         for pending in self.pending.values():
             pending.episodes.clear()
         if self.pending:
@@ -198,7 +200,10 @@ class Run:
         self.progressed_at = time.monotonic()
 
     async def watch(self) -> None:
-        """Fails the run when nothing has moved for `deadline` seconds, naming what is waited for. Wakes by the clock."""
+        """Fails the run when nothing has moved for `deadline` seconds, naming what is waited for.
+
+        Wakes by the clock. A long computation in this thread is no wait: whoever makes one notes progress when it is done.
+        """
         deadline, seen = self.recipe.deadline, -1
         while True:
             await asyncio.sleep(min(deadline / 4, 5.0))
@@ -326,6 +331,7 @@ class Run:
 
     def settle_trained(self, groups: list[Group]) -> None:
         self.dropped_in_a_row = 0
+        self.note_progress()
         for group in groups:
             self.ledger.settle(group.ids, "trained")
         self.ledger.check(buffered=self.buffer.num_episodes)

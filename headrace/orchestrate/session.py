@@ -170,6 +170,7 @@ class Session:
         self.observer.version(run.version, metrics)
         if not self.recipe.exact and (is_last or run.version % self.recipe.checkpoint.every == 0):
             await self.save()
+        run.note_progress()
 
     def _measure(self, groups: list[Group], batches: list[Batch], seen: list[dict[str, float]]) -> dict[str, Any]:
         progress, now = self.progress, time.perf_counter()
