@@ -98,11 +98,11 @@ def test_errors_name_the_line_of_the_file(tmp_path: Path) -> None:
 def test_overrides_go_on_top_of_the_file() -> None:
     recipe = load_recipe(
         QUICKSTART,
-        {"train.learning_rate": 1, "tasks.0.options": {"min_length": 5}, "train": {"constants": {"clip_low": 0.1}}, "steps": 3},
+        {"train.learning_rate": 1, "tasks.0.options": {"min_length": 5}, "evaluate": {"limit": 9}, "steps": 3},
     )
     assert (recipe.steps, recipe.train.learning_rate, recipe.train.batch) == (3, 1.0, 256)
     assert recipe.tasks[0].options == {"min_length": 5}
-    assert recipe.train.constants == {"clip_low": 0.1, "clip_high": 0.28}
+    assert (recipe.evaluate.limit, recipe.evaluate.every) == (9, 25)
 
 
 # Documentation
