@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Sequence
+    from collections.abc import Callable, Coroutine, Iterable, Sequence
 
     from headrace.types import Plain
 
@@ -78,7 +78,8 @@ class RewardFunction:
     async def score(self, samples: Sequence[Sample], *, attempts: int, deadline: float = 300.0) -> list[float | Failure | None]:
         """One result per sample; a batch that raises is taken apart and each tried alone, so that one cannot sink all."""
         if not self._is_batched:
-            return await together([self._one(s, attempts=attempts, deadline=deadline) for s in samples], self.is_async)
+            each = (self._one(sample, attempts=attempts, deadline=deadline) for sample in samples)
+            return await together(each, is_async=self.is_async)
         for _ in range(attempts if len(samples) == 1 else 1):
             try:
                 return await self._batch(samples, deadline=deadline)
@@ -88,8 +89,8 @@ class RewardFunction:
                 failure = Failure(reason=f"reward {self.name!r} raised {type(error).__name__}: {error}", cause=error)
         if len(samples) == 1:
             return [failure]
-        alone = [self.score([sample], attempts=attempts, deadline=deadline) for sample in samples]
-        return [results[0] for results in await together(alone, self.is_async)]
+        alone = (self.score([sample], attempts=attempts, deadline=deadline) for sample in samples)
+        return [results[0] for results in await together(alone, is_async=self.is_async)]
 
     async def _one(self, sample: Sample, *, attempts: int, deadline: float) -> float | Failure | None:
         arguments: dict[str, Any] = {**sample.row, "completion": sample.completion, "completion_ids": sample.completion_ids}
@@ -137,7 +138,7 @@ class RewardFunction:
         return number if math.isfinite(number) else Failure(reason=f"reward {self.name!r} returned {number}")
 
 
-async def together(calls: list[Coroutine[Any, Any, T]], is_async: bool) -> list[T]:
+async def together(calls: Iterable[Coroutine[Any, Any, T]], *, is_async: bool) -> list[T]:
     """Async calls at once. Plain ones one after another and without giving way, so that their time is theirs alone."""
     return list(await asyncio.gather(*calls)) if is_async else [await call for call in calls]
 

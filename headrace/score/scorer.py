@@ -39,8 +39,8 @@ class RewardScorer:
     async def score(self, episodes: Sequence[Episode]) -> list[Episode]:
         samples = [self._sample(episode) for episode in episodes]
         attempts, deadline = self._settings.attempts, self._settings.timeout
-        calls = [function.score(samples, attempts=attempts, deadline=deadline) for function, _ in self._rewards]
-        columns = await together(calls, any(function.is_async for function, _ in self._rewards))
+        calls = (function.score(samples, attempts=attempts, deadline=deadline) for function, _ in self._rewards)
+        columns = await together(calls, is_async=any(function.is_async for function, _ in self._rewards))
         return [self._judged(episode, list(results)) for episode, *results in zip(episodes, *columns, strict=True)]
 
     def _sample(self, episode: Episode) -> Sample:

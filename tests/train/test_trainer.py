@@ -89,7 +89,7 @@ def naive(model_path: str, batch: Batch, *, correction: str = "none") -> tuple[f
             ratio = (logprob - recorded).exp()
             total = total - weight * torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
     total.backward()
-    return float(total), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return float(total.detach()), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 SAMPLINGS = {
