@@ -119,17 +119,17 @@ class Session:
         try:
             async with asyncio.TaskGroup() as tasks:
                 run.attach(tasks)
-                serving = tasks.create_task(run.engine.serve(), name="engine")  # type: ignore[attr-defined]  # the native engine's own loop
+                serving = tasks.create_task(run.engine.serve())  # type: ignore[attr-defined]  # the native engine's own loop
+                watching = tasks.create_task(run.watch())
                 await publish(run)
                 if run.version == 0 and self.progress.success_before is None:
                     await self._evaluate_first()
-                loop_coroutines = (loops.feed(run), loops.generate(run), loops.score(run), run.watch())
-                background = [tasks.create_task(coroutine) for coroutine in loop_coroutines]
+                background = [tasks.create_task(loop(run)) for loop in (loops.feed, loops.generate, loops.score)]
                 await loops.train(run)
-                if self.recipe.exact and not run.is_stopping:
+                if self.recipe.exact and run.version == run.leg_end:
                     await run.drained()
                 run.cancel_spawned()
-                for task in (serving, *background):
+                for task in (serving, watching, *background):
                     task.cancel()
         except BaseExceptionGroup as failures:
             failure = first_failure(failures)

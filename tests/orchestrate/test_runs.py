@@ -226,7 +226,8 @@ def test_rewards_have_the_names_they_are_given(tmp_path):
     assert rollouts[0].reward == pytest.approx(sum(rollouts[0].rewards.values()))
 
 
-def test_exact_stopping_between_checkpoints_does_not_change_what_follows(tmp_path, monkeypatch):
+@pytest.mark.parametrize("at", [3, 4, 5])
+def test_exact_stopping_anywhere_does_not_change_what_follows(tmp_path, monkeypatch, at):
     from headrace.orchestrate.session import Session
 
     settings = {"exact": True, "steps": 9, "staleness": {"max_lag": 1}}
@@ -234,14 +235,15 @@ def test_exact_stopping_between_checkpoints_does_not_change_what_follows(tmp_pat
     original = Session._measure
 
     def stopping(self, *arguments):
-        if self.run.version == 4:
+        if self.run.version == at:
             self.run.stop()
         return original(self, *arguments)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Session, "_measure", stopping)
         small_run(tmp_path / "stopped", **settings)
-    assert not (tmp_path / "stopped" / "checkpoints" / "step-4").exists()
+    saved = [path.name for path in (tmp_path / "stopped" / "checkpoints").glob("step-*")]
+    assert saved == ["step-3"], "checkpoints are made every three versions, and nowhere else"
     again = small_run(tmp_path / "stopped", **settings)
     assert same_weights(whole.checkpoint, again.checkpoint) and whole.summary["lag"] == again.summary["lag"]
     versions = [row["version"] for row in read_metrics(again.folder / "metrics.jsonl")]
