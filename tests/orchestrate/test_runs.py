@@ -37,7 +37,8 @@ def test_a_run_leaves_what_the_design_says(tmp_path):
     rows = read_metrics(folder / "metrics.jsonl")
     assert [row["version"] for row in rows] == [1, 2, 3, 4, 5, 6]
     seconds = sum(value for row in rows for name, value in row.items() if name.startswith("seconds/trainer/"))
-    assert seconds == pytest.approx(summary["seconds"]["rl"], rel=0.25)
+    assert 0 < seconds <= 1.05 * summary["seconds"]["rl"], "the last save comes after the last row"
+    assert seconds == pytest.approx(sum(row["seconds"] for row in rows), rel=0.5)
     assert (folder / "recipe.toml").exists() and (folder / "resolved.toml").exists()
     assert list((folder / "tensorboard").iterdir()) and (folder / "logs" / "launcher.log").exists()
     trace = (folder / "trace.json").read_text()
