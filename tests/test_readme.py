@@ -74,7 +74,7 @@ def run_summary(checkout: Path) -> str:
     folder = next((checkout / "runs").glob("quickstart-*"))
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["status"] == "finished" and summary["seconds"]["rl"] <= 90 * 3, "three times the goal, on a busy machine"
-    assert 0.15 < summary["success_before"] < 0.45 and summary["greedy_before"] <= 0.6
+    assert 0.2 <= summary["success_before"] <= 0.4 and summary["greedy_before"] <= 0.6
     return f"{summary['success_before']:.1%} -> {summary['success_after']:.1%} solved"
 
 

@@ -54,7 +54,7 @@ def test_runnable_but_descheduled_is_told_apart_from_waiting() -> None:
         return timeline
 
     shares = asyncio.run(main()).shares()
-    assert shares["wait-batch"] == pytest.approx(1 / 3, abs=0.2) and shares["descheduled"] == pytest.approx(2 / 3, abs=0.2)
+    assert shares["wait-batch"] == pytest.approx(1 / 3, abs=0.1) and shares["descheduled"] == pytest.approx(2 / 3, abs=0.1)
 
 
 def slowed(function, seconds: float):
