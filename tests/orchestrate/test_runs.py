@@ -145,6 +145,8 @@ def test_exact_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, monkeypa
     assert not (tmp_path / "killed" / "checkpoints" / "step-6").exists()
     resumed = small_run(tmp_path / "killed", **settings)
     for step in (3, 6, 9):
+        manifest = json.loads((tmp_path / "whole" / "checkpoints" / f"step-{step}" / "manifest.json").read_text())
+        assert manifest["in_flight"] == [], "the run comes to rest before it is saved; no rollout is begun twice"
         assert same_weights(*(tmp_path / name / "checkpoints" / f"step-{step}" for name in ("whole", "killed")))
     curve = {row["version"]: row for row in read_metrics(tmp_path / "whole" / "metrics.jsonl")}
     again = {row["version"]: row for row in read_metrics(tmp_path / "killed" / "metrics.jsonl")}
