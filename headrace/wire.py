@@ -35,6 +35,8 @@ MAX_DEPTH = 64
 """Nesting of plain data; deeper is refused."""
 
 _PREAMBLE = struct.Struct("<3sBIIQ")
+PREAMBLE_BYTES = _PREAMBLE.size
+"""What must be read of a frame to know how long it is."""
 _MAGIC = b"HRW"
 _DTYPES = frozenset({"|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8"})
 _RECORDS: dict[str, type[Any]] = {
@@ -135,13 +137,18 @@ def _base(item: str | int | float) -> str | int | float:
     return next(kind(item) for kind in (str, int, float) if isinstance(item, kind))
 
 
+def remaining_bytes(preamble: bytes, *, max_bytes: int = MAX_FRAME) -> int:
+    """How many bytes of a frame follow its preamble."""
+    header_size, body_size, _ = _read_preamble(memoryview(preamble), max_bytes=max_bytes)
+    return _body_start(header_size) - _PREAMBLE.size + body_size
+
+
 def read_frames(file: BinaryIO) -> Iterator[Any]:
     """The values of a file of frames, one after another; a frame cut off by a crash at the end is left out."""
     while preamble := file.read(_PREAMBLE.size):
         if len(preamble) < _PREAMBLE.size:
             return
-        header_size, body_size, _ = _read_preamble(memoryview(preamble), max_bytes=MAX_FRAME)
-        size = _body_start(header_size) - _PREAMBLE.size + body_size
+        size = remaining_bytes(preamble)
         rest = file.read(size)
         if len(rest) < size:
             return

@@ -80,7 +80,7 @@ class EngineCore:
         self.num_drawn = 0
         self.is_admitting = True
         self._device = next(model.parameters()).device
-        self._head = Head(model, exact=exact)
+        self.head = Head(model, exact=exact)
         self._blocks_per_slot = math.ceil(context / block_size)
         num_blocks = num_blocks or min(slots * self._blocks_per_slot + 1, blocks_that_fit(model, block_size))
         if num_blocks < self._blocks_per_slot + 1:
@@ -216,7 +216,7 @@ class EngineCore:
             exact=self.exact,
         )
         hidden = hidden_states(self.model, self._to_device(tokens), self._to_device(position), context)
-        logits = self._head.logits(hidden.index_select(0, self._to_device(last)))
+        logits = self.head.logits(hidden.index_select(0, self._to_device(last)))
         numbers = torch.from_numpy(uniform(self._seed[slots], self._length[slots])).to(self._device)
         return draw(logits, self._sampling_rows(slots), numbers)
 
