@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 import time
-import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace import __version__
+from headrace.errors import user_frame
 from headrace.settings import ConfigError, describe, parse_override, to_dict, to_toml
 
 if TYPE_CHECKING:
@@ -115,13 +116,14 @@ def _train(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
         run_dir=options.run_dir,
         fresh=options.fresh,
         command_started=STARTED,
+        command=shlex.join(["headrace", *sys.argv[1:]]),
     )
     try:
         launch(recipe, UserInputs(), how)
     except ConfigError:
         raise
     except Exception as error:  # noqa: BLE001  (told in a few lines; the log has the traceback)
-        notes = "".join(f"\n  {note}" for note in [*_user_frame(error), *getattr(error, "__notes__", [])])
+        notes = "".join(f"\n  {note}" for note in [user_frame(error), *getattr(error, "__notes__", [])] if note)
         print(f"headrace: {type(error).__name__}: {error}{notes}", file=sys.stderr)
         return 1
     return 0
@@ -137,15 +139,6 @@ def _check_inputs(recipe: Recipe) -> None:
         reward_functions(recipe, UserInputs())
     except ValueError as error:
         raise ConfigError(str(error)) from error
-
-
-def _user_frame(error: BaseException) -> list[str]:
-    """Where in the user's own code it happened, if it did: the last frame outside this package and the libraries."""
-    cause = error.__cause__ or error
-    frames = traceback.extract_tb(cause.__traceback__)
-    ours = str(Path(__file__).parent)
-    own = [f for f in frames if not f.filename.startswith((ours, sys.prefix, sys.base_prefix, "<"))]
-    return [f"in {own[-1].filename}:{own[-1].lineno}, {own[-1].name}: {own[-1].line}"] if own else []
 
 
 def _inspect(options: argparse.Namespace, overrides: dict[str, Any]) -> int:

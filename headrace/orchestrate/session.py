@@ -69,9 +69,9 @@ class Session:
         self._last_moment = time.perf_counter()
         self.evaluator = Evaluator(
             engine=self.roles.engine,
-            environment=self.roles.environment,
-            scorer=self.roles.scorer,
-            encoder=self.roles.encoder,
+            environment=self.roles.around.environment,
+            scorer=self.roles.around.scorer,
+            encoder=self.roles.around.encoder,
             max_tokens=self.recipe.sampling.max_tokens,
             stop_ids=self.roles.stop_ids,
             success_at=self.recipe.evaluate.success_at,
@@ -82,7 +82,7 @@ class Session:
         """Take everything from a checkpoint; what was in flight then is submitted again."""
         run, manifest = self.run, checkpoint.manifest
         await run.trainer.load(checkpoint.folder)
-        run.version = self._saved_version = checkpoint.version
+        run.version = run.held_version = self._saved_version = checkpoint.version
         self.checkpoint_folder = checkpoint.folder
         self.progress = Progress(**manifest["progress"])
         run.tasks.restore(manifest["data"])
@@ -103,6 +103,7 @@ class Session:
         """Legs until the last step. In exact mode a leg ends at every checkpoint, with nothing in flight: what follows
         then depends on the checkpoint alone, and a resumed run cannot differ from one that went on."""
         run, recipe = self.run, self.recipe
+        await self.roles.refresh()
         self.observer.start()
         self._last_moment = time.perf_counter()
         while run.version < recipe.steps and not run.is_stopping:
@@ -119,17 +120,17 @@ class Session:
         try:
             async with asyncio.TaskGroup() as tasks:
                 run.attach(tasks)
-                serving = tasks.create_task(run.engine.serve())  # type: ignore[attr-defined]  # the native engine's own loop
-                watching = tasks.create_task(run.watch())
+                services = [tasks.create_task(service()) for service in (*self.roles.services, run.watch)]
                 await publish(run)
                 if run.version == 0 and self.progress.success_before is None:
                     await self._evaluate_first()
                 background = [tasks.create_task(loop(run)) for loop in (loops.feed, loops.generate, loops.score)]
                 await loops.train(run)
+                await run.published()
                 if self.recipe.exact and run.version == run.leg_end:
                     await run.drained()
                 run.cancel_spawned()
-                for task in (serving, watching, *background):
+                for task in (*services, *background):
                     task.cancel()
         except BaseExceptionGroup as failures:
             failure = first_failure(failures)
@@ -195,6 +196,7 @@ class Session:
             "lag_max": int(lags.max(initial=0)),
             "seconds": seconds,
             "occupancy": self.observer.occupancy,
+            "canary": self.run.canary_difference,
             **{f"train/{name}": value for name, value in trainer.items()},
             **{f"rollouts/{name}": count for name, count in self.run.ledger.counts().items()},
         }
@@ -203,6 +205,7 @@ class Session:
         if not self.held_out:
             return None
         with self.run.trainer_timeline.during("evaluate"):
+            await self.run.published()
             evaluation = await self.evaluator.run(self.held_out, name=f"eval{self.run.version}")
         self.run.ledger.evaluation += evaluation.count
         self.samples = evaluation.episodes[:3]
