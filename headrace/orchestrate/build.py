@@ -110,11 +110,11 @@ def build_trainer(recipe: Recipe, model_path: str, *, device: str) -> DeviceTrai
 def build_roles(recipe: Recipe, model_path: str, given: UserInputs, *, observer: Observer, lineage: Lineage) -> Roles:
     """Everything in this process: the model is loaded twice, once to generate and once to train."""
     device = choose_device(recipe)
+    around = build_around(recipe, model_path, given)
     sync = MemorySync(lineage)
     core = build_core(recipe, model_path, name="engine-0", device=device)
     engine = NativeEngine(core, sync=sync, timeline=observer.timeline("engine"))
     trainer = build_trainer(recipe, model_path, device=device)
-    around = build_around(recipe, model_path, given)
     return Roles(
         engine=engine,
         trainer=TrainerHere(trainer, sync, observer.timeline("trainer"), canary=around.canary),

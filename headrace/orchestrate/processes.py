@@ -140,7 +140,7 @@ class Processes:
         self._open_logs.append(log)
         threads = str(self.recipe.threads_of(role, cores=os.cpu_count() or 1))
         process = subprocess.Popen(
-            [sys.executable, "-m", "headrace.orchestrate.child"],
+            [sys.executable, "-m", "headrace.orchestrate.child", name],  # the name is for people who list processes
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,17 @@ class Progress:
     reward_last: float | None = None
 
 
+@dataclass(frozen=True)
+class _Trained:
+    """A version whose metrics are still to be written."""
+
+    version: int
+    groups: list[Group]
+    batches: list[Batch]
+    seen: list[dict[str, float]]
+    evaluation: Evaluation | None
+
+
 @dataclass
 class Session:
     """Owns a `Run` and carries it from where it stands to its last step."""
@@ -66,6 +78,7 @@ class Session:
     def __post_init__(self) -> None:
         self.run = Run(self.recipe, self.roles, lineage=self.lineage, observer=self.observer, after_version=self._after_version)
         self._saved_version = -1
+        self._unnoted: deque[_Trained] = deque()
         self._last_moment = time.perf_counter()
         self.evaluator = Evaluator(
             engine=self.roles.engine,
@@ -127,6 +140,7 @@ class Session:
                 background = [tasks.create_task(loop(run)) for loop in (loops.feed, loops.generate, loops.score)]
                 await loops.train(run)
                 await run.published()
+                await self._write_notes()
                 if self.recipe.exact and run.version == run.leg_end:
                     await run.drained()
                 run.cancel_spawned()
@@ -148,30 +162,47 @@ class Session:
             )
 
     async def _after_version(self, groups: list[Group], batches: list[Batch], seen: list[dict[str, float]]) -> None:
-        """Called by `train` when a version is published: measure, evaluate, save, show."""
-        run, progress = self.run, self.progress
+        """Called by `train` when a version is trained: evaluate and save where that is due, for which the trainer waits;
+        measure and show beside its next step, where it has a process to itself."""
+        run, progress, version = self.run, self.progress, self.run.version
         if not progress.first_step:
             progress.first_step = time.perf_counter() - self.command_started
-        metrics = self._measure(groups, batches, seen)
-        every = self.recipe.evaluate.every
-        is_last = run.version == self.recipe.steps
-        if is_last or (every and run.version % every == 0):
-            evaluation = await self._evaluate()
-            if evaluation is not None:
-                progress.success_after, progress.greedy_after = evaluation.success, evaluation.greedy
-                metrics |= {
-                    "success": evaluation.success,
-                    "greedy": evaluation.greedy,
-                    "held_out_reward": evaluation.reward,
-                    "held_out_failed": evaluation.failed,
-                }
-        keep = self.recipe.observe.keep_rollouts_every
-        if keep and (is_last or run.version % keep == 0):
-            self.observer.keep_rollouts(run.version, [rollout for batch in batches for rollout in batch.rollouts])
-        self.observer.version(run.version, metrics)
-        if not self.recipe.exact and (is_last or run.version % self.recipe.checkpoint.every == 0):
+        every, is_last = self.recipe.evaluate.every, version == self.recipe.steps
+        is_evaluated = is_last or (every > 0 and version % every == 0)
+        evaluation = await self._evaluate() if is_evaluated else None
+        if evaluation is not None:
+            progress.success_after, progress.greedy_after = evaluation.success, evaluation.greedy
+        self._unnoted.append(_Trained(version, groups, batches, seen, evaluation))
+        is_saved = not self.recipe.exact and (is_last or version % self.recipe.checkpoint.every == 0)
+        if run.trainer.is_here or is_last:
+            await self._write_notes()
+        else:
+            run.spawn(self._write_notes())
+        if is_saved:
             await self.save()
         run.note_progress()
+
+    async def _write_notes(self) -> None:
+        """Every version trained so far in the metrics and in `progress`."""
+        if self._unnoted:
+            await self.roles.refresh()
+        while self._unnoted:
+            self._note(self._unnoted.popleft())
+
+    def _note(self, trained: _Trained) -> None:
+        version, batches, evaluation = trained.version, trained.batches, trained.evaluation
+        metrics = self._measure(trained.groups, batches, trained.seen)
+        if evaluation is not None:
+            metrics |= {
+                "success": evaluation.success,
+                "greedy": evaluation.greedy,
+                "held_out_reward": evaluation.reward,
+                "held_out_failed": evaluation.failed,
+            }
+        keep = self.recipe.observe.keep_rollouts_every
+        if keep and (version == self.recipe.steps or version % keep == 0):
+            self.observer.keep_rollouts(version, [rollout for batch in batches for rollout in batch.rollouts])
+        self.observer.version(version, metrics)
 
     def _measure(self, groups: list[Group], batches: list[Batch], seen: list[dict[str, float]]) -> dict[str, Any]:
         progress, now = self.progress, time.perf_counter()
@@ -216,6 +247,7 @@ class Session:
         run = self.run
         if run.version == self._saved_version or not run.is_whole:
             return
+        await self._write_notes()
         self.progress.wasted_tokens += run.wasted_tokens
         run.wasted_tokens = 0
         manifest = {
