@@ -87,7 +87,9 @@ class RewardSettings:
     weights: tuple[float, ...] = ()
     """One per function; empty weighs each 1."""
     timeout: float = 300.0
-    """Seconds an async reward may take for one call; later counts as failed. A plain function cannot be interrupted."""
+    """Seconds one call of a reward may take; later counts as failed. `inline` cannot interrupt a plain function."""
+    workers: int = 1
+    """Threads that call plain rewards. With more than one, calls overlap and a reward must bear that; `inline` has none."""
     attempts: int = 2
     """How often a reward that raises is asked before its rollouts are counted as failed."""
     max_failures: int = 64
@@ -97,7 +99,8 @@ class RewardSettings:
         if self.weights and self.functions and len(self.weights) != len(self.functions):
             raise ConfigError(f"weights = {list(self.weights)}: {len(self.functions)} functions need as many weights")
         _check(self.attempts >= 1, "attempts", self.attempts, "≥ 1")
-        _check(self.timeout > 0, "timeout", self.timeout, "above 0")
+        _check(0 < self.timeout < math.inf, "timeout", self.timeout, "a number above 0")
+        _check(self.workers >= 1, "workers", self.workers, "≥ 1")
 
 
 @dataclass(frozen=True, kw_only=True)
