@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from headrace.config import Recipe
     from headrace.observe import Observer
+    from headrace.score import RewardWorkers
     from headrace.sync import Lineage
 
 
@@ -124,11 +125,11 @@ def build_roles(recipe: Recipe, model_path: str, given: UserInputs, *, observer:
     )
 
 
-def build_around(recipe: Recipe, model_path: str, given: UserInputs) -> Around:
-    """What the launcher itself does, wherever engines and trainer are."""
+def build_around(recipe: Recipe, model_path: str, given: UserInputs, *, workers: RewardWorkers | None = None) -> Around:
+    """What the launcher itself does, wherever engines and trainer are. `workers` call rewards beside its event loop."""
     encoder = PromptEncoder(load_tokenizer(model_path))
     return Around(
-        scorer=RewardScorer(reward_functions(recipe, given), decode=encoder.decode, settings=recipe.reward),
+        scorer=RewardScorer(reward_functions(recipe, given), decode=encoder.decode, settings=recipe.reward, workers=workers),
         environment=given.environment or SingleTurn(),
         encoder=encoder,
         tasks=open_tasks(recipe, given),

@@ -232,8 +232,8 @@ class _Run:
         if self.local is None:
             return build_roles(self.recipe, model_path, self.given, observer=observer, lineage=lineage)
         say = self.screen.say
-        roles, supervisor = await self.local.start(model_path, self.given, observer=observer, lineage=lineage, say=say)
-        watched.callback(supervisor.close)
+        roles, close = await self.local.start(model_path, self.given, observer=observer, lineage=lineage, say=say)
+        watched.callback(close)
         return roles
 
     def _stop(self, session: Session) -> None:

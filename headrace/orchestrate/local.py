@@ -14,6 +14,7 @@ from headrace.orchestrate.build import build_around
 from headrace.orchestrate.pipeline import Roles
 from headrace.orchestrate.roles import TrainerThere
 from headrace.orchestrate.supervise import Supervisor
+from headrace.score import RewardWorkers
 from headrace.sync.shared import check_room, shared_folder
 
 if TYPE_CHECKING:
@@ -42,22 +43,31 @@ class LocalProcesses:
 
     async def start(
         self, model_path: str, given: UserInputs, *, observer: Observer, lineage: Lineage, say: Callable[[str], None]
-    ) -> tuple[Roles, Supervisor]:
-        """Connect and build all of them at once; the first that fails is what is raised."""
+    ) -> tuple[Roles, Callable[[], None]]:
+        """Connect and build all of them at once; the first that fails is what is raised. With the roles comes what ends the
+        watch over them."""
         recipe = self.processes.recipe
         check_room(shared_folder(recipe.sync.folder), weight_bytes(model_path, recipe))
         supervisor = Supervisor(self.processes, model=model_path, lineage=lineage, timelines=observer.mirrored(), say=say)
+        await self.processes.listen()
+        log = self.processes.open_log("launcher")
+        workers = RewardWorkers(recipe.reward.workers, timeout=recipe.reward.timeout, stacks=log)
+
+        def close() -> None:
+            supervisor.close()
+            workers.close()
+
         starting: list[asyncio.Task[Any]] = [asyncio.ensure_future(supervisor.start_trainer(self.trainer))]
         starting += [
             asyncio.ensure_future(supervisor.start_engine(child, index=index)) for index, child in enumerate(self.engines)
         ]
         try:
-            around = build_around(recipe, model_path, given)
+            around = build_around(recipe, model_path, given, workers=workers)
             _, *told = await asyncio.gather(*starting)
         except BaseException:
             for task in starting:
                 task.cancel()
-            supervisor.close()
+            close()
             raise
         roles = Roles(
             engine=supervisor.pool,
@@ -68,7 +78,7 @@ class LocalProcesses:
             describe=supervisor.describe,
             refresh=supervisor.refresh,
         )
-        return roles, supervisor
+        return roles, close
 
 
 def weight_bytes(model_path: str, recipe: Recipe) -> int:

@@ -113,7 +113,7 @@ class Processes:
         self._token = secrets.token_hex(32)
         self._listener: Listener | None = None
         self._all: list[Child] = []
-        self._open_logs: list[IO[bytes]] = []
+        self._open_logs: list[IO[str]] = []
 
     def __enter__(self) -> Processes:
         return self
@@ -133,11 +133,15 @@ class Processes:
         for log in self._open_logs:
             log.close()
 
+    def open_log(self, name: str) -> IO[str]:
+        """logs/NAME.log, to be added to until the run ends."""
+        log = (self._logs / f"{name}.log").open("a")
+        self._open_logs.append(log)
+        return log
+
     def spawn(self, role: str, name: str) -> Child:
         """Start a process. It imports what it needs and then waits to be connected."""
-        path = self._logs / f"{name}.log"
-        log = path.open("ab")
-        self._open_logs.append(log)
+        log = self.open_log(name)
         threads = str(self.recipe.threads_of(role, cores=os.cpu_count() or 1))
         process = subprocess.Popen(
             [sys.executable, "-m", "headrace.orchestrate.child", name],  # the name is for people who list processes
@@ -147,15 +151,18 @@ class Processes:
             env={**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "PYTHONPATH": _import_path()},
             start_new_session=True,  # the terminal's Ctrl-C is the launcher's to answer
         )
-        child = Child(name, role, process, path)
+        child = Child(name, role, process, self._logs / f"{name}.log")
         self._all.append(child)
         return child
 
-    async def connect(self, child: Child, channels: tuple[str, ...]) -> dict[str, asyncio.Future[Any]]:
+    async def listen(self) -> None:
+        """Be there for processes to connect to."""
+        self._listener = await Listener.on_this_host(token=self._token)
+
+    def connect(self, child: Child, channels: tuple[str, ...]) -> dict[str, asyncio.Future[Any]]:
         """Tell a process who it is and where to come; the streams it is to open."""
         child.watch_end()
-        if self._listener is None:
-            self._listener = await Listener.on_this_host(token=self._token)
+        assert self._listener is not None
         arriving = {channel: self._listener.expect(child.name, channel) for channel in channels}
         order = {
             "name": child.name,

@@ -91,7 +91,7 @@ class Supervisor:
     # Beginning
 
     async def _connect(self, child: Child, channels: tuple[str, ...]) -> dict[str, asyncio.Future[Any]]:
-        arriving = await self._processes.connect(child, channels)
+        arriving = self._processes.connect(child, channels)
         stream = await self._or_end(child, arriving["control"])
         child.peer = Peer(stream, notices={"failed": lambda error: setattr(child, "told", RemoteError(**error))})
         self._children[child.name] = child

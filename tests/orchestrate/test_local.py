@@ -1,0 +1,186 @@
+"""Runs whose engines and trainer have processes of their own: the same promises, and those that only they can keep."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import same_weights, small_run
+
+from headrace.model.load import ModelError
+from headrace.observe.inspect import read_rollouts
+from headrace.observe.observer import read_metrics
+from headrace.observe.spans import STATES
+from headrace.orchestrate.processes import RoleFailed
+from headrace.sync.shared import shared_folder
+
+
+def local_run(folder: Path, **changes):
+    return small_run(folder, orchestrate="local", **changes)
+
+
+def children() -> list[str]:
+    """Processes this one has started and not yet seen the end of."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == os.getpid():
+            found.append((path.parent / "cmdline").read_text().replace("\0", " "))
+    return [command for command in found if "headrace.orchestrate.child" in command]
+
+
+def leftovers() -> list[Path]:
+    name = f"headrace-{os.getpid()}-*"
+    return [*shared_folder().glob(name), *Path(tempfile.gettempdir()).glob(name)]
+
+
+def test_a_run_leaves_what_the_design_says_and_nothing_else(tmp_path):
+    result = local_run(tmp_path / "run", observe={"keep_rollouts_every": 1})
+    folder, summary = result.folder, result.summary
+    assert summary["status"] == "finished" and summary["version"] == 6 and summary["accounting"]["trained"] == 96
+    assert not children() and not leftovers()
+    assert {path.name for path in (folder / "logs").iterdir()} == {"launcher.log", "engine-0.log", "trainer.log"}
+    for shares in summary["time_budget"].values():
+        assert sum(shares.values()) == pytest.approx(1.0) and min(shares.values()) >= 0
+    assert summary["time_budget"]["engine"]["decode"] > 0 and summary["time_budget"]["trainer"]["compute"] > 0
+    rows = read_metrics(folder / "metrics.jsonl")
+    assert [row["version"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert all(0 < row["canary"] < 1e-5 or row["canary"] == 0 for row in rows)
+    assert all(row["train/mismatch_max"] < 1e-4 for row in rows)
+    seconds = {role: sum(row[f"seconds/{role}/{state}"] for row in rows for state in STATES[role]) for role in STATES}
+    assert seconds["engine"] == pytest.approx(seconds["trainer"], rel=0.1)
+    events = json.loads((folder / "trace.json").read_text())
+    assert {event["name"] for event in events} >= {"decode", "compute", "version 6"}
+    _, rollouts = read_rollouts(folder)
+    assert all(rollout.calls[0].engine == "engine-0" and rollout.reward is not None for rollout in rollouts)
+
+
+def test_at_lag_0_in_exact_mode_it_is_bitwise_the_run_in_one_process(tmp_path):
+    settings = {"exact": True, "staleness": {"max_lag": 0}, "steps": 5, "checkpoint": {"every": 2, "keep": 10}}
+    inline = small_run(tmp_path / "inline", **settings)
+    local = local_run(tmp_path / "local", **settings)
+    for version in (2, 4, 5):
+        ours, theirs = (run.folder / "checkpoints" / f"step-{version}" for run in (local, inline))
+        assert same_weights(ours, theirs), version
+    assert local.summary["accounting"] == inline.summary["accounting"]
+    assert local.summary["lag"] == {"mean": 0.0, "max": 0}
+
+
+SLOW_LOSS = """
+import time
+from headrace.train.losses import grpo
+
+def slow(tokens, **constants):
+    time.sleep(0.3)
+    return grpo(tokens, **constants)
+
+def broken(tokens):
+    raise ArithmeticError("a loss of the user's")
+"""
+
+
+@pytest.mark.parametrize("lag", [1, 3])
+def test_lag_is_what_the_gate_promises(tmp_path, lag):
+    """A trainer much slower than the engine: every batch was submitted as early as the gate let it, so version v trains on
+    tokens of version v - lag exactly, but for the first, of which there were none so old."""
+    (tmp_path / "slow_loss.py").write_text(SLOW_LOSS)
+    steps = 8
+    run = local_run(
+        tmp_path / "run",
+        steps=steps,
+        held_out=None,
+        staleness={"max_lag": lag},
+        train={"loss": f"{tmp_path / 'slow_loss.py'}:slow"},
+        engine={"slots": 16},
+    )
+    expected = [min(version, lag) for version in range(steps)]
+    rows = read_metrics(run.folder / "metrics.jsonl")
+    assert [row["lag_max"] for row in rows] == expected
+    assert run.summary["lag"]["max"] == lag
+    assert run.summary["lag"]["mean"] == pytest.approx(np.mean(expected), abs=0.35)
+    assert run.summary["accounting"]["rejected"] == 0
+
+
+def test_long_rollouts_live_across_versions(tmp_path):
+    run = local_run(
+        tmp_path / "run",
+        steps=12,
+        held_out=None,
+        model={"context": 512},
+        sampling={"max_tokens": 400, "min_tokens": 400},
+        staleness={"max_lag": 12},
+        train={"batch": 4, "group_size": 2},
+        engine={"slots": 4},
+        observe={"keep_rollouts_every": 1},
+    )
+    spans = []
+    for version in range(1, 13):
+        _, rollouts = read_rollouts(run.folder, step=version)
+        for rollout in rollouts:
+            versions = rollout.versions[rollout.is_sampled]
+            assert (np.diff(versions) >= 0).all() and len(rollout.calls) == 1
+            spans.append(len(set(versions.tolist())))
+    assert max(spans) >= 2, "no rollout saw two versions"
+
+
+def test_two_engines_share_the_work(tmp_path):
+    run = local_run(tmp_path / "run", engine={"slots": 4, "count": 2}, observe={"keep_rollouts_every": 1}, held_out=None)
+    engines = {call.engine for step in range(1, 7) for r in read_rollouts(run.folder, step=step)[1] for call in r.calls}
+    assert engines == {"engine-0", "engine-1"}
+    assert run.summary["accounting"]["trained"] == 96
+
+
+def test_a_slow_reward_stops_neither_generation_nor_training(tmp_path):
+    """Each call of the reward holds its thread for 0.2 s while the engine must go on drawing for groups further on."""
+    moments: list[float] = []
+
+    def slow(prompts, completions, **_):
+        moments.append(time.monotonic())
+        time.sleep(0.2)
+        return [float(len(completion)) for completion in completions]
+
+    run = local_run(tmp_path / "run", reward=slow, steps=4, held_out=None, staleness={"max_lag": 4}, train={"batch": 8})
+    assert run.summary["accounting"]["trained"] == 32 and run.summary["accounting"]["failed"] == 0
+    events = json.loads((run.folder / "trace.json").read_text())
+    origin = time.time() - time.monotonic()
+    busy = [
+        (event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6) for event in events if event["name"] in ("decode", "prefill")
+    ]
+    during = [
+        (start, stop) for start, stop in busy for moment in moments if moment + origin + 0.01 < start < moment + origin + 0.19
+    ]
+    assert during, "the engine stood still while the reward was computed"
+
+
+def test_what_fails_in_a_process_is_named_with_its_cause_and_log(tmp_path):
+    (tmp_path / "slow_loss.py").write_text(SLOW_LOSS)
+    with pytest.raises(RoleFailed) as failed:
+        local_run(tmp_path / "run", train={"loss": f"{tmp_path / 'slow_loss.py'}:broken"}, held_out=None)
+    text = str(failed.value)
+    assert "trainer failed: ArithmeticError: a loss of the user's" in text
+    assert "slow_loss.py" in text and "broken" in text and str(tmp_path / "run" / "logs" / "trainer.log") in text
+    assert not children() and not leftovers()
+
+
+def test_a_model_that_cannot_be_loaded_is_the_same_error_as_in_one_process(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ModelError, match="empty"):
+        local_run(tmp_path / "run", model={"path": str(tmp_path / "empty")})
+    assert not children() and not leftovers()
+
+
+def test_shared_memory_too_small_is_refused_before_anything_is_loaded(tmp_path, monkeypatch):
+    usage = shutil.disk_usage("/")._replace(free=1000)
+    monkeypatch.setattr("headrace.sync.shared.shutil.disk_usage", lambda _: usage)
+    with pytest.raises(RuntimeError, match=r"0 MB free.*remount,size=.*sync\.folder"):
+        local_run(tmp_path / "run")
+    assert not children() and not leftovers()
