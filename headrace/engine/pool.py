@@ -266,16 +266,16 @@ class EnginePool:
         await self._any_member()
 
     async def state(self) -> EngineState:
-        states = [EngineState(**await member.control.call("state")) for member in self.members]
+        states = [state for state in await self._all("state") if state is not None]
         wanted = self._wanted
         return EngineState(
-            version=min((state.version for state in states), default=wanted.version if wanted else 0),
+            version=min((state["version"] for state in states), default=wanted.version if wanted else 0),
             lineage=wanted.lineage if wanted else "",
-            running=sum(state.running for state in states),
-            waiting=sum(state.waiting for state in states) + len(self._waiting),
-            slots=sum(state.slots for state in states),
-            free_blocks=sum(state.free_blocks for state in states),
-            tokens=sum(state.tokens for state in states),
+            running=sum(state["running"] for state in states),
+            waiting=sum(state["waiting"] for state in states) + len(self._waiting),
+            slots=sum(state["slots"] for state in states),
+            free_blocks=sum(state["free_blocks"] for state in states),
+            tokens=sum(state["tokens"] for state in states),
         )
 
     def wake(self) -> None:
@@ -332,14 +332,17 @@ class EnginePool:
         except StreamClosed:
             self.lose(member)  # it comes back, if it does, with the weights wanted then
 
-    async def _all(self, name: str, **arguments: Any) -> None:  # noqa: ANN401
-        async def call(member: Member) -> None:
+    async def _all(self, name: str, **arguments: Any) -> list[Any]:  # noqa: ANN401
+        """What each engine answers; None from one that was lost meanwhile."""
+
+        async def call(member: Member) -> Any:  # noqa: ANN401
             try:
-                await member.control.call(name, **arguments)
+                return await member.control.call(name, **arguments)
             except StreamClosed:
                 self.lose(member)
+                return None
 
-        await asyncio.gather(*(call(member) for member in list(self.members)))
+        return list(await asyncio.gather(*(call(member) for member in list(self.members))))
 
     async def _any_member(self) -> Member:
         while not self.members:

@@ -1,0 +1,173 @@
+"""Processes of a run killed and stopped at moments nobody chose. Each test starts the command a user starts."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+
+import numpy as np
+import pytest
+from faults import Running, again, is_alive, start, wait_until
+
+from headrace.observe.inspect import read_rollouts
+from headrace.observe.observer import read_metrics
+
+
+def books_close(summary: dict) -> bool:
+    counts = summary["accounting"]
+    terms = ("trained", "rejected", "failed", "filtered", "unused", "buffered", "in_flight")
+    return counts["submitted"] == sum(counts[name] for name in terms)
+
+
+def check_finished(run: Running, output: str) -> None:
+    """Every version was trained once, on tokens whose logprobs and versions are right."""
+    assert run.process.returncode == 0, output
+    summary, rows = run.summary, read_metrics(run.folder / "metrics.jsonl")
+    assert summary["status"] == "finished" and books_close(summary) and summary["accounting"]["failed"] == 0
+    assert [row["version"] for row in rows] == list(range(1, summary["steps"] + 1))
+    assert max(row["train/mismatch_max"] for row in rows) < 1e-4 and max(row["canary"] for row in rows) < 1e-4
+    assert max(row["lag_max"] for row in rows) <= 1
+    assert not run.leftovers() and not run.roles()
+
+
+def test_a_killed_engine_is_started_again_and_its_rollouts_go_on(tmp_path):
+    run = start(tmp_path, "--sampling.max_tokens=400", "--sampling.min_tokens=300", "--train.batch=8", "--engine.slots=8")
+    run.wait_for_version(3)
+    time.sleep(1.5)  # long enough for some rollouts to have been told of
+    run.hit("engine-0", signal.SIGKILL)
+    output = run.finish()
+    check_finished(run, output)
+    assert "engine-0" in output and "killed by SIGKILL" in output and "started again (1 of 3)" in output
+    assert "logs/engine-0.log" in output
+    resumed = 0
+    for step in range(1, 41):
+        for rollout in read_rollouts(run.folder, step=step)[1]:
+            versions = rollout.versions[rollout.is_sampled]
+            assert (np.diff(versions) >= 0).all() and rollout.num_sampled >= 300
+            resumed += len(rollout.calls) > 1
+    assert resumed, "no rollout was resumed from its prefix"
+
+
+def test_an_engine_killed_at_any_moment_loses_nothing(tmp_path):
+    """Six times, also while weights are on their way: they nearly always are, a version takes a few hundredths of a second."""
+    run = start(tmp_path, "--engine.restarts=6", "--steps=60", "--engine.count=2")
+    chance = random.Random(0)
+    for _ in range(6):
+        run.wait_for_version(run.version + 2)
+        time.sleep(chance.random() * 0.2)
+        name = f"engine-{chance.randrange(2)}"
+        if run.process.poll() is not None:
+            break
+        try:
+            pid = run.hit(name, signal.SIGKILL)
+        except LookupError:  # it is being started again
+            continue
+        assert wait_until(lambda pid=pid: not is_alive(pid))
+    output = run.finish()
+    assert run.process.returncode == 0, output
+    assert run.summary["status"] == "finished" and books_close(run.summary)
+    assert not run.leftovers()
+
+
+def test_an_engine_that_cannot_be_kept_ends_the_run_by_name(tmp_path):
+    run = start(tmp_path, "--engine.restarts=0")
+    run.wait_for_version(2)
+    run.hit("engine-0", signal.SIGKILL)
+    output = run.finish()
+    assert run.process.returncode == 1
+    assert "engine-0" in output and "killed by SIGKILL" in output and "engine.restarts = 0 are spent" in output
+    assert "goes on from version" in output and not run.leftovers() and not run.roles()
+
+
+def test_a_stopped_engine_is_named_and_replaced(tmp_path):
+    run = start(tmp_path)
+    run.wait_for_version(3)
+    pid = run.hit("engine-0", signal.SIGSTOP)
+    began = time.monotonic()
+    assert wait_until(lambda: not is_alive(pid), seconds=20), "it was neither named nor replaced"
+    assert time.monotonic() - began < 12
+    output = run.finish()
+    check_finished(run, output)
+    assert "engine-0" in output and "has not answered for" in output and "it is stopped (SIGSTOP)" in output
+
+
+@pytest.mark.parametrize(("number", "words"), [(signal.SIGKILL, "killed by SIGKILL"), (signal.SIGSTOP, "has not answered for")])
+def test_a_lost_trainer_ends_the_run_and_the_same_command_resumes(tmp_path, number, words):
+    run = start(tmp_path)
+    run.wait_for_version(6)
+    run.hit("trainer", number)
+    output = run.finish(seconds=30)
+    assert run.process.returncode == 1
+    assert "trainer" in output and words in output and "logs/trainer.log" in output
+    assert f"the same command goes on from version 4: headrace train {tmp_path / 'recipe.toml'}" in output.replace(
+        "version 8", "version 4"
+    ), "the checkpoint is every fourth version"
+    assert not run.leftovers() and not run.roles()
+    resumed = again(run)
+    output = resumed.finish()
+    check_finished(resumed, output)
+    assert "resumed    version" in output
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_asked_to_stop_it_saves_and_leaves_nothing(tmp_path, number):
+    run = start(tmp_path)
+    run.wait_for_version(5)
+    roles = run.roles()
+    assert len(roles) == 2 and run.leftovers()
+    run.process.send_signal(number)
+    output = run.finish(seconds=30)
+    assert run.process.returncode == 130 and "saved" in output, output
+    assert run.summary["status"] == "interrupted" and run.summary["version"] >= 5
+    assert not any(map(is_alive, roles)) and not run.leftovers()
+    checkpoints = [path.name for path in (run.folder / "checkpoints").iterdir()]
+    assert f"step-{run.summary['version']}" in checkpoints
+
+
+def test_asked_twice_it_stops_at_once(tmp_path):
+    """The trainer is stopped, so that the first request cannot be done: it waits, until the second."""
+    run = start(tmp_path, "--heartbeat=300")
+    run.wait_for_version(3)
+    roles = run.roles()
+    run.hit("trainer", signal.SIGSTOP)
+    run.process.send_signal(signal.SIGINT)
+    time.sleep(2)
+    assert run.process.poll() is None
+    run.process.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    run.finish(seconds=30)
+    assert time.monotonic() - began < 5 and run.process.returncode == 130
+    assert not any(map(is_alive, roles)) and not run.leftovers()
+
+
+def test_a_killed_launcher_leaves_nothing_either(tmp_path):
+    run = start(tmp_path)
+    run.wait_for_version(3)
+    roles = run.roles()
+    run.process.kill()
+    run.process.wait()
+    assert wait_until(lambda: not any(map(is_alive, roles))), "processes outlive their launcher"
+    assert wait_until(lambda: not run.leftovers()), run.leftovers()
+    resumed = again(run)  # the lock went with its holder
+    check_finished(resumed, resumed.finish())
+
+
+def test_stopped_while_it_starts_it_leaves_nothing(tmp_path):
+    run = start(tmp_path)
+    assert wait_until(lambda: len(run.roles()) == 2, seconds=60)
+    roles = run.roles()
+    run.process.send_signal(signal.SIGTERM)
+    run.finish(seconds=30)
+    assert run.process.returncode == 130
+    assert not any(map(is_alive, roles)) and not run.leftovers()
+
+
+def test_two_runs_in_one_folder_are_refused(tmp_path):
+    run = start(tmp_path)
+    run.wait_for_version(1)
+    second = again(run)
+    output = second.finish(seconds=60)
+    assert second.process.returncode == 2 and "in use by another process" in output
+    run.process.send_signal(signal.SIGINT)
+    run.finish(seconds=30)
