@@ -107,6 +107,8 @@ class RewardWorkers:
         self._num_started = 0
         self._late_in_a_row = 0
         self._is_closed = False
+        self.num_calls = 0
+        """Calls that have ended, in time or not: while it rises, rewards are getting on."""
         self._changed = threading.Condition(threading.Lock())
         self._here = threading.local()
 
@@ -192,6 +194,7 @@ class RewardWorkers:
         self._workers.remove(worker)
         self._stuck.add(worker)
         self._late_in_a_row += 1
+        self.num_calls += 1
         job.results[worker.index] = TimedOut(cause)
         job.missing -= 1
         job.settle()
@@ -241,6 +244,7 @@ class RewardWorkers:
 
     def _leave(self, job: _Job, index: int, outcome: object, error: BaseException | None) -> None:
         self._late_in_a_row = 0
+        self.num_calls += 1
         if error is None:
             job.results[index] = outcome
         else:

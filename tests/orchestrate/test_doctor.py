@@ -145,9 +145,9 @@ def test_held_out_tasks_that_are_missing(recipe) -> None:
 
 def test_a_column_that_the_reward_takes_and_no_task_has(recipe) -> None:
     recipe.write(reward="def reward(completion, solution, tolerance=0.1):\n    return float(completion == solution)\n")
-    findings = [finding for finding in recipe.examine() if finding.level == "problem"]
-    assert findings[0].what == "reward 'reward' takes solution, which the tasks do not have (columns: answer, prompt)"
-    assert "give solution a default value" in findings[0].fix
+    finding = only(recipe.examine(), "problem")
+    assert finding.what == "reward 'reward' takes solution, which the tasks do not have (columns: answer, prompt)"
+    assert "give solution a default value" in finding.fix
 
 
 def test_a_column_that_some_tasks_lack(recipe) -> None:

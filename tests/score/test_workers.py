@@ -144,7 +144,7 @@ def test_one_sample_that_hangs_fails_alone_and_once(stuck) -> None:
     assert results[:2] + results[3:] == [0.0, 1.0, 3.0, 4.0, 5.0]
     assert isinstance(results[2], Failure) and calls == [0, 1, 2, 3, 4, 5]
     assert results[2].reason == f"reward 'hangs_at_two' gave no answer within reward.timeout = {TIMEOUT} s"
-    assert workers.num_stuck == 1
+    assert workers.num_stuck == 1 and workers.num_calls == 6
 
 
 def test_a_reward_that_hangs_is_an_infra_abort_and_its_siblings_are_scored(stuck) -> None:
