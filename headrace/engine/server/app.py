@@ -145,13 +145,12 @@ class Server:
     async def observe(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Counts every request by its end, the outermost of all."""
         began = time.perf_counter()
-        request["began"] = began
         resource = request.match_info.route.resource
         endpoint = "other" if resource is None else resource.canonical
         status = _CLIENT_LEFT  # until something else is known
         try:
             response = await handler(request)
-            status = request.get("status", response.status)
+            status = response.failed_with if isinstance(response, Events) else response.status
             return response
         finally:
             self._metrics.requests[endpoint, status] += 1
@@ -219,9 +218,10 @@ class Server:
 
     async def _stream(self, request: web.Request, answer: Answer, pieces: AsyncGenerator[Piece, None]) -> web.StreamResponse:
         """Server-sent events. Until the first piece is there a failure still has a status of its own."""
+        began = time.perf_counter()
         first = await anext(pieces)
-        self._metrics.first_token.observe(time.perf_counter() - request["began"])
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        self._metrics.first_token.observe(time.perf_counter() - began)
+        response = Events(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
         try:
             await _send(response, answer.chunk(first))
@@ -233,11 +233,17 @@ class Server:
             raise
         except Exception as error:  # noqa: BLE001  (told inside the stream, where it is too late for a status)
             told = explain(error)
-            request["status"] = told.status
+            response.failed_with = told.status
             await _send(response, told.body())
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
         return response
+
+
+class Events(web.StreamResponse):
+    """A stream, which begins with 200 and may still fail."""
+
+    failed_with = 200
 
 
 SERVER: web.AppKey[Server] = web.AppKey("server", Server)

@@ -41,7 +41,12 @@ class TextReader:
         """A stop string that ends within so much of `_held` came before min_tokens and does not count."""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that is certain after these tokens. With stop strings, tokens are pushed one by one."""
+        """The text that is certain after these tokens. With stop strings, tokens are pushed one by one.
+
+        So they are where some are not whole characters: there, a decoder may take back what it said of earlier tokens.
+        """
+        if len(token_ids) > 1 and _UNFINISHED in self._text([*self._ids, *token_ids]):
+            return "".join(self.push([token]) for token in token_ids)
         self._ids.extend(token_ids)
         self._num_pushed += len(token_ids)
         return self._cut(self._decode(is_last=False), is_exempt=self._num_pushed <= self._min_tokens)
@@ -54,11 +59,13 @@ class TextReader:
         return text if self.stopped_by is not None else text + self._held
 
     def _decode(self, *, is_last: bool) -> str:
-        before = self._text(self._ids[: self._given]).rstrip(_UNFINISHED)
+        given = self._text(self._ids[: self._given])
+        before = given.rstrip(_UNFINISHED)
         whole = self._text(self._ids)
         if len(whole) <= len(before) or (whole.endswith(_UNFINISHED) and not is_last):
             return ""
-        del self._ids[: self._given]
+        if before == given:  # else the prompt ends inside a character, whose tokens only make sense together
+            del self._ids[: self._given]
         self._given = len(self._ids)
         return whole[len(before) :]
 
