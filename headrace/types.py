@@ -20,11 +20,12 @@ import dataclasses
 import enum
 import math
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from headrace.validate import Array, Plain, check_kind, check_plain, equal_records, frozen
+from headrace.validate import Array, Plain, check_kind, check_plain, equal_records, frozen, trusted
 
 __all__ = [
     "Array",
@@ -123,12 +124,20 @@ class Sampling:
         _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "≥ 1")
         _require(0 <= self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, "between 0 and max_tokens")
 
+    def with_seed(self, seed: int) -> Sampling:
+        """The same distribution drawn with other random numbers; nothing needs checking again."""
+        return trusted(Sampling, dict(zip(_SAMPLING_FIELDS, _sampling_values(self), strict=True)) | {"seed": seed})
+
     @property
     def is_truncated(self) -> bool:
         """True where some tokens cannot be drawn, so that a sampling mask is needed to compute the logprob again."""
         return self.temperature > 0 and (
             self.top_k > 0 or self.top_p < 1 or self.min_p > 0 or (self.min_tokens > 0 and bool(self.stop_ids))
         )
+
+
+_SAMPLING_FIELDS = tuple(f.name for f in dataclasses.fields(Sampling))
+_sampling_values = attrgetter(*_SAMPLING_FIELDS)
 
 
 def _require(holds: bool, name: str, value: object, wanted: str) -> None:
@@ -239,7 +248,7 @@ class Rollout:
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__
-        for name, dtype in _TOKEN_ARRAYS.items():
+        for name, dtype in TOKEN_ARRAYS.items():
             set_field(self, name, frozen(getattr(self, name), dtype, name))
         set_field(self, "calls", tuple(self.calls))
         set_field(self, "parent", None if self.parent is None else (str(self.parent[0]), int(self.parent[1])))
@@ -259,13 +268,13 @@ class Rollout:
         if self.media is not None:
             raise ValueError("media is reserved: images and sound are not supported yet")
         _check_outcome(self.outcome)
-        for name in _TOKEN_ARRAYS:
+        for name in TOKEN_ARRAYS:
             if getattr(self, name).ndim != 1:
                 raise ValueError(f"{name} must be one-dimensional")
         length = len(self.token_ids)
         if self.parent is not None and not 0 <= self.parent[1] <= length:
             raise ValueError(f"parent: forked at token {self.parent[1]} of {length}")
-        aligned: dict[str, Array] = {name: getattr(self, name) for name in _TOKEN_ARRAYS} | self.columns
+        aligned: dict[str, Array] = {name: getattr(self, name) for name in TOKEN_ARRAYS} | self.columns
         if self.expert_routing is not None:
             aligned["expert_routing"] = self.expert_routing
             if self.expert_routing.dtype not in (np.uint8, np.int16) or self.expert_routing.ndim != 3:
@@ -339,11 +348,9 @@ class Rollout:
             return dataclasses.replace(self, **changes)
         if "rewards" in changes:
             changes["rewards"] = _checked_rewards(changes["rewards"])
-        _check_outcome(changes.get("outcome"))
-        copy = object.__new__(Rollout)
-        for name in _ROLLOUT_FIELDS:
-            object.__setattr__(copy, name, changes[name] if name in changes else getattr(self, name))
-        return copy
+        if "outcome" in changes:
+            _check_outcome(changes["outcome"])
+        return trusted(Rollout, dict(zip(_ROLLOUT_FIELDS, _rollout_values(self), strict=True)) | changes)
 
     @property
     def is_sampled(self) -> Array:
@@ -382,7 +389,7 @@ class Rollout:
         return self.outcome.reward if isinstance(self.outcome, Scored) else None
 
 
-_TOKEN_ARRAYS: dict[str, type] = {
+TOKEN_ARRAYS: dict[str, type] = {
     "token_ids": np.int32,
     "source": np.int8,
     "loss_mask": np.bool_,
@@ -390,7 +397,8 @@ _TOKEN_ARRAYS: dict[str, type] = {
     "versions": np.int32,
 }
 _ROLLOUT_FIELDS = tuple(f.name for f in dataclasses.fields(Rollout))
-_FREE_FIELDS = frozenset({"policy", "lineage", "rewards", "outcome"})
+_rollout_values = attrgetter(*_ROLLOUT_FIELDS)
+_FREE_FIELDS = frozenset({"id", "episode", "group", "index", "policy", "lineage", "rewards", "outcome"})
 """Fields whose checks need no other field."""
 _SAMPLED = int(Source.SAMPLED)
 _LAST_SOURCE = int(max(Source))
@@ -434,9 +442,7 @@ class Episode:
         """A copy with some fields changed, checked again where a check could fail."""
         if not changes.keys() <= {"attempts", "outcome", "rollouts", "started", "finished"}:
             return dataclasses.replace(self, **changes)
-        copy = object.__new__(Episode)
-        for name in _EPISODE_FIELDS:
-            object.__setattr__(copy, name, changes[name] if name in changes else getattr(self, name))
+        copy = trusted(Episode, dict(zip(_EPISODE_FIELDS, _episode_values(self), strict=True)) | changes)
         object.__setattr__(copy, "rollouts", tuple(copy.rollouts))
         copy._check_members()
         return copy
@@ -459,6 +465,7 @@ class Episode:
 
 
 _EPISODE_FIELDS = tuple(f.name for f in dataclasses.fields(Episode))
+_episode_values = attrgetter(*_EPISODE_FIELDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

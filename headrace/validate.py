@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Record = TypeVar("Record")
 Array: TypeAlias = npt.NDArray[Any]
 Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | None"
 """Data that survives JSON and msgpack unchanged: what a task row and a setting are made of."""
@@ -85,6 +89,23 @@ def _is_writable_somewhere(array: Array) -> bool:
             return True
         owner = owner.base
     return owner is not None and not memoryview(owner).readonly
+
+
+def trusted(record: type[Record], fields: dict[str, Any]) -> Record:
+    """A frozen record made without its checks, for who has made them already. Every field must be there."""
+    made, set_field = object.__new__(record), object.__setattr__
+    for name, value in fields.items():
+        set_field(made, name, value)
+    return made
+
+
+def trusted_many(record: type[Record], columns: dict[str, Sequence[Any]], *, num: int) -> list[Record]:
+    """As many of them, a column of `num` values for each field."""
+    made = [object.__new__(record) for _ in range(num)]
+    for name, column in columns.items():
+        assert len(column) == num
+        any(map(record.__dict__[name].__set__, made, column))  # for its side effect, without a turn of Python for each
+    return made
 
 
 def equal_records(left: object, right: object) -> bool:

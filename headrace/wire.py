@@ -35,8 +35,12 @@ MAX_DEPTH = 64
 """Nesting of plain data; deeper is refused."""
 
 _PREAMBLE = struct.Struct("<3sBIIQ")
+PREAMBLE_BYTES = _PREAMBLE.size
+"""What must be read of a frame to know how long it is."""
 _MAGIC = b"HRW"
-_DTYPES = frozenset({"|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8"})
+_DTYPES = {
+    name: np.dtype(name) for name in ("|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8")
+}
 _RECORDS: dict[str, type[Any]] = {
     record.__name__: record
     for record in (
@@ -55,6 +59,8 @@ _RECORDS: dict[str, type[Any]] = {
 }
 _NAMES = {record: name for name, record in _RECORDS.items()}
 _FIELDS = {name: tuple(f.name for f in dataclasses.fields(record)) for name, record in _RECORDS.items()}
+_SCALARS = frozenset({type(None), bool, int, float, str})
+"""What stands in a header as it is; a list of nothing else needs no look at each."""
 _ARRAY = "$array"
 _RECORD = "$record"
 
@@ -65,7 +71,7 @@ class WireError(ValueError):
 
 def encode(value: object) -> bytes:
     """A frame holding a record, or lists and dicts of records, arrays and plain data."""
-    buffers: list[bytes] = []
+    buffers: list[bytes | memoryview] = []
     size = 0
 
     def plain(item: object, depth: int) -> object:
@@ -79,13 +85,15 @@ def encode(value: object) -> bytes:
             if array.dtype.str not in _DTYPES:
                 raise WireError(f"arrays of {array.dtype} do not travel")
             padding = -size % 8
-            buffers.append(b"\0" * padding + array.tobytes())
+            buffers.extend((bytes(padding), array.data))
             start, size = size + padding, size + padding + array.nbytes
             return {_ARRAY: [array.dtype.str, list(array.shape), start, array.nbytes]}
         name = _NAMES.get(type(item))
         if name is not None:
             return {_RECORD: name} | {field: plain(getattr(item, field), depth + 1) for field in _FIELDS[name]}
         if isinstance(item, list | tuple):
+            if depth < MAX_DEPTH and _SCALARS.issuperset(map(type, item)):
+                return item
             return [plain(entry, depth + 1) for entry in item]
         if isinstance(item, dict):
             if not all(isinstance(key, str) for key in item):
@@ -101,8 +109,11 @@ def encode(value: object) -> bytes:
         raise WireError(f"cannot be encoded: {error}") from error
     if _body_start(len(header)) + size > MAX_FRAME:
         raise WireError(f"{len(header) + size} bytes are more than a frame may hold ({MAX_FRAME})")
-    payload = b"".join([header, bytes(_body_start(len(header)) - _PREAMBLE.size - len(header)), *buffers])
-    return _PREAMBLE.pack(_MAGIC, SCHEMA, zlib.crc32(payload), len(header), size) + payload
+    parts = [header, bytes(_body_start(len(header)) - _PREAMBLE.size - len(header)), *buffers]
+    checksum = 0
+    for part in parts:
+        checksum = zlib.crc32(part, checksum)
+    return b"".join([_PREAMBLE.pack(_MAGIC, SCHEMA, checksum, len(header), size), *parts])
 
 
 def _body_start(header_size: int) -> int:
@@ -135,13 +146,18 @@ def _base(item: str | int | float) -> str | int | float:
     return next(kind(item) for kind in (str, int, float) if isinstance(item, kind))
 
 
+def remaining_bytes(preamble: bytes, *, max_bytes: int = MAX_FRAME) -> int:
+    """How many bytes of a frame follow its preamble."""
+    header_size, body_size, _ = _read_preamble(memoryview(preamble), max_bytes=max_bytes)
+    return _body_start(header_size) - _PREAMBLE.size + body_size
+
+
 def read_frames(file: BinaryIO) -> Iterator[Any]:
     """The values of a file of frames, one after another; a frame cut off by a crash at the end is left out."""
     while preamble := file.read(_PREAMBLE.size):
         if len(preamble) < _PREAMBLE.size:
             return
-        header_size, body_size, _ = _read_preamble(memoryview(preamble), max_bytes=MAX_FRAME)
-        size = _body_start(header_size) - _PREAMBLE.size + body_size
+        size = remaining_bytes(preamble)
         rest = file.read(size)
         if len(rest) < size:
             return
@@ -165,6 +181,8 @@ def _revive(item: Any, body: memoryview, depth: int) -> Any:  # noqa: ANN401
     if depth > MAX_DEPTH:
         raise WireError(f"nested deeper than {MAX_DEPTH}")
     if isinstance(item, list):
+        if depth < MAX_DEPTH and _SCALARS.issuperset(map(type, item)):
+            return item
         return [_revive(entry, body, depth + 1) for entry in item]
     if not isinstance(item, dict):
         if isinstance(item, bytes | msgpack.ExtType | msgpack.Timestamp):
@@ -194,11 +212,12 @@ def _revive_array(claim: Any, body: memoryview) -> types.Array:  # noqa: ANN401
     if not isinstance(claim, list) or len(claim) != 4:
         raise WireError("an array is described by dtype, shape, offset and length")
     dtype, shape, offset, length = claim
-    if dtype not in _DTYPES:
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise WireError(f"arrays of {dtype!r} are not taken")
     if not isinstance(shape, list) or len(shape) > 8 or not all(type(n) is int and n >= 0 for n in [*shape, offset, length]):
         raise WireError("an array's shape, offset and length must be whole numbers")
-    if math.prod(shape) * np.dtype(dtype).itemsize != length or offset + length > len(body):
+    count, kind = math.prod(shape), _DTYPES[dtype]
+    if count * kind.itemsize != length or offset + length > len(body):
         raise WireError(f"an array of shape {shape} and {length} bytes at {offset} does not fit a body of {len(body)}")
-    array = np.frombuffer(body[offset : offset + length], dtype=dtype)
-    return array.reshape(shape)
+    array = np.frombuffer(body[offset : offset + length], dtype=kind)
+    return array if len(shape) == 1 else array.reshape(shape)

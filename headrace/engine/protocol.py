@@ -62,14 +62,15 @@ class Engine(Protocol):
         current weights and each sampled token's own temperature and sampling mask."""
 
     async def pause(self, interrupt: Interrupt) -> None:
-        """Stop decoding, doing with what is in flight as `interrupt` says. Called before `load`."""
+        """Stop decoding, doing with what is in flight as `interrupt` says."""
 
     async def resume(self) -> None:
         """Decode again; requests made while paused were queued."""
 
-    async def load(self, update: WeightUpdate) -> None:
-        """Receive the weights of `update` and hold them from the next decode step on. Raises, and stays on the old
-        version, if what arrived is not what the manifest says."""
+    async def load(self, update: WeightUpdate, *, interrupt: Interrupt = ...) -> None:
+        """Receive the weights of `update`, decoding on meanwhile where it can, do with what is in flight as `interrupt` says
+        (`KEEP` if not given), and hold the new weights from the next decode step on. Raises, and stays on the old version,
+        if what arrived is not what the manifest says. A paused engine stays paused."""
 
     async def state(self) -> EngineState:
         """A look at it, for the run line and for health."""

@@ -7,5 +7,6 @@ it computes the checksums of what it now holds. A version counts as held only if
 
 from headrace.sync.memory import MemorySync
 from headrace.sync.protocol import Lineage, SyncError, WeightSync
+from headrace.sync.shared import SharedMemorySync
 
-__all__ = ["Lineage", "MemorySync", "SyncError", "WeightSync"]
+__all__ = ["Lineage", "MemorySync", "SharedMemorySync", "SyncError", "WeightSync"]

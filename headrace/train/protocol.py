@@ -18,6 +18,9 @@ Metrics = dict[str, float]
 class Trainer(Protocol):
     """Two verbs train (`forward_backward`, `optim_step`); the others look, publish and keep."""
 
+    num_passes: int
+    """Forward passes made: a clock that only moves when work does."""
+
     def forward(self, batch: Batch) -> list[Array]:
         """[T] float32 per rollout: logprobs of the trained tokens under the current weights, 0 elsewhere. Called before
         the first of several optimizer steps, to fix the proximal policy."""

@@ -45,6 +45,7 @@ class DeviceTrainer:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.model = model.eval()  # no dropout: the engine has none, and a gradient flows all the same
+        self.num_passes = 0
         self._dtype = dtype
         self._tokenizer = tokenizer
         self._settings = settings
@@ -65,6 +66,7 @@ class DeviceTrainer:
         results = [np.zeros(len(rollout), dtype=np.float32) for rollout in batch.rollouts]
         for members in self._passes(batch.rollouts):
             packed = self._pack([batch.rollouts[member] for member in members])
+            self.num_passes += 1
             with torch.no_grad(), self._precision():
                 logprobs, _ = packed_logprobs(self.model, self._head, packed, exact=self._exact)
             values, sequence = logprobs.cpu().numpy(), packed.sequence.cpu().numpy()
@@ -76,6 +78,7 @@ class DeviceTrainer:
         sums = _Sums()
         for members in self._passes(batch.rollouts):
             packed = self._pack([batch.rollouts[member] for member in members])
+            self.num_passes += 1
             loss = self._loss(batch, members, packed, sums)
             loss.backward()
         return sums.metrics()

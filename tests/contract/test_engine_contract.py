@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
@@ -10,18 +11,20 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.engine import Engine, PromptTooLong, UnusablePrompt
+from headrace.engine import Engine, EngineState, PromptTooLong, UnusablePrompt
 from headrace.engine.native import NativeEngine
 from headrace.engine.native.core import EngineCore
+from headrace.engine.native.threaded import ThreadedEngine
 from headrace.model.load import load_model
 from headrace.model.weights import make_manifest, named_tensors
-from headrace.observe import Timeline
+from headrace.observe import ProcessTimeline, Timeline
 from headrace.partial import Interrupt
 from headrace.sync import Lineage, MemorySync, SyncError
 from headrace.types import FinishReason, Rollout, Sampling, Source
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable
+    from contextlib import AbstractAsyncContextManager
 
 CONTEXT = 96
 END = 1
@@ -50,13 +53,38 @@ class Bench:
                     tensor.add_(0.05 * torch.randn_like(tensor))
 
 
-def native(model_path: str, slots: int) -> Bench:
+def make_core(model_path: str, slots: int) -> EngineCore:
+    return EngineCore(load_model(model_path), name="engine-0", slots=slots, context=CONTEXT)
+
+
+@contextlib.asynccontextmanager
+async def native(model_path: str, slots: int) -> AsyncIterator[Bench]:
+    """In this thread, beside whoever calls it."""
     sync = MemorySync(Lineage("life"))
-    core = EngineCore(load_model(model_path), name="engine-0", slots=slots, context=CONTEXT)
-    return Bench(NativeEngine(core, sync=sync, timeline=Timeline("engine")), load_model(model_path), sync)
+    engine = NativeEngine(make_core(model_path, slots), sync=sync, timeline=Timeline("engine"))
+    serving = asyncio.ensure_future(engine.serve())
+    try:
+        yield Bench(engine, load_model(model_path), sync)
+    finally:
+        serving.cancel()
+        if serving.done() and not serving.cancelled():
+            serving.result()
 
 
-ENGINES: dict[str, Callable[[str, int], Bench]] = {"native": native}
+@contextlib.asynccontextmanager
+async def threaded(model_path: str, slots: int) -> AsyncIterator[Bench]:
+    """In a thread of its own."""
+    sync = MemorySync(Lineage("life"))
+    engine = ThreadedEngine(make_core(model_path, slots), sync=sync, timeline=ProcessTimeline("engine"))
+    engine.start()
+    try:
+        yield Bench(engine, load_model(model_path), sync)
+    finally:
+        engine.close()
+        assert not engine.died.done(), engine.died.exception()
+
+
+ENGINES: dict[str, Callable[[str, int], AbstractAsyncContextManager[Bench]]] = {"native": native, "threaded": threaded}
 
 
 @pytest.fixture(params=ENGINES)
@@ -67,15 +95,9 @@ def run(request: pytest.FixtureRequest, tiny_model: str) -> Callable[..., Any]:
     def runner(test: Callable[[Bench], Awaitable[Any]], *, slots: int = 4) -> Any:
         async def main() -> Any:
             torch.manual_seed(0)
-            bench = make(tiny_model, slots)
-            serving = asyncio.ensure_future(bench.engine.serve())
-            try:
+            async with make(tiny_model, slots) as bench:
                 await bench.publish(0)
                 return await asyncio.wait_for(test(bench), timeout=60)
-            finally:
-                serving.cancel()
-                if serving.done() and not serving.cancelled():
-                    serving.result()
 
         return asyncio.run(main())
 
@@ -87,9 +109,17 @@ def prompt(name: str = "r", *, length: int = 6, seed: int = 0) -> Rollout:
     return Rollout.from_prompt(ids, id=name)
 
 
-async def steps(count: int) -> None:
-    for _ in range(count):
+async def until(bench: Bench, holds: Callable[[EngineState], bool]) -> EngineState:
+    """The engine's state once it is as it should be; the test's own deadline ends a wait in vain."""
+    while not holds(state := await bench.engine.state()):  # noqa: ASYNC110  (an engine has no event for each number)
         await asyncio.sleep(0)
+    return state
+
+
+async def drawn(bench: Bench, count: int) -> None:
+    """Until so many more tokens have been drawn."""
+    goal = (await bench.engine.state()).tokens + count
+    await until(bench, lambda state: state.tokens >= goal)
 
 
 def test_generation_lengthens_a_rollout(run):
@@ -207,7 +237,7 @@ def test_a_stream_is_the_same_call_and_closing_it_cancels(run):
         await anext(stream)
         assert (await bench.engine.state()).running == 1
         await stream.aclose()
-        assert (await bench.engine.state()).running == 0
+        await until(bench, lambda state: state.running == 0)
 
     run(check)
 
@@ -216,14 +246,10 @@ def test_cancelling_gives_slot_and_blocks_back(run):
     async def check(bench: Bench) -> None:
         free = (await bench.engine.state()).free_blocks
         calls = [asyncio.ensure_future(bench.engine.generate(prompt(f"r{i}"), Sampling(max_tokens=60))) for i in range(7)]
-        await steps(4)
-        state = await bench.engine.state()
-        assert (state.running, state.waiting) == (4, 3)
+        await until(bench, lambda state: (state.running, state.waiting) == (4, 3))
         for call in calls:
             call.cancel()
-        await steps(4)
-        state = await bench.engine.state()
-        assert (state.running, state.waiting, state.free_blocks) == (0, 0, free)
+        await until(bench, lambda state: (state.running, state.waiting, state.free_blocks) == (0, 0, free))
 
     run(check)
 
@@ -240,9 +266,9 @@ def test_a_prompt_without_room_is_refused_and_a_long_one_ends_at_the_context(run
 
 def test_keep_stamps_each_token_with_the_version_that_drew_it(run):
     async def check(bench: Bench) -> None:
-        call = asyncio.ensure_future(bench.engine.generate(prompt(), Sampling(max_tokens=30, seed=4)))
+        call = asyncio.ensure_future(bench.engine.generate(prompt(), Sampling(max_tokens=80, seed=4)))
         for version in (1, 2):
-            await steps(8)
+            await drawn(bench, 8)
             bench.nudge()
             await bench.publish(version)
         after = await call
@@ -254,13 +280,13 @@ def test_keep_stamps_each_token_with_the_version_that_drew_it(run):
 
 def test_abort_ends_where_it_is_and_generating_again_resumes(run):
     async def check(bench: Bench) -> None:
-        call = asyncio.ensure_future(bench.engine.generate(prompt(), Sampling(max_tokens=30, seed=4)))
-        await steps(8)
+        call = asyncio.ensure_future(bench.engine.generate(prompt(), Sampling(max_tokens=80, seed=4)))
+        await drawn(bench, 8)
         bench.nudge()
         await bench.publish(1, interrupt=Interrupt.ABORT)
         partial = await call
-        assert partial.finish_reason is FinishReason.ABORT and 0 < partial.num_sampled < 30
-        whole = await bench.engine.generate(partial, Sampling(max_tokens=30 - partial.num_sampled, seed=4))
+        assert partial.finish_reason is FinishReason.ABORT and 0 < partial.num_sampled < 80
+        whole = await bench.engine.generate(partial, Sampling(max_tokens=80 - partial.num_sampled, seed=4))
         assert np.array_equal(whole.token_ids[: len(partial)], partial.token_ids) and len(whole.calls) == 2
         assert set(whole.versions[whole.is_sampled].tolist()) == {0, 1}
         late = slice(len(partial), None)
@@ -293,8 +319,8 @@ def test_a_greedy_rollout_can_be_scored_and_an_empty_one_is_refused(run):
 
 def test_drain_finishes_what_is_in_flight_on_the_old_version(run):
     async def check(bench: Bench) -> None:
-        calls = [asyncio.ensure_future(bench.engine.generate(prompt(f"r{i}"), Sampling(max_tokens=9))) for i in range(6)]
-        await steps(4)
+        calls = [asyncio.ensure_future(bench.engine.generate(prompt(f"r{i}"), Sampling(max_tokens=40))) for i in range(6)]
+        await drawn(bench, 8)
         bench.nudge()
         await bench.publish(1, interrupt=Interrupt.DRAIN)
         versions = [set(rollout.versions[rollout.is_sampled].tolist()) for rollout in await asyncio.gather(*calls)]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from headrace.engine.lengthen import lengthen
 from headrace.engine.native.cache import SCRATCH, BlockPool, PagedCache, blocks_that_fit
 from headrace.engine.native.context import DecodeRows, StepContext
 from headrace.engine.native.sampler import Draw, SamplingRows, draw, uniform
@@ -22,10 +23,10 @@ from headrace.engine.protocol import Increment, PromptTooLong, UnusablePrompt
 from headrace.model.attention import EXACT_ROWS
 from headrace.model.head import Head
 from headrace.model.load import hidden_states
-from headrace.types import Call, FinishReason, Rollout, SamplingMask, Source
+from headrace.types import Call, FinishReason, Rollout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from transformers import PreTrainedModel
 
@@ -50,6 +51,19 @@ class Request:
     blocks: list[int] = field(default_factory=list)
     started: float = 0.0
     masks: list[Array] = field(default_factory=list)
+    told: int = 0
+    """New tokens of it that `growth` has given out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """What a running request has drawn since it was last asked."""
+
+    request: Request
+    token_ids: Array
+    logprobs: Array
+    versions: Array
+    masks: list[Array]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +94,7 @@ class EngineCore:
         self.num_drawn = 0
         self.is_admitting = True
         self._device = next(model.parameters()).device
-        self._head = Head(model, exact=exact)
+        self.head = Head(model, exact=exact)
         self._blocks_per_slot = math.ceil(context / block_size)
         num_blocks = num_blocks or min(slots * self._blocks_per_slot + 1, blocks_that_fit(model, block_size))
         if num_blocks < self._blocks_per_slot + 1:
@@ -144,6 +158,22 @@ class EngineCore:
         """End every running rollout where it is, with `ABORT`."""
         for request in list(self._running.values()):
             self._finish(request, FinishReason.ABORT)
+
+    def growth(self, requests: Iterable[Request] | None = None) -> list[Growth]:
+        """News of these requests, or of all that run, since the last news of each."""
+        grown = []
+        for request in list(self._running.values()) if requests is None else list(requests):
+            if request.slot < 0:
+                continue
+            start, stop = len(request.rollout) + request.told, int(self._length[request.slot])
+            if stop > start:
+                part = (request.slot, slice(start, stop))
+                masks = request.masks[request.told :]
+                request.told = stop - len(request.rollout)
+                grown.append(
+                    Growth(request, self._tokens[part].copy(), self._logprobs[part].copy(), self._versions[part].copy(), masks)
+                )
+        return grown
 
     @torch.no_grad()
     def step(self) -> Step:
@@ -216,7 +246,7 @@ class EngineCore:
             exact=self.exact,
         )
         hidden = hidden_states(self.model, self._to_device(tokens), self._to_device(position), context)
-        logits = self._head.logits(hidden.index_select(0, self._to_device(last)))
+        logits = self.head.logits(hidden.index_select(0, self._to_device(last)))
         numbers = torch.from_numpy(uniform(self._seed[slots], self._length[slots])).to(self._device)
         return draw(logits, self._sampling_rows(slots), numbers)
 
@@ -284,10 +314,9 @@ class EngineCore:
         request.slot, request.blocks = -1, []
 
     def _lengthen(self, request: Request, reason: FinishReason) -> Rollout:
-        """The request's rollout with what its slot holds appended: the one place a version is written."""
+        """The request's rollout with what its slot holds appended."""
         rollout, slot = request.rollout, request.slot
         start, stop = len(rollout), int(self._length[slot])
-        added = stop - start
         call = Call(
             start=start,
             stop=stop,
@@ -297,23 +326,15 @@ class EngineCore:
             started=request.started,
             finished=time.time(),
         )
-        mask = rollout.sampling_mask
-        if mask is not None or request.masks:
-            old = [np.zeros(0, np.int32)] * start if mask is None else [mask.row(index) for index in range(start)]
-            new = request.masks or [np.zeros(0, np.int32)] * added
-            mask = SamplingMask.from_rows([*old, *new])
-        return rollout.replace(
+        return lengthen(
+            rollout,
+            call,
+            token_ids=self._tokens[slot, start:stop],
+            logprobs=self._logprobs[slot, start:stop],
+            versions=self._versions[slot, start:stop],
+            masks=request.masks,
             policy=self.policy,
             lineage=self.lineage,
-            token_ids=self._tokens[slot, :stop].copy(),
-            source=np.concatenate([rollout.source, np.full(added, Source.SAMPLED, dtype=np.int8)]),
-            loss_mask=np.concatenate([rollout.loss_mask, np.ones(added, dtype=bool)]),
-            logprobs=np.concatenate([rollout.logprobs, self._logprobs[slot, start:stop]]),
-            versions=np.concatenate([rollout.versions, self._versions[slot, start:stop]]),
-            calls=(*rollout.calls, call),
-            finish_reason=reason,
-            sampling_mask=mask,
-            columns={},  # computed over the old tokens; whoever needs them asks again
         )
 
     def _to_device(self, array: Array) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""The native engine behind the async protocol.
+"""The native engine behind the async protocol, in one event loop.
 
 `serve` is the decode loop: it waits for work (woken by `generate`, `stream` or `resume`) and otherwise steps the core,
 giving way to other coroutines between two steps. Everything else only queues work or waits for a step boundary, which
-in one event loop is wherever `serve` gives way.
+in one event loop is wherever `serve` gives way. `ThreadedEngine` has the same loop in a thread of its own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 from headrace.engine.native.core import EngineCore, Request
 from headrace.engine.protocol import EngineState, Increment
 from headrace.model.packing import score as score_packed
-from headrace.model.weights import load_weights
+from headrace.model.weights import SpareWeights
 from headrace.observe import Signal
 from headrace.partial import Interrupt
 from headrace.types import FinishReason
@@ -36,6 +36,7 @@ class NativeEngine:
         self.core = core
         self._sync = sync
         self._timeline = timeline
+        self._spare = SpareWeights(core.model)
         self._work = Signal()
         self._is_paused = False
         self._drained = asyncio.Event()
@@ -84,9 +85,7 @@ class NativeEngine:
                     return
 
     async def score(self, rollouts: Sequence[Rollout]) -> list[Array]:
-        core = self.core
-        device = next(core.model.parameters()).device
-        return score_packed(core.model, core._head, rollouts, budget=_SCORE_TOKENS, device=device, exact=core.exact)
+        return self._score(rollouts)
 
     async def pause(self, interrupt: Interrupt) -> None:
         if interrupt is Interrupt.DRAIN:
@@ -103,12 +102,22 @@ class NativeEngine:
         self.core.is_admitting, self._is_paused = True, False
         self._work.set()
 
-    async def load(self, update: WeightUpdate) -> None:
-        with self._timeline.during("swap"):
-            load_weights(self.core.model, self._sync.receive(update), update)
-            self.core.policy, self.core.lineage, self.core.version = update.policy, update.lineage, update.version
+    async def load(self, update: WeightUpdate, *, interrupt: Interrupt = Interrupt.KEEP) -> None:
+        was_paused = self._is_paused
+        if interrupt is not Interrupt.KEEP and not was_paused:
+            await self.pause(interrupt)
+        try:
+            with self._timeline.during("swap"):
+                self._stage(update)
+                self._swap(update)
+        finally:
+            if not was_paused:
+                await self.resume()
 
     async def state(self) -> EngineState:
+        return self._state()
+
+    def _state(self) -> EngineState:
         core = self.core
         return EngineState(
             version=core.version,
@@ -119,6 +128,19 @@ class NativeEngine:
             free_blocks=core.num_free_blocks,
             tokens=core.num_drawn,
         )
+
+    def _score(self, rollouts: Sequence[Rollout]) -> list[Array]:
+        core = self.core
+        device = next(core.model.parameters()).device
+        return score_packed(core.model, core.head, rollouts, budget=_SCORE_TOKENS, device=device, exact=core.exact)
+
+    def _stage(self, update: WeightUpdate) -> None:
+        """Beside the weights that run; what differs from its manifest goes no further."""
+        self._spare.fill(self._sync.receive(update), update)
+
+    def _swap(self, update: WeightUpdate) -> None:
+        self._spare.exchange()
+        self.core.policy, self.core.lineage, self.core.version = update.policy, update.lineage, update.version
 
     def _submit(self, request: Request) -> None:
         self.core.submit(request)

@@ -1,0 +1,46 @@
+"""One call's tokens appended to a rollout: the one place where what an engine drew becomes part of a record."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from headrace.types import SamplingMask, Source
+
+if TYPE_CHECKING:
+    from headrace.types import Array, Call, Rollout
+
+_NOTHING = np.zeros(0, np.int32)
+
+
+def lengthen(
+    rollout: Rollout,
+    call: Call,
+    *,
+    token_ids: Array,
+    logprobs: Array,
+    versions: Array,
+    masks: list[Array],
+    policy: str,
+    lineage: str,
+) -> Rollout:
+    """The rollout with a call's tokens. `masks` has a row for each of them, or none at all."""
+    added = len(token_ids)
+    mask = rollout.sampling_mask
+    if mask is not None or masks:
+        old = [_NOTHING] * call.start if mask is None else [mask.row(index) for index in range(call.start)]
+        mask = SamplingMask.from_rows([*old, *(masks or [_NOTHING] * added)])
+    return rollout.replace(
+        policy=policy,
+        lineage=lineage,
+        token_ids=np.concatenate([rollout.token_ids, token_ids]),
+        source=np.concatenate([rollout.source, np.full(added, Source.SAMPLED, dtype=np.int8)]),
+        loss_mask=np.concatenate([rollout.loss_mask, np.ones(added, dtype=bool)]),
+        logprobs=np.concatenate([rollout.logprobs, logprobs]),
+        versions=np.concatenate([rollout.versions, versions]),
+        calls=(*rollout.calls, call),
+        finish_reason=call.finish_reason,
+        sampling_mask=mask,
+        columns={},  # computed over the old tokens; whoever needs them asks again
+    )

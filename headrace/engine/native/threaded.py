@@ -1,0 +1,207 @@
+"""The native engine with its decode loop in a thread of its own, for a process that also answers a network.
+
+Other threads never touch the core: they leave actions in a mailbox, which the decode thread empties between two steps.
+New weights are copied and hashed beside the running ones by a thread of their own; only the exchange is such an action.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, TypeVar
+
+from headrace.engine.native.core import Request
+from headrace.engine.native.engine import NativeEngine
+from headrace.engine.protocol import EngineState, Increment
+from headrace.partial import Interrupt
+from headrace.types import FinishReason
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Sequence
+
+    from headrace.engine.native.core import EngineCore
+    from headrace.observe import Timeline
+    from headrace.sync import WeightSync
+    from headrace.types import Array, Rollout, Sampling, WeightUpdate
+
+T = TypeVar("T")
+
+
+class EngineDied(RuntimeError):
+    """The decode thread ended with an error."""
+
+
+class ThreadedEngine(NativeEngine):
+    """An `Engine` whose `start` begins the decode thread and whose `close` ends it. Calls come from any one event loop."""
+
+    def __init__(self, core: EngineCore, *, sync: WeightSync, timeline: Timeline) -> None:
+        super().__init__(core, sync=sync, timeline=timeline)
+        self._mail: deque[Callable[[], None]] = deque()
+        self._bell = threading.Event()
+        self._is_closing = False
+        self._when_idle: list[Future[None]] = []
+        self._thread = threading.Thread(target=self._decode, name="decode", daemon=True)
+        self.died: Future[None] = Future()
+        """Fails with what ended the decode thread."""
+        self.after_step: Callable[[], None] = lambda: None
+        """Called by the decode thread after every step that finished or told something."""
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the decode thread after its step; rollouts in flight are given up."""
+        self._is_closing = True
+        self._bell.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=30)
+
+    def post(self, action: Callable[[], None]) -> None:
+        """Have the decode thread run `action` before its next step."""
+        self._mail.append(action)
+        self._bell.set()
+
+    async def between_steps(self, action: Callable[[], T]) -> T:
+        """What `action` returns, run by the decode thread between two steps."""
+        done: Future[T] = Future()
+
+        def act() -> None:
+            if done.set_running_or_notify_cancel():
+                try:
+                    done.set_result(action())
+                except BaseException as error:  # noqa: BLE001  (it belongs to whoever asked)
+                    done.set_exception(error)
+
+        if self.died.done():
+            raise EngineDied("the decode thread has ended") from self.died.exception()
+        self.post(act)
+        return await asyncio.wrap_future(done)
+
+    def _decode(self) -> None:
+        try:
+            while not self._is_closing:
+                while self._mail:
+                    self._mail.popleft()()
+                if self.core.num_running == 0:
+                    self._tell_idle()
+                if self._is_paused or not self.core.has_work:
+                    self._timeline.enter("wait-weights" if self._is_paused else "wait-gate")
+                    self._bell.wait()
+                    self._bell.clear()
+                    continue
+                self._timeline.enter("decode")
+                step = self.core.step()
+                self._timeline.split("prefill", share=step.prompt_rows / max(step.prompt_rows + step.decode_rows, 1))
+                self._timeline.count(occupied=step.decode_rows, slots=self.core.num_slots)
+                self.after_step()
+        except BaseException as error:  # noqa: BLE001  (told to whoever watches `died`; a thread has nobody to raise to)
+            self.died.set_exception(error)
+
+    def _tell_idle(self) -> None:
+        waiting, self._when_idle = self._when_idle, []
+        for future in waiting:
+            future.set_result(None)
+
+    async def generate(self, rollout: Rollout, sampling: Sampling) -> Rollout:
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[Rollout] = loop.create_future()
+
+        def finish(result: Rollout) -> None:
+            if not done.done():
+                done.set_result(result)
+
+        def on_done(result: Rollout) -> None:
+            loop.call_soon_threadsafe(finish, result)
+
+        request = Request(rollout, sampling, on_done=on_done)
+        await self.between_steps(lambda: self.core.submit(request))
+        try:
+            return await done
+        finally:
+            if not done.done() or done.cancelled():
+                self.post(lambda: self.core.cancel(request))
+
+    async def stream(self, rollout: Rollout, sampling: Sampling) -> AsyncIterator[Increment]:
+        loop = asyncio.get_running_loop()
+        queue: asyncio.Queue[Increment] = asyncio.Queue()
+
+        def on_done(result: Rollout) -> None:
+            if result.finish_reason is FinishReason.ABORT:
+                tell(Increment((), (), (), FinishReason.ABORT))
+
+        def tell(increment: Increment) -> None:
+            loop.call_soon_threadsafe(queue.put_nowait, increment)
+
+        request = Request(rollout, sampling, on_done=on_done, on_tokens=tell)
+        await self.between_steps(lambda: self.core.submit(request))
+        try:
+            while True:
+                increment = await queue.get()
+                yield increment
+                if increment.finish_reason is not None:
+                    return
+        finally:
+            self.post(lambda: self.core.cancel(request))
+
+    async def score(self, rollouts: Sequence[Rollout]) -> list[Array]:
+        return await self.between_steps(lambda: self._score(rollouts))
+
+    async def pause(self, interrupt: Interrupt) -> None:
+        if interrupt is Interrupt.DRAIN:
+            await self._drain()
+        await self.between_steps(lambda: self._pause(interrupt))
+
+    async def _drain(self) -> None:
+        idle: Future[None] = Future()
+
+        def stop_admitting() -> None:
+            self.core.is_admitting = False
+            self._when_idle.append(idle)
+
+        await self.between_steps(stop_admitting)
+        await asyncio.wrap_future(idle)
+
+    def _pause(self, interrupt: Interrupt) -> None:
+        if interrupt is Interrupt.ABORT:
+            self.core.abort_running()
+            self.after_step()
+        self._is_paused = True
+
+    async def resume(self) -> None:
+        await self.between_steps(self._resume)
+
+    def _resume(self) -> None:
+        self.core.is_admitting, self._is_paused = True, False
+
+    async def load(self, update: WeightUpdate, *, interrupt: Interrupt = Interrupt.KEEP) -> None:
+        await asyncio.to_thread(self._stage, update)
+        if interrupt is Interrupt.DRAIN and not self._is_paused:
+            await self._drain()
+        await self.between_steps(lambda: self._exchange(update, interrupt))
+
+    def _exchange(self, update: WeightUpdate, interrupt: Interrupt) -> None:
+        with self._timeline.during("swap"):
+            if interrupt is Interrupt.ABORT:
+                self.core.abort_running()
+                self.after_step()
+            self._swap(update)
+            if not self._is_paused:
+                self._resume()
+
+    async def state(self) -> EngineState:
+        """A look from outside: numbers a step old, and never behind one."""
+        return self._state()
+
+    def submit(self, requests: Sequence[Request], on_refused: Callable[[Request, ValueError], None]) -> None:
+        """Queue many at once; those that cannot be generated are told to `on_refused`, in the decode thread."""
+
+        def act() -> None:
+            for request in requests:
+                try:
+                    self.core.submit(request)
+                except ValueError as error:
+                    on_refused(request, error)
+
+        self.post(act)

@@ -1,0 +1,385 @@
+"""Engines in other processes as one `Engine`.
+
+Rollouts wait here, and engines pull them: each takes what it has room for, so a fast one does more and none hoards. An
+engine that is lost leaves its rollouts to the others, each from the tokens it was known to have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from headrace.engine.lengthen import lengthen
+from headrace.engine.protocol import EngineState, Increment, PromptTooLong, UnusablePrompt
+from headrace.packed import pack_rollouts, pack_samplings, unpack_rollouts
+from headrace.partial import Interrupt
+from headrace.stream import RemoteError, StreamClosed
+from headrace.types import Call, FinishReason
+from headrace.wire import WireError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Sequence
+
+    from headrace.stream import Peer
+    from headrace.types import Array, Rollout, Sampling, WeightUpdate
+
+_MOST_BACKLOG = 8 << 20
+"""Bytes an engine may leave unread before it is sent no more."""
+_REFUSALS = {"PromptTooLong": PromptTooLong, "UnusablePrompt": UnusablePrompt}
+
+
+@dataclass(eq=False, slots=True)
+class _Request:
+    key: int
+    rollout: Rollout
+    sampling: Sampling
+    answer: asyncio.Future[Rollout]
+    increments: asyncio.Queue[Increment] | None = None
+    grown: list[_Grown] = field(default_factory=list)
+    """What is known to have been drawn so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Grown:
+    token_ids: Array
+    logprobs: Array
+    versions: Array
+    masks: list[Array]
+    started: float
+    policy: str
+    lineage: str
+
+
+class Member:
+    """One engine process."""
+
+    def __init__(self, name: str, *, control: Peer, on_report: Callable[[str, dict[str, Any]], None]) -> None:
+        self.name, self.control = name, control
+        self.data: Peer | None = None
+        self.credit = 0
+        self.requests: dict[int, _Request] = {}
+        self.update: WeightUpdate | None = None
+        self.pool: EnginePool | None = None
+        self._on_report = on_report
+
+    def notices(self) -> dict[str, Callable[[Any], None]]:
+        """What its data stream may say."""
+        return {
+            "pull": self._take_pull,
+            "done": self._take_done,
+            "grown": self._take_grown,
+            "refused": self._take_refused,
+            "report": lambda report: self._on_report(self.name, report),
+        }
+
+    async def load(self, update: WeightUpdate, interrupt: Interrupt) -> None:
+        await self.control.call("load", update=update, interrupt=interrupt.value)
+        self.update = update
+
+    def send(self, requests: list[_Request]) -> None:
+        assert self.data is not None
+        for request in requests:
+            self.requests[request.key] = request
+        self.credit -= len(requests)
+        self.data.notify(
+            "work",
+            {
+                "keys": np.asarray([request.key for request in requests], dtype=np.int64),
+                "rollouts": pack_rollouts([request.rollout for request in requests]),
+                "samplings": pack_samplings([request.sampling for request in requests]),
+                "streamed": [request.key for request in requests if request.increments is not None],
+            },
+        )
+
+    def partial(self, request: _Request) -> Rollout:
+        """A rollout as far as it is known to have come."""
+        first, last = request.grown[0], request.grown[-1]
+        token_ids = np.concatenate([each.token_ids for each in request.grown])
+        start = len(request.rollout)
+        call = Call(
+            start=start,
+            stop=start + len(token_ids),
+            engine=self.name,
+            sampling=request.sampling,
+            finish_reason=FinishReason.ABORT,
+            started=first.started,
+            finished=time.time(),
+        )
+        return lengthen(
+            request.rollout,
+            call,
+            token_ids=token_ids,
+            logprobs=np.concatenate([each.logprobs for each in request.grown]),
+            versions=np.concatenate([each.versions for each in request.grown]),
+            masks=[row for each in request.grown for row in each.masks],
+            policy=last.policy,
+            lineage=last.lineage,
+        )
+
+    def _take_pull(self, count: int) -> None:
+        self.credit += int(count)
+        if self.pool is not None:
+            self.pool.wake()
+
+    def _take_done(self, value: Any) -> None:  # noqa: ANN401
+        for key, rollout in zip(value["keys"].tolist(), unpack_rollouts(value["rollouts"]), strict=True):
+            request = self.requests.pop(key, None)
+            if request is None:
+                continue  # cancelled meanwhile
+            if request.increments is not None:
+                request.increments.put_nowait(_last_increment(request, rollout))
+            if not request.answer.done():
+                request.answer.set_result(rollout)
+
+    def _take_grown(self, value: Any) -> None:  # noqa: ANN401
+        ends = np.cumsum(value["counts"])
+        for place, key in enumerate(value["keys"].tolist()):
+            request = self.requests.get(key)
+            if request is None:
+                continue
+            part = slice(int(ends[place] - value["counts"][place]), int(ends[place]))
+            mask = value["masks"].get(str(place))
+            grown = _Grown(
+                token_ids=value["token_ids"][part],
+                logprobs=value["logprobs"][part],
+                versions=value["versions"][part],
+                masks=[] if mask is None else [mask.row(row) for row in range(len(mask.offsets) - 1)],
+                started=float(value["started"][place]),
+                policy=value["policy"],
+                lineage=value["lineage"],
+            )
+            request.grown.append(grown)
+            if request.increments is not None:
+                request.increments.put_nowait(_increment(grown))
+
+    def _take_refused(self, value: Any) -> None:  # noqa: ANN401
+        for key, kind, message in value:
+            request = self.requests.pop(key, None)
+            if request is not None and not request.answer.done():
+                request.answer.set_exception(_REFUSALS.get(kind, WireError)(message))
+
+
+class EnginePool:
+    """An `Engine` over those that have joined."""
+
+    def __init__(self) -> None:
+        self.members: list[Member] = []
+        self._waiting: OrderedDict[int, _Request] = OrderedDict()
+        self._cancelled: dict[Member, list[int]] = {}
+        self._keys = itertools.count()
+        self._wanted: WeightUpdate | None = None
+        self._joined = asyncio.Event()
+        self._is_paused = False
+        self._is_flush_due = False
+
+    # Who is in it; called by whoever supervises the processes
+
+    async def join(self, member: Member) -> None:
+        """Take an engine in, once it holds the weights that the others hold."""
+        while self._wanted is not None and member.update is not self._wanted:
+            wanted = self._wanted
+            try:
+                await member.load(wanted, Interrupt.KEEP)
+            except RemoteError:
+                if self._wanted is wanted:  # otherwise it was overwritten by a newer one while it was read
+                    raise
+        if self._is_paused:
+            await member.control.call("pause", interrupt=Interrupt.KEEP.value)
+        member.pool = self
+        self.members.append(member)
+        self._joined.set()
+        self.wake()
+
+    def lose(self, member: Member) -> None:
+        """An engine is gone: what it was doing is begun again from what is known of it."""
+        if member in self.members:
+            self.members.remove(member)
+        again: list[_Request] = []
+        for request in member.requests.values():
+            if request.grown or request.increments is not None:
+                _abort(request, member)
+            else:
+                again.append(request)
+        member.requests.clear()
+        for request in reversed(again):
+            self._put_first(request)
+        self.wake()
+
+    # The protocol
+
+    async def generate(self, rollout: Rollout, sampling: Sampling) -> Rollout:
+        request = _Request(next(self._keys), rollout, sampling, asyncio.get_running_loop().create_future())
+        self._enqueue(request)
+        try:
+            return await request.answer
+        except asyncio.CancelledError:
+            self._cancel(request)
+            raise
+
+    async def stream(self, rollout: Rollout, sampling: Sampling) -> AsyncIterator[Increment]:
+        queue: asyncio.Queue[Increment] = asyncio.Queue()
+        request = _Request(next(self._keys), rollout, sampling, asyncio.get_running_loop().create_future(), increments=queue)
+        self._enqueue(request)
+        refused = asyncio.ensure_future(_refusal(request.answer))
+        try:
+            while True:
+                arrived = asyncio.ensure_future(queue.get())
+                await asyncio.wait({arrived, refused}, return_when=asyncio.FIRST_COMPLETED)
+                if not arrived.done():
+                    arrived.cancel()
+                    refused.result()
+                increment = arrived.result()
+                yield increment
+                if increment.finish_reason is not None:
+                    return
+        finally:
+            refused.cancel()
+            self._cancel(request)
+
+    async def score(self, rollouts: Sequence[Rollout]) -> list[Array]:
+        packed = pack_rollouts(rollouts)
+        while True:
+            member = await self._any_member()
+            try:
+                return list(await member.control.call("score", rollouts=packed))
+            except StreamClosed:
+                self.lose(member)
+
+    async def pause(self, interrupt: Interrupt) -> None:
+        self._is_paused = True
+        await self._all("pause", interrupt=interrupt.value)
+
+    async def resume(self) -> None:
+        self._is_paused = False
+        await self._all("resume")
+
+    async def load(self, update: WeightUpdate, *, interrupt: Interrupt = Interrupt.KEEP) -> None:
+        """Returns when every engine there is holds the update, and there is one."""
+        self._wanted = update
+        await asyncio.gather(*(self._load(member, update, interrupt) for member in list(self.members)))
+        await self._any_member()
+
+    async def state(self) -> EngineState:
+        states = [EngineState(**await member.control.call("state")) for member in self.members]
+        wanted = self._wanted
+        return EngineState(
+            version=min((state.version for state in states), default=wanted.version if wanted else 0),
+            lineage=wanted.lineage if wanted else "",
+            running=sum(state.running for state in states),
+            waiting=sum(state.waiting for state in states) + len(self._waiting),
+            slots=sum(state.slots for state in states),
+            free_blocks=sum(state.free_blocks for state in states),
+            tokens=sum(state.tokens for state in states),
+        )
+
+    def wake(self) -> None:
+        """Something may be sent: soon, so that what comes together goes together."""
+        if not self._is_flush_due and self._waiting and self.members:
+            self._is_flush_due = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._is_flush_due = False
+        open_members = [
+            m for m in self.members if m.credit > 0 and m.data is not None and m.data.stream.backlog < _MOST_BACKLOG
+        ]
+        for place, member in enumerate(open_members):
+            share = -(-len(self._waiting) // (len(open_members) - place))
+            count = min(member.credit, share)
+            if count > 0:
+                try:
+                    member.send([self._waiting.popitem(last=False)[1] for _ in range(count)])
+                except StreamClosed:
+                    self.lose(member)
+
+    def _enqueue(self, request: _Request) -> None:
+        if request.rollout.finish_reason is FinishReason.ABORT:
+            self._put_first(request)  # interrupted: it goes on before anything new begins
+        else:
+            self._waiting[request.key] = request
+        self.wake()
+
+    def _put_first(self, request: _Request) -> None:
+        self._waiting[request.key] = request
+        self._waiting.move_to_end(request.key, last=False)
+
+    def _cancel(self, request: _Request) -> None:
+        if self._waiting.pop(request.key, None) is not None:
+            return
+        for member in self.members:
+            if member.requests.pop(request.key, None) is not None:
+                if not self._cancelled:
+                    asyncio.get_running_loop().call_soon(self._tell_cancelled)
+                self._cancelled.setdefault(member, []).append(request.key)
+
+    def _tell_cancelled(self) -> None:
+        cancelled, self._cancelled = self._cancelled, {}
+        for member, keys in cancelled.items():
+            try:
+                member.control.begin("cancel", keys=keys).add_done_callback(_ignored)
+            except StreamClosed:
+                self.lose(member)
+
+    async def _load(self, member: Member, update: WeightUpdate, interrupt: Interrupt) -> None:
+        try:
+            await member.load(update, interrupt)
+        except StreamClosed:
+            self.lose(member)  # it comes back, if it does, with the weights wanted then
+
+    async def _all(self, name: str, **arguments: Any) -> None:  # noqa: ANN401
+        async def call(member: Member) -> None:
+            try:
+                await member.control.call(name, **arguments)
+            except StreamClosed:
+                self.lose(member)
+
+        await asyncio.gather(*(call(member) for member in list(self.members)))
+
+    async def _any_member(self) -> Member:
+        while not self.members:
+            self._joined.clear()
+            await self._joined.wait()
+        return min(self.members, key=lambda member: len(member.requests))
+
+
+def _abort(request: _Request, member: Member) -> None:
+    if request.increments is not None:
+        request.increments.put_nowait(Increment((), (), (), FinishReason.ABORT))
+    if not request.answer.done() and request.grown:
+        request.answer.set_result(member.partial(request))
+
+
+def _ignored(answer: asyncio.Future[Any]) -> None:
+    """A call nobody waits for: the engine is lost, and whoever watches it says so."""
+    if not answer.cancelled():
+        answer.exception()
+
+
+def _increment(grown: _Grown) -> Increment:
+    return Increment(
+        tuple(grown.token_ids.tolist()), tuple(grown.logprobs.tolist()), tuple(grown.versions.tolist()), finish_reason=None
+    )
+
+
+def _last_increment(request: _Request, rollout: Rollout) -> Increment:
+    told = len(request.rollout) + sum(len(each.token_ids) for each in request.grown)
+    return Increment(
+        tuple(rollout.token_ids[told:].tolist()),
+        tuple(rollout.logprobs[told:].tolist()),
+        tuple(rollout.versions[told:].tolist()),
+        rollout.finish_reason,
+    )
+
+
+async def _refusal(answer: asyncio.Future[Rollout]) -> None:
+    """Raises if the call is refused; otherwise waits for ever, for the increments tell the rest."""
+    await asyncio.wait({answer})
+    if not answer.cancelled() and answer.exception() is not None:
+        answer.result()
+    await asyncio.Event().wait()

@@ -1,0 +1,174 @@
+"""An engine process's end of its streams.
+
+Two threads: the decode thread, and the event loop this runs in. Rollouts come and go in batches on the data stream, as
+many as were pulled and no more; control calls have a stream of their own and never queue behind them. Every second, and
+for streamed rollouts after every step, what has grown is told, so that whoever loses this process loses at most that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from headrace.engine.native.core import Request
+from headrace.packed import pack_rollouts, unpack_rollouts, unpack_samplings
+from headrace.partial import Interrupt
+from headrace.types import SamplingMask
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from headrace.engine.native.core import EngineCore, Growth
+    from headrace.engine.native.threaded import ThreadedEngine
+    from headrace.observe import ProcessTimeline
+    from headrace.stream import Peer
+    from headrace.types import Array, Rollout, WeightUpdate
+
+TELL_SECONDS = 1.0
+REPORT_SECONDS = 0.25
+
+
+class EngineWorker:
+    """Between a `ThreadedEngine` and the two streams."""
+
+    def __init__(self, engine: ThreadedEngine, *, timeline: ProcessTimeline) -> None:
+        self._engine, self._timeline = engine, timeline
+        self._loop = asyncio.get_running_loop()
+        self._data: Peer | None = None
+        self._requests: dict[int, Request] = {}
+        self._keys: dict[Request, int] = {}
+        self._streamed: set[Request] = set()
+        self._finished: deque[tuple[Request, Rollout]] = deque()
+        self._grown: deque[Growth] = deque()
+        self._refused: deque[tuple[Request, ValueError]] = deque()
+        self._told_at = self._reported_at = time.monotonic()
+        engine.after_step = self._after_step
+
+    # The data stream
+
+    def attach(self, data: Peer) -> None:
+        """Begin to pull work: enough that a slot that falls free is filled in the next step."""
+        self._data = data
+        slots = self._engine.core.num_slots
+        data.notify("pull", slots + max(8, slots // 4))
+
+    def take_work(self, value: Any) -> None:  # noqa: ANN401
+        """The notice `work`: rollouts to lengthen."""
+        rollouts, samplings = unpack_rollouts(value["rollouts"]), unpack_samplings(value["samplings"])
+        requests = []
+        for key, rollout, sampling in zip(value["keys"].tolist(), rollouts, samplings, strict=True):
+            request = Request(rollout, sampling, on_done=lambda _: None)
+            request.on_done = lambda result, request=request: self._finished.append((request, result))  # type: ignore[misc]
+            self._requests[key], self._keys[request] = request, key
+            requests.append(request)
+        self._streamed.update(self._requests[key] for key in value["streamed"])
+        self._engine.submit(requests, self._on_refused)
+
+    def _on_refused(self, request: Request, error: ValueError) -> None:
+        self._refused.append((request, error))
+        self._loop.call_soon_threadsafe(self._flush)
+
+    def _after_step(self) -> None:
+        """In the decode thread: note what there is to tell, and wake the event loop if there is any."""
+        is_due = time.monotonic() - self._told_at >= TELL_SECONDS
+        if is_due:
+            self._told_at = time.monotonic()
+        if is_due or self._streamed:
+            self._grown.extend(self._engine.core.growth(None if is_due else self._streamed))
+        if self._finished or self._grown:
+            self._loop.call_soon_threadsafe(self._flush)
+
+    def _flush(self) -> None:
+        if self._data is None or not (self._finished or self._grown or self._refused):
+            return
+        grown = _take_all(self._grown)
+        if grown:
+            self._tell_grown([each for each in grown if each.request in self._keys])
+        finished = [pair for pair in _take_all(self._finished) if pair[0] in self._keys]
+        if finished:
+            keys = [self._forget(request) for request, _ in finished]
+            packed = pack_rollouts([rollout for _, rollout in finished])
+            self._data.notify("done", {"keys": np.asarray(keys, dtype=np.int64), "rollouts": packed})
+        refused = [pair for pair in _take_all(self._refused) if pair[0] in self._keys]
+        if refused:
+            told = [[self._forget(request), type(error).__name__, str(error)] for request, error in refused]
+            self._data.notify("refused", told)
+        if finished or refused:
+            self._data.notify("pull", len(finished) + len(refused))
+        if time.monotonic() - self._reported_at >= REPORT_SECONDS:
+            self._reported_at = time.monotonic()
+            self._data.notify("report", self._timeline.report())
+
+    def _tell_grown(self, grown: list[Growth]) -> None:
+        assert self._data is not None
+        if not grown:
+            return
+        core = self._engine.core
+        masks = {str(place): SamplingMask.from_rows(each.masks) for place, each in enumerate(grown) if each.masks}
+        self._data.notify(
+            "grown",
+            {
+                "keys": np.asarray([self._keys[each.request] for each in grown], dtype=np.int64),
+                "counts": np.asarray([len(each.token_ids) for each in grown], dtype=np.int64),
+                "token_ids": np.concatenate([each.token_ids for each in grown]),
+                "logprobs": np.concatenate([each.logprobs for each in grown]),
+                "versions": np.concatenate([each.versions for each in grown]),
+                "started": np.asarray([each.request.started for each in grown]),
+                "masks": masks,
+                "policy": core.policy,
+                "lineage": core.lineage,
+            },
+        )
+
+    def _forget(self, request: Request) -> int:
+        key = self._keys.pop(request)
+        del self._requests[key]
+        self._streamed.discard(request)
+        return key
+
+    # The control stream
+
+    def calls(self) -> dict[str, Callable[..., Awaitable[Any]]]:
+        return {
+            "pause": self._pause,
+            "resume": self._engine.resume,
+            "load": self._load,
+            "score": self._score,
+            "state": self.state,
+            "cancel": self._cancel,
+        }
+
+    async def state(self) -> dict[str, Any]:
+        return dataclasses.asdict(await self._engine.state())
+
+    async def _pause(self, interrupt: str) -> None:
+        await self._engine.pause(Interrupt(interrupt))
+
+    async def _load(self, update: WeightUpdate, interrupt: str) -> None:
+        await self._engine.load(update, interrupt=Interrupt(interrupt))
+
+    async def _score(self, rollouts: Any) -> list[Array]:  # noqa: ANN401
+        return await self._engine.score(unpack_rollouts(rollouts))
+
+    async def _cancel(self, keys: list[int]) -> None:
+        requests = [self._requests[key] for key in keys if key in self._requests]
+        for request in requests:
+            self._forget(request)
+        await self._engine.between_steps(lambda: _cancel_all(self._engine.core, requests))
+        if self._data is not None and requests:
+            self._data.notify("pull", len(requests))
+
+
+def _cancel_all(core: EngineCore, requests: list[Request]) -> None:
+    for request in requests:
+        core.cancel(request)
+
+
+def _take_all(queue: deque[Any]) -> list[Any]:
+    """Everything in it; the decode thread may add at the same time."""
+    return [queue.popleft() for _ in range(len(queue))]

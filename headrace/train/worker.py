@@ -1,0 +1,104 @@
+"""A trainer process's end of its stream.
+
+Computing has a thread of its own, and calls reach it in the order they were made. Publishing copies and hashes the weights
+beside the next forward and backward pass, which do not change them; the optimizer step waits for the copy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from headrace.model.weights import make_manifest
+from headrace.packed import unpack_batch
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from headrace.observe import ProcessTimeline
+    from headrace.sync import WeightSync
+    from headrace.train.protocol import Trainer
+    from headrace.types import Array, Batch, WeightUpdate
+
+T = TypeVar("T")
+
+
+class TrainerWorker:
+    """Between a `Trainer` and the stream."""
+
+    def __init__(self, trainer: Trainer, *, sync: WeightSync, timeline: ProcessTimeline) -> None:
+        self._trainer, self._sync, self._timeline = trainer, sync, timeline
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
+        self._may_change = threading.Event()
+        """Set while nobody reads the weights."""
+        self._may_change.set()
+
+    def calls(self) -> dict[str, Callable[..., Awaitable[Any]]]:
+        return {
+            "forward": self._forward,
+            "step": self._step,
+            "publish": self._publish,
+            "release": self._release,
+            "abort": self._abort,
+            "save": self._save,
+            "load": self._load,
+        }
+
+    async def state(self) -> dict[str, Any]:
+        """How far it is, for whoever watches that it moves."""
+        return {"passes": self._trainer.num_passes}
+
+    async def _forward(self, batch: Any) -> list[Array]:  # noqa: ANN401
+        return await self._compute("compute", lambda: self._trainer.forward(unpack_batch(batch)))
+
+    async def _step(self, batch: Any, learning_rate: float) -> dict[str, float]:  # noqa: ANN401
+        return await self._compute("compute", lambda: self._one_step(unpack_batch(batch), learning_rate))
+
+    def _one_step(self, batch: Batch, learning_rate: float) -> dict[str, float]:
+        seen = self._trainer.forward_backward(batch)
+        if not self._may_change.is_set():
+            with self._timeline.during("publish"):
+                self._may_change.wait()
+        return seen | self._trainer.optim_step(learning_rate)
+
+    async def _publish(self, version: int, canary: Any) -> dict[str, Any]:  # noqa: ANN401
+        """Answers when the weights lie ready; until then the next step may compute but not change them."""
+        logprobs = await self._compute("publish", lambda: self._hold_still(canary))
+        try:
+            update = await asyncio.to_thread(lambda: self._sync.offer(version, make_manifest(self._trainer.tensors())))
+            await self._sync.send(update, self._trainer.tensors())
+        finally:
+            self._may_change.set()
+        return {"update": update, "canary": logprobs}
+
+    def _hold_still(self, canary: Any) -> Array:  # noqa: ANN401
+        logprobs = self._trainer.forward(unpack_batch(canary))[0]
+        self._may_change.clear()
+        return logprobs
+
+    async def _release(self, update: WeightUpdate) -> None:
+        self._sync.release(update)
+
+    async def _abort(self, update: WeightUpdate) -> None:
+        self._sync.abort(update)
+
+    async def _save(self, folder: str) -> None:
+        await self._compute("save", lambda: self._trainer.save(Path(folder)))
+
+    async def _load(self, folder: str) -> None:
+        await self._compute("compute", lambda: self._trainer.load(Path(folder)))
+
+    async def _compute(self, state: str, action: Callable[[], T]) -> T:
+        """In the compute thread, after whatever was asked before."""
+
+        def act() -> T:
+            self._timeline.enter(state)
+            try:
+                return action()
+            finally:
+                self._timeline.enter("wait-batch")
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, act)
