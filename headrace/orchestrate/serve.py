@@ -14,8 +14,8 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from headrace.config import ModelSettings
-from headrace.engine.native import NativeEngine
 from headrace.engine.native.core import EngineCore
+from headrace.engine.native.threaded import ThreadedEngine
 from headrace.engine.server.address import url_of
 from headrace.engine.server.app import SERVER, listening, make_app
 from headrace.model import tiny
@@ -28,12 +28,13 @@ from headrace.sync import Lineage, MemorySync
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import Iterator
+    from concurrent.futures import Future
 
     from aiohttp import web
     from transformers import PreTrainedTokenizerBase
 
-    from headrace.engine import Engine
+    from headrace.engine.server.app import Server
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +90,9 @@ async def _serve(options: ServeOptions, core: EngineCore, tokenizer: PreTrainedT
     """Waits for a signal, or for the engine's failure, which the server's watch over it tells."""
     stopped = asyncio.Event()
     url = url_of(listener)
-    async with _decoding(core) as engine:
+    with _decoding(core) as engine:
         app = _application(engine, options, core, tokenizer)
+        _tell_death(engine, app[SERVER])
         async with listening(app, listener):
             with StopRequest().heard_by(stopped.set):
                 print(f"serving {options.name} on {url}; try: {_example(options, url)}", flush=True)
@@ -105,7 +107,7 @@ async def _serve(options: ServeOptions, core: EngineCore, tokenizer: PreTrainedT
 
 
 def _application(
-    engine: Engine, options: ServeOptions, core: EngineCore, tokenizer: PreTrainedTokenizerBase
+    engine: ThreadedEngine, options: ServeOptions, core: EngineCore, tokenizer: PreTrainedTokenizerBase
 ) -> web.Application:
     return make_app(
         engine,
@@ -116,19 +118,30 @@ def _application(
         vocabulary=int(core.model.config.get_text_config().vocab_size),
         api_token=options.api_token,
         control_token=options.control_token,
+        probe=lambda: engine.between_steps(lambda: None),
     )
 
 
-@contextlib.asynccontextmanager
-async def _decoding(core: EngineCore) -> AsyncIterator[Engine]:
-    """The engine, decoding while the block runs."""
-    engine = NativeEngine(core, sync=MemorySync(Lineage.new()), timeline=Timeline("engine"))
-    decoding = asyncio.create_task(engine.serve())
+@contextlib.contextmanager
+def _decoding(core: EngineCore) -> Iterator[ThreadedEngine]:
+    """The engine, decoding in a thread of its own while the block runs."""
+    engine = ThreadedEngine(core, sync=MemorySync(Lineage.new()), timeline=Timeline("engine"))
+    engine.start()
     try:
         yield engine
     finally:
-        decoding.cancel()
-        await asyncio.gather(decoding, return_exceptions=True)
+        engine.close()
+
+
+def _tell_death(engine: ThreadedEngine, server: Server) -> None:
+    """Woken by the end of the decode thread, which happens in that thread; the server hears of it in its own."""
+    loop = asyncio.get_running_loop()
+
+    def tell(died: Future[None]) -> None:
+        error = died.exception()
+        loop.call_soon_threadsafe(server.fail, f"{type(error).__name__}: {error}")
+
+    engine.died.add_done_callback(tell)
 
 
 def _example(options: ServeOptions, url: str) -> str:

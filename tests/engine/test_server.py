@@ -17,8 +17,8 @@ import pytest
 from openai import AsyncOpenAI
 from test_server_text import byte_tokenizer
 
-from headrace.engine.native import NativeEngine
 from headrace.engine.native.core import EngineCore
+from headrace.engine.native.threaded import ThreadedEngine
 from headrace.engine.server.address import bind, url_of
 from headrace.engine.server.app import MAX_BODY, listening, make_app
 from headrace.model.load import load_model, load_tokenizer
@@ -29,7 +29,7 @@ from headrace.sync import Lineage, MemorySync
 from headrace.types import FinishReason, Rollout, Sampling
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Iterator
 
     from headrace.engine import Engine
 
@@ -38,15 +38,15 @@ END = 1
 NAME = "tiny"
 
 
-@contextlib.asynccontextmanager
-async def decoding(core: EngineCore, sync: MemorySync) -> AsyncIterator[Engine]:
-    """The engine under the server."""
-    engine = NativeEngine(core, sync=sync, timeline=Timeline("engine"))
-    task = asyncio.create_task(engine.serve())
+@contextlib.contextmanager
+def decoding(core: EngineCore, sync: MemorySync) -> Iterator[ThreadedEngine]:
+    """The engine under the server, in a thread of its own as `headrace serve` has it."""
+    engine = ThreadedEngine(core, sync=sync, timeline=Timeline("engine"))
+    engine.start()
     try:
         yield engine
     finally:
-        task.cancel()
+        engine.close()
 
 
 @dataclasses.dataclass
@@ -116,7 +116,7 @@ def run(tiny_model: str) -> Callable[..., Any]:
             settings = {"model_name": NAME, "stop_ids": (END,), "context": CONTEXT, "vocabulary": 101, **options}
             listener = bind("127.0.0.1", 0, has_token=False)
             url = url_of(listener)
-            async with decoding(core, sync) as engine:
+            with decoding(core, sync) as engine:
                 app = make_app(wrap(engine), tokenizer, **settings)
                 token = options.get("api_token") or "none"
                 async with (
@@ -626,6 +626,7 @@ def test_metrics_are_prometheus_text(run):
         assert [chunk async for chunk in await bench.chat(stream=True, max_tokens=5, ignore_eos=True)]
         await bench.post("/v1/completions", {"prompt": 3})
         await bench.get("/nowhere/" + "x" * 50)
+        await bench.until(lambda state: state.running == 0)
         status, page = await bench.get("/metrics")
         values = dict(line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
         named = {line.split()[2] for line in page.splitlines() if line.startswith("# TYPE")}
@@ -710,8 +711,7 @@ def test_requests_in_flight_are_told_when_the_engine_fails(run, how):
             await bench.complete()
         status, text = await bench.get("/health")
         assert status == 503 and reason in json.loads(text)["reason"]
-        state = await bench.engine.state()
-        assert (state.running, state.waiting) == (0, 0)
+        await bench.until(lambda state: (state.running, state.waiting) == (0, 0))
 
     run(check, wrap=wrap, stall_deadline=0.5)
 
@@ -734,10 +734,8 @@ def test_shutting_down_ends_open_streams(tiny_model):
         listener = bind("127.0.0.1", 0, has_token=False)
         url = url_of(listener)
         options = {"model_name": NAME, "stop_ids": (END,), "context": CONTEXT, "vocabulary": 101}
-        async with (
-            decoding(core, MemorySync(Lineage("life"))) as engine,
-            AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
-        ):
+        with decoding(core, MemorySync(Lineage("life"))) as engine:
+            client = AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
             async with asyncio.timeout(10), listening(make_app(engine, load_tokenizer(tiny_model), **options), listener):
                 extra = {"ignore_eos": True}
                 stream = await client.completions.create(model=NAME, prompt="1", max_tokens=250, stream=True, extra_body=extra)
@@ -746,6 +744,7 @@ def test_shutting_down_ends_open_streams(tiny_model):
             with pytest.raises(openai.APIError, match="shutting down"):
                 async for _ in stream:
                     pass
+            await engine.between_steps(lambda: None)  # what was posted before is done
             state = await engine.state()
             assert (state.running, state.waiting) == (0, 0)
             again = bind("127.0.0.1", int(url.rsplit(":", 1)[1]), has_token=False)

@@ -54,16 +54,17 @@ def make_app(
     vocabulary: int,
     api_token: str | None = None,
     control_token: str | None = None,
+    probe: Callable[[], Awaitable[object]] | None = None,
     health_deadline: float = 10.0,
     stall_deadline: float = 600.0,
 ) -> web.Application:
     """The application over an engine that is already decoding.
 
-    `health_deadline` is how long `/health` waits for the engine; one that has not answered for `stall_deadline` is
-    given up, and what is in flight is told so.
+    `probe` returns when the decode loop is alive, `engine.state` if not given. `health_deadline` is how long `/health`
+    waits for it; an engine that has not answered it for `stall_deadline` is given up, and what is in flight is told so.
     """
     served = Served(tokenizer, model_name=model_name, context=context, vocabulary=vocabulary, stop_ids=tuple(stop_ids))
-    server = Server(engine, served, health_deadline=health_deadline, stall_deadline=stall_deadline)
+    server = Server(engine, served, probe=probe, health_deadline=health_deadline, stall_deadline=stall_deadline)
     gate = _Gate(api_token, control_token)
     app = web.Application(middlewares=[server.observe, _explain, gate.check], client_max_size=MAX_BODY)
     app[SERVER] = server
@@ -98,11 +99,19 @@ async def listening(app: web.Application, listener: socket.socket) -> AsyncItera
 class Server:
     """The handlers and what they share."""
 
-    def __init__(self, engine: Engine, served: Served, *, health_deadline: float, stall_deadline: float) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        served: Served,
+        *,
+        probe: Callable[[], Awaitable[object]] | None,
+        health_deadline: float,
+        stall_deadline: float,
+    ) -> None:
         self.failed = asyncio.Event()
         """Set when the engine has failed, which `failure` explains; whoever runs the server then stops it."""
         self.failure = ""
-        self._engine, self._served = engine, served
+        self._engine, self._served, self._probe = engine, served, probe or engine.state
         self._health_deadline, self._stall_deadline = health_deadline, stall_deadline
         self._calls = Calls(engine, served)
         self._metrics = Metrics()
@@ -167,18 +176,21 @@ class Server:
     async def on_shutdown(self, app: web.Application) -> None:
         self._calls.end(ApiError(503, "the server is shutting down", code="shutting_down"))
 
+    def fail(self, reason: str) -> None:
+        """The engine is lost: end every request instead of letting it wait."""
+        self.failure = f"the engine failed: {reason}"
+        self._calls.end(ApiError(503, self.failure, code="engine_failed"))
+        self.failed.set()
+
     async def _watch(self) -> None:
-        """Asks for the engine's state again and again; where none comes, ends every request instead of letting it wait."""
+        """Waits for the decode loop to answer, again and again, and gives the engine up when it does not."""
         while True:
             try:
                 async with asyncio.timeout(self._stall_deadline):
-                    await self._engine.state()
+                    await self._probe()
             except Exception as error:  # noqa: BLE001  (the engine's end, whatever its reason)
                 is_late = isinstance(error, TimeoutError)
-                reason = f"no answer for {self._stall_deadline:g} s" if is_late else f"{type(error).__name__}: {error}"
-                self.failure = f"the engine failed: {reason}"
-                self._calls.end(ApiError(503, self.failure, code="engine_failed"))
-                self.failed.set()
+                self.fail(f"no answer for {self._stall_deadline:g} s" if is_late else f"{type(error).__name__}: {error}")
                 return
             await asyncio.sleep(1.0)
 
@@ -187,6 +199,7 @@ class Server:
             raise RuntimeError(self.failure)
         try:
             async with asyncio.timeout(self._health_deadline):
+                await self._probe()
                 return await self._engine.state()
         except TimeoutError as error:
             raise TimeoutError(f"the engine has not answered for {self._health_deadline:g} s") from error

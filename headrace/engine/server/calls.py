@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
+from headrace.engine.lengthen import lengthen
 from headrace.engine.protocol import Increment
 from headrace.engine.server.text import TextReader
-from headrace.types import Call, FinishReason, Rollout, Source
+from headrace.types import Call, FinishReason, Rollout
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator
@@ -94,7 +95,7 @@ class Calls:
         )
         rollout = Rollout.from_prompt(list(prompt), id=f"{name}-{index}", episode=name, group=name, index=index)
         is_streamed = ask.stream or bool(ask.stops)
-        async with contextlib.aclosing(lengthen(self._engine, rollout, sampling, is_streamed=is_streamed)) as parts:
+        async with contextlib.aclosing(increments(self._engine, rollout, sampling, is_streamed=is_streamed)) as parts:
             async for part in parts:
                 for piece in self._read(part, reader, ask, index):
                     yield piece
@@ -127,7 +128,7 @@ def num_choices(ask: Ask) -> int:
     return len(ask.prompts) * ask.num_choices
 
 
-async def lengthen(
+async def increments(
     engine: Engine, rollout: Rollout, sampling: Sampling, *, is_streamed: bool
 ) -> AsyncGenerator[Increment, None]:
     """One call's increments, resumed as often as new weights interrupted it; the last has a finish reason.
@@ -172,24 +173,23 @@ async def _until_abort(stream: AsyncIterator[Increment]) -> AsyncIterator[Increm
 
 def _interrupted(rollout: Rollout, drawn: list[Increment], sampling: Sampling, began: float) -> Rollout:
     """The partial rollout a stream left off at, as `generate` would have returned it."""
-    token_ids = [token for part in drawn for token in part.token_ids]
-    stop = len(rollout) + len(token_ids)
+    token_ids = np.asarray([token for part in drawn for token in part.token_ids], dtype=np.int32)
     call = Call(
         start=len(rollout),
-        stop=stop,
+        stop=len(rollout) + len(token_ids),
         engine="",
         sampling=sampling,
         finish_reason=FinishReason.ABORT,
         started=began,
         finished=time.time(),
     )
-    added = len(token_ids)
-    return rollout.replace(
-        token_ids=np.concatenate([rollout.token_ids, np.asarray(token_ids, dtype=np.int32)]),
-        source=np.concatenate([rollout.source, np.full(added, Source.SAMPLED, dtype=np.int8)]),
-        loss_mask=np.concatenate([rollout.loss_mask, np.ones(added, dtype=bool)]),
-        logprobs=np.concatenate([rollout.logprobs, np.asarray([v for p in drawn for v in p.logprobs], dtype=np.float32)]),
-        versions=np.concatenate([rollout.versions, np.asarray([v for p in drawn for v in p.versions], dtype=np.int32)]),
-        calls=(*rollout.calls, call),
-        finish_reason=FinishReason.ABORT,
+    return lengthen(
+        rollout,
+        call,
+        token_ids=token_ids,
+        logprobs=np.asarray([value for part in drawn for value in part.logprobs], dtype=np.float32),
+        versions=np.asarray([version for part in drawn for version in part.versions], dtype=np.int32),
+        masks=[],  # a stream does not tell them, and nothing here is trained on
+        policy=rollout.policy,
+        lineage=rollout.lineage,
     )
