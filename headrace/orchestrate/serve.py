@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import tempfile
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from headrace.model import tiny
 from headrace.model.load import context_limit, load_model, load_tokenizer
 from headrace.observe import Timeline
 from headrace.orchestrate.build import pick_device, stop_tokens
+from headrace.orchestrate.checkpoint import FORMAT, MANIFEST
 from headrace.orchestrate.stop import StopRequest
 from headrace.settings import ConfigError
 from headrace.sync import Lineage, MemorySync
@@ -67,9 +69,22 @@ def _load(options: ServeOptions) -> tuple[EngineCore, PreTrainedTokenizerBase]:
             tokenizer = load_tokenizer(path)
             model = load_model(path, dtype=options.dtype, device=device)
         context = context_limit(model, options.context)
-        return EngineCore(model, name="engine-0", slots=options.slots, context=context), tokenizer
+        core = EngineCore(model, name="engine-0", slots=options.slots, context=context)
     except ValueError as error:  # the model is not there, is not one we serve, or does not fit
         raise ConfigError(str(error)) from error
+    core.version, core.lineage = _identity(Path(options.model))
+    return core, tokenizer
+
+
+def _identity(folder: Path) -> tuple[int, str]:
+    """(version, lineage) of a run's checkpoint, so that its tokens are stamped as they were in the run; else version 0."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+    except (OSError, ValueError):
+        manifest = None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or "lineage" not in manifest:
+        return 0, ""  # no checkpoint of ours
+    return int(manifest["version"]), str(manifest["lineage"])
 
 
 @contextlib.contextmanager

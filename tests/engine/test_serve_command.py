@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -21,9 +22,11 @@ from headrace.cli import main
 from headrace.engine.server.address import bind, url_of
 from headrace.settings import ConfigError
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "orchestrate"))
+from helpers import small_run
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 COMMAND = [sys.executable, "-m", "headrace.cli", "serve"]
 SECRETS = {"HEADRACE_API_TOKEN": "api-secret", "HEADRACE_CONTROL_TOKEN": "control-secret"}
@@ -37,7 +40,7 @@ def served(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Pop
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, **environment},
+        env={**{name: value for name, value in os.environ.items() if name not in SECRETS}, **environment},
     )
     try:
         line = process.stdout.readline()
@@ -83,10 +86,15 @@ def test_it_starts_answers_and_stops_with_a_stream_open(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [], "the built-in model's folder is gone"
 
 
-def test_ctrl_c_stops_it_and_a_folder_is_served(tiny_model: str) -> None:
-    with served(tiny_model, "--port", "0", "--context", "32", "--slots", "2") as (process, url, _):
+def test_ctrl_c_stops_it_and_a_checkpoint_is_served_as_its_version(tmp_path: Path) -> None:
+    result = small_run(tmp_path / "run", steps=2)
+    folder = str(result.checkpoint)
+    with served(folder, "--port", "0", "--context", "32", "--slots", "2") as (process, url, _):
         answer = httpx.get(f"{url}/v1/models").json()["data"][0]
-        assert answer["id"] == tiny_model and answer["max_model_len"] == 32
+        assert answer["id"] == folder and answer["max_model_len"] == 32
+        body = {"prompt": "1", "max_tokens": 2, "return_token_ids": True, "ignore_eos": True}
+        choice = httpx.post(f"{url}/v1/completions", json=body).json()["choices"][0]
+        assert choice["versions"] == [2, 2] and "headrace_weight_version 2" in httpx.get(f"{url}/metrics").text
         assert httpx.post(f"{url}/control/resume").status_code == 403
         code, errors = stop(process, signal.SIGINT)
         assert (code, errors) == (0, "")
@@ -164,6 +172,8 @@ def test_loopback_has_several_names() -> None:
     for host in ("127.0.0.1", "localhost", "127.0.0.9"):
         with contextlib.closing(bind(host, 0, has_token=False)) as listener:
             assert url_of(listener).startswith("http://")
+    with contextlib.closing(bind("0.0.0.0", 0, has_token=True)) as listener:
+        assert listener.getsockname()[0] == "0.0.0.0"
     if socket.has_ipv6:
         with contextlib.suppress(ConfigError), contextlib.closing(bind("::1", 0, has_token=False)) as listener:
             assert url_of(listener).startswith("http://[::1]:")

@@ -21,6 +21,7 @@ from headrace.engine.native.core import EngineCore
 from headrace.engine.native.threaded import ThreadedEngine
 from headrace.engine.server.address import bind, url_of
 from headrace.engine.server.app import MAX_BODY, listening, make_app
+from headrace.engine.server.parameters import NEUTRAL
 from headrace.model.load import load_model, load_tokenizer
 from headrace.model.weights import make_manifest, named_tensors
 from headrace.observe import Timeline
@@ -495,6 +496,34 @@ def test_what_a_chat_cannot_do_is_refused_by_name(run, options, param, message):
     async def check(bench: Bench) -> None:
         status, body = await bench.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "1"}], **options})
         assert status == 400 and body["error"]["param"] == param and message in body["error"]["message"], body
+
+    run(check)
+
+
+ODD = [None, True, False, 0, 1, -1, 0.5, 1e300, 2**70, -(2**63), float("nan"), "", "x", [], [0], [[]], ["x"], {}, {"a": 1}]
+NAMES = [
+    *("model", "prompt", "messages", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "min_p", "n"),
+    *("min_tokens", "seed", "stop", "stop_token_ids", "ignore_eos", "echo", "logprobs", "top_logprobs", "best_of"),
+    *("return_token_ids", "return_tokens_as_token_ids", "include_stop_str_in_output", "skip_special_tokens"),
+    *("stream_options", "add_special_tokens", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"),
+    *NEUTRAL,
+]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_nothing_a_client_sends_is_a_server_error(run, path):
+    async def check(bench: Bench) -> None:
+        plain = {
+            "max_tokens": 2,
+            **({"prompt": "1"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "1"}]}),
+        }
+        told = set()
+        for name in NAMES:
+            bodies = [{**plain, name: value} for value in ODD]
+            for (status, body), sent in zip(await asyncio.gather(*(bench.post(path, b) for b in bodies)), bodies, strict=True):
+                assert status in (200, 400, 404), (sent, body)
+                told.add(status)
+        assert told == {200, 400, 404} and (await bench.complete(max_tokens=1)).choices
 
     run(check)
 
