@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 import time
-import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace import __version__
+from headrace.errors import user_frame
 from headrace.settings import ConfigError, describe, parse_override, to_dict, to_toml
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     known, rest = parser.parse_known_args(arguments)
     try:
         overrides = dict(parse_override(argument) for argument in join_pairs(rest))
-        if overrides and known.command != "train":
+        if overrides and known.command not in ("train", "doctor"):
             parser.error(f"unrecognized arguments: {' '.join(rest)}")
         code = known.run(known, overrides)
     except ConfigError as error:
@@ -71,6 +72,17 @@ def make_parser() -> argparse.ArgumentParser:
     train.add_argument("--run-dir", type=Path, help="the run's folder; runs/<recipe>-<time> if not given")
     train.add_argument("--fresh", action="store_true", help="start a new run even if an unfinished one could be resumed")
     train.set_defaults(run=_train)
+
+    doctor = commands.add_parser(
+        "doctor",
+        help="say what would go wrong with a recipe on this machine, and how to mend it",
+        description="Examine the machine, and a recipe with everything it names. Status 1 if there is a problem.",
+    )
+    doctor.add_argument(
+        "recipe", nargs="?", type=Path, help="a TOML file; overrides as for train. The machine alone if not given"
+    )
+    doctor.add_argument("--run-dir", type=Path, help="the folder the run would have")
+    doctor.set_defaults(run=_doctor)
 
     inspect = commands.add_parser("inspect", help="print a rollout of a run token by token")
     inspect.add_argument("folder", type=Path, help="a run's folder")
@@ -138,16 +150,33 @@ def _train(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
         run_dir=options.run_dir,
         fresh=options.fresh,
         command_started=STARTED,
+        command=shlex.join(["headrace", *sys.argv[1:]]),
     )
     try:
         launch(recipe, UserInputs(), how)
     except ConfigError:
         raise
     except Exception as error:  # noqa: BLE001  (told in a few lines; the log has the traceback)
-        notes = "".join(f"\n  {note}" for note in [*_user_frame(error), *getattr(error, "__notes__", [])])
+        notes = "".join(f"\n  {note}" for note in [user_frame(error), *getattr(error, "__notes__", [])] if note)
         print(f"headrace: {type(error).__name__}: {error}{notes}", file=sys.stderr)
         return 1
     return 0
+
+
+def _doctor(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
+    from headrace.orchestrate.doctor import Subject, examine, render
+
+    if overrides and options.recipe is None:
+        raise ConfigError(f"--{next(iter(overrides))}: there is no recipe to override; name one")
+    num_problems = num_warnings = 0
+    for finding in examine(Subject(recipe_path=options.recipe, overrides=overrides, run_dir=options.run_dir)):
+        num_problems += finding.level == "problem"
+        num_warnings += finding.level == "warning"
+        print(render(finding), flush=True)
+    print(
+        f"\n{num_problems or 'no'} problem{'s' * (num_problems > 1)}, {num_warnings or 'no'} warning{'s' * (num_warnings > 1)}"
+    )
+    return 1 if num_problems else 0
 
 
 def _check_inputs(recipe: Recipe) -> None:
@@ -160,15 +189,6 @@ def _check_inputs(recipe: Recipe) -> None:
         reward_functions(recipe, UserInputs())
     except ValueError as error:
         raise ConfigError(str(error)) from error
-
-
-def _user_frame(error: BaseException) -> list[str]:
-    """Where in the user's own code it happened, if it did: the last frame outside this package and the libraries."""
-    cause = error.__cause__ or error
-    frames = traceback.extract_tb(cause.__traceback__)
-    ours = str(Path(__file__).parent)
-    own = [f for f in frames if not f.filename.startswith((ours, sys.prefix, sys.base_prefix, "<"))]
-    return [f"in {own[-1].filename}:{own[-1].lineno}, {own[-1].name}: {own[-1].line}"] if own else []
 
 
 def _inspect(options: argparse.Namespace, overrides: dict[str, Any]) -> int:

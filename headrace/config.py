@@ -87,7 +87,9 @@ class RewardSettings:
     weights: tuple[float, ...] = ()
     """One per function; empty weighs each 1."""
     timeout: float = 300.0
-    """Seconds an async reward may take for one call; later counts as failed. A plain function cannot be interrupted."""
+    """Seconds one call of a reward may take; later counts as failed. `inline` cannot interrupt a plain function."""
+    workers: int = 1
+    """Threads that call plain rewards. With more than one, calls overlap and a reward must bear that; `inline` has none."""
     attempts: int = 2
     """How often a reward that raises is asked before its rollouts are counted as failed."""
     max_failures: int = 64
@@ -97,7 +99,8 @@ class RewardSettings:
         if self.weights and self.functions and len(self.weights) != len(self.functions):
             raise ConfigError(f"weights = {list(self.weights)}: {len(self.functions)} functions need as many weights")
         _check(self.attempts >= 1, "attempts", self.attempts, "≥ 1")
-        _check(self.timeout > 0, "timeout", self.timeout, "above 0")
+        _check(0 < self.timeout < math.inf, "timeout", self.timeout, "a number above 0")
+        _check(self.workers >= 1, "workers", self.workers, "≥ 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,14 +135,23 @@ class EngineSettings:
 
     kind: Literal["native"] = "native"
     """`native`: the embedded engine, which runs the trainer's own model code."""
+    count: int = 1
+    """Engine processes, each with slots of its own."""
+    threads: int = 0
+    """Of torch on CPU in each engine; 0 takes `threads`."""
+    restarts: int = 3
+    """How often in a run an engine that died or stopped answering is started again."""
     slots: int = 256
-    """Rollouts decoded at once."""
+    """Rollouts decoded at once, by each engine."""
     block_size: int = 16
     """Tokens in a KV block; exact mode needs 16."""
     kv_blocks: int = 0
     """KV blocks in all; 0 takes as many as the slots can use, within 40 % of the free memory."""
 
     def __post_init__(self) -> None:
+        _check(self.count >= 1, "count", self.count, "≥ 1")
+        _check(self.threads >= 0, "threads", self.threads, "≥ 0")
+        _check(self.restarts >= 0, "restarts", self.restarts, "≥ 0")
         _check(self.slots >= 1, "slots", self.slots, "≥ 1")
         _check(self.block_size >= 1, "block_size", self.block_size, "≥ 1")
 
@@ -194,14 +206,24 @@ class PartialSettings:
 class SyncSettings:
     """How weights reach the engines."""
 
-    transport: Literal["memory"] = "memory"
-    """`memory`: copied inside the process."""
+    transport: Literal["auto", "memory", "shared_memory"] = "auto"
+    """`memory`: inside one process. `shared_memory`: between processes of one host. `auto` follows `orchestrate`."""
+    folder: str = ""
+    """Where shared memory lies; empty takes /dev/shm."""
+    canary_limit: float = 0.0
+    """The run stops when engine and trainer, holding the same version, differ by more than this on a fixed prompt (mean
+    |Δ logprob| per token); 0 takes 0.01 in float32 and 0.3 in bfloat16."""
+
+    def __post_init__(self) -> None:
+        _check(self.canary_limit >= 0, "canary_limit", self.canary_limit, "≥ 0")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings:
     """The trainer and its algorithm."""
 
+    threads: int = 0
+    """Of torch on CPU; 0 takes `threads`."""
     batch: int = 256
     """Rollouts trained per version."""
     group_size: int = 8
@@ -237,6 +259,7 @@ class TrainSettings:
     """Each token of the batch counts the same, or each rollout does."""
 
     def __post_init__(self) -> None:
+        _check(self.threads >= 0, "threads", self.threads, "≥ 0")
         _check(self.group_size >= 2, "group_size", self.group_size, "≥ 2: an advantage compares siblings")
         _check(self.batch >= 1, "batch", self.batch, "≥ 1")
         if self.batch % self.group_size:
@@ -308,14 +331,17 @@ class Recipe:
     """Of tasks, sampling and new weights."""
     exact: bool = False
     """Engine and trainer logprobs bitwise equal at equal weights on CPU, and a resumed run bitwise the uninterrupted one."""
-    orchestrate: Literal["inline"] = "inline"
-    """`inline`: one process, deterministic under a seed, breakpoints work."""
+    orchestrate: Literal["local", "inline"] = "local"
+    """`local`: engines and trainer in processes of their own. `inline`: one process, deterministic under a seed, breakpoints
+    work."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes a GPU where there is one."""
     threads: int = 0
-    """Of torch on CPU; 0 takes all cores."""
+    """Of torch on CPU, in each process; 0 shares the cores among them."""
     deadline: float = 600.0
     """Seconds without a token, a score or a version after which the run stops and says what it waits for."""
+    heartbeat: float = 60.0
+    """Seconds a process may leave the launcher unanswered before it is named and, an engine, started again."""
     model: ModelSettings = field(default_factory=ModelSettings)
     warmup: WarmupSettings = field(default_factory=WarmupSettings)
     tasks: tuple[TaskSettings, ...] = ()
@@ -336,7 +362,9 @@ class Recipe:
         _check(self.seed >= 0, "seed", self.seed, "≥ 0")
         _check(self.threads >= 0, "threads", self.threads, "≥ 0")
         _check(self.deadline > 0, "deadline", self.deadline, "above 0")
+        _check(self.heartbeat > 0, "heartbeat", self.heartbeat, "above 0")
         self._check_across_rooms()
+        self._check_processes()
 
     def _check_across_rooms(self) -> None:
         buffer, lag = self.buffer, self.staleness.max_lag
@@ -360,6 +388,15 @@ class Recipe:
                 f"{self.model.context}"
             )
 
+    def _check_processes(self) -> None:
+        is_local, transport = self.orchestrate == "local", self.sync.transport
+        if transport != "auto" and (transport == "shared_memory") != is_local:
+            raise ConfigError(
+                f"sync.transport = '{transport}': does not go with orchestrate = '{self.orchestrate}'; leave it auto"
+            )
+        if self.engine.count > 1 and not is_local:
+            raise ConfigError(f"engine.count = {self.engine.count}: orchestrate = 'inline' has one engine; set it to 'local'")
+
     def _check_exact(self) -> None:
         if self.device == "cuda":
             raise ConfigError("device = 'cuda': exact = true is a promise about the CPU; set device = 'cpu'")
@@ -378,6 +415,17 @@ class Recipe:
         if not self.staleness.gate and not self.staleness.reject:
             return "stream"
         return {0: "synchronous", 1: "one_ahead"}.get(self.staleness.max_lag, "bounded")
+
+    def threads_of(self, role: str, *, cores: int) -> int:
+        """Of torch in the process of a role: what is set for it, or for all, or its share of the cores."""
+        own = {"engine": self.engine.threads, "trainer": self.train.threads}.get(role, 0)
+        processes = self.engine.count + 1 if self.orchestrate == "local" else 1
+        return own or self.threads or max(1, cores // processes)
+
+    @property
+    def canary_limit(self) -> float:
+        """`sync.canary_limit`, with 0 resolved."""
+        return self.sync.canary_limit or {"float32": 0.01, "bfloat16": 0.3}[self.model.dtype]
 
     @property
     def groups_per_batch(self) -> int:
@@ -405,7 +453,8 @@ class Recipe:
     def hash(self) -> str:
         """Of everything that decides the result; the same command has the same hash."""
         settings = to_dict(self)
-        settings.pop("observe")
+        for name in ("observe", "orchestrate", "deadline", "heartbeat"):
+            settings.pop(name)
         return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
     def derivation(self) -> list[str]:
@@ -427,8 +476,11 @@ class Recipe:
         held = "no bound" if waiting is None else f"{waiting} × {groups} = {waiting * groups} groups wait at most"
         rows.append(f"buffer     {self.buffer_kind}: {held}, trained in {self.order} order")
         rows.append(
-            f"engine     {self.engine.slots} rollouts decoded at once, {self.sampling.max_tokens} new tokens each at most"
+            f"engine     {self.engine.count} × {self.engine.slots} rollouts decoded at once (engine.count, engine.slots), "
+            f"{self.sampling.max_tokens} new tokens each at most"
         )
+        if self.orchestrate == "local":
+            rows.append(f"processes  launcher, {self.engine.count} engine(s), trainer (orchestrate = 'local')")
         return rows
 
 

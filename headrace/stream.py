@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace import wire
+from headrace.errors import user_frame
 from headrace.settings import ConfigError
 
 if TYPE_CHECKING:
@@ -44,9 +45,9 @@ class StreamClosed(ConnectionError):
 class RemoteError(RuntimeError):
     """A call failed at the other end; `kind` is the type of what was raised there."""
 
-    def __init__(self, kind: str, message: str, *, detail: str = "", is_config: bool = False) -> None:
+    def __init__(self, *, kind: str, message: str, detail: str = "", frame: str = "", is_config: bool = False) -> None:
         super().__init__(f"{kind}: {message}")
-        self.kind, self.message, self.detail, self.is_config = kind, message, detail, is_config
+        self.kind, self.message, self.detail, self.frame, self.is_config = kind, message, detail, frame, is_config
 
 
 class Stream:
@@ -103,7 +104,7 @@ class Peer:
         self, stream: Stream, *, calls: Mapping[str, Handler] | None = None, notices: Mapping[str, OnNotice] | None = None
     ) -> None:
         self.stream = stream
-        self._calls, self._notices = dict(calls or {}), dict(notices or {})
+        self.calls, self._notices = dict(calls or {}), dict(notices or {})
         self._open: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
         self._answering: set[asyncio.Task[None]] = set()
@@ -161,15 +162,12 @@ class Peer:
         if answer is None or answer.done():
             return  # cancelled meanwhile
         if "error" in message:
-            error = message["error"]
-            answer.set_exception(
-                RemoteError(error["kind"], error["message"], detail=error["detail"], is_config=error["is_config"])
-            )
+            answer.set_exception(RemoteError(**message["error"]))
         else:
             answer.set_result(message["value"])
 
     async def _answer(self, message: dict[str, Any]) -> None:
-        number, handler = message["number"], self._calls.get(message["call"])
+        number, handler = message["number"], self.calls.get(message["call"])
         try:
             if handler is None:
                 raise LookupError(f"there is no call {message['call']!r}")
@@ -188,6 +186,7 @@ def describe_error(error: BaseException) -> dict[str, Any]:
         "kind": type(error).__name__,
         "message": str(error),
         "detail": "".join(traceback.format_exception(error)),
+        "frame": user_frame(error),
         "is_config": isinstance(error, ConfigError),
     }
 

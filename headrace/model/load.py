@@ -31,12 +31,19 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         return cast("PreTrainedTokenizerBase", AutoTokenizer.from_pretrained(path))
 
 
+def load_config(path: str) -> Any:  # noqa: ANN401  (transformers' configs share no typed surface)
+    """The config in a folder or on the hub, checked to be of a model we serve exactly."""
+    with _explained(path, "model"):
+        config = AutoConfig.from_pretrained(path)
+        check_config(config, path)
+    return config
+
+
 def load_model(path: str, *, dtype: str = "float32", device: str = "cpu", exact: bool = False) -> PreTrainedModel:
     """A causal language model ready for `attention_context=`, checked to be one we serve exactly."""
-    with _explained(path, "model"):
-        check_config(AutoConfig.from_pretrained(path), path)
-        with _quietly():
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
+    load_config(path)
+    with _explained(path, "model"), _quietly():
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
     prepare(cast("PreTrainedModel", model), name=path, exact=exact)
     moved: Any = model
     return cast("PreTrainedModel", moved.to(device))  # transformers wraps `to` and loses its types
@@ -71,7 +78,12 @@ def check_config(config: Any, name: str) -> None:  # noqa: ANN401  (transformers
 
 def context_limit(model: PreTrainedModel, wanted: int) -> int:
     """The most tokens a rollout may have: what was asked for, or the model's own limit."""
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 4096
+    return config_limit(model.config, wanted)
+
+
+def config_limit(config: Any, wanted: int) -> int:  # noqa: ANN401
+    """The same, by the config alone."""
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None) or 4096
     if wanted > limit:
         raise ModelError(f"model.context = {wanted}: the model takes at most {limit} tokens")
     return wanted or int(limit)

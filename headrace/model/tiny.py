@@ -41,10 +41,9 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def build_folder(folder: Path, settings: ModelSettings, *, seed: int) -> None:
-    """Write a freshly initialised model and its tokenizer as a Hugging Face folder."""
-    tokenizer = build_tokenizer()
-    config = Qwen3Config(
+def build_config(settings: ModelSettings, tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
+    """The model's shape."""
+    return Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=settings.hidden_size,
         intermediate_size=3 * settings.hidden_size,
@@ -59,6 +58,12 @@ def build_folder(folder: Path, settings: ModelSettings, *, seed: int) -> None:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
+
+
+def build_folder(folder: Path, settings: ModelSettings, *, seed: int) -> None:
+    """Write a freshly initialised model and its tokenizer as a Hugging Face folder."""
+    tokenizer = build_tokenizer()
+    config = build_config(settings, tokenizer)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)

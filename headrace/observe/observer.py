@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from headrace.observe.remote import MirroredTimeline
 from headrace.observe.screen import Screen, Silent
 from headrace.observe.sinks import Sink, open_sinks, read_metrics
 from headrace.observe.spans import STATES, Timeline
@@ -32,17 +33,23 @@ class Observer:
         sinks: tuple[str, ...] = (),
         trace: bool = False,
         restored: int | None = None,
-        roles: Sequence[str] = tuple(STATES),
+        elsewhere: Sequence[str] = (),
     ) -> None:
         self.screen: Screen = screen or Silent()
         self._folder = folder
         self._sinks: list[Sink] = open_sinks(sinks, folder, restored=restored) if folder else []
         self._trace = Trace(folder / "trace.json") if folder and trace else None
-        self._timelines = {role: Timeline(role, on_span=self._on_span) for role in roles}
+        self._timelines = {
+            role: (MirroredTimeline if role in elsewhere else Timeline)(role, on_span=self._on_span) for role in STATES
+        }
         self._before: dict[str, dict[str, float]] = {}
 
     def timeline(self, role: str) -> Timeline:
         return self._timelines[role]
+
+    def mirrored(self) -> dict[str, MirroredTimeline]:
+        """Of the roles in other processes."""
+        return {role: timeline for role, timeline in self._timelines.items() if isinstance(timeline, MirroredTimeline)}
 
     def start(self) -> None:
         """Begin the window of the time budget: at the first request."""

@@ -14,7 +14,8 @@ from headrace.engine.native.core import EngineCore
 from headrace.envs import PromptEncoder, SingleTurn
 from headrace.model.load import ModelError, context_limit, load_model, load_tokenizer
 from headrace.orchestrate.inputs import UserInputs, held_out_tasks, open_tasks, reward_functions
-from headrace.orchestrate.pipeline import Roles
+from headrace.orchestrate.pipeline import Around, Roles
+from headrace.orchestrate.publish import make_canary
 from headrace.orchestrate.roles import TrainerHere
 from headrace.score import RewardScorer
 from headrace.settings import ConfigError
@@ -29,9 +30,9 @@ if TYPE_CHECKING:
     from headrace.sync import Lineage
 
 
-def set_threads(recipe: Recipe) -> None:
-    """torch's CPU threads as the recipe says: every core by default."""
-    torch.set_num_threads(recipe.threads or os.cpu_count() or 1)
+def set_threads(recipe: Recipe, role: str = "") -> None:
+    """torch's CPU threads in this process, as the recipe says."""
+    torch.set_num_threads(recipe.threads_of(role, cores=os.cpu_count() or 1))
 
 
 def choose_device(recipe: Recipe) -> str:
@@ -80,40 +81,61 @@ def stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> t
     return tuple(sorted({int(token) for token in [tokenizer.eos_token_id, *listed] if token is not None}))
 
 
-def build_roles(recipe: Recipe, model_path: str, given: UserInputs, *, observer: Observer, lineage: Lineage) -> Roles:
-    """Load the model twice, once to generate and once to train, and put everything around it."""
-    rewards = reward_functions(recipe, given)
-    tasks = open_tasks(recipe, given)
-    device = choose_device(recipe)
-    tokenizer = load_tokenizer(model_path)
-    encoder = PromptEncoder(tokenizer)
-    sync = MemorySync(lineage)
-    engine_model = load_model(model_path, dtype=recipe.model.dtype, device=device, exact=recipe.exact)
-    context = context_limit(engine_model, recipe.model.context)
-    core = EngineCore(
-        engine_model,
-        name="engine-0",
+def place_of(device: str, role: str, index: int = 0) -> str:
+    """Which GPU a process gets: the trainer the first, engines the others in turn, all of them the only one."""
+    count = torch.cuda.device_count() if device == "cuda" else 0
+    if count < 2:
+        return device
+    return "cuda:0" if role == "trainer" else f"cuda:{1 + index % (count - 1)}"
+
+
+def build_core(recipe: Recipe, model_path: str, *, name: str, device: str) -> EngineCore:
+    model = load_model(model_path, dtype=recipe.model.dtype, device=device, exact=recipe.exact)
+    return EngineCore(
+        model,
+        name=name,
         slots=recipe.engine.slots,
-        context=context,
+        context=context_limit(model, recipe.model.context),
         block_size=recipe.engine.block_size,
         num_blocks=recipe.engine.kv_blocks,
         exact=recipe.exact,
     )
-    trainer = DeviceTrainer(
+
+
+def build_trainer(recipe: Recipe, model_path: str, *, device: str) -> DeviceTrainer:
+    return DeviceTrainer(
         load_model(model_path, dtype="float32", device=device, exact=recipe.exact),
-        tokenizer=tokenizer,
+        tokenizer=load_tokenizer(model_path),
         settings=recipe.train,
         exact=recipe.exact,
         dtype=getattr(torch, recipe.model.dtype),
     )
-    scorer = RewardScorer(rewards, decode=encoder.decode, settings=recipe.reward)
+
+
+def build_roles(recipe: Recipe, model_path: str, given: UserInputs, *, observer: Observer, lineage: Lineage) -> Roles:
+    """Everything in this process: the model is loaded twice, once to generate and once to train."""
+    device = choose_device(recipe)
+    around = build_around(recipe, model_path, given)
+    sync = MemorySync(lineage)
+    core = build_core(recipe, model_path, name="engine-0", device=device)
+    engine = NativeEngine(core, sync=sync, timeline=observer.timeline("engine"))
+    trainer = build_trainer(recipe, model_path, device=device)
     return Roles(
-        engine=NativeEngine(core, sync=sync, timeline=observer.timeline("engine")),
-        trainer=TrainerHere(trainer, observer.timeline("trainer")),
-        scorer=scorer,
+        engine=engine,
+        trainer=TrainerHere(trainer, sync, observer.timeline("trainer"), canary=around.canary),
+        stop_ids=stop_tokens(core.model, around.encoder.tokenizer),
+        services=(engine.serve,),
+        around=around,
+    )
+
+
+def build_around(recipe: Recipe, model_path: str, given: UserInputs) -> Around:
+    """What the launcher itself does, wherever engines and trainer are."""
+    encoder = PromptEncoder(load_tokenizer(model_path))
+    return Around(
+        scorer=RewardScorer(reward_functions(recipe, given), decode=encoder.decode, settings=recipe.reward),
         environment=given.environment or SingleTurn(),
-        sync=sync,
         encoder=encoder,
-        tasks=tasks,
-        stop_ids=stop_tokens(engine_model, tokenizer),
+        tasks=open_tasks(recipe, given),
+        canary=make_canary(encoder.encode(open_tasks(recipe, given).next()["prompt"])),
     )

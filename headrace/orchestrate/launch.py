@@ -23,18 +23,21 @@ from headrace.orchestrate.build import build_roles, preflight, set_threads
 from headrace.orchestrate.checkpoint import CheckpointStore
 from headrace.orchestrate.folder import FolderLock, cache_folder, find_folder, prepare_folder, write_summary
 from headrace.orchestrate.inputs import UserInputs, held_out_tasks, run_identity
+from headrace.orchestrate.local import LocalProcesses
+from headrace.orchestrate.processes import Processes
 from headrace.orchestrate.session import Session
-from headrace.orchestrate.stop import StopRequest
+from headrace.orchestrate.stop import StopRequest, ended_by_signals
 from headrace.orchestrate.warmup import model_folder
 from headrace.settings import ConfigError
 from headrace.sync import Lineage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
 
     from headrace.config import Recipe
     from headrace.observe.screen import Screen
+    from headrace.orchestrate.pipeline import Roles
     from headrace.types import Episode
 
 
@@ -70,6 +73,8 @@ class Launch:
     fresh: bool = False
     quiet: bool = False
     command_started: float = 0.0
+    command: str = ""
+    """What the user typed, to be typed again."""
     stop: StopRequest = field(default_factory=StopRequest)
 
 
@@ -107,14 +112,15 @@ def _launch(recipe: Recipe, given: UserInputs, how: Launch) -> RunResult:
     preflight(recipe, given)
     identity = run_identity(recipe, given)
     folder = find_folder(how.name, recipe, identity=identity, run_dir=how.run_dir, fresh=how.fresh)
-    with _locked(folder), _logged(folder):
+    with _locked(folder), _logged(folder), ended_by_signals(), Processes(recipe, logs=folder / "logs") as processes:
         prepare_folder(folder, recipe, recipe_text=how.recipe_text)
+        local = LocalProcesses.spawn(processes) if recipe.orchestrate == "local" else None
         screen.say(f"run        {folder}")
         seconds = {"setup": time.perf_counter() - started}
         path = model_folder(recipe, given, say=screen.say)
         seconds["warmup"] = time.perf_counter() - started - seconds["setup"]
         _seed_everything(recipe.seed)
-        return asyncio.run(_Run(recipe, given, how, folder, identity, screen, started, seconds).train(path))
+        return asyncio.run(_Run(recipe, given, how, folder, identity, screen, started, seconds, local).train(path))
 
 
 @dataclass(frozen=True)
@@ -129,32 +135,58 @@ class _Run:
     screen: Screen
     started: float
     seconds: dict[str, float]
+    local: LocalProcesses | None
+    """None: everything in this process."""
 
     async def train(self, model_path: str) -> RunResult:
-        session = await self._make_session(model_path)
-        write_summary(self.folder, session.summary("running", seconds=self.seconds))
-        status = "failed"
-        try:
-            with self.how.stop.heard_by(lambda: self._stop(session)):
-                await session.train()
-            status = "finished" if session.run.version >= self.recipe.steps else "interrupted"
-            if status == "finished":
-                session.run.ledger.close()
-                session.store.clear_rescued()
-        except Exception as error:
-            await self._save_after(session)
-            error.add_note(f"the same command goes on from version {session.resumes_from}")
-            error.add_note(f"run folder {self.folder}, log {self.folder / 'logs' / 'launcher.log'}")
-            raise
-        finally:
-            summary = session.summary(status, seconds=self.seconds)
-            with contextlib.suppress(OSError):  # a full disk; the checkpoint is elsewhere by now
-                write_summary(self.folder, summary)
-            session.observer.close()
+        async with self._session(model_path) as session:
+            write_summary(self.folder, session.summary("running", seconds=self.seconds))
+            status = "failed"
+            try:
+                with self.how.stop.heard_by(lambda: self._stop(session)):
+                    await session.train()
+                status = "finished" if session.run.version >= self.recipe.steps else "interrupted"
+                if status == "finished":
+                    session.run.ledger.close()
+                    session.store.clear_rescued()
+            except Exception as error:
+                await self._save_after(session)
+                command = f": {self.how.command}" if self.how.command else ""
+                error.add_note(f"the same command goes on from version {session.resumes_from}{command}")
+                error.add_note(f"run folder {self.folder}, log {self.folder / 'logs' / 'launcher.log'}")
+                raise
+            finally:
+                summary = await self._close(session, status)
         self.screen.say(final_report(summary, session.run.ledger.equation(), _sample_texts(session), folder=self.folder))
         return RunResult(folder=self.folder, summary=summary, samples=session.samples)
 
-    async def _make_session(self, model_path: str) -> Session:
+    async def _close(self, session: Session, status: str) -> dict[str, Any]:
+        """The last look at every process, and the summary."""
+        if status != "failed":
+            await session.roles.refresh()
+        summary = session.summary(status, seconds=self.seconds)
+        with contextlib.suppress(OSError):  # a full disk; the checkpoint is elsewhere by now
+            write_summary(self.folder, summary)
+        session.observer.close()
+        return summary
+
+    @contextlib.asynccontextmanager
+    async def _session(self, model_path: str) -> AsyncIterator[Session]:
+        """A session, and the end of its processes. Interrupted, nobody is waited for: they are killed outside."""
+        with contextlib.ExitStack() as watched:
+            try:
+                yield await self._make_session(model_path, watched)
+            except Exception:
+                await self._end_processes(watched)
+                raise
+            await self._end_processes(watched)
+
+    async def _end_processes(self, watched: contextlib.ExitStack) -> None:
+        watched.close()  # nobody is to be started again
+        if self.local is not None:
+            await self.local.processes.end()
+
+    async def _make_session(self, model_path: str, watched: contextlib.ExitStack) -> Session:
         recipe, began = self.recipe, time.perf_counter()
         place = hashlib.sha256(str(self.folder.resolve()).encode()).hexdigest()[:12]
         rescue = cache_folder() / "rescue" / f"{self.folder.name}-{place}"
@@ -174,10 +206,11 @@ class _Run:
             sinks=recipe.observe.sinks,
             trace=recipe.observe.trace,
             restored=None if checkpoint is None else checkpoint.version,
+            elsewhere=() if self.local is None else ("engine", "trainer"),
         )
         session = Session(
             recipe=recipe,
-            roles=build_roles(recipe, model_path, self.given, observer=observer, lineage=lineage),
+            roles=await self._make_roles(model_path, observer, lineage, watched),
             lineage=lineage,
             observer=observer,
             store=store,
@@ -195,12 +228,22 @@ class _Run:
         self.seconds["setup"] += time.perf_counter() - began
         return session
 
+    async def _make_roles(self, model_path: str, observer: Observer, lineage: Lineage, watched: contextlib.ExitStack) -> Roles:
+        if self.local is None:
+            return build_roles(self.recipe, model_path, self.given, observer=observer, lineage=lineage)
+        say = self.screen.say
+        roles, supervisor = await self.local.start(model_path, self.given, observer=observer, lineage=lineage, say=say)
+        watched.callback(supervisor.close)
+        return roles
+
     def _stop(self, session: Session) -> None:
         self.screen.say("stopping after this version; once more to stop at once")
         session.run.stop()
 
     async def _save_after(self, session: Session) -> None:
         """After a failure: what is trained is kept if it is whole. A second failure is only told."""
+        if session.roles.trainer.is_lost:
+            return
         try:
             await session.save_after_failure()
         except Exception as error:  # noqa: BLE001  (the first failure is the one to raise)
@@ -208,7 +251,7 @@ class _Run:
 
 
 def _sample_texts(session: Session) -> list[tuple[str, str, float | None]]:
-    decode = session.roles.encoder.tokenizer.decode
+    decode = session.roles.around.encoder.tokenizer.decode
     return [
         (
             str(decode(rollout.token_ids[rollout.source == 0].tolist())),

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from headrace.engine import Engine
     from headrace.envs import Environment, PromptEncoder
     from headrace.observe import Observer, Timeline
-    from headrace.orchestrate.roles import TrainerHere
+    from headrace.orchestrate.roles import TrainerHere, TrainerThere
     from headrace.score import Scorer
-    from headrace.sync import Lineage, WeightSync
+    from headrace.sync import Lineage
     from headrace.tasks import TaskStream
     from headrace.types import Batch, Plain
 
@@ -88,19 +88,37 @@ class FinishedEpisodes:
         return taken
 
 
+async def _nothing() -> None:
+    """What a run in one process has to refresh."""
+
+
+@dataclass(frozen=True)
+class Around:
+    """What the launcher does itself, wherever engines and trainer are."""
+
+    scorer: Scorer
+    environment: Environment
+    encoder: PromptEncoder
+    tasks: TaskStream
+    canary: Batch
+    """A fixed prompt, scored by trainer and engine at every version."""
+
+
 @dataclass(frozen=True)
 class Roles:
     """Who does the work, made by `launch`."""
 
     engine: Engine
-    trainer: TrainerHere
-    scorer: Scorer
-    environment: Environment
-    sync: WeightSync
-    encoder: PromptEncoder
-    tasks: TaskStream
+    trainer: TrainerHere | TrainerThere
+    around: Around
     stop_ids: tuple[int, ...]
     """Tokens that end a turn, by the tokenizer and by the model's generation settings."""
+    services: tuple[Callable[[], Coroutine[None, None, None]], ...]
+    """What must run beside the loops: the engine's own loop here, or the watch over other processes."""
+    describe: Callable[[], str] = str
+    """Each process in words, for an error: what it is at and where its log is."""
+    refresh: Callable[[], Awaitable[None]] = _nothing
+    """Have every process say now how it has spent its time."""
 
 
 class Run:
@@ -116,11 +134,22 @@ class Run:
         after_version: Callable[[list[Group], list[Batch], list[dict[str, float]]], Awaitable[None]],
     ) -> None:
         self.recipe, self.lineage, self.observer = recipe, lineage, observer
-        self.engine, self.trainer, self.scorer = roles.engine, roles.trainer, roles.scorer
-        self.environment, self.sync, self.encoder, self.tasks = roles.environment, roles.sync, roles.encoder, roles.tasks
+        self.roles, around = roles, roles.around
+        self.engine, self.trainer, self.scorer = roles.engine, roles.trainer, around.scorer
+        self.environment, self.encoder, self.tasks, self.canary = (
+            around.environment,
+            around.encoder,
+            around.tasks,
+            around.canary,
+        )
         self.after_version = after_version
         self.trainer_timeline, self.scorer_timeline = observer.timeline("trainer"), observer.timeline("scorer")
         self.version = 0
+        """Trained."""
+        self.held_version = 0
+        """Held by every engine: the gate counts from this one."""
+        self.publication: asyncio.Task[None] | None = None
+        self.canary_difference = 0.0
         self.leg_end = recipe.steps
         self.is_stopping = False
         self.ledger = Ledger()
@@ -132,7 +161,8 @@ class Run:
             in_order=recipe.order == "submission",
         )
         self._sampling = Sampling(**dataclasses.asdict(recipe.sampling), stop_ids=roles.stop_ids)
-        self._most_pending = max(recipe.groups_per_batch, 2 * recipe.engine.slots // recipe.train.group_size)
+        self._num_places = 2 * recipe.engine.slots * recipe.engine.count
+        self._most_pending = max(recipe.groups_per_batch, self._num_places // recipe.train.group_size)
         """Groups in flight at most where no gate bounds them: enough to keep every slot busy."""
         self.submitted_groups = 0
         self.dropped_groups = 0
@@ -144,7 +174,7 @@ class Run:
         self.room = Signal()
         self._group_done = Signal()
         self.work: asyncio.Queue[Work] = asyncio.Queue()
-        self.places = asyncio.Semaphore(2 * recipe.engine.slots)
+        self.places = asyncio.Semaphore(self._num_places)
         self.finished = FinishedEpisodes()
         self.wasted_tokens = 0
         self.scoring = 0
@@ -157,13 +187,20 @@ class Run:
         """Tasks spawned from now on belong to this group, and their failure is its failure."""
         self._tasks = tasks
         self.note_progress()
-        self.places = asyncio.Semaphore(2 * self.recipe.engine.slots)
+        self.places = asyncio.Semaphore(self._num_places)
 
-    def spawn(self, coroutine: Coroutine[None, None, None]) -> None:
+    def spawn(self, coroutine: Coroutine[None, None, None]) -> asyncio.Task[None]:
         assert self._tasks is not None
         task = self._tasks.create_task(coroutine)
         self._spawned.add(task)
         task.add_done_callback(self._spawned.discard)
+        return task
+
+    async def published(self) -> None:
+        """Every engine holds the newest version that was trained."""
+        if self.publication is not None:
+            await self.publication
+            self.publication = None
 
     def cancel_spawned(self) -> None:
         for task in list(self._spawned):
@@ -179,6 +216,7 @@ class Run:
         self.work = asyncio.Queue()
         self.finished = FinishedEpisodes()
         self.scoring = 0
+        self.publication = None
         for pending in self.pending.values():
             pending.episodes.clear()
         if self.pending:
@@ -204,12 +242,12 @@ class Run:
 
         Wakes by the clock. A long computation in this thread is no wait: whoever makes one notes progress when it is done.
         """
-        deadline, seen = self.recipe.deadline, -1
+        deadline, seen = self.recipe.deadline, (-1, -1)
         while True:
             await asyncio.sleep(min(deadline / 4, 5.0))
             state = await self.engine.state()
-            if state.tokens != seen:
-                seen = state.tokens
+            if seen != (state.tokens, self.trainer.num_passes):
+                seen = (state.tokens, self.trainer.num_passes)
                 self.note_progress()
             late = time.monotonic() - self.progressed_at
             if late > deadline:
@@ -217,12 +255,13 @@ class Run:
                     f"nothing has moved for {late:.0f} s (deadline = {deadline:g}): {len(self.pending)} groups in flight, "
                     f"{state.running} rollouts decoding and {state.waiting} queued, {self.scoring} being scored, "
                     f"{len(self.buffer)} groups waiting of {self.recipe.groups_per_batch} a batch takes"
+                    f"{self.roles.describe()}"
                 )
 
     # feed
 
     def may_submit(self) -> bool:
-        is_open = self.gate.is_open(version=self.version, submitted=self.submitted_groups, dropped=self.dropped_groups)
+        is_open = self.gate.is_open(version=self.held_version, submitted=self.submitted_groups, dropped=self.dropped_groups)
         has_room = not self.buffer.is_full and (self.recipe.gate_depth is not None or len(self.pending) < self._most_pending)
         return is_open and has_room and self.version < self.leg_end and not self.is_stopping
 

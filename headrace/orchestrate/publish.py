@@ -2,37 +2,112 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from headrace.model.weights import make_manifest
+import numpy as np
+
 from headrace.partial import Interrupt
+from headrace.types import Batch, Call, FinishReason, Rollout, Sampling, Source
 
 if TYPE_CHECKING:
-    from headrace.engine import Engine
+    from collections.abc import Awaitable
+
     from headrace.orchestrate.pipeline import Run
-    from headrace.orchestrate.roles import TrainerHere
-    from headrace.sync import WeightSync
+    from headrace.types import Array, WeightUpdate
+
+_CANARY_TOKENS = 32
+
+
+class CanaryError(RuntimeError):
+    """Engine and trainer hold the same weights and do not agree on them."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """What a trainer made ready."""
+
+    update: WeightUpdate
+    canary: Array
+    """Its own logprobs of the canary, under these weights."""
 
 
 async def publish(run: Run) -> None:
-    """Have the engine hold the trainer's weights as `run.version`."""
+    """Have the engines hold the trainer's weights as `run.version`.
+
+    Where the trainer is another process this only begins, once the publication before it has ended: it overlaps the next
+    step. `run.published` waits for its end.
+    """
+    interrupt = Interrupt(run.recipe.partial.interrupt)
+    if not run.trainer.is_here:
+        await run.published()
+        run.publication = run.spawn(_deliver(run, run.trainer.publish(run.version), interrupt))
+        return
     with run.trainer_timeline.during("wait-batch"):  # a draining engine is waited for, not worked with
-        await run.engine.pause(Interrupt(run.recipe.partial.interrupt))
+        await run.engine.pause(interrupt)
     with run.trainer_timeline.during("publish"):
-        await send_weights(run.engine, run.trainer, run.sync, version=run.version)
+        try:
+            await _deliver(run, run.trainer.publish(run.version), Interrupt.KEEP)
+        finally:
+            await run.engine.resume()
 
 
-async def send_weights(engine: Engine, trainer: TrainerHere, sync: WeightSync, *, version: int) -> None:
-    """Offer, send, load, release, to an engine that is paused or idle; it decodes again afterwards. A failure aborts the
-    update and leaves the engine on its old version."""
-    tensors = list(trainer.tensors())
-    update = sync.offer(version, make_manifest(tensors))
-    await sync.send(update, tensors)
+async def _deliver(run: Run, publishing: Awaitable[Published], interrupt: Interrupt) -> None:
+    """A version counts as held when every engine has hashed what it runs and found it to be what was sent. A failure leaves
+    the engines on their old version."""
+    published = await publishing
+    update = published.update
     try:
-        await engine.load(update)
+        await run.engine.load(update, interrupt=interrupt)
     except BaseException:
-        sync.abort(update)
+        await run.trainer.abort(update)
         raise
-    finally:
-        await engine.resume()
-    sync.release(update)
+    run.canary_difference = await _try_canary(run, published)
+    await run.trainer.release(update)
+    run.held_version = update.version
+    run.room.set()
+
+
+async def _try_canary(run: Run, published: Published) -> float:
+    """Mean |Δ logprob| of engine and trainer on the canary."""
+    canary = run.canary.rollouts[0]
+    engine = (await run.engine.score([canary]))[0]
+    difference = float(np.abs(engine - published.canary)[canary.loss_mask].mean())
+    limit = run.recipe.canary_limit
+    if not difference <= limit:
+        raise CanaryError(
+            f"version {published.update.version}: engine and trainer differ by {difference:.3g} per token on the canary, more "
+            f"than {limit:g} (sync.canary_limit): what is sampled is not what is trained"
+        )
+    return difference
+
+
+def make_canary(token_ids: Array) -> Batch:
+    """A prompt as a batch whose every token but the first is scored."""
+    repeats = -(-_CANARY_TOKENS // max(len(token_ids), 1))
+    ids = np.tile(np.asarray(token_ids, dtype=np.int32), repeats)[:_CANARY_TOKENS]
+    is_scored = np.arange(len(ids)) > 0
+    call = Call(
+        start=1,
+        stop=len(ids),
+        engine="canary",
+        sampling=Sampling(max_tokens=len(ids)),
+        finish_reason=FinishReason.LENGTH,
+        started=0.0,
+        finished=0.0,
+    )
+    rollout = Rollout(
+        id="canary",
+        episode="canary",
+        group="canary",
+        index=0,
+        token_ids=ids,
+        source=np.where(is_scored, Source.SAMPLED, Source.PROMPT).astype(np.int8),
+        loss_mask=is_scored,
+        logprobs=np.zeros(len(ids), dtype=np.float32),
+        versions=np.where(is_scored, 0, -1).astype(np.int32),
+        calls=(call,),
+        finish_reason=FinishReason.LENGTH,
+    )
+    nothing = (np.zeros(len(ids), dtype=np.float32),)
+    return Batch(rollouts=(rollout,), advantages=nothing, weights=nothing, loss="reinforce", version=0)

@@ -1,28 +1,42 @@
-"""Where a role runs: here, in this process. The loops await every call, so that another process needs no other loop."""
+"""Where the trainer runs: here, or in a process of its own. The loops await every call, and know no difference."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import errno
+from typing import TYPE_CHECKING, Any
+
+from headrace.model.weights import make_manifest
+from headrace.orchestrate.publish import Published
+from headrace.packed import pack_batch
+from headrace.stream import RemoteError, StreamClosed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    import asyncio
+    from collections.abc import Awaitable
     from pathlib import Path
 
-    from torch import Tensor
-
     from headrace.observe import Timeline
+    from headrace.orchestrate.processes import Child
+    from headrace.sync import WeightSync
     from headrace.train import Trainer
-    from headrace.types import Array, Batch
+    from headrace.types import Array, Batch, WeightUpdate
 
 
 class TrainerHere:
     """A trainer in this process, its time on its timeline."""
 
-    def __init__(self, trainer: Trainer, timeline: Timeline) -> None:
-        self._trainer = trainer
-        self._timeline = timeline
+    is_here = True
+    is_lost = False
+
+    def __init__(self, trainer: Trainer, sync: WeightSync, timeline: Timeline, *, canary: Batch) -> None:
+        self._trainer, self._sync, self._timeline, self._canary = trainer, sync, timeline, canary
         self.num_steps = 0
         """Optimizer steps taken: whoever sees it unchanged knows the weights are."""
+
+    @property
+    def num_passes(self) -> int:
+        """Forward passes made: progress within a step."""
+        return self._trainer.num_passes
 
     async def forward(self, batch: Batch) -> list[Array]:
         with self._timeline.during("compute"):
@@ -35,8 +49,19 @@ class TrainerHere:
             self.num_steps += 1
             return seen | self._trainer.optim_step(learning_rate)
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        return self._trainer.tensors()
+    async def publish(self, version: int) -> Published:
+        """The weights made ready for the engines as `version`, with the trainer's view of the canary."""
+        canary = self._trainer.forward(self._canary)[0]
+        tensors = list(self._trainer.tensors())
+        update = self._sync.offer(version, make_manifest(tensors))
+        await self._sync.send(update, tensors)
+        return Published(update, canary)
+
+    async def release(self, update: WeightUpdate) -> None:
+        self._sync.release(update)
+
+    async def abort(self, update: WeightUpdate) -> None:
+        self._sync.abort(update)
 
     async def save(self, folder: Path) -> None:
         with self._timeline.during("save"):
@@ -44,3 +69,76 @@ class TrainerHere:
 
     async def load(self, folder: Path) -> None:
         self._trainer.load(folder)
+
+
+class TrainerThere:
+    """A trainer in another process, reached over its stream; calls reach it in the order they are made."""
+
+    is_here = False
+
+    def __init__(self, child: Child, *, canary: Batch) -> None:
+        self._child = child
+        self._canary = pack_batch(canary)
+        self.num_steps = 0
+
+    @property
+    def is_lost(self) -> bool:
+        """The process is gone, and what it held with it."""
+        return self._child.lost.is_set()
+
+    @property
+    def num_passes(self) -> int:
+        return int(self._child.state.get("passes", 0))
+
+    async def forward(self, batch: Batch) -> list[Array]:
+        return list(await self._answer(self._begin("forward", batch=pack_batch(batch))))
+
+    async def step(self, batch: Batch, *, learning_rate: float) -> dict[str, float]:
+        answer = self._begin("step", batch=pack_batch(batch), learning_rate=learning_rate)
+        self.num_steps += 1
+        return dict(await self._answer(answer))
+
+    def publish(self, version: int) -> Awaitable[Published]:
+        """Begun at once, so that no later step can change the weights before they are copied."""
+        answer = self._begin("publish", version=version, canary=self._canary)
+
+        async def finish() -> Published:
+            return Published(**await self._answer(answer))
+
+        return finish()
+
+    async def release(self, update: WeightUpdate) -> None:
+        await self._answer(self._begin("release", update=update))
+
+    async def abort(self, update: WeightUpdate) -> None:
+        await self._answer(self._begin("abort", update=update))
+
+    async def save(self, folder: Path) -> None:
+        try:
+            await self._child.control.call("save", folder=str(folder))
+        except RemoteError as error:
+            if error.kind in ("OSError", "SafetensorError"):  # a full disk: whoever keeps checkpoints knows what to do
+                raise OSError(errno.EIO, error.message) from error
+            raise self._child.failed(error) from error
+        except StreamClosed as error:
+            raise await self._child.explain() from error
+
+    async def load(self, folder: Path) -> None:
+        await self._answer(self._begin("load", folder=str(folder)))
+
+    def _begin(self, name: str, **arguments: Any) -> asyncio.Future[Any] | StreamClosed:  # noqa: ANN401
+        try:
+            return self._child.control.begin(name, **arguments)
+        except StreamClosed as error:
+            return error
+
+    async def _answer(self, answer: asyncio.Future[Any] | StreamClosed) -> Any:  # noqa: ANN401
+        """The answer, or the reason there is none, with the process's name and log."""
+        try:
+            if isinstance(answer, StreamClosed):
+                raise answer
+            return await answer
+        except RemoteError as error:
+            raise self._child.failed(error) from error
+        except StreamClosed as error:
+            raise await self._child.explain() from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,17 @@ class Progress:
     reward_last: float | None = None
 
 
+@dataclass(frozen=True)
+class _Trained:
+    """A version whose metrics are still to be written."""
+
+    version: int
+    groups: list[Group]
+    batches: list[Batch]
+    seen: list[dict[str, float]]
+    evaluation: Evaluation | None
+
+
 @dataclass
 class Session:
     """Owns a `Run` and carries it from where it stands to its last step."""
@@ -66,12 +78,13 @@ class Session:
     def __post_init__(self) -> None:
         self.run = Run(self.recipe, self.roles, lineage=self.lineage, observer=self.observer, after_version=self._after_version)
         self._saved_version = -1
+        self._unnoted: deque[_Trained] = deque()
         self._last_moment = time.perf_counter()
         self.evaluator = Evaluator(
             engine=self.roles.engine,
-            environment=self.roles.environment,
-            scorer=self.roles.scorer,
-            encoder=self.roles.encoder,
+            environment=self.roles.around.environment,
+            scorer=self.roles.around.scorer,
+            encoder=self.roles.around.encoder,
             max_tokens=self.recipe.sampling.max_tokens,
             stop_ids=self.roles.stop_ids,
             success_at=self.recipe.evaluate.success_at,
@@ -82,7 +95,7 @@ class Session:
         """Take everything from a checkpoint; what was in flight then is submitted again."""
         run, manifest = self.run, checkpoint.manifest
         await run.trainer.load(checkpoint.folder)
-        run.version = self._saved_version = checkpoint.version
+        run.version = run.held_version = self._saved_version = checkpoint.version
         self.checkpoint_folder = checkpoint.folder
         self.progress = Progress(**manifest["progress"])
         run.tasks.restore(manifest["data"])
@@ -103,6 +116,7 @@ class Session:
         """Legs until the last step. In exact mode a leg ends at every checkpoint, with nothing in flight: what follows
         then depends on the checkpoint alone, and a resumed run cannot differ from one that went on."""
         run, recipe = self.run, self.recipe
+        await self.roles.refresh()
         self.observer.start()
         self._last_moment = time.perf_counter()
         while run.version < recipe.steps and not run.is_stopping:
@@ -119,17 +133,18 @@ class Session:
         try:
             async with asyncio.TaskGroup() as tasks:
                 run.attach(tasks)
-                serving = tasks.create_task(run.engine.serve())  # type: ignore[attr-defined]  # the native engine's own loop
-                watching = tasks.create_task(run.watch())
+                services = [tasks.create_task(service()) for service in (*self.roles.services, run.watch)]
                 await publish(run)
                 if run.version == 0 and self.progress.success_before is None:
                     await self._evaluate_first()
                 background = [tasks.create_task(loop(run)) for loop in (loops.feed, loops.generate, loops.score)]
                 await loops.train(run)
+                await run.published()
+                await self._write_notes()
                 if self.recipe.exact and run.version == run.leg_end:
                     await run.drained()
                 run.cancel_spawned()
-                for task in (serving, watching, *background):
+                for task in (*services, *background):
                     task.cancel()
         except BaseExceptionGroup as failures:
             failure = first_failure(failures)
@@ -147,30 +162,47 @@ class Session:
             )
 
     async def _after_version(self, groups: list[Group], batches: list[Batch], seen: list[dict[str, float]]) -> None:
-        """Called by `train` when a version is published: measure, evaluate, save, show."""
-        run, progress = self.run, self.progress
+        """Called by `train` when a version is trained: evaluate and save where that is due, for which the trainer waits;
+        measure and show beside its next step, where it has a process to itself."""
+        run, progress, version = self.run, self.progress, self.run.version
         if not progress.first_step:
             progress.first_step = time.perf_counter() - self.command_started
-        metrics = self._measure(groups, batches, seen)
-        every = self.recipe.evaluate.every
-        is_last = run.version == self.recipe.steps
-        if is_last or (every and run.version % every == 0):
-            evaluation = await self._evaluate()
-            if evaluation is not None:
-                progress.success_after, progress.greedy_after = evaluation.success, evaluation.greedy
-                metrics |= {
-                    "success": evaluation.success,
-                    "greedy": evaluation.greedy,
-                    "held_out_reward": evaluation.reward,
-                    "held_out_failed": evaluation.failed,
-                }
-        keep = self.recipe.observe.keep_rollouts_every
-        if keep and (is_last or run.version % keep == 0):
-            self.observer.keep_rollouts(run.version, [rollout for batch in batches for rollout in batch.rollouts])
-        self.observer.version(run.version, metrics)
-        if not self.recipe.exact and (is_last or run.version % self.recipe.checkpoint.every == 0):
+        every, is_last = self.recipe.evaluate.every, version == self.recipe.steps
+        is_evaluated = is_last or (every > 0 and version % every == 0)
+        evaluation = await self._evaluate() if is_evaluated else None
+        if evaluation is not None:
+            progress.success_after, progress.greedy_after = evaluation.success, evaluation.greedy
+        self._unnoted.append(_Trained(version, groups, batches, seen, evaluation))
+        is_saved = not self.recipe.exact and (is_last or version % self.recipe.checkpoint.every == 0)
+        if run.trainer.is_here or is_last:
+            await self._write_notes()
+        else:
+            run.spawn(self._write_notes())
+        if is_saved:
             await self.save()
         run.note_progress()
+
+    async def _write_notes(self) -> None:
+        """Every version trained so far in the metrics and in `progress`."""
+        if self._unnoted:
+            await self.roles.refresh()
+        while self._unnoted:
+            self._note(self._unnoted.popleft())
+
+    def _note(self, trained: _Trained) -> None:
+        version, batches, evaluation = trained.version, trained.batches, trained.evaluation
+        metrics = self._measure(trained.groups, batches, trained.seen)
+        if evaluation is not None:
+            metrics |= {
+                "success": evaluation.success,
+                "greedy": evaluation.greedy,
+                "held_out_reward": evaluation.reward,
+                "held_out_failed": evaluation.failed,
+            }
+        keep = self.recipe.observe.keep_rollouts_every
+        if keep and (version == self.recipe.steps or version % keep == 0):
+            self.observer.keep_rollouts(version, [rollout for batch in batches for rollout in batch.rollouts])
+        self.observer.version(version, metrics)
 
     def _measure(self, groups: list[Group], batches: list[Batch], seen: list[dict[str, float]]) -> dict[str, Any]:
         progress, now = self.progress, time.perf_counter()
@@ -195,6 +227,7 @@ class Session:
             "lag_max": int(lags.max(initial=0)),
             "seconds": seconds,
             "occupancy": self.observer.occupancy,
+            "canary": self.run.canary_difference,
             **{f"train/{name}": value for name, value in trainer.items()},
             **{f"rollouts/{name}": count for name, count in self.run.ledger.counts().items()},
         }
@@ -203,6 +236,7 @@ class Session:
         if not self.held_out:
             return None
         with self.run.trainer_timeline.during("evaluate"):
+            await self.run.published()
             evaluation = await self.evaluator.run(self.held_out, name=f"eval{self.run.version}")
         self.run.ledger.evaluation += evaluation.count
         self.samples = evaluation.episodes[:3]
@@ -213,6 +247,7 @@ class Session:
         run = self.run
         if run.version == self._saved_version or not run.is_whole:
             return
+        await self._write_notes()
         self.progress.wasted_tokens += run.wasted_tokens
         run.wasted_tokens = 0
         manifest = {

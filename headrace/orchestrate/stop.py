@@ -53,3 +53,18 @@ def _forget_signals(loop: asyncio.AbstractEventLoop, is_main: bool) -> None:
     if is_main:
         for number in _SIGNALS:
             loop.remove_signal_handler(number)
+            signal.signal(number, signal.default_int_handler)
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """SIGTERM ends the block as Ctrl-C does, by an exception, so that it cleans up; outside the main thread nothing does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.default_int_handler) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -29,7 +29,6 @@ from headrace.orchestrate.evaluate import Evaluator
 from headrace.orchestrate.failures import first_failure
 from headrace.orchestrate.folder import cache_folder
 from headrace.orchestrate.inputs import UserInputs, open_tasks
-from headrace.orchestrate.publish import send_weights
 from headrace.settings import ConfigError, to_dict
 from headrace.sync import Lineage
 from headrace.types import Batch, Call, FinishReason, Rollout, Sampling, Source
@@ -88,7 +87,7 @@ async def _warm_up(recipe: Recipe, path: str, given: UserInputs, target: Path, s
     if settings.tasks:
         tasks = open_tasks(dataclasses.replace(recipe, tasks=settings.tasks), UserInputs())
     async with asyncio.TaskGroup() as group:
-        serving = group.create_task(roles.engine.serve())  # type: ignore[attr-defined]  # the native engine's own loop
+        services = [group.create_task(service()) for service in roles.services]
         for step in range(settings.steps):
             if step % settings.check_every == 0:
                 success = await _success(recipe, roles, checked, step=step)
@@ -96,20 +95,23 @@ async def _warm_up(recipe: Recipe, path: str, given: UserInputs, target: Path, s
                 if success >= settings.until_success:
                     break
             rate = settings.learning_rate * min(1.0, (step + 1) / 20)
-            examples = [demonstration(tasks.next(), roles.encoder, name=f"d{index}") for index in range(settings.batch)]
+            examples = [demonstration(tasks.next(), roles.around.encoder, name=f"d{index}") for index in range(settings.batch)]
             await roles.trainer.step(_supervised_batch(examples), learning_rate=rate)
-        serving.cancel()
+        for service in services:
+            service.cancel()
     await roles.trainer.save(target)
     shutil.rmtree(target / "trainer")  # RL begins with an optimizer of its own
 
 
 async def _success(recipe: Recipe, roles: Roles, tasks: list[dict[str, Plain]], *, step: int) -> float:
-    await send_weights(roles.engine, roles.trainer, roles.sync, version=step)
+    update = (await roles.trainer.publish(step)).update
+    await roles.engine.load(update)
+    await roles.trainer.release(update)
     evaluator = Evaluator(
         engine=roles.engine,
-        environment=roles.environment,
-        scorer=roles.scorer,
-        encoder=roles.encoder,
+        environment=roles.around.environment,
+        scorer=roles.around.scorer,
+        encoder=roles.around.encoder,
         max_tokens=recipe.sampling.max_tokens,
         stop_ids=roles.stop_ids,
         success_at=recipe.evaluate.success_at,

@@ -15,17 +15,17 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from headrace.score.errors import RewardError
+from headrace.score.workers import TimedOut
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable, Sequence
 
+    from headrace.score.workers import RewardWorkers
     from headrace.types import Plain
 
 
 T = TypeVar("T")
-
-
-class RewardError(ValueError):
-    """A reward function is wrong in a way no retry can mend; the run stops and shows it."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,16 @@ class Failure:
 
     reason: str
     cause: BaseException | None = None
+
+
+class _IsAsync(Exception):
+    """A function that did not look async returned something to await."""
+
+
+_NO_SIGNALS = (
+    "rewards are called in threads, where no signal handler can be set: switch off the time limit that sets one (math_verify: "
+    "parse(..., parsing_timeout=None) and verify(..., timeout_seconds=None)); reward.timeout is there in any case"
+)
 
 
 class RewardFunction:
@@ -75,41 +85,124 @@ class RewardFunction:
         """What the user wrote."""
         return self._function
 
-    async def score(self, samples: Sequence[Sample], *, attempts: int, deadline: float = 300.0) -> list[float | Failure | None]:
-        """One result per sample; a batch that raises is taken apart and each tried alone, so that one cannot sink all."""
+    async def score(
+        self, samples: Sequence[Sample], *, attempts: int, deadline: float = 300.0, workers: RewardWorkers | None = None
+    ) -> list[float | Failure | None]:
+        """One result per sample; a batch that raises is taken apart and each tried alone, so that one cannot sink all.
+
+        With `workers`, a plain function is called in their threads and under their deadline, never in this one.
+        """
+        if workers is not None and not self.is_async:
+            try:
+                return await (self._batch_beside if self._is_batched else self._each_beside)(samples, attempts, workers)
+            except _IsAsync:
+                self.is_async = True
         if not self._is_batched:
             each = (self._one(sample, attempts=attempts, deadline=deadline) for sample in samples)
             return await together(each, is_async=self.is_async)
         for _ in range(attempts if len(samples) == 1 else 1):
             try:
-                return await self._batch(samples, deadline=deadline)
+                return self._listed(await self._call(self._columns(samples), deadline=deadline), samples)
             except RewardError:
                 raise
             except Exception as error:  # noqa: BLE001  (whatever a user's function raises becomes a typed outcome)
-                failure = Failure(reason=f"reward {self.name!r} raised {type(error).__name__}: {error}", cause=error)
+                failure = self._failed(error)
         if len(samples) == 1:
             return [failure]
         alone = (self.score([sample], attempts=attempts, deadline=deadline) for sample in samples)
         return [results[0] for results in await together(alone, is_async=self.is_async)]
 
     async def _one(self, sample: Sample, *, attempts: int, deadline: float) -> float | Failure | None:
-        arguments: dict[str, Any] = {**sample.row, "completion": sample.completion, "completion_ids": sample.completion_ids}
+        arguments = _arguments(sample)
         for _ in range(attempts):
             try:
                 return self._checked(await self._call(arguments, deadline=deadline))
             except RewardError:
                 raise
             except Exception as error:  # noqa: BLE001
-                failure = Failure(reason=f"reward {self.name!r} raised {type(error).__name__}: {error}", cause=error)
+                failure = self._failed(error)
         return failure
 
-    async def _batch(self, samples: Sequence[Sample], *, deadline: float) -> list[float | Failure | None]:
+    async def _call(self, arguments: dict[str, Any], *, deadline: float) -> Any:  # noqa: ANN401
+        result = self._function(**self._chosen(arguments))
+        if not inspect.isawaitable(result):
+            return result
+        try:
+            return await asyncio.wait_for(result, deadline)
+        except TimeoutError as error:
+            raise TimeoutError(f"no answer within reward.timeout = {deadline:g} s") from error
+
+    # In worker threads
+
+    async def _each_beside(
+        self, samples: Sequence[Sample], attempts: int, workers: RewardWorkers
+    ) -> list[float | Failure | None]:
+        def one(sample: Sample) -> float | Failure | None:
+            return self._tried(lambda: self._checked(self._call_here(_arguments(sample))), attempts, workers)
+
+        results = await workers.map(one, samples, name=self.name)
+        return [self._late(result, workers) if isinstance(result, TimedOut) else result for result in results]
+
+    async def _batch_beside(
+        self, samples: Sequence[Sample], attempts: int, workers: RewardWorkers
+    ) -> list[float | Failure | None]:
+        """A batch that timed out is taken apart too, but once and within one more `reward.timeout` for all, a quarter for
+        each: one that hangs does not sink its siblings, and four that do end it."""
+        limit, budget, why = workers.timeout, math.inf, ""
+        if len(samples) > 1:
+            (whole,) = await workers.map(lambda batch: self._tried_batch(batch, 1, workers), [samples], name=self.name)
+            if isinstance(whole, list):
+                return whole
+            if isinstance(whole, TimedOut):
+                attempts, limit, budget = 1, workers.timeout / 4, workers.timeout
+                why = f" for its batch, nor for it alone within {limit:g} s"
+
+        def alone(sample: Sample) -> float | Failure | None:
+            result = self._tried_batch([sample], attempts, workers)
+            return result if isinstance(result, Failure) else result[0]
+
+        results = await workers.map(alone, samples, name=self.name, limit=limit, budget=budget)
+        return [self._late(result, workers, why) if isinstance(result, TimedOut) else result for result in results]
+
+    def _tried_batch(
+        self, samples: Sequence[Sample], attempts: int, workers: RewardWorkers
+    ) -> list[float | Failure | None] | Failure:
+        return self._tried(lambda: self._listed(self._call_here(self._columns(samples)), samples), attempts, workers)
+
+    def _tried(self, call: Callable[[], T], attempts: int, workers: RewardWorkers) -> T | Failure:
+        for attempt in range(attempts):
+            if attempt:
+                workers.again()
+            try:
+                return call()
+            except (RewardError, _IsAsync):
+                raise
+            except Exception as error:  # noqa: BLE001
+                failure = self._failed(error)
+        return failure
+
+    def _call_here(self, arguments: dict[str, Any]) -> Any:  # noqa: ANN401
+        result = self._function(**self._chosen(arguments))
+        if inspect.isawaitable(result):
+            if inspect.iscoroutine(result):
+                result.close()
+            raise _IsAsync
+        return result
+
+    # Both ways
+
+    def _chosen(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        return arguments if self._takes_all else {k: v for k, v in arguments.items() if k in self._names}
+
+    def _columns(self, samples: Sequence[Sample]) -> dict[str, Any]:
         names = {name for sample in samples for name in sample.row} - {"prompt"}
         columns: dict[str, Any] = {name: [sample.row.get(name) for sample in samples] for name in names}
         columns["prompts"] = [sample.row["prompt"] for sample in samples]
         columns["completions"] = [_as_messages(sample) for sample in samples]
         columns["completion_ids"] = [sample.completion_ids for sample in samples]
-        values = await self._call(columns, deadline=deadline)
+        return columns
+
+    def _listed(self, values: Any, samples: Sequence[Sample]) -> list[float | Failure | None]:  # noqa: ANN401
         try:
             results = list(values)
         except TypeError:
@@ -118,15 +211,15 @@ class RewardFunction:
             raise RewardError(f"reward {self.name!r} returned {len(results)} values for {len(samples)} completions")
         return [self._checked(value) for value in results]
 
-    async def _call(self, arguments: dict[str, Any], *, deadline: float) -> Any:  # noqa: ANN401
-        chosen = arguments if self._takes_all else {k: v for k, v in arguments.items() if k in self._names}
-        result = self._function(**chosen)
-        if not inspect.isawaitable(result):
-            return result
-        try:
-            return await asyncio.wait_for(result, deadline)
-        except TimeoutError as error:
-            raise TimeoutError(f"no answer within reward.timeout = {deadline:g} s") from error
+    def _failed(self, error: Exception) -> Failure:
+        advice = f"; {_NO_SIGNALS}" if _is_about_signals(error) else ""
+        return Failure(reason=f"reward {self.name!r} raised {type(error).__name__}: {error}{advice}", cause=error)
+
+    def _late(self, result: TimedOut, workers: RewardWorkers, why: str = "") -> Failure:
+        if result.cause is None:
+            why = " for its batch, and then no time was left to try it alone"
+        reason = f"reward {self.name!r} gave no answer within reward.timeout = {workers.timeout:g} s{why}"
+        return Failure(reason=reason, cause=result.cause)
 
     def _checked(self, value: Any) -> float | Failure | None:  # noqa: ANN401
         if value is None:
@@ -146,3 +239,16 @@ async def together(calls: Iterable[Coroutine[Any, Any, T]], *, is_async: bool) -
 def _as_messages(sample: Sample) -> Any:  # noqa: ANN401
     is_chat = isinstance(sample.row["prompt"], list)
     return [{"role": "assistant", "content": sample.completion}] if is_chat else sample.completion
+
+
+def _arguments(sample: Sample) -> dict[str, Any]:
+    return {**sample.row, "completion": sample.completion, "completion_ids": sample.completion_ids}
+
+
+def _is_about_signals(error: BaseException | None) -> bool:
+    """Whether a handler was to be set outside the main thread; libraries like to wrap that error in one of their own."""
+    while error is not None:
+        if isinstance(error, ValueError) and any(text in str(error) for text in ("only works in main thread", "signal.alarm")):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from headrace.score.rewards import Failure, RewardError, RewardFunction, Sample, together
+from headrace.score.errors import RewardError
+from headrace.score.rewards import Failure, RewardFunction, Sample, together
 from headrace.types import InfraAbort, Invalid, Scored
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from headrace.config import RewardSettings
+    from headrace.score.workers import RewardWorkers
     from headrace.types import Episode, Outcome, Rollout
 
 
@@ -30,17 +32,24 @@ class RewardScorer:
         *,
         decode: Callable[[Rollout], str],
         settings: RewardSettings,
+        workers: RewardWorkers | None = None,
     ) -> None:
+        """`workers` call plain rewards in their threads; without them they are called in the event loop's."""
         self._rewards = list(rewards)
         self._decode = decode
         self._settings = settings
+        self._workers = workers
         self._failures_in_a_row = 0
 
     async def score(self, episodes: Sequence[Episode]) -> list[Episode]:
         samples = [self._sample(episode) for episode in episodes]
-        attempts, deadline = self._settings.attempts, self._settings.timeout
-        calls = (function.score(samples, attempts=attempts, deadline=deadline) for function, _ in self._rewards)
-        columns = await together(calls, is_async=any(function.is_async for function, _ in self._rewards))
+        settings, workers = self._settings, self._workers
+        calls = (
+            function.score(samples, attempts=settings.attempts, deadline=settings.timeout, workers=workers)
+            for function, _ in self._rewards
+        )
+        is_async = workers is not None or any(function.is_async for function, _ in self._rewards)
+        columns = await together(calls, is_async=is_async)
         return [self._judged(episode, list(results)) for episode, *results in zip(episodes, *columns, strict=True)]
 
     def _sample(self, episode: Episode) -> Sample:

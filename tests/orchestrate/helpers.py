@@ -22,6 +22,7 @@ SMALL: dict[str, Any] = {
     "evaluate": {"limit": 8},
     "checkpoint": {"every": 3, "keep": 10},
     "threads": 1,
+    "orchestrate": "inline",
 }
 TASKS = [{"prompt": f"{number}", "answer": str(number)} for number in range(12)]
 

@@ -1,0 +1,166 @@
+"""What an engine or trainer process runs: `python -m headrace.orchestrate.child`.
+
+It imports what it will need, waits for one line on its standard input that says who it is and where to connect, and then
+answers calls until the launcher is gone. Settings and names come in; code never does. Output goes to the role's log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headrace.config import make_recipe
+from headrace.engine.native.threaded import ThreadedEngine
+from headrace.engine.worker import EngineWorker
+from headrace.model.load import load_tokenizer
+from headrace.observe import ProcessTimeline
+from headrace.orchestrate.build import build_core, build_trainer, choose_device, place_of, set_threads, stop_tokens
+from headrace.stream import Peer, Stream, StreamClosed, connect, describe_error
+from headrace.sync import Lineage, SharedMemorySync
+from headrace.sync.shared import shared_folder
+from headrace.train.worker import TrainerWorker
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+    from headrace.config import Recipe
+
+log = logging.getLogger("headrace.child")
+
+
+class Process:
+    """One role, from its first connection to its end."""
+
+    def __init__(self, order: dict[str, Any]) -> None:
+        self._order = order
+        self.name, self.role = str(order["name"]), str(order["role"])
+        self._timeline = ProcessTimeline(self.role)
+        self._sync: SharedMemorySync | None = None
+        self._worker: EngineWorker | TrainerWorker | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._failure: asyncio.Future[None] | None = None
+
+    async def run(self) -> int:
+        """Until the launcher is gone, or until something here fails; the process's status."""
+        self._failure = asyncio.get_running_loop().create_future()
+        self._control = Peer(await self._connect("control"), calls={"ping": self._ping, "build": self._build})
+        serving = asyncio.ensure_future(self._control.run())
+        await asyncio.wait({serving, self._failure}, return_when=asyncio.FIRST_COMPLETED)
+        if not self._failure.done():
+            serving.exception()
+            log.info("the launcher is done; ending")
+            return 0
+        error = self._failure.exception()
+        assert error is not None
+        log.error("%s failed", self.name, exc_info=error)
+        with contextlib.suppress(StreamClosed):
+            self._control.notify("failed", describe_error(error))
+            await self._control.stream.drain()
+            await asyncio.sleep(0.1)  # the frame leaves before the process does
+        return 1
+
+    def clean_up(self) -> None:
+        """Leave no shared memory and no socket behind, whoever went first."""
+        if self._sync is not None and self.role == "trainer":
+            self._sync.close()
+        kind, _, path = str(self._order["address"]).partition(":")
+        if kind == "unix" and not _is_alive(int(self._order["launcher"])):
+            shutil.rmtree(Path(path).parent, ignore_errors=True)
+
+    async def _connect(self, channel: str) -> Stream:
+        order = self._order
+        return await connect(order["address"], token=order["token"], name=self.name, channel=channel)
+
+    async def _ping(self) -> dict[str, Any]:
+        state = {} if self._worker is None else await self._worker.state()
+        return {"state": state, "report": self._timeline.report()}
+
+    async def _build(
+        self, recipe: dict[str, Any], model: str, lineage: dict[str, Any], prefix: str, index: int
+    ) -> dict[str, Any]:
+        """Load the model and take up the role. The answer is what the launcher needs to know of it."""
+        settings = make_recipe(recipe)
+        life = Lineage(lineage["id"], lineage["ancestors"])
+        self._sync = SharedMemorySync(life, prefix=prefix, folder=shared_folder(settings.sync.folder))
+        set_threads(settings, self.role)
+        device = place_of(choose_device(settings), self.role, index)
+        log.info("%s on %s, model %s, process %d", self.name, device, model, os.getpid())
+        if self.role == "engine":
+            return await self._build_engine(settings, model, device, self._sync)
+        trainer = await asyncio.to_thread(build_trainer, settings, model, device=device)
+        self._worker = TrainerWorker(trainer, sync=self._sync, timeline=self._timeline)
+        self._control.calls.update(self._worker.calls())
+        return {"device": device}
+
+    async def _build_engine(self, recipe: Recipe, model: str, device: str, sync: SharedMemorySync) -> dict[str, Any]:
+        core = await asyncio.to_thread(build_core, recipe, model, name=self.name, device=device)
+        engine = ThreadedEngine(core, sync=sync, timeline=self._timeline)
+        worker = self._worker = EngineWorker(engine, timeline=self._timeline)
+        self._control.calls.update(worker.calls())
+        loop = asyncio.get_running_loop()
+        engine.died.add_done_callback(lambda died: loop.call_soon_threadsafe(self._fail_as, died))
+        engine.start()
+        data = Peer(await self._connect("data"), notices={"work": worker.take_work})
+        self._reading = asyncio.ensure_future(data.run())
+        self._reading.add_done_callback(self._on_data_closed)
+        worker.attach(data)
+        return {"device": device, "stop_ids": list(stop_tokens(core.model, load_tokenizer(model)))}
+
+    def _fail_as(self, died: Future[None]) -> None:
+        self._fail(died.exception())
+
+    def _on_data_closed(self, reading: asyncio.Task[None]) -> None:
+        if not reading.cancelled() and not isinstance(reading.exception(), StreamClosed):
+            self._fail(reading.exception())  # a frame that could not be read
+
+    def _fail(self, error: BaseException | None) -> None:
+        if self._failure is not None and not self._failure.done() and error is not None:
+            self._failure.set_exception(error)
+
+
+def _is_alive(process: int) -> bool:
+    return os.getppid() == process
+
+
+def main() -> None:
+    """Ends by `os._exit`: a thread in a long computation must not keep a process that nobody waits for."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the launcher, which drains and saves
+    faulthandler.enable()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    logging.captureWarnings(True)
+    line = sys.stdin.readline()
+    if not line:
+        os._exit(0)  # the launcher changed its mind
+    order = json.loads(line)
+    sys.path[:] = order["path"]
+    process = Process(order)
+    status = 1
+    try:
+        status = asyncio.run(_until_done(process))
+    except BaseException:
+        log.exception("%s ended", process.name)
+    finally:
+        process.clean_up()
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(status)
+
+
+async def _until_done(process: Process) -> int:
+    status = await process.run()
+    process.clean_up()
+    logging.shutdown()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main()

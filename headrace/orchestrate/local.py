@@ -1,0 +1,82 @@
+"""The roles of a run in processes of their own on this host."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headrace.orchestrate.build import build_around
+from headrace.orchestrate.pipeline import Roles
+from headrace.orchestrate.roles import TrainerThere
+from headrace.orchestrate.supervise import Supervisor
+from headrace.sync.shared import check_room, shared_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from headrace.config import Recipe
+    from headrace.observe import Observer
+    from headrace.orchestrate.inputs import UserInputs
+    from headrace.orchestrate.processes import Child, Processes
+    from headrace.sync import Lineage
+
+
+@dataclass(frozen=True)
+class LocalProcesses:
+    """Started early, so that they import while the launcher prepares; connected when it is ready."""
+
+    processes: Processes
+    trainer: Child
+    engines: list[Child]
+
+    @classmethod
+    def spawn(cls, processes: Processes) -> LocalProcesses:
+        count = processes.recipe.engine.count
+        engines = [processes.spawn("engine", f"engine-{index}") for index in range(count)]
+        return cls(processes, trainer=processes.spawn("trainer", "trainer"), engines=engines)
+
+    async def start(
+        self, model_path: str, given: UserInputs, *, observer: Observer, lineage: Lineage, say: Callable[[str], None]
+    ) -> tuple[Roles, Supervisor]:
+        """Connect and build all of them at once; the first that fails is what is raised."""
+        recipe = self.processes.recipe
+        check_room(shared_folder(recipe.sync.folder), weight_bytes(model_path, recipe))
+        supervisor = Supervisor(self.processes, model=model_path, lineage=lineage, timelines=observer.mirrored(), say=say)
+        starting: list[asyncio.Task[Any]] = [asyncio.ensure_future(supervisor.start_trainer(self.trainer))]
+        starting += [
+            asyncio.ensure_future(supervisor.start_engine(child, index=index)) for index, child in enumerate(self.engines)
+        ]
+        try:
+            around = build_around(recipe, model_path, given)
+            _, *told = await asyncio.gather(*starting)
+        except BaseException:
+            for task in starting:
+                task.cancel()
+            supervisor.close()
+            raise
+        roles = Roles(
+            engine=supervisor.pool,
+            trainer=TrainerThere(self.trainer, canary=around.canary),
+            around=around,
+            stop_ids=tuple(told[0]["stop_ids"]),
+            services=(supervisor.watch,),
+            describe=supervisor.describe,
+            refresh=supervisor.refresh,
+        )
+        return roles, supervisor
+
+
+def weight_bytes(model_path: str, recipe: Recipe) -> int:
+    """Of the weights an engine runs, read from the headers of a folder's safetensors; 0 where there are none to read."""
+    elements = 0
+    for file in Path(model_path).glob("*.safetensors"):
+        with file.open("rb") as opened:
+            (size,) = struct.unpack("<Q", opened.read(8))
+            header = json.loads(opened.read(size))
+        elements += sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+    return elements * {"float32": 4, "bfloat16": 2}[recipe.model.dtype]

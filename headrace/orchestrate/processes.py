@@ -1,0 +1,189 @@
+"""The processes of a run: how they begin, and that none is left when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass, field
+from typing import IO, TYPE_CHECKING, Any
+
+from headrace.model.load import ModelError
+from headrace.settings import ConfigError
+from headrace.stream import Listener, Peer, RemoteError, StreamClosed
+from headrace.sync.shared import remove_segments, shared_folder
+
+if TYPE_CHECKING:
+    from pathlib import Path
+    from types import TracebackType
+
+    from headrace.config import Recipe
+
+_END_SECONDS = 5.0
+
+
+class RoleFailed(RuntimeError):
+    """A process of the run failed; says which, why, and where its log is."""
+
+
+@dataclass(eq=False)
+class Child:
+    """One process."""
+
+    name: str
+    role: str
+    process: subprocess.Popen[bytes]
+    log: Path
+    peer: Peer | None = None
+    data: Peer | None = None
+    state: dict[str, Any] = field(default_factory=dict)
+    """What it last said of itself."""
+    doing: str = "starting"
+    verdict: str = ""
+    """Why it was given up, where that was decided here."""
+    told: RemoteError | None = None
+    """What it said before it ended."""
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    lost: asyncio.Event = field(default_factory=asyncio.Event)
+    """It ended, its stream closed, or it was given up."""
+
+    @property
+    def control(self) -> Peer:
+        if self.peer is None:
+            raise StreamClosed(f"{self.name} is not connected")
+        return self.peer
+
+    def give_up(self, verdict: str) -> None:
+        """Decide that it is lost, and kill it, so that it cannot come back; a stopped process dies of that too."""
+        self.verdict = self.verdict or verdict
+        self.lost.set()
+        self.process.kill()
+
+    def failed(self, error: RemoteError) -> Exception:
+        """What a call raised there, as an error of the run."""
+        if error.is_config:
+            return ConfigError(error.message)
+        if error.kind == "ModelError":
+            return ModelError(error.message)
+        where = f"\n  {error.frame}" if error.frame else ""
+        return RoleFailed(f"{self.name} failed: {error}{where}\n  log {self.log}")
+
+    async def explain(self) -> Exception:
+        """Why it is lost; waits a moment for the process to end, which tells most."""
+        if not self.verdict:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.ended.wait(), _END_SECONDS)
+        if self.told is not None:
+            return self.failed(self.told)
+        return RoleFailed(f"{self.name} (process {self.process.pid}) {self._how_it_ended()}\n  log {self.log}")
+
+    def _how_it_ended(self) -> str:
+        status = self.process.poll()
+        if self.verdict:
+            return self.verdict
+        if status is None:
+            return "closed its stream"
+        return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+
+    def watch_end(self) -> None:
+        """Have `ended` and `lost` set in this event loop when the process is gone."""
+        loop = asyncio.get_running_loop()
+
+        def wait() -> None:
+            self.process.wait()
+            with contextlib.suppress(RuntimeError):  # the loop was closed first
+                loop.call_soon_threadsafe(self.ended.set)
+                loop.call_soon_threadsafe(self.lost.set)
+
+        threading.Thread(target=wait, name=f"end of {self.name}", daemon=True).start()
+
+
+class Processes:
+    """A context: whatever happens inside, afterwards none of its processes, sockets or shared memory is left."""
+
+    def __init__(self, recipe: Recipe, *, logs: Path) -> None:
+        self.recipe, self._logs = recipe, logs
+        self.prefix = f"headrace-{os.getpid()}-{secrets.token_hex(4)}"
+        self._token = secrets.token_hex(32)
+        self._listener: Listener | None = None
+        self._all: list[Child] = []
+        self._open_logs: list[IO[bytes]] = []
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for child in self._all:
+            if child.process.poll() is None:
+                child.process.kill()
+        for child in self._all:
+            child.process.wait()
+            if child.process.stdin is not None:
+                with contextlib.suppress(OSError):
+                    child.process.stdin.close()
+        if self._listener is not None:
+            self._listener.close()
+        remove_segments(shared_folder(self.recipe.sync.folder), self.prefix)
+        for log in self._open_logs:
+            log.close()
+
+    def spawn(self, role: str, name: str) -> Child:
+        """Start a process. It imports what it needs and then waits to be connected."""
+        path = self._logs / f"{name}.log"
+        log = path.open("ab")
+        self._open_logs.append(log)
+        threads = str(self.recipe.threads_of(role, cores=os.cpu_count() or 1))
+        process = subprocess.Popen(
+            [sys.executable, "-m", "headrace.orchestrate.child", name],  # the name is for people who list processes
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "PYTHONPATH": _import_path()},
+            start_new_session=True,  # the terminal's Ctrl-C is the launcher's to answer
+        )
+        child = Child(name, role, process, path)
+        self._all.append(child)
+        return child
+
+    async def connect(self, child: Child, channels: tuple[str, ...]) -> dict[str, asyncio.Future[Any]]:
+        """Tell a process who it is and where to come; the streams it is to open."""
+        child.watch_end()
+        if self._listener is None:
+            self._listener = await Listener.on_this_host(token=self._token)
+        arriving = {channel: self._listener.expect(child.name, channel) for channel in channels}
+        order = {
+            "name": child.name,
+            "role": child.role,
+            "address": self._listener.address,
+            "token": self._token,
+            "launcher": os.getpid(),
+            "path": [path or os.getcwd() for path in sys.path],
+        }
+        assert child.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended; whoever waits for its streams will see
+            child.process.stdin.write(json.dumps(order).encode() + b"\n")
+            child.process.stdin.flush()
+        return arriving
+
+    async def end(self) -> None:
+        """Hang up on all of them and wait a little for them to go; `__exit__` does not wait."""
+        for child in self._all:
+            child.verdict = child.verdict or "was ended"
+            for peer in (child.peer, child.data):
+                if peer is not None:
+                    peer.stream.close()
+        connected = [child for child in self._all if child.peer is not None]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_END_SECONDS):
+                await asyncio.gather(*(child.ended.wait() for child in connected))
+
+
+def _import_path() -> str:
+    """The child must find this package wherever this process found it."""
+    return os.pathsep.join(path for path in sys.path if path)
