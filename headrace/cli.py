@@ -90,6 +90,8 @@ def make_parser() -> argparse.ArgumentParser:
     inspect.add_argument("--rollout", help="its id; the best and the worst of the step if not given")
     inspect.set_defaults(run=_inspect)
 
+    _add_serve(commands)
+
     bench = commands.add_parser("bench", help="measure; prints a table and can write JSON")
     bench.add_argument("name", choices=["learn"], help="learn: does the quickstart learn, over several seeds")
     bench.add_argument("--json", type=Path, help="write the figures to this file")
@@ -97,6 +99,27 @@ def make_parser() -> argparse.ArgumentParser:
     bench.add_argument("--seeds", type=int, default=5, help="how many seeds, from 0")
     bench.set_defaults(run=_bench)
     return parser
+
+
+def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    serve = commands.add_parser(
+        "serve",
+        help="an engine alone behind OpenAI's HTTP interface",
+        description="Serve a model's completions and chats over HTTP, as OpenAI's clients expect them.",
+        epilog="Tokens are better given as HEADRACE_API_TOKEN and HEADRACE_CONTROL_TOKEN: a process list shows options.",
+    )
+    serve.add_argument("model", metavar="MODEL", help="a Hugging Face folder or hub name, or builtin:tiny (untrained)")
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen on; any but loopback needs an API token")
+    serve.add_argument("--port", type=int, default=8000, help="port to listen on; 0 takes a free one")
+    serve.add_argument("--slots", type=int, default=64, help="completions decoded at once; more wait")
+    serve.add_argument("--context", type=int, default=0, help="most tokens of prompt and completion; 0 is the model's own")
+    serve.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of weights and computation")
+    serve.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto is the GPU if there is one")
+    serve.add_argument("--threads", type=int, default=0, help="torch's CPU threads; 0 is every core")
+    serve.add_argument("--name", help="what clients call the model; MODEL as given if not set")
+    serve.add_argument("--api-token", help="clients must send it; HEADRACE_API_TOKEN if not given")
+    serve.add_argument("--control-token", help="opens /control; HEADRACE_CONTROL_TOKEN if not given")
+    serve.set_defaults(run=_serve)
 
 
 def settings_help() -> str:
@@ -198,6 +221,40 @@ def _token_text(folder: Path) -> Any:  # noqa: ANN401  (a function from token id
 
     tokenizer = load_tokenizer(str(checkpoints[-1]))
     return lambda token: str(tokenizer.decode([token]))
+
+
+def _serve(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
+    from headrace.engine.server.address import bind
+
+    api_token = options.api_token or os.environ.get("HEADRACE_API_TOKEN") or None
+    control_token = options.control_token or os.environ.get("HEADRACE_CONTROL_TOKEN") or None
+    if api_token is not None and api_token == control_token:
+        raise ConfigError("the API token and the control token are the same; a client's token must not open /control")
+    for name, least in (("slots", 1), ("context", 0), ("threads", 0)):
+        if getattr(options, name) < least:
+            raise ConfigError(f"--{name} {getattr(options, name)}: must be ≥ {least}")
+    if options.model.startswith((".", "/", "~")) and not Path(options.model).exists():
+        raise ConfigError(f"model {options.model!r}: the folder does not exist")
+    listener = bind(options.host, options.port, has_token=api_token is not None)
+
+    from headrace.orchestrate.serve import ServeOptions, serve
+
+    how = ServeOptions(
+        model=options.model,
+        name=options.name or options.model,
+        slots=options.slots,
+        context=options.context,
+        dtype=options.dtype,
+        device=options.device,
+        threads=options.threads,
+        api_token=api_token,
+        control_token=control_token,
+    )
+    try:
+        return serve(how, listener)
+    except RuntimeError as error:
+        print(f"headrace: {error}", file=sys.stderr)
+        return 1
 
 
 def _bench(options: argparse.Namespace, overrides: dict[str, Any]) -> int:

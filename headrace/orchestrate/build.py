@@ -37,11 +37,16 @@ def set_threads(recipe: Recipe, role: str = "") -> None:
 
 
 def choose_device(recipe: Recipe) -> str:
-    if recipe.device != "auto":
-        if recipe.device == "cuda" and not torch.cuda.is_available():
+    return pick_device(recipe.device, exact=recipe.exact)
+
+
+def pick_device(wanted: str, *, exact: bool = False) -> str:
+    """The device a setting comes to; `auto` is the GPU where there is one, but not for exact runs."""
+    if wanted != "auto":
+        if wanted == "cuda" and not torch.cuda.is_available():
             raise ConfigError("device = 'cuda': torch sees no GPU; set device = 'cpu' or 'auto'")
-        return recipe.device
-    return "cuda" if torch.cuda.is_available() and not recipe.exact else "cpu"
+        return wanted
+    return "cuda" if torch.cuda.is_available() and not exact else "cpu"
 
 
 def preflight(recipe: Recipe, given: UserInputs) -> None:

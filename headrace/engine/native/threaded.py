@@ -116,8 +116,8 @@ class ThreadedEngine(NativeEngine):
             loop.call_soon_threadsafe(finish, result)
 
         request = Request(rollout, sampling, on_done=on_done)
-        await self.between_steps(lambda: self.core.submit(request))
         try:
+            await self.between_steps(lambda: self.core.submit(request))  # cancelled here, it may be submitted already
             return await done
         finally:
             if not done.done() or done.cancelled():
@@ -135,8 +135,8 @@ class ThreadedEngine(NativeEngine):
             loop.call_soon_threadsafe(queue.put_nowait, increment)
 
         request = Request(rollout, sampling, on_done=on_done, on_tokens=tell)
-        await self.between_steps(lambda: self.core.submit(request))
         try:
+            await self.between_steps(lambda: self.core.submit(request))
             while True:
                 increment = await queue.get()
                 yield increment

@@ -1,0 +1,52 @@
+"""Where the server listens: loopback, or anywhere once there is a token."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import socket
+
+from headrace.settings import ConfigError
+
+
+def bind(host: str, port: int, *, has_token: bool) -> socket.socket:
+    """A listening socket, made before a model loads so that a port that is taken is known at once.
+
+    Connections made before the server is ready wait for it.
+    """
+    address = _resolve(host, port)
+    if not has_token and not ipaddress.ip_address(str(address[1][0]).split("%")[0]).is_loopback:
+        raise ConfigError(
+            f"--host {host}: others could reach it, so it needs a token; set HEADRACE_API_TOKEN, or leave --host at 127.0.0.1"
+        )
+    family, where = address
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            with contextlib.suppress(OSError):
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listener.bind(where)
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"--port {port}: cannot listen on {host}: {error.strerror}; give another --port") from error
+    listener.setblocking(False)
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """For the line that says where it is."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, tuple[str, int] | tuple[str, int, int, int]]:
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"--port {port}: must be between 0 and 65535")
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise ConfigError(f"--host {host}: {error.strerror or error}") from error
+    family, _, _, _, where = found[0]
+    return family, where  # type: ignore[return-value]  # TCP addresses only, by the type asked for

@@ -1,0 +1,139 @@
+"""What is answered: OpenAI's objects with vLLM's additions, as plain data."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from headrace.engine.server.calls import num_choices
+from headrace.engine.server.text import decode
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from headrace.engine.server.calls import Piece
+    from headrace.engine.server.requests import Ask, Served
+
+
+@dataclass
+class Answer:
+    """One request's answer in the making. Its methods give the whole, or a chunk for each piece."""
+
+    ask: Ask
+    served: Served
+    id: str
+    prompt_logprobs: Sequence[Sequence[float | None]] = ()
+    """Of each prompt, where they are echoed with logprobs."""
+    created: int = field(default_factory=lambda: int(time.time()))
+    num_completion_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self._offsets = [0] * num_choices(self.ask)
+        """How much text each choice's tokens came to so far."""
+        self._begun = [False] * num_choices(self.ask)
+
+    def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """The answer that is not streamed."""
+        head = self._head(is_chunk=False)
+        choices = []
+        for index in range(num_choices(self.ask)):
+            own = [piece for piece in pieces if piece.index == index]
+            choices.append(self._choice(index, own, is_chunk=False))
+        return {**head, "choices": choices, "usage": self.usage()}
+
+    def chunk(self, piece: Piece) -> dict[str, Any] | None:
+        """One event of a stream; None where the piece has nothing to tell yet."""
+        is_first = not self._begun[piece.index]
+        is_empty = not piece.text and piece.finish_reason is None
+        if is_empty and not is_first and not (self.ask.logprobs or self.ask.return_token_ids):
+            self.num_completion_tokens += len(piece.token_ids)
+            return None
+        chunk = {**self._head(is_chunk=True), "choices": [self._choice(piece.index, [piece], is_chunk=True)]}
+        return {**chunk, "usage": None} if self.ask.include_usage else chunk
+
+    def last_chunk(self) -> dict[str, Any]:
+        """The usage, where `stream_options.include_usage` asks for it."""
+        return {**self._head(is_chunk=True), "choices": [], "usage": self.usage()}
+
+    def usage(self) -> dict[str, int]:
+        prompt = sum(len(ids) for ids in self.ask.prompts)
+        completion = self.num_completion_tokens
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+    def _head(self, *, is_chunk: bool) -> dict[str, Any]:
+        kind = "text_completion"
+        if self.ask.is_chat:
+            kind = "chat.completion.chunk" if is_chunk else "chat.completion"
+        head = {"id": self.id, "object": kind, "created": self.created, "model": self.served.model_name}
+        if self.ask.is_chat and self.ask.return_token_ids and not any(self._begun):
+            head["prompt_token_ids"] = list(self.ask.prompts[0])
+        return head
+
+    def _choice(self, index: int, pieces: Sequence[Piece], *, is_chunk: bool) -> dict[str, Any]:
+        ask = self.ask
+        which = index // ask.num_choices
+        is_first = not self._begun[index]
+        self._begun[index] = True
+        token_ids = [token for piece in pieces for token in piece.token_ids]
+        values: list[float | None] = [value for piece in pieces for value in piece.logprobs]
+        self.num_completion_tokens += len(token_ids)
+        text = "".join(piece.text for piece in pieces)
+        choice: dict[str, Any] = {
+            "index": index,
+            "finish_reason": pieces[-1].finish_reason,
+            "stop_reason": pieces[-1].stop_reason,
+        }
+        if ask.return_token_ids:
+            if is_first:
+                choice["prompt_token_ids"] = list(ask.prompts[which])
+            choice["token_ids"] = token_ids
+            choice["versions"] = [version for piece in pieces for version in piece.versions]
+        if ask.is_chat:
+            message: dict[str, Any] = {"role": "assistant", "content": text} if is_first else {"content": text}
+            choice["delta" if is_chunk else "message"] = message
+            choice["logprobs"] = {"content": self._chat_logprobs(token_ids, values)} if ask.logprobs else None
+            return choice
+        if ask.echo and is_first:
+            text = self._prompt_text(which) + text
+            token_ids = [*ask.prompts[which], *token_ids]
+            values = [*(self.prompt_logprobs[which] if ask.logprobs else ()), *values]
+        choice["text"] = text
+        choice["logprobs"] = self._logprobs(index, token_ids, values) if ask.logprobs else None
+        return choice
+
+    def _prompt_text(self, which: int) -> str:
+        given = self.ask.prompt_texts[which]
+        if given is not None:
+            return given
+        return decode(self.served.tokenizer, self.ask.prompts[which], skip_special=self.ask.skip_special)
+
+    def _logprobs(self, index: int, token_ids: Sequence[int], values: Sequence[float | None]) -> dict[str, Any]:
+        """`top_logprobs` is null: the likeliest tokens are not recorded, only the drawn one."""
+        names, offsets = [], []
+        for token in token_ids:
+            names.append(self._token_name(token, self._token_text(token)))
+            offsets.append(self._offsets[index])
+            self._offsets[index] += len(decode(self.served.tokenizer, [token], skip_special=self.ask.skip_special))
+        return {"tokens": names, "token_logprobs": list(values), "top_logprobs": None, "text_offset": offsets}
+
+    def _chat_logprobs(self, token_ids: Sequence[int], values: Sequence[float | None]) -> list[dict[str, Any]]:
+        entries = []
+        for token, value in zip(token_ids, values, strict=True):
+            text = self._token_text(token)
+            is_whole = "\N{REPLACEMENT CHARACTER}" not in text  # part of a character has no text of its own
+            entries.append(
+                {
+                    "token": self._token_name(token, text),
+                    "logprob": value,
+                    "bytes": list(text.encode()) if is_whole else None,
+                    "top_logprobs": [],
+                }
+            )
+        return entries
+
+    def _token_text(self, token: int) -> str:
+        return decode(self.served.tokenizer, [token], skip_special=False)
+
+    def _token_name(self, token: int, text: str) -> str:
+        return f"token_id:{token}" if self.ask.tokens_as_ids else text

@@ -1,0 +1,297 @@
+"""What a client asks for, read from OpenAI's bodies with vLLM's additions; what cannot be done is refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from headrace.engine.server.body import Body, check_text, check_token_ids, kind_of
+from headrace.engine.server.errors import ApiError, bad
+from headrace.engine.server.parameters import HARMLESS, NEUTRAL
+from headrace.types import Sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MAX_CHOICES = 1024
+"""Prompts times n in one request."""
+_MAX_STOPS = 16
+_SEEDS = 2**63
+
+
+@dataclass(frozen=True)
+class Served:
+    """What requests are read against."""
+
+    tokenizer: PreTrainedTokenizerBase
+    model_name: str
+    context: int
+    """The most tokens of a prompt and its completion together."""
+    vocabulary: int
+    """How many token ids the model has."""
+    stop_ids: tuple[int, ...]
+    """End a completion unless `ignore_eos`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """One request, understood."""
+
+    is_chat: bool
+    prompts: tuple[tuple[int, ...], ...]
+    prompt_texts: tuple[str | None, ...]
+    """As they were given, where they were text."""
+    num_choices: int
+    """Of each prompt."""
+    sampling: Sampling
+    """Of choice 0; choice i has the seed plus i. Its max_tokens is cut to each prompt's room in the context."""
+    is_scored_only: bool
+    """max_tokens was 0: the prompt's logprobs are wanted and nothing else."""
+    stops: tuple[str, ...]
+    include_stop: bool
+    skip_special: bool
+    echo: bool
+    logprobs: bool
+    return_token_ids: bool
+    tokens_as_ids: bool
+    stream: bool
+    include_usage: bool
+
+    def sampling_of(self, prompt: tuple[int, ...], sibling: int, context: int) -> Sampling:
+        """The call of one choice."""
+        max_tokens = min(self.sampling.max_tokens, context - len(prompt))
+        seed = (self.sampling.seed + sibling + _SEEDS) % (2 * _SEEDS) - _SEEDS
+        min_tokens = min(self.sampling.min_tokens, max_tokens)
+        return dataclasses.replace(self.sampling, max_tokens=max_tokens, min_tokens=min_tokens, seed=seed)
+
+
+def parse_completion(body: Body, served: Served) -> Ask:
+    """`POST /v1/completions`."""
+    _check_model(body, served)
+    texts = _prompts(body.take("prompt"))
+    add_special = body.flag("add_special_tokens", True)
+    prompts, given = [], []
+    for text in texts:
+        if isinstance(text, str):
+            prompts.append(_encode(text, served, add_special=add_special))
+        else:
+            prompts.append(check_token_ids(text, "prompt", vocabulary=served.vocabulary))
+        given.append(text if isinstance(text, str) else None)
+    logprobs = body.take("logprobs")
+    if logprobs is not None and (not isinstance(logprobs, int) or isinstance(logprobs, bool) or logprobs < 0):
+        raise bad("logprobs", "must be 0 or 1")
+    if logprobs is not None and logprobs > 1:
+        raise bad("logprobs", "only the drawn token's logprob is recorded: give 0 or 1", code="unsupported_parameter")
+    return _ask(
+        body,
+        served,
+        is_chat=False,
+        prompts=tuple(prompts),
+        prompt_texts=tuple(given),
+        logprobs=logprobs is not None,
+        echo=body.flag("echo", False),
+        default_tokens=16,
+    )
+
+
+def parse_chat(body: Body, served: Served) -> Ask:
+    """`POST /v1/chat/completions`."""
+    _check_model(body, served)
+    prompt = _encode_chat(body, served)
+    top = body.whole("top_logprobs", 0, low=0, high=20)
+    if top:
+        raise bad("top_logprobs", "only the drawn token's logprob is recorded: give 0", code="unsupported_parameter")
+    return _ask(
+        body,
+        served,
+        is_chat=True,
+        prompts=(prompt,),
+        prompt_texts=(None,),
+        logprobs=body.flag("logprobs", False),
+        echo=False,
+        default_tokens=served.context,
+    )
+
+
+def _ask(
+    body: Body,
+    served: Served,
+    *,
+    is_chat: bool,
+    prompts: tuple[tuple[int, ...], ...],
+    prompt_texts: tuple[str | None, ...],
+    logprobs: bool,
+    echo: bool,
+    default_tokens: int,
+) -> Ask:
+    """What both endpoints have in common."""
+    num_choices = body.whole("n", 1, low=1, high=MAX_CHOICES)
+    if num_choices * len(prompts) > MAX_CHOICES:
+        raise bad("n", f"{len(prompts)} prompts × {num_choices} choices are more than {MAX_CHOICES} in one request")
+    best_of = body.whole("best_of", num_choices, low=1, high=MAX_CHOICES)
+    if best_of != num_choices:
+        raise bad("best_of", "is not supported by this server; ask for n choices", code="unsupported_parameter")
+    max_tokens = body.whole("max_tokens", default_tokens, low=0, high=_SEEDS)
+    max_tokens = body.whole("max_completion_tokens", max_tokens, low=0, high=_SEEDS)
+    if max_tokens == 0 and not echo:
+        raise bad("max_tokens", "0 generates nothing; it is for echo, to score a prompt")
+    for prompt in prompts:
+        _check_room(len(prompt), max_tokens, served)
+    sampling = _sampling(body, served, max_tokens=min(max(1, max_tokens), served.context))
+    stream = body.flag("stream", False)
+    ask = Ask(
+        is_chat=is_chat,
+        prompts=prompts,
+        prompt_texts=prompt_texts,
+        num_choices=num_choices,
+        sampling=sampling,
+        is_scored_only=max_tokens == 0,
+        stops=_stops(body.take("stop")),
+        include_stop=body.flag("include_stop_str_in_output", False),
+        skip_special=body.flag("skip_special_tokens", True),
+        echo=echo,
+        logprobs=logprobs,
+        return_token_ids=body.flag("return_token_ids", False),
+        tokens_as_ids=body.flag("return_tokens_as_token_ids", False),
+        stream=stream,
+        include_usage=_include_usage(body.take("stream_options"), stream=stream),
+    )
+    body.end(harmless=HARMLESS, neutral=NEUTRAL)
+    return ask
+
+
+def _check_model(body: Body, served: Served) -> None:
+    name = body.take("model")
+    if name is not None and name != served.model_name:
+        raise ApiError(
+            404, f"the model {name!r} is not served here; it is {served.model_name!r}", param="model", code="model_not_found"
+        )
+
+
+def _check_room(length: int, max_tokens: int, served: Served) -> None:
+    if length == 0:
+        raise bad("prompt", "is empty; it must come to at least one token")
+    if length + min(max_tokens, 1) > served.context:
+        message = f"the prompt has {length} tokens; the context is {served.context}, and one must be left to generate"
+        raise ApiError(400, message, param="prompt", code="context_length_exceeded")
+
+
+def _sampling(body: Body, served: Served, *, max_tokens: int) -> Sampling:
+    temperature = body.number("temperature", 1.0, low=0.0, high=100.0)
+    if 0 < temperature < 0.01:
+        raise bad("temperature", "must be 0, which is greedy, or at least 0.01")
+    top_k = body.whole("top_k", 0, low=-1, high=_SEEDS)
+    stop_ids = set(body.token_ids("stop_token_ids", vocabulary=served.vocabulary))
+    if not body.flag("ignore_eos", False):
+        stop_ids |= set(served.stop_ids)
+    min_tokens = body.whole("min_tokens", 0, low=0, high=_SEEDS)
+    if min_tokens > max_tokens:
+        raise bad("min_tokens", f"must be at most max_tokens, which comes to {max_tokens}")
+    try:
+        return Sampling(
+            temperature=temperature,
+            top_k=0 if top_k == -1 else min(top_k, served.vocabulary),
+            top_p=body.number("top_p", 1.0, low=0.0, high=1.0),
+            min_p=body.number("min_p", 0.0, low=0.0, high=1.0),
+            max_tokens=max_tokens,
+            min_tokens=min_tokens,
+            stop_ids=tuple(sorted(stop_ids)),
+            seed=body.whole("seed", secrets.randbits(62), low=-_SEEDS, high=_SEEDS - 1),
+        )
+    except ValueError as error:  # "sampling.top_p = 0: must be in (0, 1]"
+        name = str(error).removeprefix("sampling.").split(" ")[0]
+        raise ApiError(400, str(error).removeprefix("sampling."), param=name) from error
+
+
+def _prompts(value: Any) -> list[Any]:  # noqa: ANN401
+    """One entry per prompt: text, or a list of token ids still to be checked."""
+    if value is None:
+        raise bad("prompt", "is missing")
+    if isinstance(value, str):
+        return [check_text(value, "prompt")]
+    if not isinstance(value, list) or not value:
+        raise bad("prompt", "must be text, token ids, or a list of either, and not empty")
+    if all(isinstance(entry, int) for entry in value):
+        return [value]
+    if len(value) > MAX_CHOICES:
+        raise bad("prompt", f"{len(value)} prompts are more than {MAX_CHOICES} in one request")
+    for entry in value:
+        if not isinstance(entry, str | list):
+            raise bad("prompt", f"must be text, token ids, or a list of either; the list holds {kind_of(entry)}")
+    return [check_text(entry, "prompt") if isinstance(entry, str) else entry for entry in value]
+
+
+def _encode(text: str, served: Served, *, add_special: bool) -> tuple[int, ...]:
+    ids: Any = served.tokenizer(text, add_special_tokens=add_special, verbose=False)["input_ids"]
+    return tuple(int(token) for token in ids)
+
+
+def _stops(value: Any) -> tuple[str, ...]:  # noqa: ANN401
+    stops = [] if value is None else [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or len(stops) > _MAX_STOPS:
+        raise bad("stop", f"must be text or a list of at most {_MAX_STOPS} texts")
+    checked = tuple(check_text(stop, "stop") for stop in stops)
+    if not all(checked):
+        raise bad("stop", "an empty stop string would stop before anything is generated")
+    return checked
+
+
+def _include_usage(value: Any, *, stream: bool) -> bool:  # noqa: ANN401
+    if value is None:
+        return False
+    if not stream:
+        raise bad("stream_options", "is only for stream = true")
+    if not isinstance(value, dict):
+        raise bad("stream_options", f"must be an object, not {kind_of(value)}")
+    options = Body(value)
+    wanted = options.flag("include_usage", False)
+    options.end(harmless={"include_obfuscation"})
+    return wanted
+
+
+def _encode_chat(body: Body, served: Served) -> tuple[int, ...]:
+    tokenizer = served.tokenizer
+    messages = body.take("messages")
+    if not isinstance(messages, list) or not messages:
+        raise bad("messages", "must be a list of at least one message")
+    checked = [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    continues = body.flag("continue_final_message", False)
+    generates = body.flag("add_generation_prompt", not continues)
+    if continues and generates:
+        raise bad("continue_final_message", "and add_generation_prompt exclude each other")
+    extra = body.take("chat_template_kwargs") or {}
+    reserved = {"conversation", "chat_template", "tokenize", "return_dict", "return_tensors", "tools", "documents"}
+    if not isinstance(extra, dict) or reserved & extra.keys():
+        raise bad("chat_template_kwargs", f"must be an object of variables of the template, without {', '.join(reserved)}")
+    add_special = body.flag("add_special_tokens", False)
+    if tokenizer.chat_template is None:
+        raise ApiError(
+            400, f"the model {served.model_name!r} has no chat template; use /v1/completions", code="no_chat_template"
+        )
+    options: dict[str, Any] = {"add_generation_prompt": generates, "continue_final_message": continues, **extra}
+    try:
+        text = tokenizer.apply_chat_template(checked, tokenize=False, **options)
+    except Exception as error:  # a template is a program of the model's author and raises what it likes
+        raise bad("messages", f"the model's chat template refuses them: {error}") from error
+    return _encode(check_text(text, "messages"), served, add_special=add_special)
+
+
+def _message(message: Any, name: str) -> dict[str, Any]:  # noqa: ANN401
+    if not isinstance(message, dict):
+        raise bad(name, f"must be an object, not {kind_of(message)}")
+    if message.get("tool_calls") or message.get("function_call"):
+        raise bad(f"{name}.tool_calls", "is not supported by this server", code="unsupported_parameter")
+    role = check_text(message.get("role"), f"{name}.role")
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "\n".join(_part(part, f"{name}.content") for part in content)
+    kept = {key: value for key, value in message.items() if isinstance(value, str)}
+    return {**kept, "role": role, "content": check_text(content, f"{name}.content")}
+
+
+def _part(part: Any, name: str) -> str:  # noqa: ANN401
+    if not isinstance(part, dict) or part.get("type") != "text":
+        raise bad(name, "only text parts are supported", code="unsupported_parameter")
+    return check_text(part.get("text"), name)

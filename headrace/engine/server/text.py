@@ -1,0 +1,115 @@
+"""Tokens to text as they come, without splitting a character, and cut where a stop string begins."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from transformers import PreTrainedTokenizerBase
+
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+_BEFORE = 5
+"""Prompt tokens decoded along: some tokenizers drop a space at the start of what they decode."""
+
+
+class TextReader:
+    """The text of one completion. Whatever the sizes of the pushes, what they return adds up to the same text."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt_ids: Sequence[int],
+        *,
+        stops: Sequence[str] = (),
+        include_stop: bool = False,
+        skip_special: bool = True,
+        min_tokens: int = 0,
+    ) -> None:
+        self.stopped_by: str | None = None
+        """The stop string that ended it; what is pushed after it is not text of this completion."""
+        self._tokenizer, self._skip_special = tokenizer, skip_special
+        self._stops, self._include_stop, self._min_tokens = tuple(stops), include_stop, min_tokens
+        self._ids = list(prompt_ids[-_BEFORE:])
+        self._given = len(self._ids)
+        """Tokens in `_ids` whose text is out; they are kept so that the next ones are decoded in their company."""
+        self._num_pushed = 0
+        self._held = ""
+        """Text that could be the beginning of a stop string."""
+        self._exempt = 0
+        """A stop string that ends within so much of `_held` came before min_tokens and does not count."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that is certain after these tokens. With stop strings, tokens are pushed one by one.
+
+        So they are where some are not whole characters: there, a decoder may take back what it said of earlier tokens.
+        """
+        if len(token_ids) > 1 and _UNFINISHED in self._text([*self._ids, *token_ids]):
+            return "".join(self.push([token]) for token in token_ids)
+        self._ids.extend(token_ids)
+        self._num_pushed += len(token_ids)
+        return self._cut(self._decode(is_last=False), is_exempt=self._num_pushed <= self._min_tokens)
+
+    def finish(self) -> str:
+        """What was held back, once nothing more will come."""
+        if self.stopped_by is not None:
+            return ""
+        text = self._cut(self._decode(is_last=True), is_exempt=self._num_pushed <= self._min_tokens)
+        return text if self.stopped_by is not None else text + self._held
+
+    def _decode(self, *, is_last: bool) -> str:
+        given = self._text(self._ids[: self._given])
+        before = given.rstrip(_UNFINISHED)
+        whole = self._text(self._ids)
+        if len(whole) <= len(before) or (whole.endswith(_UNFINISHED) and not is_last):
+            return ""
+        if before == given:  # else the prompt ends inside a character, whose tokens only make sense together
+            del self._ids[: self._given]
+        self._given = len(self._ids)
+        return whole[len(before) :]
+
+    def _text(self, token_ids: Sequence[int]) -> str:
+        return decode(self._tokenizer, token_ids, skip_special=self._skip_special)
+
+    def _cut(self, fresh: str, *, is_exempt: bool) -> str:
+        if not self._stops:
+            return fresh
+        text = self._held + fresh
+        if is_exempt:
+            self._exempt = len(text)
+        found = first_stop(text, self._stops, after=self._exempt)
+        if found is not None:
+            start, self.stopped_by = found
+            return text[: start + len(self.stopped_by)] if self._include_stop else text[:start]
+        given = len(text) - _could_begin(text, self._stops)
+        self._held, self._exempt = text[given:], max(0, self._exempt - given)
+        return text[:given]
+
+
+def first_stop(text: str, stops: Sequence[str], *, after: int = 0) -> tuple[int, str] | None:
+    """(where it begins, the stop string) of the one that is complete first and ends past `after`.
+
+    By its end, not its beginning, so that it does not matter how the text was cut into tokens.
+    """
+    found = [(text.find(stop, max(0, after - len(stop) + 1)), stop) for stop in stops]
+    complete = [(start + len(stop), start, stop) for start, stop in found if start >= 0]
+    if not complete:
+        return None
+    _, start, stop = min(complete)
+    return start, stop
+
+
+def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], *, skip_special: bool) -> str:
+    """Exactly what the tokens say: spaces are not tidied, since that would depend on what comes after."""
+    options = {"skip_special_tokens": skip_special, "clean_up_tokenization_spaces": False}
+    return str(tokenizer.decode(list(token_ids), **options))
+
+
+def _could_begin(text: str, stops: Sequence[str]) -> int:
+    """How much of the text's end could be the beginning of a stop string."""
+    longest = max(map(len, stops)) - 1
+    for length in range(min(longest, len(text)), 0, -1):
+        if any(len(stop) > length and stop.startswith(text[-length:]) for stop in stops):
+            return length
+    return 0

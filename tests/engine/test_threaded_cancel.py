@@ -1,0 +1,47 @@
+"""A call that is cancelled at the worst moment: when the decode thread has taken it and nobody has heard yet."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from headrace.engine.native.core import EngineCore
+from headrace.engine.native.threaded import ThreadedEngine
+from headrace.model.load import load_model
+from headrace.observe import Timeline
+from headrace.partial import Interrupt
+from headrace.sync import Lineage, MemorySync
+from headrace.types import Rollout, Sampling
+
+
+@pytest.mark.parametrize("how", ["generate", "stream"])
+def test_a_call_cancelled_while_it_is_submitted_leaves_nothing(tiny_model: str, how: str) -> None:
+    async def main() -> None:
+        core = EngineCore(load_model(tiny_model), name="engine-0", slots=2, context=64)
+        engine = ThreadedEngine(core, sync=MemorySync(Lineage("life")), timeline=Timeline("engine"))
+        engine.start()
+        loop, submit = asyncio.get_running_loop(), core.submit
+        prompt, sampling = Rollout.from_prompt([5], id="r"), Sampling(max_tokens=50)
+
+        async def call() -> None:
+            if how == "generate":
+                await engine.generate(prompt, sampling)
+            async for _ in engine.stream(prompt, sampling):
+                pass
+
+        def submit_then_cancel(request: object) -> None:
+            submit(request)
+            loop.call_soon_threadsafe(task.cancel)
+
+        core.submit = submit_then_cancel
+        await engine.pause(Interrupt.KEEP)
+        task = asyncio.create_task(call())
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await engine.between_steps(lambda: None)
+        state = await engine.state()
+        engine.close()
+        assert (state.running, state.waiting) == (0, 0)
+
+    asyncio.run(main())
