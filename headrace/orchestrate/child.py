@@ -15,6 +15,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from headrace.config import Recipe
 
 log = logging.getLogger("headrace.child")
+_ORPHANED_SECONDS = 2.0
 
 
 class Process:
@@ -48,11 +50,16 @@ class Process:
         self._worker: EngineWorker | TrainerWorker | None = None
         self._reading: asyncio.Task[None] | None = None
         self._failure: asyncio.Future[None] | None = None
+        self._is_told_to_end = False
 
     async def run(self) -> int:
         """Until the launcher is gone, or until something here fails; the process's status."""
         self._failure = asyncio.get_running_loop().create_future()
-        self._control = Peer(await self._connect("control"), calls={"ping": self._ping, "build": self._build})
+        self._control = Peer(
+            await self._connect("control"),
+            calls={"ping": self._ping, "build": self._build},
+            notices={"end": lambda _: setattr(self, "_is_told_to_end", True)},
+        )
         serving = asyncio.ensure_future(self._control.run())
         await asyncio.wait({serving, self._failure}, return_when=asyncio.FIRST_COMPLETED)
         if not self._failure.done():
@@ -73,7 +80,7 @@ class Process:
         if self._sync is not None and self.role == "trainer":
             self._sync.close()
         kind, _, path = str(self._order["address"]).partition(":")
-        if kind == "unix" and not _is_alive(int(self._order["launcher"])):
+        if kind == "unix" and not self._is_told_to_end and _is_gone(int(self._order["launcher"])):
             shutil.rmtree(Path(path).parent, ignore_errors=True)
 
     async def _connect(self, channel: str) -> Stream:
@@ -127,38 +134,37 @@ class Process:
             self._failure.set_exception(error)
 
 
-def _is_alive(process: int) -> bool:
-    return os.getppid() == process
+def _is_gone(parent: int) -> bool:
+    """Whether the process that started this one has ended: its streams close a moment before that shows."""
+    until = time.monotonic() + _ORPHANED_SECONDS
+    while os.getppid() == parent and time.monotonic() < until:
+        time.sleep(0.02)
+    return os.getppid() != parent
 
 
 def main() -> None:
-    """Ends by `os._exit`: a thread in a long computation must not keep a process that nobody waits for."""
+    """Reads who it is, and runs until it is done."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the launcher, which drains and saves
     faulthandler.enable()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     logging.captureWarnings(True)
     line = sys.stdin.readline()
-    if not line:
-        os._exit(0)  # the launcher changed its mind
-    order = json.loads(line)
-    sys.path[:] = order["path"]
-    process = Process(order)
+    if line:  # otherwise the launcher changed its mind
+        order = json.loads(line)
+        sys.path[:] = order["path"]
+        asyncio.run(_run(Process(order)))
+
+
+async def _run(process: Process) -> None:
+    """Ends by `os._exit`: no thread in a long computation may keep a process that nobody waits for."""
     status = 1
     try:
-        status = asyncio.run(_until_done(process))
+        status = await process.run()
     except BaseException:
         log.exception("%s ended", process.name)
-    finally:
-        process.clean_up()
-        logging.shutdown()
-        sys.stdout.flush()
-        os._exit(status)
-
-
-async def _until_done(process: Process) -> int:
-    status = await process.run()
     process.clean_up()
     logging.shutdown()
+    sys.stdout.flush()
     os._exit(status)
 
 

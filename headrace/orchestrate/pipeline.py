@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from headrace.engine import Engine
     from headrace.envs import Environment, PromptEncoder
     from headrace.observe import Observer, Timeline
-    from headrace.orchestrate.roles import TrainerHere, TrainerThere
+    from headrace.orchestrate.roles import TrainerRole
     from headrace.score import Scorer
     from headrace.sync import Lineage
     from headrace.tasks import TaskStream
@@ -109,7 +109,7 @@ class Roles:
     """Who does the work, made by `launch`."""
 
     engine: Engine
-    trainer: TrainerHere | TrainerThere
+    trainer: TrainerRole
     around: Around
     stop_ids: tuple[int, ...]
     """Tokens that end a turn, by the tokenizer and by the model's generation settings."""

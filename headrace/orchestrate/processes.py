@@ -182,6 +182,9 @@ class Processes:
         """Hang up on all of them and wait a little for them to go; `__exit__` does not wait."""
         for child in self._all:
             child.verdict = child.verdict or "was ended"
+            if child.peer is not None:
+                with contextlib.suppress(StreamClosed):
+                    child.peer.notify("end", None)
             for peer in (child.peer, child.data):
                 if peer is not None:
                     peer.stream.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from headrace.model.weights import make_manifest
 from headrace.orchestrate.publish import Published
@@ -22,6 +22,44 @@ if TYPE_CHECKING:
     from headrace.types import Array, Batch, WeightUpdate
 
 
+class TrainerRole(Protocol):
+    """What the loops hold of a trainer, wherever it is."""
+
+    is_here: bool
+    """In this process: while it computes, nothing else does."""
+    num_steps: int
+    """Optimizer steps begun: whoever sees it unchanged knows the weights are."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Its process is gone, and what it held with it."""
+
+    @property
+    def num_passes(self) -> int:
+        """Forward passes made: progress within a step."""
+
+    async def forward(self, batch: Batch) -> list[Array]:
+        """Logprobs under the current weights, as `Trainer.forward` gives them."""
+
+    async def step(self, batch: Batch, *, learning_rate: float) -> dict[str, float]:
+        """Gradient and optimizer step of one batch, and what was seen."""
+
+    def publish(self, version: int) -> Awaitable[Published]:
+        """The weights made ready for the engines as `version`. No later step changes them before they are."""
+
+    async def release(self, update: WeightUpdate) -> None:
+        """Every engine holds it."""
+
+    async def abort(self, update: WeightUpdate) -> None:
+        """It was given up."""
+
+    async def save(self, folder: Path) -> None:
+        """Weights and optimizer into a folder."""
+
+    async def load(self, folder: Path) -> None:
+        """And back."""
+
+
 class TrainerHere:
     """A trainer in this process, its time on its timeline."""
 
@@ -31,11 +69,9 @@ class TrainerHere:
     def __init__(self, trainer: Trainer, sync: WeightSync, timeline: Timeline, *, canary: Batch) -> None:
         self._trainer, self._sync, self._timeline, self._canary = trainer, sync, timeline, canary
         self.num_steps = 0
-        """Optimizer steps taken: whoever sees it unchanged knows the weights are."""
 
     @property
     def num_passes(self) -> int:
-        """Forward passes made: progress within a step."""
         return self._trainer.num_passes
 
     async def forward(self, batch: Batch) -> list[Array]:
@@ -43,14 +79,12 @@ class TrainerHere:
             return self._trainer.forward(batch)
 
     async def step(self, batch: Batch, *, learning_rate: float) -> dict[str, float]:
-        """Gradient and optimizer step of one batch."""
         with self._timeline.during("compute"):
             seen = self._trainer.forward_backward(batch)
             self.num_steps += 1
             return seen | self._trainer.optim_step(learning_rate)
 
     async def publish(self, version: int) -> Published:
-        """The weights made ready for the engines as `version`, with the trainer's view of the canary."""
         canary = self._trainer.forward(self._canary)[0]
         tensors = list(self._trainer.tensors())
         update = self._sync.offer(version, make_manifest(tensors))
@@ -83,7 +117,6 @@ class TrainerThere:
 
     @property
     def is_lost(self) -> bool:
-        """The process is gone, and what it held with it."""
         return self._child.lost.is_set()
 
     @property

@@ -191,19 +191,20 @@ class Supervisor:
         self.pool.lose(member)
         self._timelines["engine"].forget(child.name)
         most = self._recipe.engine.restarts
-        if self.num_restarts >= most:
-            self._fail(RoleFailed(f"{error}\n  engine.restarts = {most} are spent"))
-            return
-        self.num_restarts += 1
-        self._say(
-            f"{error}\n  it is started again ({self.num_restarts} of {most}); its rollouts go on from the tokens that are known"
-        )
-        try:
-            await self.start_engine(self._processes.spawn("engine", child.name), index=index)
-        except (RoleFailed, ConfigError, ModelError, RemoteError) as again:
-            self._fail(again)
-            return
-        self._say(f"{child.name} is back, at version {member.update.version if member.update else 0}")
+        while self.num_restarts < most:
+            self.num_restarts += 1
+            self._say(f"{error}\n  it is started again ({self.num_restarts} of {most}); its rollouts go on from their prefixes")
+            try:
+                await self.start_engine(self._processes.spawn("engine", child.name), index=index)
+            except RoleFailed as again:  # it was lost while it started
+                error = again
+            except (ConfigError, ModelError, RemoteError) as wrong:
+                self._fail(wrong)
+                return
+            else:
+                self._say(f"{child.name} is back")
+                return
+        self._fail(RoleFailed(f"{error}\n  engine.restarts = {most} are spent"))
 
     def _fail(self, error: Exception) -> None:
         if not self._failure.done():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -79,7 +78,7 @@ class Running:
     def roles(self) -> list[int]:
         return [pid for pid in family(self.process.pid) if "headrace.orchestrate.child" in command_of(pid)]
 
-    def hit(self, name: str, number: signal.Signals) -> int:
+    def hit(self, name: str, number: int) -> int:
         pid = self.role(name)
         os.kill(pid, number)
         return pid

@@ -1,0 +1,321 @@
+"""`headrace bench overlap`: how near generation and training, side by side, come to the slower of the two alone.
+
+Four measurements take turns, and each figure is the median of its turns: both roles in their own processes (async);
+generation alone and training alone, in the same processes with the same threads while the other role is a stub that takes
+no time; and the synchronous run, in which both have all the cores in turn. Every rollout has the same number of tokens, so
+that tokens a second mean the same in all of them.
+
+The bound is the slower role alone, or what the cores could do if they never idled, whichever is less: a token costs 1/g
+seconds of a core to generate, 1/t to train, and the launcher's own time c, and there are so many cores.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from headrace.bench.table import Row, show, write
+from headrace.config import make_recipe
+from headrace.engine import EngineState, Increment
+from headrace.engine.lengthen import lengthen
+from headrace.observe import Observer
+from headrace.orchestrate import loops
+from headrace.orchestrate.build import set_threads
+from headrace.orchestrate.inputs import UserInputs
+from headrace.orchestrate.local import LocalProcesses
+from headrace.orchestrate.pipeline import Roles, Run
+from headrace.orchestrate.processes import Processes
+from headrace.orchestrate.publish import Published, publish
+from headrace.orchestrate.warmup import model_folder
+from headrace.partial import Interrupt
+from headrace.sync import Lineage
+from headrace.types import Call, FinishReason, Rollout, Sampling, WeightUpdate
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+    from headrace.config import Recipe
+    from headrace.engine import Engine
+    from headrace.types import Array, Batch
+
+_LAG = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and a load."""
+
+    name: str
+    model: dict[str, Any]
+    tokens: int
+    batch: int
+    versions: int
+    """Measured in one turn, after two that warm up."""
+
+
+CASES = (
+    Case("quickstart", {"path": "builtin:tiny"}, tokens=10, batch=256, versions=20),
+    Case(
+        "larger",
+        {"path": "builtin:tiny", "hidden_size": 256, "num_layers": 6, "num_heads": 4, "context": 128},
+        tokens=64,
+        batch=64,
+        versions=4,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one measurement saw."""
+
+    tokens_per_second: float
+    launcher: float
+    """Seconds of a core the launcher took for each token."""
+    budget: dict[str, dict[str, float]]
+
+
+def run(*, quick: bool, json_file: Path | None) -> int:
+    """Status 1 if a goal is missed where the cores are disjoint, that is where there is one for each role."""
+    rows: list[Row] = []
+    for case in CASES[:1] if quick else CASES:
+        rows += asyncio.run(_measure(case, turns=1 if quick else 5))
+    show("overlap", rows)
+    if json_file is not None:
+        write("overlap", rows, json_file)
+    return 0
+
+
+async def _measure(case: Case, *, turns: int) -> list[Row]:
+    cores = os.cpu_count() or 1
+    share = max(1, cores // 2)
+    seen: dict[str, list[Turn]] = {name: [] for name in ("async", "generation", "training", "sync")}
+    with tempfile.TemporaryDirectory() as folder:
+        shared, whole = _recipe(case, threads=share, lag=_LAG), _recipe(case, threads=cores, lag=0)
+        set_threads(shared)
+        async with _rig(shared, Path(folder) / "shared") as beside, _rig(whole, Path(folder) / "whole") as in_turn:
+            for _ in range(turns):
+                seen["async"].append(await beside.turn(case))
+                seen["generation"].append(await beside.turn(case, has_trainer=False))
+                seen["training"].append(await beside.turn(case, has_engine=False))
+                seen["sync"].append(await in_turn.turn(case))
+    return _rows(case, seen, cores=cores)
+
+
+def _rows(case: Case, seen: dict[str, list[Turn]], *, cores: int) -> list[Row]:
+    rate = {name: statistics.median(turn.tokens_per_second for turn in turns) for name, turns in seen.items()}
+    launcher = statistics.median(turn.launcher for turn in seen["async"])
+    slower = min(rate["generation"], rate["training"])
+    share = max(1, cores // 2)
+    bound = min(slower, cores / (share / rate["generation"] + share / rate["training"] + launcher))
+
+    def of(role: str, state: str) -> float:
+        return statistics.median(turn.budget[role][state] for turn in seen["async"])
+
+    name = case.name
+    return [
+        Row(f"{name}: async", rate["async"], "tokens/s", bound=bound),
+        Row(f"{name}: generation alone", rate["generation"], "tokens/s"),
+        Row(f"{name}: training alone", rate["training"], "tokens/s"),
+        Row(f"{name}: sync, all cores in turn", rate["sync"], "tokens/s"),
+        Row(f"{name}: async ÷ slower alone", rate["async"] / slower, "ratio", goal="≥ 0.97", bound=bound / slower),
+        Row(f"{name}: async ÷ bound", rate["async"] / bound, "ratio"),
+        Row(f"{name}: async ÷ sync", rate["async"] / rate["sync"], "ratio"),
+        Row(f"{name}: trainer idle", of("trainer", "wait-batch"), "share", goal="≤ 0.03"),
+        Row(f"{name}: trainer descheduled", of("trainer", "descheduled"), "share"),
+        Row(f"{name}: trainer publishing", of("trainer", "publish"), "share"),
+        Row(f"{name}: engine waiting at the gate", of("engine", "wait-gate"), "share"),
+        Row(f"{name}: engine descheduled", of("engine", "descheduled"), "share"),
+        Row(f"{name}: engine swapping", of("engine", "swap"), "share"),
+        Row(f"{name}: launcher, of one core", launcher * rate["async"], "share"),
+    ]
+
+
+def _recipe(case: Case, *, threads: int, lag: int) -> Recipe:
+    return make_recipe(
+        {
+            "steps": 1_000_000,
+            "threads": threads,
+            "model": case.model,
+            "tasks": [{"source": "builtin:sort_digits"}],
+            "sampling": {"max_tokens": case.tokens, "min_tokens": case.tokens},
+            "train": {"batch": case.batch, "group_size": 8, "learning_rate": 1e-4},
+            "engine": {"slots": case.batch},
+            "staleness": {"max_lag": lag, "reject": False},
+            "sync": {"canary_limit": 1e9},  # a stub knows no logprobs
+        }
+    )
+
+
+class _Rig:
+    """Processes that are started once and measured often."""
+
+    def __init__(self, recipe: Recipe, roles: Roles, observer: Observer, lineage: Lineage) -> None:
+        self._recipe, self._roles, self._observer, self._lineage = recipe, roles, observer, lineage
+
+    async def turn(self, case: Case, *, has_engine: bool = True, has_trainer: bool = True) -> Turn:
+        """One run of the loops over `case.versions` versions, from its third on."""
+        moments: list[tuple[float, float]] = []
+        tokens = case.batch * case.tokens
+
+        async def after_version(*_: object) -> None:
+            if len(moments) == 1:
+                await roles.refresh()
+                self._observer.start()
+            moments.append((time.perf_counter(), time.process_time()))
+
+        roles = self._stubbed(case, has_engine=has_engine, has_trainer=has_trainer)
+        run = Run(self._recipe, roles, lineage=self._lineage, observer=self._observer, after_version=after_version)
+        run.leg_end = case.versions + 2
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                run.attach(tasks)
+                beside = [tasks.create_task(service()) for service in (*roles.services, run.watch)]
+                await publish(run)
+                beside += [tasks.create_task(loop(run)) for loop in (loops.feed, loops.generate, loops.score)]
+                await loops.train(run)
+                await roles.refresh()
+                budget = self._observer.budget()
+                await run.published()
+                run.cancel_spawned()
+                for task in beside:
+                    task.cancel()
+        finally:
+            run.forget_in_flight()
+        (began, began_cpu), (ended, ended_cpu) = moments[1], moments[-1]
+        trained = tokens * case.versions
+        return Turn(trained / (ended - began), (ended_cpu - began_cpu) / trained, budget)
+
+    def _stubbed(self, case: Case, *, has_engine: bool, has_trainer: bool) -> Roles:
+        roles = self._roles
+        if not has_engine:
+            roles = dataclasses.replace(roles, engine=InstantEngine(tokens=case.tokens))
+        if not has_trainer:
+            roles = dataclasses.replace(roles, engine=Unchanging(roles.engine), trainer=InstantTrainer())
+        return roles
+
+
+@contextlib.asynccontextmanager
+async def _rig(recipe: Recipe, folder: Path) -> AsyncIterator[_Rig]:
+    (folder / "logs").mkdir(parents=True)
+    given = UserInputs()
+    with Processes(recipe, logs=folder / "logs") as processes:
+        local = LocalProcesses.spawn(processes)
+        path = await asyncio.to_thread(model_folder, recipe, given, say=lambda _: None)
+        observer, lineage = Observer(elsewhere=("engine", "trainer")), Lineage.new()
+        roles, close = await local.start(path, given, observer=observer, lineage=lineage, say=print)
+        try:
+            yield _Rig(recipe, roles, observer, lineage)
+        finally:
+            close()
+            await processes.end()
+
+
+class InstantEngine:
+    """Answers at once, with tokens made up beforehand."""
+
+    def __init__(self, *, tokens: int) -> None:
+        self._tokens = tokens
+        self._drawn = self._version = 0
+        self._lineage = ""
+
+    async def generate(self, rollout: Rollout, sampling: Sampling) -> Rollout:
+        await asyncio.sleep(0)
+        count, start = self._tokens, len(rollout)
+        self._drawn += count
+        call = Call(
+            start=start,
+            stop=start + count,
+            engine="stub",
+            sampling=sampling,
+            finish_reason=FinishReason.LENGTH,
+            started=0.0,
+            finished=0.0,
+        )
+        return lengthen(
+            rollout,
+            call,
+            token_ids=np.full(count, 10 + self._drawn // count % 7, dtype=np.int32),
+            logprobs=np.full(count, -1.0, dtype=np.float32),
+            versions=np.full(count, self._version, dtype=np.int32),
+            masks=[],
+            policy="policy",
+            lineage=self._lineage,
+        )
+
+    async def stream(self, rollout: Rollout, sampling: Sampling) -> AsyncIterator[Increment]:
+        raise NotImplementedError("nobody streams here")
+        yield
+
+    async def score(self, rollouts: Sequence[Rollout]) -> list[Array]:
+        return [np.zeros(len(rollout), dtype=np.float32) for rollout in rollouts]
+
+    async def pause(self, interrupt: Interrupt) -> None:
+        """Nothing is ever in flight."""
+
+    async def resume(self) -> None:
+        """Nothing was stopped."""
+
+    async def load(self, update: WeightUpdate, *, interrupt: Interrupt = Interrupt.KEEP) -> None:
+        self._version, self._lineage = update.version, update.lineage
+
+    async def state(self) -> EngineState:
+        return EngineState(self._version, self._lineage, 0, 0, 1, 1, self._drawn)
+
+
+class Unchanging(InstantEngine):
+    """A real engine whose weights stay as they are: its trainer has none to send."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(tokens=0)
+        self._engine = engine
+
+    async def generate(self, rollout: Rollout, sampling: Sampling) -> Rollout:
+        return await self._engine.generate(rollout, sampling)
+
+    async def state(self) -> EngineState:
+        return await self._engine.state()
+
+
+class InstantTrainer:
+    """Has trained as soon as it is asked."""
+
+    is_here = False
+    is_lost = False
+
+    def __init__(self) -> None:
+        self.num_steps = self.num_passes = 0
+
+    async def forward(self, batch: Batch) -> list[Array]:
+        return [np.zeros(len(rollout), dtype=np.float32) for rollout in batch.rollouts]
+
+    async def step(self, batch: Batch, *, learning_rate: float) -> dict[str, float]:
+        self.num_steps += 1
+        await asyncio.sleep(0)
+        return {"mismatch": 0.0, "mismatch_max": 0.0}
+
+    async def publish(self, version: int) -> Published:
+        update = WeightUpdate(policy="policy", lineage="", version=version)
+        return Published(update, np.zeros(1, dtype=np.float32))
+
+    async def release(self, update: WeightUpdate) -> None:
+        """Nothing was sent."""
+
+    async def abort(self, update: WeightUpdate) -> None:
+        """Nothing was sent."""
+
+    async def save(self, folder: Path) -> None:
+        """Nothing to keep."""
+
+    async def load(self, folder: Path) -> None:
+        """Nothing was kept."""
