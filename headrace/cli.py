@@ -93,7 +93,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_serve(commands)
 
     bench = commands.add_parser("bench", help="measure; prints a table and can write JSON")
-    bench.add_argument("name", choices=["learn"], help="learn: does the quickstart learn, over several seeds")
+    bench.add_argument("name", choices=["learn", "overlap"], help="learn: does the quickstart learn, over several seeds")
     bench.add_argument("--json", type=Path, help="write the figures to this file")
     bench.add_argument("--quick", action="store_true", help="under a minute on 2 cores; shows that it runs, not the figure")
     bench.add_argument("--seeds", type=int, default=5, help="how many seeds, from 0")
@@ -258,6 +258,10 @@ def _serve(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
 
 
 def _bench(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
+    if options.name == "overlap":
+        from headrace.bench.overlap import run as overlap
+
+        return overlap(quick=options.quick, json_file=options.json)
     from headrace.bench.learn import run
 
     return run(seeds=options.seeds, quick=options.quick, json_file=options.json)
