@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headrace.types import (
+    MOST_LOGPROB,
     TOKEN_ARRAYS,
     Batch,
     Call,
@@ -353,7 +354,7 @@ class _Unpacked:
         self._refuse_tokens(loss_mask > sampled, "loss_mask is True on a token that was not sampled")
         wrong = ((versions >= 0) != sampled) | (versions < -1)
         self._refuse_tokens(wrong, "versions must be ≥ 0 on sampled tokens and -1 elsewhere")
-        wrong = ~np.isfinite(logprobs) | (logprobs > 1e-4) | (logprobs.astype(bool) > sampled)
+        wrong = ~np.isfinite(logprobs) | (logprobs > MOST_LOGPROB) | (logprobs.astype(bool) > sampled)
         self._refuse_tokens(wrong, "logprobs must be finite and ≤ 0 on sampled tokens and 0 elsewhere")
         self._num_sampled = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sampled, dtype=np.int64)])
         """[tokens + 1]: how many of the tokens before this one were sampled."""

@@ -22,7 +22,7 @@ from headrace.engine.protocol import Increment, PromptTooLong, UnusablePrompt
 from headrace.model.attention import EXACT_ROWS
 from headrace.model.head import Head
 from headrace.model.load import hidden_states
-from headrace.types import Call, FinishReason, Rollout, SamplingMask, Source
+from headrace.types import Call, FinishReason, Rollout, SamplingMask
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -302,18 +302,14 @@ class EngineCore:
             old = [np.zeros(0, np.int32)] * start if mask is None else [mask.row(index) for index in range(start)]
             new = request.masks or [np.zeros(0, np.int32)] * added
             mask = SamplingMask.from_rows([*old, *new])
-        return rollout.replace(
+        return rollout.lengthened(
+            call,
+            token_ids=self._tokens[slot, start:stop],
+            logprobs=self._logprobs[slot, start:stop],
+            versions=self._versions[slot, start:stop],
             policy=self.policy,
             lineage=self.lineage,
-            token_ids=self._tokens[slot, :stop].copy(),
-            source=np.concatenate([rollout.source, np.full(added, Source.SAMPLED, dtype=np.int8)]),
-            loss_mask=np.concatenate([rollout.loss_mask, np.ones(added, dtype=bool)]),
-            logprobs=np.concatenate([rollout.logprobs, self._logprobs[slot, start:stop]]),
-            versions=np.concatenate([rollout.versions, self._versions[slot, start:stop]]),
-            calls=(*rollout.calls, call),
-            finish_reason=reason,
             sampling_mask=mask,
-            columns={},  # computed over the old tokens; whoever needs them asks again
         )
 
     def _to_device(self, array: Array) -> torch.Tensor:
