@@ -270,19 +270,15 @@ def unpack_samplings(packed: Any) -> list[Sampling]:  # noqa: ANN401
 
 def unpack_batch(packed: Any) -> Batch:  # noqa: ANN401
     """The batch of `pack_batch`."""
-    names = ("advantages", "weights")
+    columns = ("advantages", "weights")
+    settings = ("loss", "constants", "correction", "correction_constants", "version")
     try:
-        required = {"rollouts", *names, "loss", "constants", "correction", "correction_constants", "version"}
-        _check_keys(packed, "batch", required=required)
-        unpacked = _Unpacked(packed["rollouts"])
-        fields = {name: packed[name] for name in required - {"rollouts", *names}} | {
-            name: tuple(unpacked.split(unpacked.finite(packed[name], name))) for name in names
-        }
-        _listed([fields["loss"], fields["correction"]], (str,), "batch: loss and correction")
-        # The record checks the rest; its rollouts and their arrays, which are many, are checked above.
-        checked = Batch(**{**fields, "rollouts": (), "advantages": (), "weights": ()})
-        rest = {name: getattr(checked, name) for name in ("loss", "constants", "correction", "correction_constants", "version")}
-        return trusted(Batch, {**fields, **rest, "rollouts": tuple(unpacked.rollouts())})
+        _check_keys(packed, "batch", required={"rollouts", *columns, *settings})
+        _listed([packed["loss"], packed["correction"]], (str,), "batch: loss and correction")
+        rollouts = unpack_rollouts(packed["rollouts"])
+        total = sum(map(len, rollouts))
+        arrays = {name: _column(packed[name], np.float32, total, f"batch: {name}") for name in columns}
+        return Batch.from_columns(rollouts, **arrays, **{name: packed[name] for name in settings})
     except WireError:
         raise
     except _ESCAPES as error:
@@ -333,12 +329,6 @@ class _Unpacked:
     def split(self, column: Array) -> list[Array]:
         """A column of tokens as one view for each rollout."""
         return list(map(column.__getitem__, self._slices))
-
-    def finite(self, value: object, name: str) -> Array:
-        """A column of finite float32, one for each token."""
-        column = _column(value, np.float32, int(self._offsets[-1]), f"batch: {name}")
-        self._refuse_tokens(~np.isfinite(column), f"{name} must be finite")
-        return column
 
     # What every rollout has
 

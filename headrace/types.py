@@ -16,15 +16,19 @@ A worked example, a two-token prompt answered by two sampled tokens:
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import enum
 import math
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from headrace.validate import Array, Plain, check_kind, check_plain, equal_records, frozen, trusted, trusted_copy
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 __all__ = [
     "Array",
@@ -338,6 +342,11 @@ class Rollout:
         names = {"id": id, "episode": episode or id, "group": group or id, "index": index}
         return trusted(Rollout, {**_rollout_defaults(), **names, "token_ids": ids, **nothing})
 
+    def renamed(self, *, id: str, episode: str, group: str, index: int) -> Rollout:
+        """The same tokens as another's, in dictionaries of its own: siblings begin with one prompt."""
+        names = {"id": id, "episode": episode or id, "group": group or id, "index": index}
+        return trusted_copy(self, {**names, "rewards": dict(self.rewards), "columns": dict(self.columns)})
+
     def lengthened(
         self,
         call: Call,
@@ -561,6 +570,32 @@ class Batch:
 
     def __eq__(self, other: object) -> bool:
         return equal_records(self, other)
+
+    @classmethod
+    def from_columns(
+        cls,
+        rollouts: Sequence[Rollout],
+        *,
+        advantages: Array,
+        weights: Array,
+        **settings: Any,  # noqa: ANN401  (the other fields)
+    ) -> Batch:
+        """From arrays over the tokens of all rollouts, one after another; they are checked as a whole."""
+        stops = np.cumsum([len(rollout) for rollout in rollouts]).tolist()
+        columns = {
+            "advantages": frozen(advantages, np.float32, "advantages"),
+            "weights": frozen(weights, np.float32, "weights"),
+        }
+        for name, column in columns.items():
+            if column.shape != ((stops or [0])[-1],):
+                raise ValueError(f"batch: {name} have shape {column.shape} but there are {(stops or [0])[-1]} tokens")
+            if not bool(np.isfinite(column).all()):
+                at = bisect.bisect_right(stops, int(np.isfinite(column).argmin()))
+                raise ValueError(f"batch: {name} of rollout {rollouts[at].id!r} must be finite")
+        places = list(map(slice, [0, *stops[:-1]], stops))
+        arrays = {name: tuple(map(column.__getitem__, places)) for name, column in columns.items()}
+        checked = cls(rollouts=(), advantages=(), weights=(), **settings)
+        return trusted_copy(checked, {"rollouts": tuple(rollouts), **arrays})
 
     @property
     def num_tokens(self) -> int:
