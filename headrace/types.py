@@ -403,7 +403,7 @@ class Rollout:
     @property
     def completion_ids(self) -> list[int]:
         """Everything after the prompt: sampled tokens and tool replies."""
-        after = np.flatnonzero(self.source)  # PROMPT is 0
+        after = self.source.nonzero()[0]  # PROMPT is 0
         tokens: list[int] = self.token_ids[after[0] :].tolist() if len(after) else []
         return tokens
 
@@ -507,7 +507,7 @@ class Episode:
 
     def replace(self, **changes: Any) -> Episode:  # noqa: ANN401
         """A copy with some fields changed, checked again where a check could fail."""
-        if not changes.keys() <= {"attempts", "outcome", "rollouts", "started", "finished"}:
+        if not changes.keys() <= _FREE_OF_EPISODE:
             return dataclasses.replace(self, **changes)
         if "rollouts" in changes:
             changes["rollouts"] = tuple(changes["rollouts"])
@@ -530,6 +530,9 @@ class Episode:
     @property
     def reward(self) -> float | None:
         return self.outcome.reward if isinstance(self.outcome, Scored) else None
+
+
+_FREE_OF_EPISODE = frozenset({"attempts", "outcome", "rollouts", "started", "finished"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -1,8 +1,9 @@
 """`headrace bench controller`: what the launcher itself costs per rollout, with 10,000 of them in flight.
 
 The four loops run as they do in a run, with the real buffer, ledger, scorer, tokenizer and batches, around an engine and
-a trainer that do nothing. The figure is the processor time of the launcher's thread over a whole run, every rollout of
-which goes all the way from submission to training, less what the stub engine measured of itself, divided by rollouts.
+a trainer that do nothing. The figure is the processor time of the launcher's thread from the start of the loops to their
+end, every rollout going all the way from submission to training, less what the stub engine measured of itself, divided
+by the number of rollouts.
 
 The parts come from runs of their own, in which the moves the loops make are timed one by one; what no part claims is the
 loops', the event loop's and the environment's.
@@ -11,7 +12,6 @@ loops', the event loop's and the environment's.
 from __future__ import annotations
 
 import asyncio
-import gc
 import statistics
 import time
 from dataclasses import dataclass, field
@@ -34,6 +34,8 @@ from headrace.wire import decode, encode
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    from headrace.config import Recipe
 
 IN_FLIGHT = 10_000
 BATCH = 256
@@ -136,14 +138,13 @@ def measure(*, in_flight: int, versions: int, batch: int = BATCH, is_timed: bool
     )
     total = versions * batch
     engine, trainer = StubEngine(in_flight=in_flight, total=total, wave=batch), StubTrainer()
-    session = _make_session(recipe, engine, trainer, tasks=total // 8)
+    observer = _StartObserver()
+    session = _make_session(recipe, engine, trainer, observer, tasks=total // 8)
     clock = Clock()
     if is_timed:
         clock.time_moves(session)
-    gc.collect()
-    started = time.thread_time()
     asyncio.run(session.train())
-    spent = time.thread_time() - started
+    spent = time.thread_time() - observer.started
     assert trainer.num_rollouts == total == session.run.ledger.counts()["trained"]
     assert engine.most_in_flight >= in_flight, f"only {engine.most_in_flight} were in flight"
     scale = 1e6 / total
@@ -156,7 +157,17 @@ def measure(*, in_flight: int, versions: int, batch: int = BATCH, is_timed: bool
     )
 
 
-def _make_session(recipe: Any, engine: StubEngine, trainer: StubTrainer, *, tasks: int) -> Session:  # noqa: ANN401
+class _StartObserver(Observer):
+    """Knows the thread's time when the loops began."""
+
+    started = 0.0
+
+    def start(self) -> None:
+        super().start()
+        self.started = time.thread_time()
+
+
+def _make_session(recipe: Recipe, engine: StubEngine, trainer: StubTrainer, observer: Observer, *, tasks: int) -> Session:
     encoder = PromptEncoder(build_tokenizer())
     rows = [{"prompt": [{"role": "user", "content": f"{number:08d}"}], "answer": str(number)} for number in range(tasks)]
     lineage = Lineage.new()
@@ -174,7 +185,7 @@ def _make_session(recipe: Any, engine: StubEngine, trainer: StubTrainer, *, task
         recipe=recipe,
         roles=roles,
         lineage=lineage,
-        observer=Observer(),
+        observer=observer,
         store=StubStore(),  # type: ignore[arg-type]
         held_out=[],
         command_started=time.perf_counter(),

@@ -103,9 +103,9 @@ class Session:
     async def train(self) -> None:
         """Legs until the last step. In exact mode a leg ends at every checkpoint, with nothing in flight: what follows
         then depends on the checkpoint alone, and a resumed run cannot differ from one that went on."""
-        self.observer.start()
-        self._last_moment = time.perf_counter()
         with few_collections():
+            self.observer.start()
+            self._last_moment = time.perf_counter()
             await self._legs()
         self.progress.seconds_rl += time.perf_counter() - self._last_moment
 
