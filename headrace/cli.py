@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import shlex
 import sys
@@ -20,6 +21,12 @@ if TYPE_CHECKING:
     from headrace.config import Recipe
 
 STARTED = time.perf_counter()
+BENCHES = {
+    "learn": "does the quickstart learn, over several seeds",
+    "controller": "what the launcher itself costs per rollout, 10,000 in flight",
+    "overlap": "generation and training side by side, against the slower of them alone",
+}
+"""Each is a module of `headrace.bench` with a `run(*, quick, json_file)`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -93,10 +100,10 @@ def make_parser() -> argparse.ArgumentParser:
     _add_serve(commands)
 
     bench = commands.add_parser("bench", help="measure; prints a table and can write JSON")
-    bench.add_argument("name", choices=["learn", "overlap"], help="learn: does the quickstart learn, over several seeds")
+    bench.add_argument("name", choices=list(BENCHES), help="; ".join(f"{name}: {text}" for name, text in BENCHES.items()))
     bench.add_argument("--json", type=Path, help="write the figures to this file")
     bench.add_argument("--quick", action="store_true", help="under a minute on 2 cores; shows that it runs, not the figure")
-    bench.add_argument("--seeds", type=int, default=5, help="how many seeds, from 0")
+    bench.add_argument("--seeds", type=int, help="of learn: how many seeds, from 0; 5 if not given")
     bench.set_defaults(run=_bench)
     return parser
 
@@ -258,13 +265,11 @@ def _serve(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
 
 
 def _bench(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
-    if options.name == "overlap":
-        from headrace.bench.overlap import run as overlap
-
-        return overlap(quick=options.quick, json_file=options.json)
-    from headrace.bench.learn import run
-
-    return run(seeds=options.seeds, quick=options.quick, json_file=options.json)
+    given = {} if options.seeds is None else {"seeds": options.seeds}
+    if given and options.name != "learn":
+        raise ConfigError(f"--seeds = {options.seeds}: only `headrace bench learn` has seeds")
+    module = importlib.import_module(f"headrace.bench.{options.name}")
+    return int(module.run(quick=options.quick, json_file=options.json, **given))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headrace.types import (
+    MOST_LOGPROB,
     TOKEN_ARRAYS,
     Batch,
     Call,
@@ -259,7 +260,8 @@ def unpack_samplings(packed: Any) -> list[Sampling]:  # noqa: ANN401
         codes = _column(packed["codes"], np.int64, None, "samplings: codes")
         seeds = _column(packed["seeds"], np.int64, len(codes), "samplings: seeds")
         settings = _listed(packed["settings"], (Sampling,), "samplings: settings")
-        columns = {name: _chosen([getattr(each, name) for each in settings], codes, "samplings") for name in _SETTINGS}
+        chosen = _chosen(settings, codes, "samplings")
+        columns: dict[str, Sequence[Any]] = {name: list(map(attrgetter(name), chosen)) for name in _SETTINGS}
         return trusted_many(Sampling, {**columns, "seed": seeds.tolist()}, num=len(codes))
     except WireError:
         raise
@@ -269,19 +271,15 @@ def unpack_samplings(packed: Any) -> list[Sampling]:  # noqa: ANN401
 
 def unpack_batch(packed: Any) -> Batch:  # noqa: ANN401
     """The batch of `pack_batch`."""
-    names = ("advantages", "weights")
+    columns = ("advantages", "weights")
+    settings = ("loss", "constants", "correction", "correction_constants", "version")
     try:
-        required = {"rollouts", *names, "loss", "constants", "correction", "correction_constants", "version"}
-        _check_keys(packed, "batch", required=required)
-        unpacked = _Unpacked(packed["rollouts"])
-        fields = {name: packed[name] for name in required - {"rollouts", *names}} | {
-            name: tuple(unpacked.split(unpacked.finite(packed[name], name))) for name in names
-        }
-        _listed([fields["loss"], fields["correction"]], (str,), "batch: loss and correction")
-        # The record checks the rest; its rollouts and their arrays, which are many, are checked above.
-        checked = Batch(**{**fields, "rollouts": (), "advantages": (), "weights": ()})
-        rest = {name: getattr(checked, name) for name in ("loss", "constants", "correction", "correction_constants", "version")}
-        return trusted(Batch, {**fields, **rest, "rollouts": tuple(unpacked.rollouts())})
+        _check_keys(packed, "batch", required={"rollouts", *columns, *settings})
+        _listed([packed["loss"], packed["correction"]], (str,), "batch: loss and correction")
+        rollouts = unpack_rollouts(packed["rollouts"])
+        total = sum(map(len, rollouts))
+        arrays = {name: _column(packed[name], np.float32, total, f"batch: {name}") for name in columns}
+        return Batch.from_columns(rollouts, **arrays, **{name: packed[name] for name in settings})
     except WireError:
         raise
     except _ESCAPES as error:
@@ -333,30 +331,33 @@ class _Unpacked:
         """A column of tokens as one view for each rollout."""
         return list(map(column.__getitem__, self._slices))
 
-    def finite(self, value: object, name: str) -> Array:
-        """A column of finite float32, one for each token."""
-        column = _column(value, np.float32, int(self._offsets[-1]), f"batch: {name}")
-        self._refuse_tokens(~np.isfinite(column), f"{name} must be finite")
-        return column
-
     # What every rollout has
 
     def _per_rollout(self, name: str) -> Array:
         return _column(self._packed[name], np.int64, self._num, name)
 
     def _check_tokens(self) -> None:
+        """Each check is a reduction that holds no array; which token it was is looked up when there is one."""
         token_ids, source, loss_mask, logprobs, versions = self._tokens.values()
-        self._refuse_tokens(loss_mask.view(np.uint8) > 1, "loss_mask holds a value that is neither true nor false")
-        self._refuse_tokens((source < 0) | (source > max(Source)), "source holds a value that is not a Source")
-        self._refuse_tokens(token_ids < 0, "token_ids holds a negative id")
+        if loss_mask.view(np.uint8).max(initial=0) > 1:
+            self._refuse_token(loss_mask.view(np.uint8) > 1, "loss_mask holds a value that is neither true nor false")
+        if source.view(np.uint8).max(initial=0) > max(Source):
+            self._refuse_token(source.view(np.uint8) > max(Source), "source holds a value that is not a Source")
+        if token_ids.min(initial=0) < 0:
+            self._refuse_token(token_ids < 0, "token_ids holds a negative id")
         sampled = source == Source.SAMPLED
-        self._refuse_tokens(loss_mask > sampled, "loss_mask is True on a token that was not sampled")
-        wrong = ((versions >= 0) != sampled) | (versions < -1)
-        self._refuse_tokens(wrong, "versions must be ≥ 0 on sampled tokens and -1 elsewhere")
-        wrong = ~np.isfinite(logprobs) | (logprobs > 1e-4) | (logprobs.astype(bool) > sampled)
-        self._refuse_tokens(wrong, "logprobs must be finite and ≤ 0 on sampled tokens and 0 elsewhere")
-        self._num_sampled = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sampled, dtype=np.int64)])
-        """[tokens + 1]: how many of the tokens before this one were sampled."""
+        if (wrong := loss_mask > sampled).any():
+            self._refuse_token(wrong, "loss_mask is True on a token that was not sampled")
+        if versions.min(initial=-1) < -1 or ((versions >= 0) != sampled).any():
+            wrong = (versions < -1) | ((versions >= 0) != sampled)
+            self._refuse_token(wrong, "versions must be ≥ 0 on sampled tokens and -1 elsewhere")
+        is_in_range = logprobs.min(initial=0) > -np.inf and logprobs.max(initial=0) <= MOST_LOGPROB  # a NaN is not
+        if not is_in_range or ((logprobs != 0) > sampled).any():
+            wrong = ~np.isfinite(logprobs) | (logprobs > MOST_LOGPROB) | ((logprobs != 0) > sampled)
+            self._refuse_token(wrong, "logprobs must be finite and ≤ 0 on sampled tokens and 0 elsewhere")
+        self._num_sampled = np.zeros(len(sampled) + 1, dtype=np.int64)
+        """How many of the tokens before each were sampled."""
+        np.cumsum(sampled, out=self._num_sampled[1:])
 
     def _calls(self) -> dict[str, list[Any]]:
         packed = self._packed["calls"]
@@ -520,9 +521,8 @@ class _Unpacked:
         numbers: list[float] = values.tolist()
         return numbers
 
-    def _refuse_tokens(self, bad: Array, why: str) -> None:
-        if bad.any():
-            self._refuse_rows(np.searchsorted(self._offsets, [bad.argmax()], side="right") - 1, why)
+    def _refuse_token(self, wrong: Array, why: str) -> None:
+        self._refuse_rows(np.searchsorted(self._offsets, [wrong.argmax()], side="right") - 1, why)
 
     def _refuse_rows(self, rows: Array, why: str) -> None:
         if len(rows):

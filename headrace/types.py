@@ -16,16 +16,19 @@ A worked example, a two-token prompt answered by two sampled tokens:
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import enum
 import math
 from dataclasses import dataclass, field
-from operator import attrgetter
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from headrace.validate import Array, Plain, check_kind, check_plain, equal_records, frozen, trusted
+from headrace.validate import Array, Plain, check_kind, check_plain, equal_records, frozen, trusted, trusted_copy
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 __all__ = [
     "Array",
@@ -126,7 +129,7 @@ class Sampling:
 
     def with_seed(self, seed: int) -> Sampling:
         """The same distribution drawn with other random numbers; nothing needs checking again."""
-        return trusted(Sampling, dict(zip(_SAMPLING_FIELDS, _sampling_values(self), strict=True)) | {"seed": seed})
+        return trusted_copy(self, {"seed": seed})
 
     @property
     def is_truncated(self) -> bool:
@@ -134,10 +137,6 @@ class Sampling:
         return self.temperature > 0 and (
             self.top_k > 0 or self.top_p < 1 or self.min_p > 0 or (self.min_tokens > 0 and bool(self.stop_ids))
         )
-
-
-_SAMPLING_FIELDS = tuple(f.name for f in dataclasses.fields(Sampling))
-_sampling_values = attrgetter(*_SAMPLING_FIELDS)
 
 
 def _require(holds: bool, name: str, value: object, wanted: str) -> None:
@@ -300,7 +299,7 @@ class Rollout:
         if ((self.versions >= 0) != sampled).any() or (len(sampled) and self.versions.min() < -1):
             raise ValueError("versions must be ≥ 0 on sampled tokens and -1 elsewhere")
         logprobs = self.logprobs
-        if not np.isfinite(logprobs).all() or (logprobs > 1e-4).any() or (logprobs.astype(bool) > sampled).any():
+        if not np.isfinite(logprobs).all() or (logprobs > MOST_LOGPROB).any() or (logprobs.astype(bool) > sampled).any():
             raise ValueError("logprobs must be finite and ≤ 0 on sampled tokens and 0 elsewhere")
         covered = np.zeros(len(sampled), dtype=bool)
         end = 0
@@ -328,19 +327,58 @@ class Rollout:
     def from_prompt(
         cls, token_ids: list[int] | Array, *, id: str, episode: str = "", group: str = "", index: int = 0
     ) -> Rollout:
-        """A prompt is a rollout with nothing sampled yet."""
-        ids = np.asarray(token_ids, dtype=np.int32)
-        return cls(
-            id=id,
-            episode=episode or id,
-            group=group or id,
-            index=index,
-            token_ids=ids,
-            source=np.full(len(ids), Source.PROMPT, dtype=np.int8),
-            loss_mask=np.zeros(len(ids), dtype=bool),
-            logprobs=np.zeros(len(ids), dtype=np.float32),
-            versions=np.full(len(ids), -1, dtype=np.int32),
-        )
+        """A prompt is a rollout with nothing sampled yet. All that can be wrong with one is its tokens."""
+        ids = frozen(np.asarray(token_ids, dtype=np.int32), np.int32, "token_ids")
+        if ids.ndim != 1 or (len(ids) and ids.min() < 0):
+            raise ValueError(f"rollout {id!r}: a prompt is one row of token ids, none of them negative")
+        nothing = {
+            "source": np.zeros(len(ids), dtype=np.int8),  # PROMPT is 0
+            "loss_mask": np.zeros(len(ids), dtype=bool),
+            "logprobs": np.zeros(len(ids), dtype=np.float32),
+            "versions": np.full(len(ids), -1, dtype=np.int32),
+        }
+        for array in nothing.values():
+            array.flags.writeable = False
+        names = {"id": id, "episode": episode or id, "group": group or id, "index": index}
+        return trusted(Rollout, {**_rollout_defaults(), **names, "token_ids": ids, **nothing})
+
+    def renamed(self, *, id: str, episode: str, group: str, index: int) -> Rollout:
+        """The same tokens as another's, in dictionaries of its own: siblings begin with one prompt."""
+        names = {"id": id, "episode": episode or id, "group": group or id, "index": index}
+        return trusted_copy(self, {**names, "rewards": dict(self.rewards), "columns": dict(self.columns)})
+
+    def lengthened(
+        self,
+        call: Call,
+        *,
+        token_ids: Array,
+        logprobs: Array,
+        versions: Array,
+        policy: str,
+        lineage: str,
+        sampling_mask: SamplingMask | None = None,
+    ) -> Rollout:
+        """With the tokens one call drew appended, all of them trained; for engines.
+
+        Only what is new is checked. Columns are left behind: they were computed over the old tokens.
+        """
+        new = {"token_ids": token_ids, "logprobs": logprobs, "versions": versions}
+        try:
+            _check_drawn(call, new, start=len(self))
+            if self.expert_routing is not None:
+                raise ValueError("expert_routing does not grow with its rollout yet")
+            if sampling_mask is not None and len(sampling_mask.offsets) != call.stop + 1:
+                raise ValueError(f"sampling_mask covers {len(sampling_mask.offsets) - 1} of {call.stop} tokens")
+        except ValueError as error:
+            raise ValueError(f"rollout {self.id!r}: {error}") from None
+        added = call.stop - call.start
+        new |= {"source": np.full(added, _SAMPLED, dtype=np.int8), "loss_mask": np.ones(added, dtype=bool)}
+        changes: dict[str, Any] = {name: np.concatenate([getattr(self, name), array]) for name, array in new.items()}
+        for array in changes.values():
+            array.flags.writeable = False
+        changes |= {"policy": policy, "lineage": lineage, "sampling_mask": sampling_mask, "columns": {}}
+        changes |= {"calls": (*self.calls, call), "finish_reason": call.finish_reason}
+        return trusted_copy(self, changes)
 
     def replace(self, **changes: Any) -> Rollout:  # noqa: ANN401  (one keyword per field, each checked by the new record)
         """A copy with some fields changed, checked again where a check could fail."""
@@ -350,7 +388,7 @@ class Rollout:
             changes["rewards"] = _checked_rewards(changes["rewards"])
         if "outcome" in changes:
             _check_outcome(changes["outcome"])
-        return trusted(Rollout, dict(zip(_ROLLOUT_FIELDS, _rollout_values(self), strict=True)) | changes)
+        return trusted_copy(self, changes)
 
     @property
     def is_sampled(self) -> Array:
@@ -365,7 +403,7 @@ class Rollout:
     @property
     def completion_ids(self) -> list[int]:
         """Everything after the prompt: sampled tokens and tool replies."""
-        after = np.flatnonzero(self.source)  # PROMPT is 0
+        after = self.source.nonzero()[0]  # PROMPT is 0
         tokens: list[int] = self.token_ids[after[0] :].tolist() if len(after) else []
         return tokens
 
@@ -396,12 +434,41 @@ TOKEN_ARRAYS: dict[str, type] = {
     "logprobs": np.float32,
     "versions": np.int32,
 }
-_ROLLOUT_FIELDS = tuple(f.name for f in dataclasses.fields(Rollout))
-_rollout_values = attrgetter(*_ROLLOUT_FIELDS)
 _FREE_FIELDS = frozenset({"id", "episode", "group", "index", "policy", "lineage", "rewards", "outcome"})
 """Fields whose checks need no other field."""
 _SAMPLED = int(Source.SAMPLED)
 _LAST_SOURCE = int(max(Source))
+MOST_LOGPROB = 1e-4
+"""Rounding may lift the logprob of a certain token above 0."""
+
+
+def _rollout_defaults() -> dict[str, Any]:
+    """Of the fields that have one, in dictionaries of their own."""
+    return {**_PLAIN_DEFAULTS, "rewards": {}, "columns": {}}
+
+
+_PLAIN_DEFAULTS = {f.name: f.default for f in dataclasses.fields(Rollout) if f.default is not dataclasses.MISSING}
+
+
+def _check_drawn(call: Call, arrays: dict[str, Array], *, start: int) -> None:
+    """Tokens that one call appends at `start`."""
+    check_kind(call, Call, "call")
+    if call.start != start:
+        raise ValueError(f"call over tokens {call.start} to {call.stop} does not go on from token {start}")
+    for name, array in arrays.items():
+        if array.dtype != TOKEN_ARRAYS[name] or array.shape != (call.stop - start,):
+            raise ValueError(
+                f"{name} has dtype {array.dtype} and shape {array.shape} but {call.stop - start} tokens were drawn"
+            )
+    if call.stop == start:
+        return
+    if arrays["token_ids"].min() < 0:
+        raise ValueError("token_ids holds a negative id")
+    if arrays["versions"].min() < 0:
+        raise ValueError("versions must be ≥ 0 on sampled tokens and -1 elsewhere")
+    logprobs = arrays["logprobs"]
+    if not (logprobs.min() > -math.inf and logprobs.max() <= MOST_LOGPROB):  # so written, NaN is refused
+        raise ValueError("logprobs must be finite and ≤ 0 on sampled tokens and 0 elsewhere")
 
 
 def _checked_rewards(rewards: dict[str, float]) -> dict[str, float]:
@@ -440,10 +507,11 @@ class Episode:
 
     def replace(self, **changes: Any) -> Episode:  # noqa: ANN401
         """A copy with some fields changed, checked again where a check could fail."""
-        if not changes.keys() <= {"attempts", "outcome", "rollouts", "started", "finished"}:
+        if not changes.keys() <= _FREE_OF_EPISODE:
             return dataclasses.replace(self, **changes)
-        copy = trusted(Episode, dict(zip(_EPISODE_FIELDS, _episode_values(self), strict=True)) | changes)
-        object.__setattr__(copy, "rollouts", tuple(copy.rollouts))
+        if "rollouts" in changes:
+            changes["rollouts"] = tuple(changes["rollouts"])
+        copy = trusted_copy(self, changes)
         copy._check_members()
         return copy
 
@@ -464,8 +532,7 @@ class Episode:
         return self.outcome.reward if isinstance(self.outcome, Scored) else None
 
 
-_EPISODE_FIELDS = tuple(f.name for f in dataclasses.fields(Episode))
-_episode_values = attrgetter(*_EPISODE_FIELDS)
+_FREE_OF_EPISODE = frozenset({"attempts", "outcome", "rollouts", "started", "finished"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -506,6 +573,32 @@ class Batch:
 
     def __eq__(self, other: object) -> bool:
         return equal_records(self, other)
+
+    @classmethod
+    def from_columns(
+        cls,
+        rollouts: Sequence[Rollout],
+        *,
+        advantages: Array,
+        weights: Array,
+        **settings: Any,  # noqa: ANN401  (the other fields)
+    ) -> Batch:
+        """From arrays over the tokens of all rollouts, one after another; they are checked as a whole."""
+        stops = np.cumsum([len(rollout) for rollout in rollouts]).tolist()
+        columns = {
+            "advantages": frozen(advantages, np.float32, "advantages"),
+            "weights": frozen(weights, np.float32, "weights"),
+        }
+        for name, column in columns.items():
+            if column.shape != ((stops or [0])[-1],):
+                raise ValueError(f"batch: {name} have shape {column.shape} but there are {(stops or [0])[-1]} tokens")
+            if not bool(np.isfinite(column).all()):
+                at = bisect.bisect_right(stops, int(np.isfinite(column).argmin()))
+                raise ValueError(f"batch: {name} of rollout {rollouts[at].id!r} must be finite")
+        places = list(map(slice, [0, *stops[:-1]], stops))
+        arrays = {name: tuple(map(column.__getitem__, places)) for name, column in columns.items()}
+        checked = cls(rollouts=(), advantages=(), weights=(), **settings)
+        return trusted_copy(checked, {"rollouts": tuple(rollouts), **arrays})
 
     @property
     def num_tokens(self) -> int:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import cache
+from itertools import repeat
+from operator import attrgetter, call
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 Record = TypeVar("Record")
 Array: TypeAlias = npt.NDArray[Any]
@@ -21,6 +24,29 @@ MAX_NESTING = 32
 
 def check_plain(value: object, *, where: str, depth: int = 0) -> None:
     """Raise unless `value` is plain data that can travel, naming the place that is not."""
+    if not _is_plain(value, depth):
+        _explain_plain(value, where, depth)
+
+
+def _is_plain(value: Any, depth: int) -> bool:  # noqa: ANN401
+    """Whether it surely is: the common case, without a name for every place on the way."""
+    kind = type(value)
+    if kind is str:
+        return bool(value.isascii())
+    if kind is dict and depth < MAX_NESTING:
+        for key, item in value.items():
+            if type(key) is not str or not key.isascii() or not _is_plain(item, depth + 1):
+                return False
+        return True
+    if kind is list and depth < MAX_NESTING:
+        return all(_is_plain(item, depth + 1) for item in value)
+    if kind is int:
+        return bool(-(2**63) <= value < 2**64)
+    return kind is float or kind is bool or value is None
+
+
+def _explain_plain(value: object, where: str, depth: int) -> None:
+    """The whole rule, with the place in words."""
     if depth > MAX_NESTING:
         raise ValueError(f"{where[:80]}… is nested deeper than {MAX_NESTING}")
     if isinstance(value, str):
@@ -32,14 +58,14 @@ def check_plain(value: object, *, where: str, depth: int = 0) -> None:
         return
     if isinstance(value, list):
         for index, item in enumerate(value):
-            check_plain(item, where=f"{where}[{index}]", depth=depth + 1)
+            _explain_plain(item, f"{where}[{index}]", depth + 1)
         return
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
                 raise ValueError(f"{where}: key {key!r} is not a string")
             _check_text(key, where)
-            check_plain(item, where=f"{where}[{key!r}]", depth=depth + 1)
+            _explain_plain(item, f"{where}[{key!r}]", depth + 1)
         return
     raise ValueError(f"{where} is a {type(value).__name__}; use strings, numbers, booleans, lists and dicts")
 
@@ -99,12 +125,29 @@ def trusted(record: type[Record], fields: dict[str, Any]) -> Record:
     return made
 
 
+def trusted_copy(record: Record, changes: dict[str, Any]) -> Record:
+    """A copy of a frozen record with some fields changed, without its checks."""
+    kind: type[Any] = type(record)
+    values_of, setters = _slots(kind)  # type: ignore[arg-type]  # classes are hashable
+    made: Record = object.__new__(kind)
+    any(map(call, setters, repeat(made), values_of(record)))  # setters return None: this sets all, and quickly
+    for name, value in changes.items():
+        object.__setattr__(made, name, value)
+    return made
+
+
+@cache
+def _slots(record: type) -> tuple[Callable[[object], tuple[Any, ...]], tuple[Callable[[object, Any], None], ...]]:
+    names = [f.name for f in dataclasses.fields(record)]
+    return attrgetter(*names), tuple(record.__dict__[name].__set__ for name in names)
+
+
 def trusted_many(record: type[Record], columns: dict[str, Sequence[Any]], *, num: int) -> list[Record]:
     """As many of them, a column of `num` values for each field."""
     made = [object.__new__(record) for _ in range(num)]
     for name, column in columns.items():
         assert len(column) == num
-        any(map(record.__dict__[name].__set__, made, column))  # for its side effect, without a turn of Python for each
+        any(map(record.__dict__[name].__set__, made, column))
     return made
 
 

@@ -289,8 +289,8 @@ def corrupt_batch(**changes) -> dict:
     [
         ({"advantages": np.ones(13, np.float32)}, "advantages must be an array of 14 float32"),
         ({"advantages": np.ones(14)}, "advantages must be"),
-        ({"weights": np.array([1.0] * 13 + [np.nan], np.float32)}, "'r2': weights must be finite"),
-        ({"advantages": np.array([np.inf] + [1.0] * 13, np.float32)}, "'r1': advantages must be finite"),
+        ({"weights": np.array([1.0] * 13 + [np.nan], np.float32)}, "weights of rollout 'r2' must be finite"),
+        ({"advantages": np.array([np.inf] + [1.0] * 13, np.float32)}, "advantages of rollout 'r1' must be finite"),
         ({"version": -1}, "version -1"),
         ({"version": "3"}, "version"),
         ({"version": True}, "version"),

@@ -18,7 +18,7 @@ RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.toml"
 _QUICK_STEPS = 20
 
 
-def run(*, seeds: int, quick: bool, json_file: Path | None) -> int:
+def run(*, seeds: int = 5, quick: bool, json_file: Path | None) -> int:
     """One full quickstart per seed; status 1 if a seed misses a goal. `--quick` runs one seed for a few steps."""
     rows: list[Row] = []
     after: list[float] = []

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from headrace.bench.stubs import StubTrainer
 from headrace.bench.table import Row, show, write
 from headrace.config import make_recipe
 from headrace.engine import EngineState, Increment
@@ -35,18 +36,18 @@ from headrace.orchestrate.inputs import UserInputs
 from headrace.orchestrate.local import LocalProcesses
 from headrace.orchestrate.pipeline import Roles, Run
 from headrace.orchestrate.processes import Processes
-from headrace.orchestrate.publish import Published, publish
+from headrace.orchestrate.publish import publish
 from headrace.orchestrate.warmup import model_folder
 from headrace.partial import Interrupt
 from headrace.sync import Lineage
-from headrace.types import Call, FinishReason, Rollout, Sampling, WeightUpdate
+from headrace.types import Call, FinishReason, Rollout, Sampling
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
     from headrace.config import Recipe
     from headrace.engine import Engine
-    from headrace.types import Array, Batch
+    from headrace.types import Array, WeightUpdate
 
 _LAG = 2
 
@@ -287,35 +288,7 @@ class Unchanging(InstantEngine):
         return await self._engine.state()
 
 
-class InstantTrainer:
-    """Has trained as soon as it is asked."""
+class InstantTrainer(StubTrainer):
+    """Has trained as soon as it is asked, and takes its turn as one in another process does."""
 
     is_here = False
-    is_lost = False
-
-    def __init__(self) -> None:
-        self.num_steps = self.num_passes = 0
-
-    async def forward(self, batch: Batch) -> list[Array]:
-        return [np.zeros(len(rollout), dtype=np.float32) for rollout in batch.rollouts]
-
-    async def step(self, batch: Batch, *, learning_rate: float) -> dict[str, float]:
-        self.num_steps += 1
-        await asyncio.sleep(0)
-        return {"mismatch": 0.0, "mismatch_max": 0.0}
-
-    async def publish(self, version: int) -> Published:
-        update = WeightUpdate(policy="policy", lineage="", version=version)
-        return Published(update, np.zeros(1, dtype=np.float32))
-
-    async def release(self, update: WeightUpdate) -> None:
-        """Nothing was sent."""
-
-    async def abort(self, update: WeightUpdate) -> None:
-        """Nothing was sent."""
-
-    async def save(self, folder: Path) -> None:
-        """Nothing to keep."""
-
-    async def load(self, folder: Path) -> None:
-        """Nothing was kept."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from headrace.observe import Signal
 
@@ -23,6 +26,20 @@ class Group:
     def ids(self) -> list[str]:
         """Of its episodes, which the books are kept by."""
         return [episode.id for episode in self.episodes]
+
+    @cached_property
+    def _origin(self) -> tuple[frozenset[str], int | None]:
+        """The lives of the trainer that sampled it, and its oldest version, or None where nothing was sampled."""
+        rollouts = [rollout for episode in self.episodes for rollout in episode.rollouts]
+        versions = np.concatenate([rollout.versions for rollout in rollouts]) if rollouts else np.zeros(0, dtype=np.int32)
+        sampled = versions[versions >= 0]
+        return frozenset(rollout.lineage for rollout in rollouts), int(sampled.min()) if len(sampled) else None
+
+    def is_within(self, lineage: str, *, oldest: int | None) -> bool:
+        """Whether all of it was sampled in this life of the trainer, and no token before version `oldest`: then it cannot
+        be too old, whatever else may be. Asked at every version, and answered from memory after the first time."""
+        lineages, first = self._origin
+        return lineages <= {lineage} and (oldest is None or first is None or first >= oldest)
 
 
 class GroupBuffer:

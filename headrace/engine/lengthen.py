@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from headrace.types import SamplingMask, Source
+from headrace.types import SamplingMask
 
 if TYPE_CHECKING:
     from headrace.types import Array, Call, Rollout
@@ -31,16 +31,12 @@ def lengthen(
     if mask is not None or masks:
         old = [_NOTHING] * call.start if mask is None else [mask.row(index) for index in range(call.start)]
         mask = SamplingMask.from_rows([*old, *(masks or [_NOTHING] * added)])
-    return rollout.replace(
+    return rollout.lengthened(
+        call,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        versions=versions,
         policy=policy,
         lineage=lineage,
-        token_ids=np.concatenate([rollout.token_ids, token_ids]),
-        source=np.concatenate([rollout.source, np.full(added, Source.SAMPLED, dtype=np.int8)]),
-        loss_mask=np.concatenate([rollout.loss_mask, np.ones(added, dtype=bool)]),
-        logprobs=np.concatenate([rollout.logprobs, logprobs]),
-        versions=np.concatenate([rollout.versions, versions]),
-        calls=(*rollout.calls, call),
-        finish_reason=call.finish_reason,
         sampling_mask=mask,
-        columns={},  # computed over the old tokens; whoever needs them asks again
     )

@@ -6,12 +6,12 @@ import dataclasses
 import json
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-
 from headrace.settings import ConfigError
 from headrace.types import FinishReason, Rollout
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from transformers import PreTrainedTokenizerBase
 
     from headrace.engine import Engine
@@ -46,18 +46,24 @@ class PromptEncoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
-        self._known: dict[str, Array] = {}
+        self._known: dict[str, Rollout] = {}
+        self._decode = _decoder(tokenizer)
 
     def encode(self, prompt: Plain) -> Array:
+        return self.rollout(prompt).token_ids
+
+    def rollout(self, prompt: Plain) -> Rollout:
+        """A rollout of this prompt that is nobody's yet: siblings share its arrays."""
         key = prompt if isinstance(prompt, str) else json.dumps(prompt)
-        if key not in self._known:
+        known = self._known.get(key)
+        if known is None:
             if len(self._known) >= _REMEMBERED:
                 self._known.clear()
-            self._known[key] = np.asarray(self._encode(prompt), dtype=np.int32)
-        return self._known[key]
+            known = self._known[key] = Rollout.from_prompt(self._encode(prompt), id="prompt")
+        return known
 
     def decode(self, rollout: Rollout) -> str:
-        return str(self.tokenizer.decode(rollout.completion_ids, skip_special_tokens=True))
+        return self._decode(rollout.completion_ids)
 
     def _encode(self, prompt: Plain) -> Any:  # noqa: ANN401
         if isinstance(prompt, str):
@@ -66,6 +72,22 @@ class PromptEncoder:
             raise ConfigError("tasks: prompts are chat messages but the model's tokenizer has no chat template; give text")
         messages: Any = prompt
         return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+
+
+def _decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
+    """`tokenizer.decode` without special tokens. Where that comes to a call of its backend, the call: the look at each
+    token on the way there takes longer than decoding does."""
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+    if (
+        isinstance(tokenizer, PreTrainedTokenizerFast)
+        and type(tokenizer).decode is PreTrainedTokenizerBase.decode
+        and type(tokenizer)._decode is PreTrainedTokenizerFast._decode
+        and not tokenizer.clean_up_tokenization_spaces
+    ):
+        backend = tokenizer.backend_tokenizer
+        return lambda ids: str(backend.decode(ids, skip_special_tokens=True))
+    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True))
 
 
 class EngineClient:
@@ -84,10 +106,8 @@ class EngineClient:
     def prompt(self, prompt: Plain) -> Rollout:
         suffix = f".{self._rollouts}" if self._rollouts else ""
         self._rollouts += 1
-        token_ids = self._encoder.encode(prompt)
-        return Rollout.from_prompt(
-            token_ids, id=self.episode + suffix, episode=self.episode, group=self.group, index=self._index
-        )
+        shared = self._encoder.rollout(prompt)
+        return shared.renamed(id=self.episode + suffix, episode=self.episode, group=self.group, index=self._index)
 
     async def generate(self, rollout: Rollout) -> Rollout:
         start, asked = len(rollout), self._sampling

@@ -27,48 +27,53 @@ class Ledger:
     def __init__(self) -> None:
         self.submitted = 0
         self.evaluation = 0
-        self._open: dict[str, str] = {}
+        self._in_flight: set[str] = set()
+        self._buffered: set[str] = set()
         self._settled: Counter[str] = Counter()
         self._reasons: Counter[str] = Counter()
 
     def submit(self, ids: Iterable[str]) -> None:
         for id in ids:
-            if id in self._open:
+            if id in self._in_flight or id in self._buffered:
                 raise AccountingError(f"rollout {id} was submitted twice")
-            self._open[id] = "in_flight"
+            self._in_flight.add(id)
             self.submitted += 1
 
     def buffer(self, ids: Iterable[str]) -> None:
         for id in ids:
-            if self._open.get(id) != "in_flight":
-                raise AccountingError(f"rollout {id} entered the buffer but was {self._open.get(id, 'settled')}")
-            self._open[id] = "buffered"
+            if id not in self._in_flight:
+                place = "buffered" if id in self._buffered else "settled"
+                raise AccountingError(f"rollout {id} entered the buffer but was {place}")
+            self._in_flight.remove(id)
+            self._buffered.add(id)
 
     def settle(self, ids: Iterable[str], state: str, reason: str = "") -> None:
         """Close entries for good."""
         assert state in SETTLED
         for id in ids:
-            if id not in self._open:
+            if id in self._buffered:
+                self._buffered.remove(id)
+            elif id not in self._in_flight:
                 raise AccountingError(f"rollout {id} became {state} but was already settled")
-            if state == "trained" and self._open[id] != "buffered":
+            elif state == "trained":
                 raise AccountingError(f"rollout {id} was trained without leaving the buffer")
-            del self._open[id]
+            else:
+                self._in_flight.remove(id)
             self._settled[state] += 1
             if reason:
                 self._reasons[f"{state}: {reason}"] += 1
 
     def close(self) -> None:
         """The run is over: what is left was not used."""
-        self.settle(list(self._open), "unused")
+        self.settle([*self._in_flight, *self._buffered], "unused")
 
     def counts(self) -> dict[str, int]:
         """The terms of the equation, and evaluation beside them."""
-        places = Counter(self._open.values())
         return {
             "submitted": self.submitted,
             **{state: self._settled[state] for state in SETTLED},
-            "buffered": places["buffered"],
-            "in_flight": places["in_flight"],
+            "buffered": len(self._buffered),
+            "in_flight": len(self._in_flight),
             "evaluation": self.evaluation,
         }
 
@@ -103,4 +108,5 @@ class Ledger:
         self.submitted, self.evaluation = int(state["submitted"]), int(state["evaluation"])
         self._settled = Counter(state["settled"])
         self._reasons = Counter(state["reasons"])
-        self._open = {**dict.fromkeys(buffered, "buffered"), **dict.fromkeys(in_flight, "in_flight")}
+        self._in_flight = set(in_flight)
+        self._buffered = set(buffered) - self._in_flight

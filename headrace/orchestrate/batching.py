@@ -25,19 +25,20 @@ def make_batches(groups: Sequence[Group], recipe: Recipe, *, version: int) -> li
 
 def _make_batch(groups: Sequence[Group], recipe: Recipe, *, version: int) -> Batch:
     rollouts: list[Rollout] = []
-    per_token: list[Array] = []
+    values: list[float] = []
     for group in groups:
         rewards = [episode.reward for episode in group.episodes]
-        values = advantages([reward for reward in rewards if reward is not None], kind=recipe.train.advantage)
-        for episode, value in zip(group.episodes, values, strict=True):
-            for rollout in episode.rollouts:
-                rollouts.append(rollout)
-                per_token.append(np.where(rollout.loss_mask, value, 0).astype(np.float32))
+        of_group = advantages([reward for reward in rewards if reward is not None], kind=recipe.train.advantage)
+        for episode, value in zip(group.episodes, of_group.tolist(), strict=True):
+            rollouts += episode.rollouts
+            values += [value] * len(episode.rollouts)
+    lengths = [len(rollout) for rollout in rollouts]
+    mask = np.concatenate([rollout.loss_mask for rollout in rollouts]) if rollouts else np.zeros(0, dtype=bool)
     staleness = recipe.staleness
-    return Batch(
-        rollouts=tuple(rollouts),
-        advantages=tuple(per_token),
-        weights=_weights(rollouts, mean=recipe.train.loss_mean),
+    return Batch.from_columns(
+        rollouts,
+        advantages=_on_trained(values, lengths, mask),
+        weights=_on_trained(_scales(lengths, mask, mean=recipe.train.loss_mean), lengths, mask),
         loss=recipe.train.loss,
         constants=recipe.train.constants,
         correction=staleness.correct,
@@ -46,10 +47,17 @@ def _make_batch(groups: Sequence[Group], recipe: Recipe, *, version: int) -> Bat
     )
 
 
-def _weights(rollouts: Sequence[Rollout], *, mean: str) -> tuple[Array, ...]:
-    counts = [int(np.count_nonzero(rollout.loss_mask)) for rollout in rollouts]
-    total = max(sum(counts), 1)
-    scales = [1 / total if mean == "token" else 1 / (len(rollouts) * max(count, 1)) for count in counts]
-    return tuple(
-        np.where(rollout.loss_mask, scale, 0).astype(np.float32) for rollout, scale in zip(rollouts, scales, strict=True)
-    )
+def _on_trained(values: Sequence[float] | Array, lengths: list[int], mask: Array) -> Array:
+    """[tokens] float32: each rollout's value on its trained tokens, 0 elsewhere."""
+    return np.where(mask, np.repeat(np.asarray(values, dtype=np.float32), lengths), np.float32(0))
+
+
+def _scales(lengths: list[int], mask: Array, *, mean: str) -> Array:
+    """What a trained token of each rollout weighs: the weights of a batch come to 1."""
+    if mean == "token":
+        return np.full(len(lengths), 1 / max(int(np.count_nonzero(mask)), 1))
+    trained = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(mask)])
+    stops = np.cumsum(lengths)
+    counts = trained[stops] - trained[stops - lengths]
+    scales: Array = 1 / (len(lengths) * np.maximum(counts, 1))
+    return scales

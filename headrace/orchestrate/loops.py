@@ -17,12 +17,13 @@ from headrace.engine import UnusablePrompt
 from headrace.orchestrate.publish import publish
 from headrace.settings import ConfigError
 from headrace.train import learning_rate
-from headrace.types import Episode, InfraAbort, Invalid
+from headrace.types import InfraAbort, Invalid
 
 if TYPE_CHECKING:
     from typing import NoReturn
 
     from headrace.orchestrate.pipeline import Run, Work
+    from headrace.types import Episode
 
 
 async def feed(run: Run) -> NoReturn:
@@ -51,18 +52,17 @@ async def generate(run: Run) -> NoReturn:
 
 
 async def _run_episode(run: Run, work: Work) -> None:
-    episode = Episode(id=work.episode, group=work.group, task=work.task)
     try:
         episode = await run.environment.run(work.task, run.client(work))
     except UnusablePrompt as error:
-        episode = episode.replace(outcome=Invalid(str(error)))
+        episode = run.failed_episode(work, Invalid(str(error)))
     except ConfigError:
         raise
     except Exception as error:  # noqa: BLE001  (whatever an environment raises fails its episode, not the run)
-        episode = episode.replace(outcome=InfraAbort(f"the environment raised {type(error).__name__}: {error}"))
+        episode = run.failed_episode(work, InfraAbort(f"the environment raised {type(error).__name__}: {error}"))
     finally:
         run.places.release()
-    run.finished.put(episode.replace(attempts=work.attempt))
+    run.finished.put(episode if episode.attempts == work.attempt else episode.replace(attempts=work.attempt))
     run.note_progress()
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from headrace.score import Scorer
     from headrace.sync import Lineage
     from headrace.tasks import TaskStream
-    from headrace.types import Batch, Plain
+    from headrace.types import Batch, Outcome, Plain
 
 MAX_ATTEMPTS = 3
 """How often an episode is begun when the machinery fails it."""
@@ -283,10 +283,13 @@ class Run:
     # generate
 
     def client(self, work: Work) -> EngineClient:
-        sampling = dataclasses.replace(self._sampling, seed=request_seed(self.recipe.seed, work.episode))
-        return EngineClient(
-            self.engine, self.encoder, episode=work.episode, group=work.group, index=work.index, sampling=sampling
-        )
+        episode = work.episode
+        sampling = self._sampling.with_seed(request_seed(self.recipe.seed, episode))
+        return EngineClient(self.engine, self.encoder, episode=episode, group=work.group, index=work.index, sampling=sampling)
+
+    def failed_episode(self, work: Work, outcome: Outcome) -> Episode:
+        """What an environment that raised leaves behind."""
+        return Episode(id=work.episode, group=work.group, task=work.task, outcome=outcome)
 
     # score
 
@@ -344,6 +347,8 @@ class Run:
         staleness = self.recipe.staleness
         max_lag = staleness.max_lag if staleness.reject else None
         for group in self.buffer.groups():
+            if group.is_within(self.lineage.id, oldest=None if max_lag is None else self.version - max_lag):
+                continue
             reason = too_old(group.episodes, version=self.version, max_lag=max_lag, lineage=self.lineage)
             if reason is not None:
                 self.ledger.settle(group.ids, "rejected", reason)

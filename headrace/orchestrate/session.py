@@ -13,6 +13,7 @@ import numpy as np
 from headrace.observe import bound_by
 from headrace.orchestrate import loops
 from headrace.orchestrate.checkpoint import random_state, restore_random_state
+from headrace.orchestrate.collector import few_collections
 from headrace.orchestrate.evaluate import Evaluation, Evaluator
 from headrace.orchestrate.failures import first_failure
 from headrace.orchestrate.pipeline import PendingGroup, Roles, Run
@@ -115,10 +116,15 @@ class Session:
     async def train(self) -> None:
         """Legs until the last step. In exact mode a leg ends at every checkpoint, with nothing in flight: what follows
         then depends on the checkpoint alone, and a resumed run cannot differ from one that went on."""
+        with few_collections():
+            await self.roles.refresh()
+            self.observer.start()
+            self._last_moment = time.perf_counter()
+            await self._legs()
+        self.progress.seconds_rl += time.perf_counter() - self._last_moment
+
+    async def _legs(self) -> None:
         run, recipe = self.run, self.recipe
-        await self.roles.refresh()
-        self.observer.start()
-        self._last_moment = time.perf_counter()
         while run.version < recipe.steps and not run.is_stopping:
             if recipe.exact:
                 every = recipe.checkpoint.every
@@ -126,7 +132,6 @@ class Session:
             await self._leg()
             if run.version == run.leg_end or not recipe.exact:
                 await self.save()
-        self.progress.seconds_rl += time.perf_counter() - self._last_moment
 
     async def _leg(self) -> None:
         run = self.run
@@ -208,10 +213,11 @@ class Session:
         progress, now = self.progress, time.perf_counter()
         seconds, self._last_moment = now - self._last_moment, now
         progress.seconds_rl += seconds
-        lags = np.concatenate([batch.version - r.versions[r.is_sampled] for batch in batches for r in batch.rollouts])
+        versions = [np.concatenate([rollout.versions for rollout in batch.rollouts]) for batch in batches]
+        lags = np.concatenate([batch.version - version[version >= 0] for batch, version in zip(batches, versions, strict=True)])
         rewards = [episode.reward for group in groups for episode in group.episodes if episode.reward is not None]
-        lengths = [rollout.num_sampled for batch in batches for rollout in batch.rollouts]
-        progress.trained_tokens += sum(lengths)
+        tokens, rollouts = len(lags), sum(len(batch.rollouts) for batch in batches)
+        progress.trained_tokens += tokens
         progress.lag_sum += float(lags.sum())
         progress.lag_max = max(progress.lag_max, int(lags.max(initial=0)))
         progress.reward_last = float(np.mean(rewards))
@@ -221,8 +227,8 @@ class Session:
         return {
             "reward": progress.reward_last,
             "reward_std": float(np.std(rewards)),
-            "tokens_per_second": sum(lengths) / max(seconds, 1e-9),
-            "completion_tokens": float(np.mean(lengths)),
+            "tokens_per_second": tokens / max(seconds, 1e-9),
+            "completion_tokens": tokens / rollouts,
             "lag_mean": float(lags.mean()) if len(lags) else 0.0,
             "lag_max": int(lags.max(initial=0)),
             "seconds": seconds,

@@ -27,11 +27,14 @@ class TaskStream:
         return sum(self._counts)
 
     def next(self) -> Row:
-        number = np.random.default_rng((self._seed, self.position)).random()
-        which = min(int(np.searchsorted(self._edges, number, side="right")), len(self._sources) - 1)
+        which = self._draw() if len(self._sources) > 1 else 0
         row = self._sources[which].row(self._counts[which])
         self._counts[which] += 1
         return row
+
+    def _draw(self) -> int:
+        number = np.random.default_rng((self._seed, self.position)).random()
+        return min(int(np.searchsorted(self._edges, number, side="right")), len(self._sources) - 1)
 
     def state(self) -> list[int]:
         """Rows taken from each source: all that a checkpoint needs."""

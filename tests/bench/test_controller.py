@@ -1,0 +1,66 @@
+"""The benchmark of the controller: what it adds up, and that it measures a whole run."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from headrace.bench import controller
+from headrace.bench.controller import PARTS, Cost, make_rows, measure, stream_rows
+from headrace.bench.table import Row
+from headrace.cli import main
+
+
+def cost(total: float, stub: float, **parts: float) -> Cost:
+    return Cost(rollouts=64, in_flight=32, total=total, stub=stub, parts={**dict.fromkeys(PARTS, 0.0), **parts})
+
+
+def test_the_figure_is_the_median_less_the_stub_and_the_parts_come_to_it() -> None:
+    totals = [cost(60, 10), cost(95, 5), cost(200, 20)]
+    parts = [cost(0, 0, submit=10, score=30), cost(0, 0, submit=20, score=50), cost(0, 0, submit=99, score=31)]
+    rows = {row.name: row.value for row in make_rows(totals, parts)}
+    assert rows["controller per rollout"] == 90
+    assert rows["least of the repetitions"] == 50
+    assert rows["stub engine, not counted"] == 10
+    claimed = {name.split()[2].rstrip(":"): value for name, value in rows.items() if name.startswith("of it ")}
+    assert (claimed["submit"], claimed["score"], claimed["collect"]) == (20, 31, 0)
+    assert claimed.keys() == {*PARTS, "the"} and sum(claimed.values()) == 90
+
+
+@pytest.mark.parametrize("is_timed", [False, True])
+def test_a_run_over_stubs_trains_every_rollout_with_all_of_them_in_flight_at_once(is_timed: bool) -> None:
+    found = measure(in_flight=64, versions=8, batch=16, is_timed=is_timed)
+    assert found.rollouts == 128 and found.in_flight >= 64
+    assert 0 < found.stub < found.total
+    assert found.parts.keys() == (PARTS.keys() if is_timed else set())
+    assert all(found.parts[name] > 0 for name in found.parts)
+    assert sum(found.parts.values()) < found.total
+
+
+def test_fewer_in_flight_than_asked_for_fail_the_benchmark() -> None:
+    with pytest.raises(AssertionError, match="only 32 were in flight"):
+        measure(in_flight=64, versions=2, batch=16)
+
+
+def test_the_cost_of_the_wire_is_of_rollouts_that_come_out_as_they_went_in() -> None:
+    rows = stream_rows(repetitions=1, num=16)
+    assert [row.goal for row in rows] == ["≤ 8", "≤ 8", ""]
+    assert all(row.value > 0 for row in rows)
+
+
+@pytest.mark.parametrize(("value", "status"), [(99.0, 0), (101.0, 1)])
+def test_a_missed_goal_is_the_commands_status(monkeypatch, tmp_path, value: float, status: int) -> None:
+    monkeypatch.setattr(controller, "measure", lambda **_: cost(value, 0.0))
+    monkeypatch.setattr(controller, "stream_rows", lambda **_: [Row("wire", 1.0, "µs")])
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "controller", "--quick", "--json", str(tmp_path / "out.json")])
+    assert ended.value.code == status
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert written["bench"] == "controller" and written["rows"][0]["goal"] == "≤ 100"
+
+
+def test_only_learn_has_seeds(capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "controller", "--seeds=3"])
+    assert ended.value.code == 2 and "only `headrace bench learn` has seeds" in capsys.readouterr().err
