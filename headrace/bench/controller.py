@@ -139,9 +139,10 @@ def measure(*, in_flight: int, versions: int, batch: int = BATCH, is_timed: bool
         }
     )
     total = versions * batch
-    engine, trainer = StubEngine(in_flight=in_flight, total=total, wave=batch), StubTrainer()
+    lineage = Lineage.new()
+    engine, trainer = StubEngine(in_flight=in_flight, total=total, wave=batch), StubTrainer(lineage)
     observer = _StartObserver()
-    session = _make_session(recipe, engine, trainer, observer, tasks=total // 8)
+    session = _make_session(recipe, engine, trainer, observer, lineage, tasks=total // 8)
     clock = Clock()
     if is_timed:
         clock.time_moves(session)
@@ -169,10 +170,11 @@ class _StartObserver(Observer):
         self.started = time.thread_time()
 
 
-def _make_session(recipe: Recipe, engine: StubEngine, trainer: StubTrainer, observer: Observer, *, tasks: int) -> Session:
+def _make_session(
+    recipe: Recipe, engine: StubEngine, trainer: StubTrainer, observer: Observer, lineage: Lineage, *, tasks: int
+) -> Session:
     encoder = PromptEncoder(build_tokenizer())
     rows = [{"prompt": [{"role": "user", "content": f"{number:08d}"}], "answer": str(number)} for number in range(tasks)]
-    lineage = Lineage.new()
     roles = Roles(
         engine=engine,  # type: ignore[arg-type]  # all of it that a run calls
         trainer=trainer,

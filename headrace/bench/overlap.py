@@ -202,7 +202,7 @@ class _Rig:
         if not has_engine:
             roles = dataclasses.replace(roles, engine=InstantEngine(tokens=case.tokens))
         if not has_trainer:
-            roles = dataclasses.replace(roles, engine=Unchanging(roles.engine), trainer=InstantTrainer())
+            roles = dataclasses.replace(roles, engine=Unchanging(roles.engine), trainer=InstantTrainer(self._lineage))
         return roles
 
 

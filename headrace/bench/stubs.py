@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from headrace.sync import Lineage
     from headrace.types import Array, Batch
 
 PROMPT, COMPLETION = 10, 10
@@ -95,7 +96,8 @@ class StubTrainer:
     is_here = True
     is_lost = False
 
-    def __init__(self) -> None:
+    def __init__(self, lineage: Lineage) -> None:
+        self._lineage = lineage
         self.num_steps = self.num_passes = 0
         self.num_rollouts = 0
 
@@ -108,7 +110,7 @@ class StubTrainer:
         return {"loss": 0.0, "mismatch": 0.0, "mismatch_max": 0.0}
 
     async def publish(self, version: int) -> Published:
-        update = WeightUpdate(policy="policy", lineage="", version=version)
+        update = WeightUpdate(policy="policy", lineage=self._lineage.id, version=version)
         return Published(update, np.zeros(1, dtype=np.float32))
 
     async def release(self, update: WeightUpdate) -> None:
