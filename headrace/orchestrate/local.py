@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import struct
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
     from headrace.orchestrate.inputs import UserInputs
     from headrace.orchestrate.processes import Child, Processes
     from headrace.sync import Lineage
+
+
+_SWITCH_SECONDS = 0.001
+"""How long a reward that computes may keep the event loop waiting; Python's own is five times that."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,7 @@ class LocalProcesses:
         recipe = self.processes.recipe
         check_room(shared_folder(recipe.sync.folder), weight_bytes(model_path, recipe))
         supervisor = Supervisor(self.processes, model=model_path, lineage=lineage, timelines=observer.mirrored(), say=say)
+        sys.setswitchinterval(_SWITCH_SECONDS)
         await self.processes.listen()
         log = self.processes.open_log("launcher")
         workers = RewardWorkers(recipe.reward.workers, timeout=recipe.reward.timeout, stacks=log)

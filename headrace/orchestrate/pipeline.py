@@ -242,12 +242,12 @@ class Run:
 
         Wakes by the clock. A long computation in this thread is no wait: whoever makes one notes progress when it is done.
         """
-        deadline, seen = self.recipe.deadline, (-1, -1)
+        deadline, seen = self.recipe.deadline, (-1, -1, -1)
         while True:
             await asyncio.sleep(min(deadline / 4, 5.0))
             state = await self.engine.state()
-            if seen != (state.tokens, self.trainer.num_passes):
-                seen = (state.tokens, self.trainer.num_passes)
+            before, seen = seen, (state.tokens, self.trainer.num_passes, self.scorer.num_calls)
+            if seen != before:
                 self.note_progress()
             late = time.monotonic() - self.progressed_at
             if late > deadline:

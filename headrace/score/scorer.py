@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 class Scorer(Protocol):
     """Outcome rewards."""
 
+    @property
+    def num_calls(self) -> int:
+        """Reward calls that have ended in threads of their own: progress within one `score`."""
+
     async def score(self, episodes: Sequence[Episode]) -> list[Episode]:
         """The same episodes, in order, each with an outcome. Called by the score loop with whatever has finished."""
 
@@ -40,6 +44,10 @@ class RewardScorer:
         self._settings = settings
         self._workers = workers
         self._failures_in_a_row = 0
+
+    @property
+    def num_calls(self) -> int:
+        return 0 if self._workers is None else self._workers.num_calls
 
     async def score(self, episodes: Sequence[Episode]) -> list[Episode]:
         samples = [self._sample(episode) for episode in episodes]
