@@ -4,12 +4,13 @@ A rollout alone costs a header of twenty fields and a check of each. In columns 
 and so do their calls, and a check runs over the whole length; what few rollouts have is there for those few.
 
     ids, episodes, groups       one text per rollout
-    index, lengths              [R] int64
-    policy, lineage             distinct texts, and [R] which of them
+    numbers                     [5, R] int64: index, length, which policy, which lineage, how many calls
+    policies, lineages          the distinct ones
     token_ids … versions        [sum of lengths], each of the dtype it has in a rollout
-    calls                       how many each rollout has, and a column for each of their fields
+    calls                       the same for the calls of all rollouts: numbers, times, distinct engines and settings
     parent, rewards, step_rewards, scored, unscored, routing, mask, columns     only where a rollout has one
 
+What is small lies together in few arrays, for an array costs microseconds on its way whatever its size.
 `unpack_rollouts` refuses whatever `Rollout` itself would refuse, with a `WireError` that names the rollout.
 """
 
@@ -35,15 +36,21 @@ __all__ = ["pack_batch", "pack_rollouts", "pack_samplings", "unpack_batch", "unp
 
 def pack_rollouts(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     """Columns of these rollouts, in order. Raises `WireError` for a field that no column holds without loss."""
+    policies, policy = _coded([rollout.policy for rollout in rollouts], "policy")
+    lineages, lineage = _coded([rollout.lineage for rollout in rollouts], "lineage")
     packed = {
         "ids": _texts([rollout.id for rollout in rollouts], "id"),
         "episodes": _texts([rollout.episode for rollout in rollouts], "episode"),
         "groups": _texts([rollout.group for rollout in rollouts], "group"),
-        "index": _whole([rollout.index for rollout in rollouts], "index"),
-        "policy": _coded([rollout.policy for rollout in rollouts], "policy"),
-        "lineage": _coded([rollout.lineage for rollout in rollouts], "lineage"),
-        "lengths": _whole([len(rollout.token_ids) for rollout in rollouts], "length"),
-        "calls": _pack_calls(rollouts),
+        "policies": policies,
+        "lineages": lineages,
+        "numbers": _table(
+            index=[rollout.index for rollout in rollouts],
+            length=[len(rollout.token_ids) for rollout in rollouts],
+            policy=policy,
+            lineage=lineage,
+            calls=[len(rollout.calls) for rollout in rollouts],
+        ),
     }
     for name, dtype in TOKEN_ARRAYS.items():
         packed[name] = _joined(list(map(attrgetter(name), rollouts)), dtype)
@@ -56,14 +63,16 @@ def pack_rollouts(rollouts: Sequence[Rollout]) -> dict[str, Any]:
 
 def pack_samplings(samplings: Sequence[Sampling]) -> dict[str, Any]:
     """The distinct settings, which of them each is, and the seeds."""
+    settings, codes = _distinct(samplings)
+    return {"settings": settings, "numbers": _table(sampling=codes, seed=[sampling.seed for sampling in samplings])}
+
+
+def _distinct(samplings: Sequence[Sampling]) -> tuple[list[Sampling], list[int]]:
+    """Settings that differ in more than their seed, and which of them each is."""
     keys = list(map(_settings_of, samplings))
     codes = {key: code for code, key in enumerate(dict.fromkeys(keys))}
-    distinct = dict(zip(keys, samplings, strict=True))
-    return {
-        "settings": [distinct[key].with_seed(0) for key in codes],
-        "codes": _whole(list(map(codes.__getitem__, keys)), "sampling"),
-        "seeds": _whole([sampling.seed for sampling in samplings], "seed"),
-    }
+    last = dict(zip(keys, samplings, strict=True))
+    return [last[key].with_seed(0) for key in codes], list(map(codes.__getitem__, keys))
 
 
 def pack_batch(batch: Batch) -> dict[str, Any]:
@@ -84,17 +93,24 @@ _settings_of = attrgetter(*SETTINGS)
 _REASON_CODES = {reason: code for code, reason in enumerate(REASONS)}
 
 
-def _pack_calls(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+def _pack_calls(rollouts: Sequence[Rollout]) -> dict[str, Any] | None:
     calls = [call for rollout in rollouts for call in rollout.calls]
+    if not calls:
+        return None
+    engines, engine = _coded([call.engine for call in calls], "engine")
+    settings, sampling = _distinct([call.sampling for call in calls])
     return {
-        "counts": _whole([len(rollout.calls) for rollout in rollouts], "number of calls"),
-        "start": _whole([call.start for call in calls], "call start"),
-        "stop": _whole([call.stop for call in calls], "call stop"),
-        "engine": _coded([call.engine for call in calls], "engine"),
-        "sampling": pack_samplings([call.sampling for call in calls]),
-        "reason": _whole([_REASON_CODES[call.finish_reason] for call in calls], "finish reason"),
-        "started": _floats([call.started for call in calls], "started"),
-        "finished": _floats([call.finished for call in calls], "finished"),
+        "engines": engines,
+        "settings": settings,
+        "numbers": _table(
+            start=[call.start for call in calls],
+            stop=[call.stop for call in calls],
+            engine=engine,
+            reason=[_REASON_CODES[call.finish_reason] for call in calls],
+            sampling=sampling,
+            seed=[call.sampling.seed for call in calls],
+        ),
+        "times": _floats([[call.started for call in calls], [call.finished for call in calls]], "time of a call"),
     }
 
 
@@ -111,7 +127,8 @@ def _pack_rewards(rollouts: Sequence[Rollout]) -> dict[str, Any] | None:
     if not found:
         return None
     rows, names, values = map(list, zip(*found, strict=True))
-    return {"rows": _whole(rows, "row"), "name": _coded(names, "reward"), "values": _floats(values, "reward")}
+    distinct, codes = _coded(names, "reward")
+    return {"names": distinct, "numbers": _table(row=rows, name=codes), "values": _floats(values, "reward")}
 
 
 def _pack_step_rewards(rollouts: Sequence[Rollout]) -> dict[str, Any] | None:
@@ -158,6 +175,7 @@ def _pack_mask(rollouts: Sequence[Rollout]) -> dict[str, Any] | None:
 
 
 _PACK_OPTIONAL: dict[str, Callable[[Sequence[Rollout]], Any]] = {
+    "calls": _pack_calls,
     "parent": _pack_parent,
     "rewards": _pack_rewards,
     "step_rewards": _pack_step_rewards,
@@ -192,9 +210,21 @@ def _texts(values: list[str], name: str) -> list[str]:
     return values
 
 
-def _coded(values: list[str], name: str) -> dict[str, Any]:
+def _coded(values: list[str], name: str) -> tuple[list[str], list[int]]:
+    """The distinct ones, and which of them each is."""
     codes = {value: code for code, value in enumerate(dict.fromkeys(_texts(values, name)))}
-    return {"values": list(codes), "codes": _whole(list(map(codes.__getitem__, values)), name)}
+    return list(codes), list(map(codes.__getitem__, values))
+
+
+def _table(**columns: list[int]) -> Array:
+    """[columns, rows] int64."""
+    values = list(columns.values())
+    table = np.array(values) if values[0] else np.zeros((len(values), 0), dtype=np.int64)
+    if table.dtype != np.int64:
+        for name, column in columns.items():
+            _whole(column, name)
+    table.flags.writeable = False
+    return table
 
 
 def _whole(values: list[int], name: str) -> Array:
@@ -206,7 +236,7 @@ def _whole(values: list[int], name: str) -> Array:
     return array
 
 
-def _floats(values: list[float], name: str) -> Array:
+def _floats(values: list[float] | list[list[float]], name: str) -> Array:
     try:
         array = np.array(values, dtype=np.float64)
     except ESCAPES:

@@ -28,13 +28,13 @@ from headrace.validate import frozen, trusted, trusted_many
 from headrace.wire import WireError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Sequence, Set
 
     from headrace.types import Array, Outcome
 
 REASONS = tuple(FinishReason)
 SETTINGS = tuple(f.name for f in dataclasses.fields(Sampling) if f.name != "seed")
-OPTIONAL = frozenset({"parent", "rewards", "step_rewards", "scored", "unscored", "routing", "mask", "columns"})
+OPTIONAL = frozenset({"calls", "parent", "rewards", "step_rewards", "scored", "unscored", "routing", "mask", "columns"})
 ESCAPES = (ValueError, TypeError, LookupError, AttributeError, OverflowError)
 """What a value of another shape than ours may raise on its way through; a `WireError` says so."""
 
@@ -52,13 +52,9 @@ def unpack_rollouts(packed: Any) -> list[Rollout]:  # noqa: ANN401  (whatever ca
 def unpack_samplings(packed: Any) -> list[Sampling]:  # noqa: ANN401
     """The samplings of `pack_samplings`."""
     try:
-        _check_keys(packed, "samplings", required={"settings", "codes", "seeds"})
-        codes = _column(packed["codes"], np.int64, None, "samplings: codes")
-        seeds = _column(packed["seeds"], np.int64, len(codes), "samplings: seeds")
-        settings = _listed(packed["settings"], (Sampling,), "samplings: settings")
-        chosen = _chosen(settings, codes, "samplings")
-        columns: dict[str, Sequence[Any]] = {name: list(map(attrgetter(name), chosen)) for name in SETTINGS}
-        return trusted_many(Sampling, {**columns, "seed": seeds.tolist()}, num=len(codes))
+        _check_keys(packed, "samplings", required={"settings", "numbers"})
+        numbers = _table(packed["numbers"], ("sampling", "seed"), None, "samplings: numbers")
+        return _samplings(packed["settings"], codes=numbers["sampling"], seeds=numbers["seed"])
     except WireError:
         raise
     except ESCAPES as error:
@@ -82,8 +78,15 @@ def unpack_batch(packed: Any) -> Batch:  # noqa: ANN401
         raise WireError(f"not a packed batch: {error}") from error
 
 
-_REQUIRED = frozenset({"ids", "episodes", "groups", "index", "policy", "lineage", "lengths", "calls", *TOKEN_ARRAYS})
-_CALL_COLUMNS = frozenset({"counts", "start", "stop", "engine", "sampling", "reason", "started", "finished"})
+_REQUIRED = frozenset({"ids", "episodes", "groups", "policies", "lineages", "numbers", *TOKEN_ARRAYS})
+_NUMBERS = ("index", "length", "policy", "lineage", "calls")
+_CALL_NUMBERS = ("start", "stop", "engine", "reason", "sampling", "seed")
+_NO_CALLS: dict[str, Any] = {
+    "engines": [],
+    "settings": [],
+    "numbers": np.zeros((len(_CALL_NUMBERS), 0), dtype=np.int64),
+    "times": np.zeros((2, 0)),
+}
 
 
 class _Unpacked:
@@ -94,8 +97,9 @@ class _Unpacked:
         self._packed: dict[str, Any] = packed
         self.ids: list[str] = _listed(packed["ids"], (str,), "ids")
         self._num = len(self.ids)
-        self._lengths = self._per_rollout("lengths")
-        self._offsets = _offsets(self._lengths, "lengths", total=None)
+        self._numbers = _table(packed["numbers"], _NUMBERS, self._num, "numbers")
+        self._lengths = self._numbers["length"]
+        self._offsets = _offsets(self._lengths, "numbers: length", total=None)
         self._slices = list(map(slice, self._offsets[:-1].tolist(), self._offsets[1:].tolist()))
         total = int(self._offsets[-1])
         self._tokens = {name: _column(packed[name], dtype, total, name) for name, dtype in TOKEN_ARRAYS.items()}
@@ -107,9 +111,9 @@ class _Unpacked:
             "id": self.ids,
             "episode": _listed(packed["episodes"], (str,), "episodes", length=num),
             "group": _listed(packed["groups"], (str,), "groups", length=num),
-            "index": self._per_rollout("index").tolist(),
-            "policy": _decoded(packed["policy"], num, "policy"),
-            "lineage": _decoded(packed["lineage"], num, "lineage"),
+            "index": self._numbers["index"].tolist(),
+            "policy": _chosen(_listed(packed["policies"], (str,), "policies"), self._numbers["policy"], "policy"),
+            "lineage": _chosen(_listed(packed["lineages"], (str,), "lineages"), self._numbers["lineage"], "lineage"),
             "parent": self._parents(),
             **{name: self.split(array) for name, array in self._tokens.items()},
             **self._calls(),
@@ -128,9 +132,6 @@ class _Unpacked:
         return list(map(column.__getitem__, self._slices))
 
     # What every rollout has
-
-    def _per_rollout(self, name: str) -> Array:
-        return _column(self._packed[name], np.int64, self._num, name)
 
     def _check_tokens(self) -> None:
         """Each check is a reduction that holds no array; which token it was is looked up when there is one."""
@@ -156,24 +157,20 @@ class _Unpacked:
         np.cumsum(sampled, out=self._num_sampled[1:])
 
     def _calls(self) -> dict[str, list[Any]]:
-        packed = self._packed["calls"]
-        _check_keys(packed, "calls", required=_CALL_COLUMNS)
-        counts = _column(packed["counts"], np.int64, self._num, "calls: counts")
-        start = _column(packed["start"], np.int64, None, "calls: start")
-        total = len(start)
-        stop = _column(packed["stop"], np.int64, total, "calls: stop")
-        self._check_spans(_offsets(counts, "calls: counts", total=total), counts, start, stop)
-        reasons = _chosen(REASONS, _column(packed["reason"], np.int64, total, "calls: reason"), "calls: reason")
-        samplings = unpack_samplings(packed["sampling"])
-        _check_length(samplings, total, "calls: sampling")
+        packed = self._packed.get("calls", _NO_CALLS)
+        _check_keys(packed, "calls", required=_NO_CALLS.keys())
+        numbers = _table(packed["numbers"], _CALL_NUMBERS, None, "calls: numbers")
+        start, stop, counts, total = numbers["start"], numbers["stop"], self._numbers["calls"], len(numbers["start"])
+        self._check_spans(_offsets(counts, "numbers: calls", total=total), counts, start, stop)
+        times = _table(packed["times"], ("started", "finished"), total, "calls: times", dtype=np.float64)
         columns: dict[str, Sequence[Any]] = {
             "start": start.tolist(),
             "stop": stop.tolist(),
-            "engine": _decoded(packed["engine"], total, "calls: engine"),
-            "sampling": samplings,
-            "finish_reason": reasons,
-            "started": _column(packed["started"], np.float64, total, "calls: started").tolist(),
-            "finished": _column(packed["finished"], np.float64, total, "calls: finished").tolist(),
+            "engine": _chosen(_listed(packed["engines"], (str,), "calls: engines"), numbers["engine"], "calls: engine"),
+            "sampling": _samplings(packed["settings"], codes=numbers["sampling"], seeds=numbers["seed"]),
+            "finish_reason": _chosen(REASONS, numbers["reason"], "calls: reason"),
+            "started": times["started"].tolist(),
+            "finished": times["finished"].tolist(),
         }
         made = iter(trusted_many(Call, columns, num=total))
         calls = [tuple(islice(made, count)) for count in counts.tolist()]
@@ -214,9 +211,10 @@ class _Unpacked:
         result: list[dict[str, float]] = [{} for _ in self.ids]
         if "rewards" in self._packed:
             packed = self._packed["rewards"]
-            _check_keys(packed, "rewards", required={"rows", "name", "values"})
-            rows = self._rows(packed["rows"], "rewards")
-            names = _decoded(packed["name"], len(rows), "rewards")
+            _check_keys(packed, "rewards", required={"names", "numbers", "values"})
+            numbers = _table(packed["numbers"], ("row", "name"), None, "rewards: numbers")
+            rows = self._rows(numbers["row"], "rewards")
+            names = _chosen(_listed(packed["names"], (str,), "rewards: names"), numbers["name"], "rewards: name")
             values = self._finite_rows(packed["values"], rows, "rewards")
             for row, name, value in zip(rows.tolist(), names, values, strict=True):
                 if name in result[row]:
@@ -329,7 +327,7 @@ def _check_keys(
     packed: Any,  # noqa: ANN401
     name: str,
     *,
-    required: set[str] | frozenset[str],
+    required: Set[str],
     optional: frozenset[str] = frozenset(),
 ) -> None:
     if not isinstance(packed, dict):
@@ -345,6 +343,21 @@ def _column(value: object, dtype: type, length: int | None, name: str) -> Array:
         wanted = "" if length is None else f" {length}"
         raise WireError(f"{name} must be an array of{wanted} {np.dtype(dtype).name}")
     return frozen(value, dtype, name)
+
+
+def _table(value: object, names: tuple[str, ...], width: int | None, where: str, *, dtype: type = np.int64) -> dict[str, Array]:
+    """The rows of a read-only array of exactly this dtype, by name."""
+    if not isinstance(value, np.ndarray) or value.dtype != dtype or value.ndim != 2 or len(value) != len(names):
+        raise WireError(f"{where} must be an array of {len(names)} rows of {np.dtype(dtype).name}")
+    if width not in (None, value.shape[1]):
+        raise WireError(f"{where} must be {width} wide, not {value.shape[1]}")
+    return dict(zip(names, frozen(value, dtype, where), strict=True))
+
+
+def _samplings(settings: object, *, codes: Array, seeds: Array) -> list[Sampling]:
+    chosen = _chosen(_listed(settings, (Sampling,), "settings"), codes, "sampling")
+    columns: dict[str, Sequence[Any]] = {name: list(map(attrgetter(name), chosen)) for name in SETTINGS}
+    return trusted_many(Sampling, {**columns, "seed": seeds.tolist()}, num=len(codes))
 
 
 def _offsets(lengths: Array, name: str, *, total: int | None) -> Array:
@@ -368,12 +381,6 @@ def _listed(value: Any, kinds: tuple[type, ...], name: str, *, length: int | Non
 def _check_length(values: Sequence[Any], length: int, name: str) -> None:
     if len(values) != length:
         raise WireError(f"{name}: {len(values)} where there should be {length}")
-
-
-def _decoded(packed: Any, length: int, name: str) -> list[str]:  # noqa: ANN401
-    _check_keys(packed, name, required={"values", "codes"})
-    values = _listed(packed["values"], (str,), f"{name}: values")
-    return _chosen(values, _column(packed["codes"], np.int64, length, f"{name}: codes"), name)
 
 
 def _chosen(values: Sequence[Any], codes: Array, name: str) -> list[Any]:
