@@ -132,39 +132,49 @@ def test_a_seed_that_does_not_fit_is_refused_when_it_is_packed() -> None:
 # What is malformed is refused
 
 
-def put(*path: str, at: object = None, value: object = None, dtype: object = None, shape: object = None, **more):
-    """A corruption: the array at `path` with one number changed, or of another dtype or shape."""
+def place_of(packed: object, path: tuple[str, ...]) -> object:
+    for key in path:
+        packed = packed[int(key)] if isinstance(packed, list) else packed[key]
+    return packed
+
+
+def put(*path: str, at: object = None, value: object = None, dtype: object = None, shape: object = None):
+    """A corruption: what is at `path` another, or with one value changed, or of another dtype or shape."""
 
     def corrupt(packed: dict) -> None:
         *inside, last = path
-        for key in inside:
-            packed = packed[int(key)] if isinstance(packed, list) else packed[key]
+        holder = place_of(packed, tuple(inside))
         if dtype is not None:
-            packed[last] = packed[last].astype(dtype)
+            holder[last] = holder[last].astype(dtype)
         elif shape is not None:
-            packed[last] = packed[last].reshape(shape)
+            holder[last] = holder[last].reshape(shape)
         elif at is None:
-            packed[last] = value
-        elif isinstance(packed[last], list):
-            packed[last] = list(packed[last])
-            packed[last][at] = value
+            holder[last] = value
         else:
-            packed[last] = packed[last].copy()
-            packed[last][at] = value
+            holder[last] = holder[last].copy()
+            holder[last][at] = value
 
     return corrupt
 
 
 def dropped(*path: str):
-    """A corruption: the last element of the column at `path` is gone."""
+    """A corruption: the last element of the list or column at `path` is gone."""
 
     def corrupt(packed: dict) -> None:
         *inside, last = path
-        for key in inside:
-            packed = packed[int(key)] if isinstance(packed, list) else packed[key]
-        packed[last] = packed[last][:-1]
+        holder = place_of(packed, tuple(inside))
+        holder[last] = holder[last][:-1] if isinstance(holder[last], list) else holder[last][..., :-1]
 
     return corrupt
+
+
+def dropped_row(*path: str):
+    """A corruption: the last row of the array at `path` is gone."""
+    return lambda packed: put(*path, value=place_of(packed, path)[:-1])(packed)
+
+
+INDEX, LENGTH, POLICY, LINEAGE, CALLS = range(5)
+START, STOP, ENGINE, REASON, SAMPLING, SEED = range(6)
 
 
 # Rollouts r1 and r2 have tokens 0-6 and 10-16 (sampled: 2, 3, 6 and 12, 13, 16) and calls over (2, 3), (3, 4), (6, 7).
@@ -181,23 +191,23 @@ CORRUPT = {
     "NaN logprob": (put("logprobs", at=12, value=np.nan), "'r2': logprobs must be"),
     "infinite logprob": (put("logprobs", at=12, value=-np.inf), "'r2': logprobs must be"),
     "logprob on the prompt": (put("logprobs", at=9, value=-0.5), "'r-plain': logprobs must be"),
-    "a token too many": (put("lengths", at=0, value=8), "token_ids must be an array of 18"),
-    "a token too few": (put("lengths", at=1, value=2), "token_ids must be an array of 16"),
-    "negative length": (put("lengths", value=np.array([-1, 11, 7])), "lengths must be"),
-    "lengths past 64 bits": (put("lengths", value=np.array([2**62, 2**62, 2**62])), "lengths must be"),
-    "lengths moved": (put("lengths", value=np.array([6, 4, 7])), "'r1': a call overlaps another or runs past the end"),
-    "one length too few": (dropped("lengths"), "lengths must be an array of 3"),
-    "one id too few": (dropped("ids"), "lengths must be an array of 2"),
+    "a token too many": (put("numbers", at=(LENGTH, 0), value=8), "token_ids must be an array of 18"),
+    "a token too few": (put("numbers", at=(LENGTH, 1), value=2), "token_ids must be an array of 16"),
+    "negative length": (put("numbers", at=LENGTH, value=[-1, 11, 7]), "length must be"),
+    "lengths past 64 bits": (put("numbers", at=LENGTH, value=2**62), "length must be"),
+    "lengths moved": (put("numbers", at=LENGTH, value=[6, 4, 7]), "'r1': a call overlaps another or runs past the end"),
+    "one column of numbers too few": (dropped("numbers"), "numbers must be 3 wide, not 2"),
+    "one id too few": (dropped("ids"), "numbers must be 2 wide, not 3"),
     "one group too few": (dropped("groups"), "groups: 2 where there should be 3"),
     "one episode too few": (dropped("episodes"), "episodes: 2"),
-    "one index too few": (dropped("index"), "index must be"),
+    "one row of numbers too few": (dropped_row("numbers"), "numbers must be an array of 5 rows"),
     "a token column short": (dropped("versions"), "versions must be an array of 17"),
     "an id that is a number": (put("ids", at=1, value=3), "ids must be a list of str"),
     "an id that is bytes": (put("ids", at=1, value=b"x"), "ids must be a list of str"),
-    "a policy code too large": (put("policy", "codes", at=1, value=1), "policy: a code"),
-    "a policy code below 0": (put("policy", "codes", at=0, value=-1), "policy: a code"),
-    "no policy": (put("policy", "values", value=[]), "policy: a code"),
-    "a lineage that is no text": (put("lineage", "values", at=0, value=None), "lineage: values"),
+    "a policy code too large": (put("numbers", at=(POLICY, 1), value=1), "policy: a code"),
+    "a policy code below 0": (put("numbers", at=(POLICY, 0), value=-1), "policy: a code"),
+    "no policy": (put("policies", value=[]), "policy: a code"),
+    "a lineage that is no text": (put("lineages", at=0, value=None), "lineages must be a list of str"),
     "float tokens": (put("token_ids", dtype=np.float32), "token_ids must be an array of 17 int32"),
     "wide tokens": (put("token_ids", dtype=np.int64), "token_ids must be"),
     "whole-number loss_mask": (put("loss_mask", dtype=np.uint8), "loss_mask must be"),
@@ -205,28 +215,34 @@ CORRUPT = {
     "double logprobs": (put("logprobs", dtype=np.float64), "logprobs must be"),
     "tokens with two dimensions": (put("token_ids", shape=(17, 1)), "token_ids must be"),
     "tokens that are a list": (put("token_ids", value=[1] * 17), "token_ids must be"),
-    "float lengths": (put("lengths", dtype=np.float64), "lengths must be"),
-    "a call too many": (put("calls", "counts", at=1, value=1), "calls: counts must be"),
-    "calls moved": (put("calls", "counts", value=np.array([2, 1, 3])), "'r-plain': a call overlaps"),
-    "a negative number of calls": (put("calls", "counts", value=np.array([3, -1, 4])), "calls: counts must be"),
-    "a call that starts early": (put("calls", "start", at=0, value=1), "'r1': calls do not cover"),
-    "a call that starts late": (put("calls", "start", at=3, value=3), "'r2': calls do not cover"),
-    "a call before the start": (put("calls", "start", at=0, value=-1), "'r1': a call overlaps"),
-    "overlapping calls": (put("calls", "start", at=1, value=2), "'r1': a call overlaps"),
-    "a gap between calls": (put("calls", "stop", at=0, value=2), "'r1': calls do not cover"),
-    "a call past the end": (put("calls", "stop", at=5, value=8), "'r2': a call overlaps another or runs past"),
-    "a call that ends before it starts": (put("calls", "stop", at=5, value=5), "'r2': a call ends before"),
-    "a call far past the end": (put("calls", "stop", at=2, value=2**62), "'r1': a call overlaps another or runs past"),
-    "an unknown finish reason": (put("calls", "reason", at=0, value=3), "calls: reason"),
-    "a negative finish reason": (put("calls", "reason", at=0, value=-1), "calls: reason"),
-    "an unknown engine": (put("calls", "engine", "codes", at=0, value=1), "calls: engine"),
-    "an unknown sampling": (put("calls", "sampling", "codes", at=0, value=1), "samplings"),
-    "a sampling too few": (dropped("calls", "sampling", "codes"), "samplings: seeds"),
-    "no sampling": (put("calls", "sampling", "settings", at=0, value=None), "list of Sampling"),
-    "float seeds": (put("calls", "sampling", "seeds", dtype=np.float64), "seeds must be"),
-    "one stop too few": (dropped("calls", "stop"), "calls: stop"),
-    "float32 times": (put("calls", "started", dtype=np.float32), "calls: started"),
-    "one time too few": (dropped("calls", "finished"), "calls: finished"),
+    "float numbers": (put("numbers", dtype=np.float64), "numbers must be an array of 5 rows of int64"),
+    "flat numbers": (put("numbers", shape=15), "numbers must be"),
+    "a lineage code too large": (put("numbers", at=(LINEAGE, 2), value=9), "lineage: a code"),
+    "a call too many": (put("numbers", at=(CALLS, 1), value=1), "calls must be"),
+    "calls moved": (put("numbers", at=CALLS, value=[2, 1, 3]), "'r-plain': a call overlaps"),
+    "a negative number of calls": (put("numbers", at=CALLS, value=[3, -1, 4]), "calls must be"),
+    "a call that starts early": (put("calls", "numbers", at=(START, 0), value=1), "'r1': calls do not cover"),
+    "a call that starts late": (put("calls", "numbers", at=(START, 3), value=3), "'r2': calls do not cover"),
+    "a call before the start": (put("calls", "numbers", at=(START, 0), value=-1), "'r1': a call overlaps"),
+    "overlapping calls": (put("calls", "numbers", at=(START, 1), value=2), "'r1': a call overlaps"),
+    "a gap between calls": (put("calls", "numbers", at=(STOP, 0), value=2), "'r1': calls do not cover"),
+    "a call past the end": (put("calls", "numbers", at=(STOP, 5), value=8), "'r2': a call overlaps another or runs past"),
+    "a call that ends before it starts": (put("calls", "numbers", at=(STOP, 5), value=5), "'r2': a call ends before"),
+    "a call far past the end": (
+        put("calls", "numbers", at=(STOP, 2), value=2**62),
+        "'r1': a call overlaps another or runs past",
+    ),
+    "an unknown finish reason": (put("calls", "numbers", at=(REASON, 0), value=3), "calls: reason"),
+    "a negative finish reason": (put("calls", "numbers", at=(REASON, 0), value=-1), "calls: reason"),
+    "an unknown engine": (put("calls", "numbers", at=(ENGINE, 0), value=1), "calls: engine"),
+    "an unknown sampling": (put("calls", "numbers", at=(SAMPLING, 0), value=1), "sampling: a code"),
+    "an engine that is no text": (put("calls", "engines", at=0, value=7), "calls: engines"),
+    "no sampling": (put("calls", "settings", at=0, value=None), "list of Sampling"),
+    "float calls": (put("calls", "numbers", dtype=np.float64), "calls: numbers must be"),
+    "no seeds": (dropped_row("calls", "numbers"), "calls: numbers must be an array of 6 rows"),
+    "one call too few": (dropped("calls", "numbers"), "calls must be ≥ 0 and come to 5"),
+    "float32 times": (put("calls", "times", dtype=np.float32), "calls: times"),
+    "one time too few": (dropped("calls", "times"), "calls: times must be 6 wide"),
     "forked past the end": (put("parent", "at", at=1, value=8), "'r2': forked at"),
     "forked before the start": (put("parent", "at", at=0, value=-1), "'r1': forked at"),
     "a parent of nobody": (put("parent", "rows", at=1, value=3), "parent: rows"),
@@ -234,19 +250,22 @@ CORRUPT = {
     "a parent that is no text": (put("parent", "ids", at=0, value=7), "parent: ids"),
     "infinite reward": (put("rewards", "values", at=1, value=np.inf), "'r2': rewards must be finite"),
     "NaN reward": (put("rewards", "values", at=0, value=np.nan), "'r1': rewards must be finite"),
-    "a reward twice": (put("rewards", "rows", at=1, value=0), "'r1': reward 'right' is there twice"),
-    "a reward of nobody": (put("rewards", "rows", at=0, value=-1), "rewards: rows"),
+    "a reward twice": (put("rewards", "numbers", at=(0, 1), value=0), "'r1': reward 'right' is there twice"),
+    "a reward of nobody": (put("rewards", "numbers", at=(0, 0), value=-1), "rewards: rows"),
     "a step reward past the end": (put("step_rewards", "at", at=0, value=7), "'r1': step reward"),
     "a step reward before the start": (put("step_rewards", "at", at=1, value=-1), "'r2': step reward"),
     "a score that is no number": (put("scored", "values", at=0, value=np.nan), "'r1': scored must be finite"),
     "two outcomes": (put("unscored", "rows", at=0, value=0), "'r1' has two outcomes"),
     "a score among the unscored": (put("unscored", "outcomes", at=0, value=Scored(1.0)), "unscored: outcomes"),
     "one outcome too few": (dropped("unscored", "outcomes"), "unscored: outcomes: 0"),
-    "routing short": (dropped("routing", "0", "values"), "routing '': values must have a row for each of 14"),
+    "routing short": (
+        put("routing", "0", "values", value=np.ones((13, 2, 1), dtype=np.int16)),
+        "routing '': values must have a row for each of 14",
+    ),
     "routing of int32": (put("routing", "0", "values", dtype=np.int32), "'r1': expert_routing"),
     "routing with two dimensions": (put("routing", "0", "values", shape=(14, 2)), "'r1': expert_routing"),
     "routing of nobody": (put("routing", "0", "rows", at=1, value=9), "routing '': rows"),
-    "a column short": (dropped("columns", "0", "values"), "columns 'values'"),
+    "a column short": (put("columns", "0", "values", value=np.ones((13, 2))), "columns 'values'"),
     "a column without dimensions": (put("columns", "0", "values", value=np.array(1.0)), "columns 'values'"),
     "a column that is text": (put("columns", "0", "values", value=np.array(["x"] * 14)), "array of numbers"),
     "a column without a name": (put("columns", "0", "name", value=None), "columns: name"),

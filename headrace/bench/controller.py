@@ -6,7 +6,7 @@ end, every rollout going all the way from submission to training, less what the 
 by the number of rollouts.
 
 The parts come from runs of their own, in which the moves the loops make are timed one by one; what no part claims is the
-loops', the event loop's and the environment's.
+loops' and the event loop's.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import asyncio
 import statistics
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from headrace.bench.clock import PARTS, Clock
 from headrace.bench.stubs import StubEngine, StubStore, StubTrainer, answer
 from headrace.bench.table import Row, show, write
 from headrace.config import make_recipe
@@ -42,14 +43,6 @@ IN_FLIGHT = 10_000
 BATCH = 256
 GOAL = 100.0
 """Microseconds of the launcher's thread per rollout."""
-PARTS = {
-    "submit": "tasks, groups and the books",
-    "prompt": "client, sampling and prompt tokens",
-    "score": "decoding, reward and outcome",
-    "collect": "groups and the buffer",
-    "batch": "staleness, advantages, weights, settling",
-    "measure": "metrics of a version",
-}
 
 
 def run(*, quick: bool, json_file: Path | None) -> int:
@@ -86,7 +79,7 @@ class Cost:
 
 
 def make_rows(totals: list[Cost], parts: list[Cost]) -> list[Row]:
-    """The figure and what it is made of: medians, the parts scaled by nothing, the rest what they leave."""
+    """The figure and what it is made of: medians, and the rest is what they leave."""
     whole = statistics.median(cost.controller for cost in totals)
     rows = [
         Row("controller per rollout", whole, "µs", goal=f"≤ {GOAL:g}"),
@@ -96,7 +89,7 @@ def make_rows(totals: list[Cost], parts: list[Cost]) -> list[Row]:
     ]
     claimed = {name: statistics.median(cost.parts[name] for cost in parts) for name in PARTS}
     rows += [Row(f"of it {name}: {PARTS[name]}", value, "µs") for name, value in claimed.items()]
-    return [*rows, Row("of it the rest: loops, tasks, episodes", whole - sum(claimed.values()), "µs")]
+    return [*rows, Row("of it the rest: loops and event loop", whole - sum(claimed.values()), "µs")]
 
 
 def stream_rows(*, repetitions: int, num: int = 256) -> list[Row]:
@@ -203,51 +196,3 @@ def _make_session(
 def trivial(completion: str, **_: object) -> float:
     """The reward: next to nothing to compute, and siblings differ."""
     return float(ord(completion[0]) % 7)
-
-
-class Clock:
-    """Seconds spent in each part of a run whose moves it times."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = dict.fromkeys(PARTS, 0.0)
-
-    def time_moves(self, session: Session) -> None:
-        """Put a clock around the moves the loops make; none of them gives way while it runs."""
-        moves: Any = session.run
-        moves.submit = self.timed("submit", moves.submit)
-        moves.collect = self.timed("collect", moves.collect)
-        moves.buffer.put = self.timed("collect", moves.buffer.put)
-        moves.scorer.score = self.timed_async("score", moves.scorer.score)
-        moves.reject_stale = self.timed("batch", moves.reject_stale)
-        moves.buffer.take = self.timed("batch", moves.buffer.take)
-        moves.batches = self.timed_async("batch", moves.batches)
-        moves.settle_trained = self.timed("batch", moves.settle_trained)
-        moves.after_version = self.timed_async("measure", moves.after_version)
-        make_client = self.timed("prompt", moves.client)
-
-        def client(work: object) -> Any:  # noqa: ANN401
-            made = make_client(work)
-            made.prompt = self.timed("prompt", made.prompt)
-            return made
-
-        moves.client = client
-
-    def timed(self, name: str, move: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*arguments: object, **keywords: object) -> Any:  # noqa: ANN401
-            started = time.thread_time()
-            try:
-                return move(*arguments, **keywords)
-            finally:
-                self.seconds[name] += time.thread_time() - started
-
-        return timed
-
-    def timed_async(self, name: str, move: Callable[..., Any]) -> Callable[..., Any]:
-        async def timed(*arguments: object, **keywords: object) -> Any:  # noqa: ANN401
-            started = time.thread_time()
-            try:
-                return await move(*arguments, **keywords)
-            finally:
-                self.seconds[name] += time.thread_time() - started
-
-        return timed

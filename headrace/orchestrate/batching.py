@@ -32,7 +32,7 @@ def _make_batch(groups: Sequence[Group], recipe: Recipe, *, version: int) -> Bat
         for episode, value in zip(group.episodes, of_group.tolist(), strict=True):
             rollouts += episode.rollouts
             values += [value] * len(episode.rollouts)
-    lengths = [len(rollout) for rollout in rollouts]
+    lengths = np.array([len(rollout) for rollout in rollouts], dtype=np.int64)
     mask = np.concatenate([rollout.loss_mask for rollout in rollouts]) if rollouts else np.zeros(0, dtype=bool)
     staleness = recipe.staleness
     return Batch.from_columns(
@@ -47,12 +47,12 @@ def _make_batch(groups: Sequence[Group], recipe: Recipe, *, version: int) -> Bat
     )
 
 
-def _on_trained(values: Sequence[float] | Array, lengths: list[int], mask: Array) -> Array:
+def _on_trained(values: Sequence[float] | Array, lengths: Array, mask: Array) -> Array:
     """[tokens] float32: each rollout's value on its trained tokens, 0 elsewhere."""
     return np.where(mask, np.repeat(np.asarray(values, dtype=np.float32), lengths), np.float32(0))
 
 
-def _scales(lengths: list[int], mask: Array, *, mean: str) -> Array:
+def _scales(lengths: Array, mask: Array, *, mean: str) -> Array:
     """What a trained token of each rollout weighs: the weights of a batch come to 1."""
     if mean == "token":
         return np.full(len(lengths), 1 / max(int(np.count_nonzero(mask)), 1))

@@ -213,8 +213,8 @@ class Session:
         progress, now = self.progress, time.perf_counter()
         seconds, self._last_moment = now - self._last_moment, now
         progress.seconds_rl += seconds
-        versions = [np.concatenate([rollout.versions for rollout in batch.rollouts]) for batch in batches]
-        lags = np.concatenate([batch.version - version[version >= 0] for batch, version in zip(batches, versions, strict=True)])
+        versions = np.concatenate([rollout.versions for batch in batches for rollout in batch.rollouts])
+        lags = batches[0].version - versions[versions >= 0]  # all batches are of one version
         rewards = [episode.reward for group in groups for episode in group.episodes if episode.reward is not None]
         tokens, rollouts = len(lags), sum(len(batch.rollouts) for batch in batches)
         progress.trained_tokens += tokens

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
 
 from headrace.bench import controller
-from headrace.bench.controller import PARTS, Cost, make_rows, measure, stream_rows
+from headrace.bench.clock import PARTS, Clock
+from headrace.bench.controller import Cost, make_rows, measure, stream_rows
 from headrace.bench.table import Row
 from headrace.cli import main
 
@@ -26,6 +28,31 @@ def test_the_figure_is_the_median_less_the_stub_and_the_parts_come_to_it() -> No
     claimed = {name.split()[2].rstrip(":"): value for name, value in rows.items() if name.startswith("of it ")}
     assert (claimed["submit"], claimed["score"], claimed["collect"]) == (20, 31, 0)
     assert claimed.keys() == {*PARTS, "the"} and sum(claimed.values()) == 90
+
+
+def test_a_part_inside_another_is_counted_once(monkeypatch) -> None:
+    now = iter([*[0.0] * 2001, 1.0, 2.0, 5.0, 9.0])  # outer begins, inner begins, inner ends, outer ends
+    monkeypatch.setattr("time.thread_time", lambda: next(now))
+    clock = Clock()
+    inner = clock.timed("prompt", lambda: None)
+    clock.timed("episode", inner)()
+    assert (clock.seconds["prompt"], clock.seconds["episode"]) == (3.0, 5.0)
+
+
+def test_the_steps_of_a_coroutine_are_timed_and_its_waits_are_not() -> None:
+    clock = Clock()
+
+    async def move(value: int) -> int:
+        await asyncio.sleep(0.01)
+        sum(range(20_000))
+        return value + 1
+
+    assert asyncio.run(_as_coroutine(clock.timed_async("score", move)(3))) == 4
+    assert 0 < clock.seconds["score"] < 0.01
+
+
+async def _as_coroutine(awaitable):
+    return await awaitable
 
 
 @pytest.mark.parametrize("is_timed", [False, True])

@@ -1,0 +1,95 @@
+"""What an environment holds: prompts of siblings share their tokens and nothing else, and text is the tokenizer's own."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import quick
+
+from headrace.envs import EngineClient, PromptEncoder
+from headrace.model.tiny import build_tokenizer
+from headrace.types import Call, FinishReason, Rollout, Sampling
+
+CHAT = [{"role": "user", "content": "31524"}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_tokenizer()
+
+
+def client(encoder: PromptEncoder, index: int = 0) -> EngineClient:
+    return EngineClient(None, encoder, episode=f"g7/{index}", group="g7", index=index, sampling=Sampling())
+
+
+def finished(token_ids: list[int]) -> Rollout:
+    prompt, num = Rollout.from_prompt([7, 8], id="r"), len(token_ids)
+    reason = FinishReason.STOP
+    call = Call(start=2, stop=2 + num, engine="x", sampling=Sampling(), finish_reason=reason, started=0.0, finished=0.0)
+    return prompt.lengthened(
+        call,
+        token_ids=np.array(token_ids, dtype=np.int32),
+        logprobs=np.zeros(num, dtype=np.float32),
+        versions=np.zeros(num, dtype=np.int32),
+        policy="policy",
+        lineage="",
+    )
+
+
+def test_text_is_what_the_tokenizer_says(tokenizer) -> None:
+    encoder = PromptEncoder(tokenizer)
+
+    @given(st.lists(st.integers(0, len(tokenizer) - 1), max_size=12))
+    @quick
+    def check(token_ids: list[int]) -> None:
+        assert encoder.decode(finished(token_ids)) == tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    check()
+
+
+def test_a_tokenizer_that_does_more_than_its_backend_is_asked_itself() -> None:
+    class Shouting(type(build_tokenizer())):
+        def _decode(self, *arguments, **keywords) -> str:
+            return super()._decode(*arguments, **keywords).upper()
+
+    shouting, tidy = build_tokenizer(), build_tokenizer()
+    shouting.__class__ = Shouting
+    tidy.clean_up_tokenization_spaces = True
+    spaced = tidy("ab . c")["input_ids"]
+    for tokenizer in (shouting, tidy):
+        decoded = PromptEncoder(tokenizer).decode(finished(spaced))
+        assert decoded == tokenizer.decode(spaced, skip_special_tokens=True)
+        assert decoded != build_tokenizer().decode(spaced, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("prompt", ["31524", CHAT], ids=["text", "chat"])
+def test_a_prompt_is_the_tokenizers_and_the_episodes(tokenizer, prompt) -> None:
+    made = client(PromptEncoder(tokenizer), index=3).prompt(prompt)
+    if isinstance(prompt, str):
+        expected = tokenizer(prompt)["input_ids"]
+    else:
+        expected = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+    assert made == Rollout.from_prompt(expected, id="g7/3", episode="g7/3", group="g7", index=3)
+
+
+def test_siblings_share_tokens_and_no_dictionary(tokenizer) -> None:
+    encoder = PromptEncoder(tokenizer)
+    first, second = (client(encoder, index).prompt(CHAT) for index in range(2))
+    assert first.token_ids is second.token_ids and first.id != second.id
+    assert first.rewards is not second.rewards and first.columns is not second.columns
+
+
+def test_a_second_rollout_of_an_episode_has_a_name_of_its_own(tokenizer) -> None:
+    one = client(PromptEncoder(tokenizer))
+    assert [one.prompt(CHAT).id, one.prompt(CHAT).id] == ["g7/0", "g7/0.1"]
+
+
+def test_messages_that_grow_in_place_are_another_prompt(tokenizer) -> None:
+    encoder, messages = PromptEncoder(tokenizer), json.loads(json.dumps(CHAT))
+    before = client(encoder).prompt(messages)
+    messages.append({"role": "assistant", "content": "12345"})
+    assert len(client(encoder).prompt(messages)) > len(before)
