@@ -17,6 +17,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from headrace.bench.carry import carry
 from headrace.bench.clock import PARTS, Clock
 from headrace.bench.stubs import StubEngine, StubStore, StubTrainer, answer
 from headrace.bench.table import Row, show, write
@@ -54,7 +55,10 @@ def run(*, quick: bool, json_file: Path | None) -> int:
         totals.append(measure(in_flight=IN_FLIGHT, versions=versions))
         parts.append(measure(in_flight=IN_FLIGHT, versions=versions, is_timed=True))
         print(f"{number + 1} of {repetitions}: {totals[-1].controller:.1f} µs per rollout", flush=True)
-    rows = make_rows(totals, parts) + stream_rows(repetitions=repetitions)
+    carried = [carry(in_flight=IN_FLIGHT, rounds=1 if quick else 3) for _ in range(repetitions)]
+    rows = make_rows(totals, parts)
+    rows.append(Row("the stream per rollout, out and back", statistics.median(carried), "µs"))
+    rows += stream_rows(repetitions=repetitions)
     show("controller", rows)
     if json_file is not None:
         write("controller", rows, json_file)
