@@ -41,7 +41,7 @@ class Clock:
         moves.scorer.score = self.timed_async("score", moves.scorer.score)
         moves.reject_stale = self.timed("batch", moves.reject_stale)
         moves.buffer.take = self.timed("batch", moves.buffer.take)
-        moves.batches = self.timed_async("batch", moves.batches)
+        moves._batches = self.timed_async("batch", moves._batches)
         moves.settle_trained = self.timed("batch", moves.settle_trained)
         moves.after_version = self.timed_async("measure", moves.after_version)
         moves.environment = TimedEnvironment(moves.environment, self)

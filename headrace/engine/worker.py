@@ -52,10 +52,10 @@ class EngineWorker:
     # The data stream
 
     def attach(self, data: Peer) -> None:
-        """Begin to pull work: enough that a slot that falls free is filled in the next step."""
+        """Begin to pull work: what fills every slot, and as much again, so that slots that fall free together are filled in
+        the next step however long the launcher takes over what came back."""
         self._data = data
-        slots = self._engine.core.num_slots
-        data.notify("pull", slots + max(8, slots // 4))
+        data.notify("pull", 2 * self._engine.core.num_slots)
 
     def take_work(self, value: Any) -> None:  # noqa: ANN401
         """The notice `work`: rollouts to lengthen."""

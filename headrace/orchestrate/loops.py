@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING
 from headrace.engine import UnusablePrompt
 from headrace.orchestrate.publish import publish
 from headrace.settings import ConfigError
-from headrace.train import learning_rate
 from headrace.types import InfraAbort, Invalid
 
 if TYPE_CHECKING:
     from typing import NoReturn
 
-    from headrace.orchestrate.pipeline import Run, Work
+    from headrace.orchestrate.pipeline import Begun, Run, Work
     from headrace.types import Episode
 
 
@@ -95,23 +94,29 @@ async def _score(run: Run, episodes: list[Episode]) -> None:
 async def train(run: Run) -> None:
     """Trains one version after another until `run.leg_end`, and publishes each.
 
-    Waits for a whole batch, woken by the buffer when `score` puts the group that completes one.
+    Waits for a whole batch, woken by the buffer when `score` puts the group that completes one; then for the trainer, woken
+    by its answer. Where that is another process, the next batch is sent to it while it is still at this one.
     """
-    while run.version < run.leg_end and not run.is_stopping:
+    begun = await _begin(run, run.version)
+    while begun is not None:
+        ahead = run.spawn(_begin(run, begun.version + 1)) if run.may_run_ahead(begun.version + 1) else None
+        with run.put_back_on_failure(begun, ahead):
+            seen = [await step for step in begun.steps]
+        run.version += 1
+        run.settle_trained(begun)
+        await publish(run, begun.publishing)
+        run.room.set()
+        await run.after_version(begun.groups, begun.batches, seen)
+        begun = await ahead if ahead is not None else await _begin(run, run.version)
+
+
+async def _begin(run: Run, version: int) -> Begun | None:
+    """The training of `version` begun, or nothing where the leg ends before it."""
+    while version < run.leg_end and not run.is_stopping:
         await run.trainer_timeline.wait("wait-batch", run.buffer.ready)
         if run.is_stopping:
-            return
-        run.reject_stale()
-        if not run.buffer.ready.is_set():
-            continue
-        groups = run.buffer.take()
-        run.room.set()
-        with run.put_back_on_failure(groups):
-            batches = await run.batches(groups)
-            rate = learning_rate(run.recipe.train, version=run.version, steps=run.recipe.steps)
-            seen = [await run.trainer.step(batch, learning_rate=rate) for batch in batches]
-        run.version += 1
-        run.settle_trained(groups)
-        await publish(run)
-        run.room.set()
-        await run.after_version(groups, batches, seen)
+            break
+        run.reject_stale(version)
+        if run.buffer.ready.is_set():
+            return await run.begin(version)
+    return None

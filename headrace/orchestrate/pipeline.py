@@ -8,7 +8,7 @@ import dataclasses
 import hashlib
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from headrace.buffer import Group, GroupBuffer
 from headrace.envs import EngineClient
@@ -16,7 +16,7 @@ from headrace.observe import Signal
 from headrace.orchestrate.accounting import Ledger
 from headrace.orchestrate.batching import make_batches
 from headrace.staleness import Gate, too_old
-from headrace.train import PROXIMAL
+from headrace.train import PROXIMAL, learning_rate
 from headrace.types import Episode, InfraAbort, Invalid, Sampling, Scored
 
 if TYPE_CHECKING:
@@ -28,12 +28,14 @@ if TYPE_CHECKING:
     from headrace.engine import Engine
     from headrace.envs import Environment, PromptEncoder
     from headrace.observe import Observer, Timeline
+    from headrace.orchestrate.publish import Published
     from headrace.orchestrate.roles import TrainerRole
     from headrace.score import Scorer
     from headrace.sync import Lineage
     from headrace.tasks import TaskStream
     from headrace.types import Batch, Outcome, Plain
 
+T = TypeVar("T")
 MAX_ATTEMPTS = 3
 """How often an episode is begun when the machinery fails it."""
 
@@ -121,6 +123,22 @@ class Roles:
     """Have every process say now how it has spent its time."""
 
 
+@dataclass(frozen=True, eq=False)
+class Begun:
+    """A version that the trainer has been asked for."""
+
+    version: int
+    """It is trained from; training makes the next."""
+    groups: list[Group]
+    batches: list[Batch]
+    steps: list[Awaitable[dict[str, float]]]
+    """What the trainer will have seen in each optimizer step."""
+    publishing: Awaitable[Published] | None
+    """The version it makes, where that could be asked for at once."""
+    steps_before: int
+    """Optimizer steps begun before these."""
+
+
 class Run:
     """Everything the loops share."""
 
@@ -132,6 +150,7 @@ class Run:
         lineage: Lineage,
         observer: Observer,
         after_version: Callable[[list[Group], list[Batch], list[dict[str, float]]], Awaitable[None]],
+        rests_at: Callable[[int], bool] = lambda _: False,
     ) -> None:
         self.recipe, self.lineage, self.observer = recipe, lineage, observer
         self.roles, around = roles, roles.around
@@ -143,6 +162,9 @@ class Run:
             around.canary,
         )
         self.after_version = after_version
+        self.rests_at = rests_at
+        """Whether the trainer must rest when it has made a version: it is evaluated or saved then."""
+        self._begun: list[Begun] = []
         self.trainer_timeline, self.scorer_timeline = observer.timeline("trainer"), observer.timeline("scorer")
         self.version = 0
         """Trained."""
@@ -178,7 +200,7 @@ class Run:
         self.finished = FinishedEpisodes()
         self.wasted_tokens = 0
         self.scoring = 0
-        self._spawned: set[asyncio.Task[None]] = set()
+        self._spawned: set[asyncio.Task[Any]] = set()
         self._tasks: asyncio.TaskGroup | None = None
 
     # Tasks of this leg
@@ -189,7 +211,7 @@ class Run:
         self.note_progress()
         self.places = asyncio.Semaphore(self._num_places)
 
-    def spawn(self, coroutine: Coroutine[None, None, None]) -> asyncio.Task[None]:
+    def spawn(self, coroutine: Coroutine[None, None, T]) -> asyncio.Task[T]:
         assert self._tasks is not None
         task = self._tasks.create_task(coroutine)
         self._spawned.add(task)
@@ -342,43 +364,68 @@ class Run:
 
     # train
 
-    def reject_stale(self) -> None:
+    def reject_stale(self, version: int) -> None:
         """Take out of the buffer what is too old for the version about to be trained."""
         staleness = self.recipe.staleness
         max_lag = staleness.max_lag if staleness.reject else None
         for group in self.buffer.groups():
-            if group.is_within(self.lineage.id, oldest=None if max_lag is None else self.version - max_lag):
+            if group.is_within(self.lineage.id, oldest=None if max_lag is None else version - max_lag):
                 continue
-            reason = too_old(group.episodes, version=self.version, max_lag=max_lag, lineage=self.lineage)
+            reason = too_old(group.episodes, version=version, max_lag=max_lag, lineage=self.lineage)
             if reason is not None:
                 self.ledger.settle(group.ids, "rejected", reason)
                 self._drop(group.number, list(group.episodes))
 
-    async def batches(self, groups: list[Group]) -> list[Batch]:
-        """The groups as one batch per optimizer step. Where a correction needs the policy at the start of the version and
-        the weights will move in between, its logprobs are computed now; otherwise the one forward pass serves."""
-        batches = make_batches(groups, self.recipe, version=self.version)
-        if len(batches) == 1 or self.recipe.staleness.correct == "none":
-            return batches
-        return [_with_column(batch, PROXIMAL, await self.trainer.forward(batch)) for batch in batches]
-
-    @contextlib.contextmanager
-    def put_back_on_failure(self, groups: list[Group]) -> Iterator[None]:
-        """Groups taken to be trained wait again if training them fails, so that a checkpoint made then is complete."""
-        before = self.trainer.num_steps
+    async def begin(self, version: int) -> Begun:
+        """Take a batch out of the buffer and have the trainer train it; it has begun when this returns."""
+        groups, before = self.buffer.take(), self.trainer.num_steps
+        self.room.set()
         try:
-            yield
+            batches = await self._batches(groups, version)
+            rate = learning_rate(self.recipe.train, version=version, steps=self.recipe.steps)
+            steps = [self.trainer.step(batch, learning_rate=rate) for batch in batches]
+            publishing = None if self.trainer.is_here else self.trainer.publish(version + 1)
         except BaseException:
             self.buffer.put_back(groups)
             self.is_whole = self.trainer.num_steps == before
             raise
+        begun = Begun(version, groups, batches, steps, publishing, steps_before=before)
+        self._begun.append(begun)
+        return begun
 
-    def settle_trained(self, groups: list[Group]) -> None:
+    async def _batches(self, groups: list[Group], version: int) -> list[Batch]:
+        """The groups as one batch per optimizer step. Where a correction needs the policy at the start of the version and
+        the weights will move in between, its logprobs are computed now; otherwise the one forward pass serves."""
+        batches = make_batches(groups, self.recipe, version=version)
+        if len(batches) == 1 or self.recipe.staleness.correct == "none":
+            return batches
+        return [_with_column(batch, PROXIMAL, await self.trainer.forward(batch)) for batch in batches]
+
+    def may_run_ahead(self, version: int) -> bool:
+        """Whether a version may begin before the one before it has ended: not where the trainer must rest in between."""
+        return not self.trainer.is_here and version < self.leg_end and not self.rests_at(version)
+
+    @contextlib.contextmanager
+    def put_back_on_failure(self, begun: Begun, ahead: asyncio.Task[Begun | None] | None) -> Iterator[None]:
+        """Groups taken to be trained wait again if training them fails, so that a checkpoint made then is complete."""
+        try:
+            yield
+        except BaseException:
+            if ahead is not None:
+                ahead.cancel()
+            while self._begun:
+                self.buffer.put_back(self._begun.pop().groups)
+            self.is_whole = self.trainer.num_steps == begun.steps_before
+            raise
+
+    def settle_trained(self, begun: Begun) -> None:
         self.dropped_in_a_row = 0
         self.note_progress()
-        for group in groups:
+        self._begun.remove(begun)
+        for group in begun.groups:
             self.ledger.settle(group.ids, "trained")
-        self.ledger.check(buffered=self.buffer.num_episodes)
+        ahead = sum(len(group.episodes) for other in self._begun for group in other.groups)
+        self.ledger.check(buffered=self.buffer.num_episodes + ahead)
 
 
 def _with_column(batch: Batch, name: str, values: list[np.ndarray]) -> Batch:

@@ -32,16 +32,15 @@ class Published:
     """Its own logprobs of the canary, under these weights."""
 
 
-async def publish(run: Run) -> None:
-    """Have the engines hold the trainer's weights as `run.version`.
+async def publish(run: Run, publishing: Awaitable[Published] | None = None) -> None:
+    """Have the engines hold the trainer's weights as `run.version`; `publishing` where the trainer was asked already.
 
-    Where the trainer is another process this only begins, once the publication before it has ended: it overlaps the next
-    step. `run.published` waits for its end.
+    Where the trainer is another process this only begins: it overlaps the next step. The trainer makes one update after
+    another, each once the one before is held, so they arrive in order. `run.published` waits for the last.
     """
     interrupt = Interrupt(run.recipe.partial.interrupt)
     if not run.trainer.is_here:
-        await run.published()
-        run.publication = run.spawn(_deliver(run, run.trainer.publish(run.version), interrupt))
+        run.publication = run.spawn(_deliver(run, publishing or run.trainer.publish(run.version), interrupt))
         return
     with run.trainer_timeline.during("wait-batch"):  # a draining engine is waited for, not worked with
         await run.engine.pause(interrupt)

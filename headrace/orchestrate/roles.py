@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from headrace.model.weights import make_manifest
 from headrace.orchestrate.publish import Published
@@ -11,8 +12,7 @@ from headrace.packed import pack_batch
 from headrace.stream import RemoteError, StreamClosed
 
 if TYPE_CHECKING:
-    import asyncio
-    from collections.abc import Awaitable
+    from collections.abc import Awaitable, Callable
     from pathlib import Path
 
     from headrace.observe import Timeline
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from headrace.sync import WeightSync
     from headrace.train import Trainer
     from headrace.types import Array, Batch, WeightUpdate
+
+
+T = TypeVar("T")
 
 
 class TrainerRole(Protocol):
@@ -41,8 +44,8 @@ class TrainerRole(Protocol):
     async def forward(self, batch: Batch) -> list[Array]:
         """Logprobs under the current weights, as `Trainer.forward` gives them."""
 
-    async def step(self, batch: Batch, *, learning_rate: float) -> dict[str, float]:
-        """Gradient and optimizer step of one batch, and what was seen."""
+    def step(self, batch: Batch, *, learning_rate: float) -> Awaitable[dict[str, float]]:
+        """Gradient and optimizer step of one batch, and what was seen. Steps are taken in the order they are asked for."""
 
     def publish(self, version: int) -> Awaitable[Published]:
         """The weights made ready for the engines as `version`. No later step changes them before they are."""
@@ -126,19 +129,12 @@ class TrainerThere:
     async def forward(self, batch: Batch) -> list[Array]:
         return list(await self._answer(self._begin("forward", batch=pack_batch(batch))))
 
-    async def step(self, batch: Batch, *, learning_rate: float) -> dict[str, float]:
-        answer = self._begin("step", batch=pack_batch(batch), learning_rate=learning_rate)
+    def step(self, batch: Batch, *, learning_rate: float) -> Awaitable[dict[str, float]]:
         self.num_steps += 1
-        return dict(await self._answer(answer))
+        return self._ask("step", dict, batch=pack_batch(batch), learning_rate=learning_rate)
 
     def publish(self, version: int) -> Awaitable[Published]:
-        """Begun at once, so that no later step can change the weights before they are copied."""
-        answer = self._begin("publish", version=version, canary=self._canary)
-
-        async def finish() -> Published:
-            return Published(**await self._answer(answer))
-
-        return finish()
+        return self._ask("publish", lambda answer: Published(**answer), version=version, canary=self._canary)
 
     async def release(self, update: WeightUpdate) -> None:
         await self._answer(self._begin("release", update=update))
@@ -158,6 +154,17 @@ class TrainerThere:
 
     async def load(self, folder: Path) -> None:
         await self._answer(self._begin("load", folder=str(folder)))
+
+    def _ask(self, name: str, make: Callable[[Any], T], **arguments: Any) -> asyncio.Task[T]:  # noqa: ANN401
+        """Ask at once, so that whatever is asked later comes later; the answer may be awaited or left."""
+        answer = self._begin(name, **arguments)
+
+        async def finish() -> T:
+            return make(await self._answer(answer))
+
+        asked = asyncio.ensure_future(finish())
+        asked.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return asked
 
     def _begin(self, name: str, **arguments: Any) -> asyncio.Future[Any] | StreamClosed:  # noqa: ANN401
         try:

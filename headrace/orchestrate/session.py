@@ -77,7 +77,14 @@ class Session:
     checkpoint_folder: Path | None = None
 
     def __post_init__(self) -> None:
-        self.run = Run(self.recipe, self.roles, lineage=self.lineage, observer=self.observer, after_version=self._after_version)
+        self.run = Run(
+            self.recipe,
+            self.roles,
+            lineage=self.lineage,
+            observer=self.observer,
+            after_version=self._after_version,
+            rests_at=lambda version: self._is_evaluated(version) or self._is_saved(version),
+        )
         self._saved_version = -1
         self._unnoted: deque[_Trained] = deque()
         self._last_moment = time.perf_counter()
@@ -172,20 +179,26 @@ class Session:
         run, progress, version = self.run, self.progress, self.run.version
         if not progress.first_step:
             progress.first_step = time.perf_counter() - self.command_started
-        every, is_last = self.recipe.evaluate.every, version == self.recipe.steps
-        is_evaluated = is_last or (every > 0 and version % every == 0)
-        evaluation = await self._evaluate() if is_evaluated else None
+        evaluation = await self._evaluate() if self._is_evaluated(version) else None
         if evaluation is not None:
             progress.success_after, progress.greedy_after = evaluation.success, evaluation.greedy
         self._unnoted.append(_Trained(version, groups, batches, seen, evaluation))
-        is_saved = not self.recipe.exact and (is_last or version % self.recipe.checkpoint.every == 0)
-        if run.trainer.is_here or is_last:
+        if run.trainer.is_here or version == self.recipe.steps:
             await self._write_notes()
         else:
             run.spawn(self._write_notes())
-        if is_saved:
+        if self._is_saved(version):
             await self.save()
         run.note_progress()
+
+    def _is_evaluated(self, version: int) -> bool:
+        every = self.recipe.evaluate.every
+        return version == self.recipe.steps or (every > 0 and version % every == 0)
+
+    def _is_saved(self, version: int) -> bool:
+        """In exact mode checkpoints are made between legs."""
+        is_due = version == self.recipe.steps or version % self.recipe.checkpoint.every == 0
+        return is_due and not self.recipe.exact
 
     async def _write_notes(self) -> None:
         """Every version trained so far in the metrics and in `progress`."""

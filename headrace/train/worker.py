@@ -35,6 +35,9 @@ class TrainerWorker:
         self._may_change = threading.Event()
         """Set while nobody reads the weights."""
         self._may_change.set()
+        self._is_held = asyncio.Event()
+        """What was offered last is held by the engines, or given up."""
+        self._is_held.set()
 
     def calls(self) -> dict[str, Callable[..., Awaitable[Any]]]:
         return {
@@ -65,10 +68,13 @@ class TrainerWorker:
         return seen | self._trainer.optim_step(learning_rate)
 
     async def _publish(self, version: int, canary: Any) -> dict[str, Any]:  # noqa: ANN401
-        """Answers when the weights lie ready; until then the next step may compute but not change them."""
+        """Answers when the weights lie ready; until then the next step may compute but not change them. One update is under
+        way at a time: the next waits until the engines hold the one before."""
         logprobs = await self._compute("publish", lambda: self._hold_still(canary))
         try:
+            await self._is_held.wait()
             update = await asyncio.to_thread(lambda: self._sync.offer(version, make_manifest(self._trainer.tensors())))
+            self._is_held.clear()
             await self._sync.send(update, self._trainer.tensors())
         finally:
             self._may_change.set()
@@ -81,9 +87,11 @@ class TrainerWorker:
 
     async def _release(self, update: WeightUpdate) -> None:
         self._sync.release(update)
+        self._is_held.set()
 
     async def _abort(self, update: WeightUpdate) -> None:
         self._sync.abort(update)
+        self._is_held.set()
 
     async def _save(self, folder: str) -> None:
         await self._compute("save", lambda: self._trainer.save(Path(folder)))
