@@ -212,6 +212,7 @@ class _Rig:
                 run.attach(tasks)
                 beside = [tasks.create_task(service()) for service in (*roles.services, run.watch)]
                 await publish(run)
+                await run.published()  # nothing is drawn before the engines hold this life's weights
                 beside += [tasks.create_task(loop(run)) for loop in (loops.feed, loops.generate, loops.score)]
                 await loops.train(run)
                 await roles.refresh()
