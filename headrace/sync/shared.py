@@ -66,6 +66,8 @@ class SharedMemorySync:
         self._policy = policy
         self._folder, self._prefix = folder, prefix
         self._maps: dict[Path, mmap.mmap] = {}
+        self._written: dict[Path, int] = {}
+        """The version last written into each."""
 
     def offer(self, version: int, manifest: Iterable[TensorInfo]) -> WeightUpdate:
         return WeightUpdate(
@@ -86,7 +88,7 @@ class SharedMemorySync:
         try:
             file = path.open("r+b")
         except OSError as error:
-            raise SyncError(f"version {update.version}: {path} cannot be read: {error.strerror}") from error
+            raise SyncError(f"version {update.version} is not on offer: {path} cannot be read: {error.strerror}") from error
         with file:
             if os.fstat(file.fileno()).st_size < _size(update):
                 raise SyncError(f"version {update.version}: {path} is smaller than its manifest says")
@@ -100,22 +102,32 @@ class SharedMemorySync:
         """Nothing to free: the segment is written again by the version after the next."""
 
     def abort(self, update: WeightUpdate) -> None:
-        self.release(update)
+        """Take its segment away; called at the sender's end."""
+        path = self._path(update)
+        if self._written.get(path) == update.version:  # a later one may lie there by now
+            self._remove(path)
 
     def close(self) -> None:
         """Give the memory back; called by the sender when the run ends."""
-        for path, mapped in self._maps.items():
+        for path in list(self._maps):
+            self._remove(path)
+
+    def _remove(self, path: Path) -> None:
+        self._written.pop(path, None)
+        mapped = self._maps.pop(path, None)
+        if mapped is not None:
             with contextlib.suppress(BufferError):
                 mapped.close()
-            path.unlink(missing_ok=True)
-        self._maps.clear()
+        path.unlink(missing_ok=True)
 
     def _path(self, update: WeightUpdate) -> Path:
         return self._folder / f"{self._prefix}-{update.version % SEGMENTS}"
 
     @torch.no_grad()
     def _write(self, update: WeightUpdate, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        mapped = self._segment(self._path(update), _size(update))
+        path = self._path(update)
+        mapped = self._segment(path, _size(update))
+        self._written[path] = update.version
         for (info, start), (name, tensor) in zip(_places(update), tensors, strict=True):
             if name != info.name:
                 raise SyncError(f"version {update.version}: tensor {name!r} came where {info.name!r} was announced")
@@ -125,8 +137,7 @@ class SharedMemorySync:
         known = self._maps.get(path)
         if known is not None and len(known) >= size:
             return known
-        self._maps.pop(path, None)
-        path.unlink(missing_ok=True)
+        self._remove(path)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             os.posix_fallocate(descriptor, 0, max(size, 1))  # reserved now: a full memory is ENOSPC here, not SIGBUS later
