@@ -92,14 +92,13 @@ class AsGiven(SharedMemorySync):
     """Writes what it is given into the places there are, in order; what has no place of its own is left out."""
 
     def _write(self, update: WeightUpdate, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        path = self._path(update)
-        mapped = self._segment(path, segments._size(update))
-        self._written[path] = update.version
+        segment = self._segment(self._path(update), segments._size(update))
+        segment.version = update.version
         names = {info.name for info in update.manifest}
         for (info, start), (name, tensor) in zip(segments._places(update), tensors, strict=False):
             if name in names:
                 count = min(tensor.numel(), info.num_bytes // tensor.element_size())
-                segments._view(mapped, info, start).reshape(-1)[:count].copy_(tensor.reshape(-1)[:count])
+                segments._view(segment.mapped, info, start).reshape(-1)[:count].copy_(tensor.reshape(-1)[:count])
 
 
 @contextlib.asynccontextmanager

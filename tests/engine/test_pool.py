@@ -357,8 +357,7 @@ def test_an_update_that_is_refused_is_wanted_no_more(tiny_model):
         policy, far = Policy(bench), await bench.join()
         await policy.publish(0)
         update = await policy.send(1)
-        segment = bench.sync._maps[bench.sync._path(update)]
-        segment[100] ^= 1
+        bench.sync._segments[bench.sync._path(update)].mapped[100] ^= 1
         with pytest.raises(RemoteError, match=r"version 1: tensor .* differs from what was sent"):
             await bench.pool.load(update)
         bench.sync.abort(update)
