@@ -164,7 +164,8 @@ async def _run(process: Process) -> None:
         log.exception("%s ended", process.name)
     process.clean_up()
     logging.shutdown()
-    sys.stdout.flush()
+    with contextlib.suppress(OSError):  # its log may lie on a full disk
+        sys.stdout.flush()
     os._exit(status)
 
 
