@@ -1,10 +1,14 @@
-"""Where in the user's own code an error arose."""
+"""Errors that more than one room knows, and where in the user's own code one arose."""
 
 from __future__ import annotations
 
 import sys
 import traceback
 from pathlib import Path
+
+
+class SyncError(RuntimeError):
+    """An update could not be moved; every engine stays on its old version."""
 
 
 def user_frame(error: BaseException) -> str:

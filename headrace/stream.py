@@ -106,11 +106,14 @@ class Peer:
         self.stream = stream
         self.calls, self._notices = dict(calls or {}), dict(notices or {})
         self._open: dict[int, asyncio.Future[Any]] = {}
+        self._has_ended = False
         self._numbers = itertools.count()
         self._answering: set[asyncio.Task[None]] = set()
 
     def begin(self, name: str, /, **arguments: Any) -> asyncio.Future[Any]:  # noqa: ANN401
         """Send a call now; the future is its answer. Calls arrive in the order they were begun."""
+        if self._has_ended:  # what is written may still find its way, and no answer ever would
+            raise StreamClosed("the stream is closed")
         number = next(self._numbers)
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.stream.write({"call": name, "number": number, "with": arguments})
@@ -128,12 +131,14 @@ class Peer:
         self.stream.write({"notice": name, "value": value})
 
     async def run(self) -> None:
-        """Read until the other end closes, which raises `StreamClosed` here and in every open call."""
+        """Read until the other end closes, which raises `StreamClosed` here and in every open call. What cannot be read raises
+        `WireError` here; to whoever waits for an answer the stream is closed then too."""
         try:
             while True:
                 self._take(await self.stream.receive())
         except BaseException as error:
-            reason = error if isinstance(error, StreamClosed | wire.WireError) else StreamClosed("the stream was closed here")
+            self._has_ended = True
+            reason = _reason_of_end(error)
             for answer in list(self._open.values()):
                 if not answer.done():
                     answer.set_exception(reason)
@@ -143,8 +148,7 @@ class Peer:
             raise
 
     def _take(self, message: Any) -> None:  # noqa: ANN401
-        if not isinstance(message, dict):
-            raise wire.WireError("a message is a dict")
+        _check_message(message)
         if "notice" in message:
             handler = self._notices.get(message["notice"])
             if handler is None:
@@ -180,6 +184,31 @@ class Peer:
                 self.stream.write({"answer": number, "error": describe_error(error)})
 
 
+_FORMS: dict[str, dict[str, type]] = {
+    "notice": {"notice": str, "value": object},
+    "call": {"call": str, "number": int, "with": dict},
+    "error": {"answer": int, "error": dict},
+    "answer": {"answer": int, "value": object},
+}
+
+
+def _check_message(message: Any) -> None:  # noqa: ANN401
+    """Refuse a frame that is none of ours before anything is done about it."""
+    if not isinstance(message, dict):
+        raise wire.WireError("a message is a dict")
+    form = next((form for key, form in _FORMS.items() if key in message), None)
+    if form is None or message.keys() != form.keys() or not all(isinstance(message[key], form[key]) for key in form):
+        raise wire.WireError(f"a message with {', '.join(map(repr, message)) or 'nothing in it'} is not one of ours")
+
+
+def _reason_of_end(error: BaseException) -> StreamClosed:
+    if isinstance(error, StreamClosed):
+        return error
+    if isinstance(error, wire.WireError):
+        return StreamClosed(f"what the other end sent cannot be read: {error}")
+    return StreamClosed("the stream was closed here")
+
+
 def describe_error(error: BaseException) -> dict[str, Any]:
     """An exception as plain data."""
     return {
@@ -208,7 +237,11 @@ class Listener:
         folder = Path(tempfile.mkdtemp(prefix=f"headrace-{os.getpid()}-", dir=None if is_short else "/tmp"))
         listener = cls(token=token, folder=folder)
         path = folder / "s"
-        listener._server = await asyncio.start_unix_server(listener._greet, path, limit=_READ_AHEAD)
+        try:
+            listener._server = await asyncio.start_unix_server(listener._greet, path, limit=_READ_AHEAD)
+        except BaseException:
+            listener.close()
+            raise
         listener.address = f"unix:{path}"
         return listener
 
@@ -236,18 +269,23 @@ class Listener:
         task.add_done_callback(self._greeting.discard)
 
     async def _greeted(self, stream: Stream) -> None:
-        """Who cannot prove the token, or says nothing, is shown out."""
+        """Who cannot prove the token, is not expected, or says nothing, is shown out."""
         try:
             async with asyncio.timeout(_HELLO_SECONDS):
                 challenge = secrets.token_hex(16)
                 stream.write({"challenge": challenge})
                 hello = await stream.receive(max_bytes=_HELLO_BYTES)
-                if not _matches(hello["proof"], self._token, "client", challenge, hello["name"], hello["channel"]):
-                    raise PermissionError("wrong token")
-                stream.write({"proof": _proof(self._token, "server", str(hello["challenge"]))})
-            self._arrived.pop((hello["name"], hello["channel"])).set_result(stream)
+            if not _matches(hello["proof"], self._token, "client", challenge, hello["name"], hello["channel"]):
+                raise PermissionError("wrong token")
+            arrived = self._arrived[hello["name"], hello["channel"]]
+            stream.write({"proof": _proof(self._token, "server", str(hello["challenge"]))})
+            del self._arrived[hello["name"], hello["channel"]]
+            arrived.set_result(stream)
         except (OSError, TimeoutError, wire.WireError, LookupError, TypeError, asyncio.InvalidStateError):
             stream.close()
+        except asyncio.CancelledError:
+            stream.close()
+            raise
 
     def close(self) -> None:
         if self._server is not None:
@@ -270,16 +308,29 @@ async def connect(address: str, *, token: str, name: str, channel: str) -> Strea
     else:
         raise ValueError(f"address {address!r}: must be unix:PATH or tcp:HOST:PORT")
     stream = Stream(reader, writer)
-    async with asyncio.timeout(_HELLO_SECONDS):
+    try:
+        async with asyncio.timeout(_HELLO_SECONDS):
+            await _introduce(stream, address, token, name, channel)
+    except BaseException:
+        stream.close()
+        raise
+    return stream
+
+
+async def _introduce(stream: Stream, address: str, token: str, name: str, channel: str) -> None:
+    try:
         asked = await stream.receive(max_bytes=_HELLO_BYTES)
         challenge = secrets.token_hex(16)
         proof = _proof(token, "client", str(asked["challenge"]), name, channel)
         stream.write({"proof": proof, "name": name, "channel": channel, "challenge": challenge})
         answer = await stream.receive(max_bytes=_HELLO_BYTES)
-    if not _matches(answer["proof"], token, "server", challenge):
-        stream.close()
+        is_ours = _matches(answer["proof"], token, "server", challenge)
+    except (wire.WireError, LookupError, TypeError) as error:
+        raise PermissionError(f"whoever listens at {address} does not speak as this run does: {error}") from error
+    except StreamClosed as error:
+        raise StreamClosed(f"{address} did not let {name!r} in as {channel!r}: another token, or it is not expected") from error
+    if not is_ours:
         raise PermissionError(f"whoever listens at {address} does not know this run's token")
-    return stream
 
 
 def _proof(token: str, *parts: str) -> str:

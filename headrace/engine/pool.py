@@ -17,6 +17,7 @@ import numpy as np
 
 from headrace.engine.lengthen import lengthen
 from headrace.engine.protocol import EngineState, Increment, PromptTooLong, UnusablePrompt
+from headrace.errors import SyncError
 from headrace.packed import pack_rollouts, pack_samplings, unpack_rollouts
 from headrace.partial import Interrupt
 from headrace.stream import RemoteError, StreamClosed
@@ -40,7 +41,8 @@ class _Request:
     rollout: Rollout
     sampling: Sampling
     answer: asyncio.Future[Rollout]
-    increments: asyncio.Queue[Increment] | None = None
+    increments: asyncio.Queue[Increment | Exception] | None = None
+    """Where the news of a streamed rollout goes, a refusal too."""
     grown: list[_Grown] = field(default_factory=list)
     """What is known to have been drawn so far."""
 
@@ -66,6 +68,7 @@ class Member:
         self.requests: dict[int, _Request] = {}
         self.update: WeightUpdate | None = None
         self.pool: EnginePool | None = None
+        self.is_lost = False
         self._on_report = on_report
 
     def notices(self) -> dict[str, Callable[[Any], None]]:
@@ -75,11 +78,16 @@ class Member:
             "done": self._take_done,
             "grown": self._take_grown,
             "refused": self._take_refused,
-            "report": lambda report: self._on_report(self.name, report),
+            "report": self._take_report,
         }
 
     async def load(self, update: WeightUpdate, interrupt: Interrupt) -> None:
-        await self.control.call("load", update=update, interrupt=interrupt.value)
+        try:
+            await self.control.call("load", update=update, interrupt=interrupt.value)
+        except RemoteError as error:
+            if error.kind == SyncError.__name__:
+                raise SyncError(error.message) from error
+            raise
         self.update = update
 
     def send(self, requests: list[_Request]) -> None:
@@ -161,8 +169,17 @@ class Member:
     def _take_refused(self, value: Any) -> None:  # noqa: ANN401
         for key, kind, message in value:
             request = self.requests.pop(key, None)
-            if request is not None and not request.answer.done():
-                request.answer.set_exception(_REFUSALS.get(kind, WireError)(message))
+            if request is None:
+                continue
+            refusal = _REFUSALS.get(kind, WireError)(message)
+            if request.increments is not None:
+                request.increments.put_nowait(refusal)
+            elif not request.answer.done():
+                request.answer.set_exception(refusal)
+
+    def _take_report(self, report: dict[str, Any]) -> None:
+        if not self.is_lost:  # a last one may lie unread when what it reported has been counted already
+            self._on_report(self.name, report)
 
 
 class EnginePool:
@@ -181,23 +198,32 @@ class EnginePool:
     # Who is in it; called by whoever supervises the processes
 
     async def join(self, member: Member) -> None:
-        """Take an engine in, once it holds the weights that the others hold."""
-        while self._wanted is not None and member.update is not self._wanted:
-            wanted = self._wanted
-            try:
-                await member.load(wanted, Interrupt.KEEP)
-            except RemoteError:
-                if self._wanted is wanted:  # otherwise it was overwritten by a newer one while it was read
-                    raise
-        if self._is_paused:
-            await member.control.call("pause", interrupt=Interrupt.KEEP.value)
+        """Take an engine in, once it holds the weights that the others hold and stands still if they do. Either may change
+        while it is brought there: it is looked at again after every wait."""
+        is_paused = False
+        while True:
+            if self._wanted is not None and member.update is not self._wanted:
+                await self._bring(member, self._wanted)
+            elif is_paused != self._is_paused:
+                is_paused = self._is_paused
+                await (member.control.call("pause", interrupt="keep") if is_paused else member.control.call("resume"))
+            else:
+                break
         member.pool = self
         self.members.append(member)
         self._joined.set()
         self.wake()
 
+    async def _bring(self, member: Member, wanted: WeightUpdate) -> None:
+        try:
+            await member.load(wanted, Interrupt.KEEP)
+        except (RemoteError, SyncError):
+            if self._wanted is wanted:  # otherwise it was overwritten by a newer one while it was read
+                raise
+
     def lose(self, member: Member) -> None:
         """An engine is gone: what it was doing is begun again from what is known of it."""
+        member.is_lost = True
         if member in self.members:
             self.members.remove(member)
         again: list[_Request] = []
@@ -223,23 +249,18 @@ class EnginePool:
             raise
 
     async def stream(self, rollout: Rollout, sampling: Sampling) -> AsyncIterator[Increment]:
-        queue: asyncio.Queue[Increment] = asyncio.Queue()
+        queue: asyncio.Queue[Increment | Exception] = asyncio.Queue()
         request = _Request(next(self._keys), rollout, sampling, asyncio.get_running_loop().create_future(), increments=queue)
         self._enqueue(request)
-        refused = asyncio.ensure_future(_refusal(request.answer))
         try:
             while True:
-                arrived = asyncio.ensure_future(queue.get())
-                await asyncio.wait({arrived, refused}, return_when=asyncio.FIRST_COMPLETED)
-                if not arrived.done():
-                    arrived.cancel()
-                    refused.result()
-                increment = arrived.result()
+                increment = await queue.get()
+                if isinstance(increment, Exception):
+                    raise increment
                 yield increment
                 if increment.finish_reason is not None:
                     return
         finally:
-            refused.cancel()
             self._cancel(request)
 
     async def score(self, rollouts: Sequence[Rollout]) -> list[Array]:
@@ -260,9 +281,15 @@ class EnginePool:
         await self._all("resume")
 
     async def load(self, update: WeightUpdate, *, interrupt: Interrupt = Interrupt.KEEP) -> None:
-        """Returns when every engine there is holds the update, and there is one."""
-        self._wanted = update
-        await asyncio.gather(*(self._load(member, update, interrupt) for member in list(self.members)))
+        """Returns when every engine there is holds the update, and there is one. Refused by one, it is wanted no more, and
+        nobody reads it any longer."""
+        before, self._wanted = self._wanted, update
+        loads = [self._load(member, update, interrupt) for member in list(self.members)]
+        for failure in await asyncio.gather(*loads, return_exceptions=True):
+            if failure is not None:
+                if self._wanted is update:
+                    self._wanted = before
+                raise failure
         await self._any_member()
 
     async def state(self) -> EngineState:
@@ -321,8 +348,9 @@ class EnginePool:
     def _tell_cancelled(self) -> None:
         cancelled, self._cancelled = self._cancelled, {}
         for member, keys in cancelled.items():
+            assert member.data is not None
             try:
-                member.control.begin("cancel", keys=keys).add_done_callback(_ignored)
+                member.data.notify("cancel", keys)  # behind the work it is about
             except StreamClosed:
                 self.lose(member)
 
@@ -358,12 +386,6 @@ def _abort(request: _Request, member: Member) -> None:
         request.answer.set_result(member.partial(request))
 
 
-def _ignored(answer: asyncio.Future[Any]) -> None:
-    """A call nobody waits for: the engine is lost, and whoever watches it says so."""
-    if not answer.cancelled():
-        answer.exception()
-
-
 def _increment(grown: _Grown) -> Increment:
     return Increment(
         tuple(grown.token_ids.tolist()), tuple(grown.logprobs.tolist()), tuple(grown.versions.tolist()), finish_reason=None
@@ -378,11 +400,3 @@ def _last_increment(request: _Request, rollout: Rollout) -> Increment:
         tuple(rollout.versions[told:].tolist()),
         rollout.finish_reason,
     )
-
-
-async def _refusal(answer: asyncio.Future[Rollout]) -> None:
-    """Raises if the call is refused; otherwise waits for ever, for the increments tell the rest."""
-    await asyncio.wait({answer})
-    if not answer.cancelled() and answer.exception() is not None:
-        answer.result()
-    await asyncio.Event().wait()

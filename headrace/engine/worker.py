@@ -57,8 +57,11 @@ class EngineWorker:
         self._data = data
         data.notify("pull", 2 * self._engine.core.num_slots)
 
-    def take_work(self, value: Any) -> None:  # noqa: ANN401
-        """The notice `work`: rollouts to lengthen."""
+    def notices(self) -> dict[str, Callable[[Any], None]]:
+        """What its data stream may be told: rollouts to lengthen, and which of those sent before are wanted no more."""
+        return {"work": self._take_work, "cancel": self._take_cancel}
+
+    def _take_work(self, value: Any) -> None:  # noqa: ANN401
         rollouts, samplings = unpack_rollouts(value["rollouts"]), unpack_samplings(value["samplings"])
         requests = []
         for key, rollout, sampling in zip(value["keys"].tolist(), rollouts, samplings, strict=True):
@@ -68,6 +71,14 @@ class EngineWorker:
             requests.append(request)
         self._streamed.update(self._requests[key] for key in value["streamed"])
         self._engine.submit(requests, self._on_refused)
+
+    def _take_cancel(self, keys: list[int]) -> None:
+        requests = [self._requests[key] for key in keys if key in self._requests]
+        for request in requests:
+            self._forget(request)
+        if self._data is not None and requests:
+            self._engine.post(lambda: _cancel_all(self._engine.core, requests))
+            self._data.notify("pull", len(requests))
 
     def _on_refused(self, request: Request, error: ValueError) -> None:
         self._refused.append((request, error))
@@ -140,7 +151,6 @@ class EngineWorker:
             "load": self._load,
             "score": self._score,
             "state": self.state,
-            "cancel": self._cancel,
         }
 
     async def state(self) -> dict[str, Any]:
@@ -154,14 +164,6 @@ class EngineWorker:
 
     async def _score(self, rollouts: Any) -> list[Array]:  # noqa: ANN401
         return await self._engine.score(unpack_rollouts(rollouts))
-
-    async def _cancel(self, keys: list[int]) -> None:
-        requests = [self._requests[key] for key in keys if key in self._requests]
-        for request in requests:
-            self._forget(request)
-        await self._engine.between_steps(lambda: _cancel_all(self._engine.core, requests))
-        if self._data is not None and requests:
-            self._data.notify("pull", len(requests))
 
 
 def _cancel_all(core: EngineCore, requests: list[Request]) -> None:

@@ -47,6 +47,8 @@ def checksum(tensor: Tensor) -> int:
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if flat.numel() % 8:
         flat = torch.cat([flat, flat.new_zeros(-flat.numel() % 8)])
+    if not flat.numel():
+        return 0
     words = flat.view(torch.int64)
     size = min(_WORDS_ON_GPU if words.is_cuda else _WORDS_ON_CPU, words.numel())
     places = torch.arange(size, device=words.device) * 2 + 1
@@ -54,8 +56,7 @@ def checksum(tensor: Tensor) -> int:
     for start in range(0, words.numel(), size):
         part = words[start : start + size]
         sums.append((part * places[: part.numel()]).sum() + 2 * start * part.sum())  # integers wrap at 2**64
-    total = int(torch.stack(sums).sum()) if sums else 0
-    return total & 0x7FFFFFFFFFFFFFFF
+    return int(torch.stack(sums).sum()) & 0x7FFFFFFFFFFFFFFF
 
 
 def describe(name: str, tensor: Tensor) -> TensorInfo:

@@ -24,19 +24,33 @@ class ProcessTimeline(Timeline):
         super().__init__(role)
         self._delays = _RunDelay()
         self._spans: list[tuple[str, float, float]] = []
+        self._lock = threading.Lock()
+        """A look from another thread comes between two spans, never within the end of one."""
 
     def report(self) -> dict[str, Any]:
         """Totals since the process began, to this moment, and the spans since the last report. From any thread."""
-        totals, since, state = dict(self.totals), self._since, self._state
-        totals[state] += max(0.0, time.perf_counter() - since)
-        spans, self._spans = self._spans, []
-        return {"totals": totals, "occupied": self.occupied, "slots": self.slots, "state": state, "spans": spans}
+        with self._lock:
+            totals, state = dict(self.totals), self._state
+            span = max(0.0, time.perf_counter() - self._since)
+            delayed = min(span, self._delays.so_far())
+            totals["descheduled"] += delayed
+            totals[state] += span - delayed
+            spans, self._spans = self._spans, []
+            return {"totals": totals, "occupied": self.occupied, "slots": self.slots, "state": state, "spans": spans}
+
+    def enter(self, state: str, *, at: float | None = None) -> None:
+        with self._lock:
+            super().enter(state, at=at)
+
+    def split(self, state: str, *, share: float) -> None:
+        with self._lock:
+            super().split(state, share=share)
 
     def _close(self, now: float) -> None:
         span = now - self._since
         if span <= 0:
             return
-        delayed = min(span, self._delays.since_last())
+        delayed = self._delays.take(span)
         self.totals["descheduled"] += delayed
         self.totals[self._state] += span - delayed
         if len(self._spans) < _KEPT_SPANS:
@@ -52,14 +66,20 @@ class _RunDelay:
         self._thread = 0
         self._last = 0
 
-    def since_last(self) -> float:
+    def take(self, most: float) -> float:
+        """Since what was taken before, by the thread that works; what is more than `most` belongs to the next span."""
         thread = threading.get_native_id()
-        if thread != self._thread:  # the first look from the thread that works
+        if thread != self._thread:  # the first look from it
             self._open(thread)
             self._last = self._read()
             return 0.0
-        before, self._last = self._last, self._read()
-        return (self._last - before) / 1e9
+        taken = min(int(most * 1e9), self._read() - self._last)
+        self._last += taken
+        return taken / 1e9
+
+    def so_far(self) -> float:
+        """What could be taken, asked from any thread."""
+        return (self._read() - self._last) / 1e9
 
     def _open(self, thread: int) -> None:
         if self._file >= 0:
@@ -88,7 +108,7 @@ class MirroredTimeline(Timeline):
         self._gone: list[dict[str, Any]] = []
         self._base: dict[str, float] = {}
         self._base_slots = (0, 0)
-        self._relabelled = dict.fromkeys(STATES[role], 0.0)
+        self._evaluated = 0.0
 
     def take(self, name: str, report: dict[str, Any]) -> None:
         """The newest report of one process."""
@@ -105,7 +125,7 @@ class MirroredTimeline(Timeline):
 
     def start(self) -> None:
         self._base, self._base_slots = self._totals(), self._slots()
-        self._relabelled = dict.fromkeys(STATES[self.role], 0.0)
+        self._evaluated = 0.0
         self._sum()
 
     def shares(self) -> dict[str, float]:
@@ -123,10 +143,12 @@ class MirroredTimeline(Timeline):
         return sum(report["occupied"] for report in reports), sum(report["slots"] for report in reports)
 
     def _sum(self) -> None:
-        now = self._totals()
-        self.totals = {
-            state: max(0.0, now[state] - self._base.get(state, 0.0) + self._relabelled[state]) for state in STATES[self.role]
-        }
+        totals = {state: max(0.0, total - self._base.get(state, 0.0)) for state, total in self._totals().items()}
+        if self._evaluated:
+            evaluated = min(self._evaluated, totals[IDLE[self.role]])  # what it did meanwhile it did
+            totals["evaluate"] += evaluated
+            totals[IDLE[self.role]] -= evaluated
+        self.totals = totals
         occupied, slots = self._slots()
         self.occupied, self.slots = occupied - self._base_slots[0], slots - self._base_slots[1]
 
@@ -138,9 +160,7 @@ class MirroredTimeline(Timeline):
             yield
         finally:
             if state == "evaluate":
-                seconds = time.perf_counter() - began
-                self._relabelled[state] += seconds
-                self._relabelled[IDLE[self.role]] -= seconds
+                self._evaluated += time.perf_counter() - began
                 self._sum()
 
     def enter(self, state: str, *, at: float | None = None) -> None:

@@ -116,7 +116,7 @@ class Process:
         loop = asyncio.get_running_loop()
         engine.died.add_done_callback(lambda died: loop.call_soon_threadsafe(self._fail_as, died))
         engine.start()
-        data = Peer(await self._connect("data"), notices={"work": worker.take_work})
+        data = Peer(await self._connect("data"), notices=worker.notices())
         self._reading = asyncio.ensure_future(data.run())
         self._reading.add_done_callback(self._on_data_closed)
         worker.attach(data)
@@ -164,7 +164,8 @@ async def _run(process: Process) -> None:
         log.exception("%s ended", process.name)
     process.clean_up()
     logging.shutdown()
-    sys.stdout.flush()
+    with contextlib.suppress(OSError):  # its log may lie on a full disk
+        sys.stdout.flush()
     os._exit(status)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import errno
+import builtins
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from headrace.model.weights import make_manifest
@@ -146,8 +146,8 @@ class TrainerThere:
         try:
             await self._child.control.call("save", folder=str(folder))
         except RemoteError as error:
-            if error.kind in ("OSError", "SafetensorError"):  # a full disk: whoever keeps checkpoints knows what to do
-                raise OSError(errno.EIO, error.message) from error
+            if _is_of_the_disk(error.kind):  # whoever keeps checkpoints knows what to do
+                raise OSError(error.message) from error
             raise self._child.failed(error) from error
         except StreamClosed as error:
             raise await self._child.explain() from error
@@ -182,3 +182,9 @@ class TrainerThere:
             raise self._child.failed(error) from error
         except StreamClosed as error:
             raise await self._child.explain() from error
+
+
+def _is_of_the_disk(kind: str) -> bool:
+    """A full disk, a folder that may not be written …: whatever `CheckpointStore` answers in one process."""
+    known = getattr(builtins, kind, None)
+    return kind == "SafetensorError" or (isinstance(known, type) and issubclass(known, OSError))

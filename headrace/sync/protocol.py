@@ -6,6 +6,8 @@ import secrets
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from headrace.errors import SyncError
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
@@ -13,9 +15,7 @@ if TYPE_CHECKING:
 
     from headrace.types import TensorInfo, WeightUpdate
 
-
-class SyncError(RuntimeError):
-    """An update could not be moved; every engine stays on its old version."""
+__all__ = ["Lineage", "SyncError", "WeightSync"]
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import mmap
 import os
 import shutil
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,6 +59,24 @@ def _too_small(folder: Path, num_bytes: int, free: int) -> str:
     )
 
 
+@dataclass
+class _Segment:
+    """One that this process writes."""
+
+    mapped: mmap.mmap
+    inode: int
+    version: int = -1
+    """Last written into it."""
+
+    def is_at(self, path: Path) -> bool:
+        """Whether whoever opens the path finds it: what cleans up temporary files may have been there."""
+        try:
+            found = path.stat()
+        except OSError:
+            return False
+        return found.st_ino == self.inode and found.st_size == len(self.mapped)
+
+
 class SharedMemorySync:
     """A `WeightSync` between processes of one host. Both ends are made with the same prefix; only the sender closes it."""
 
@@ -65,7 +84,7 @@ class SharedMemorySync:
         self.lineage = lineage
         self._policy = policy
         self._folder, self._prefix = folder, prefix
-        self._maps: dict[Path, mmap.mmap] = {}
+        self._segments: dict[Path, _Segment] = {}
 
     def offer(self, version: int, manifest: Iterable[TensorInfo]) -> WeightUpdate:
         return WeightUpdate(
@@ -86,7 +105,7 @@ class SharedMemorySync:
         try:
             file = path.open("r+b")
         except OSError as error:
-            raise SyncError(f"version {update.version}: {path} cannot be read: {error.strerror}") from error
+            raise SyncError(f"version {update.version} is not on offer: {path} cannot be read: {error.strerror}") from error
         with file:
             if os.fstat(file.fileno()).st_size < _size(update):
                 raise SyncError(f"version {update.version}: {path} is smaller than its manifest says")
@@ -100,44 +119,53 @@ class SharedMemorySync:
         """Nothing to free: the segment is written again by the version after the next."""
 
     def abort(self, update: WeightUpdate) -> None:
-        self.release(update)
+        """Take its segment away; called at the sender's end."""
+        path = self._path(update)
+        segment = self._segments.get(path)
+        if segment is not None and segment.version == update.version:  # a later one may lie there by now
+            self._remove(path)
 
     def close(self) -> None:
         """Give the memory back; called by the sender when the run ends."""
-        for path, mapped in self._maps.items():
+        for path in list(self._segments):
+            self._remove(path)
+
+    def _remove(self, path: Path) -> None:
+        segment = self._segments.pop(path, None)
+        if segment is not None:
             with contextlib.suppress(BufferError):
-                mapped.close()
-            path.unlink(missing_ok=True)
-        self._maps.clear()
+                segment.mapped.close()
+        path.unlink(missing_ok=True)
 
     def _path(self, update: WeightUpdate) -> Path:
         return self._folder / f"{self._prefix}-{update.version % SEGMENTS}"
 
     @torch.no_grad()
     def _write(self, update: WeightUpdate, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        mapped = self._segment(self._path(update), _size(update))
+        segment = self._segment(self._path(update), _size(update))
+        segment.version = update.version
         for (info, start), (name, tensor) in zip(_places(update), tensors, strict=True):
             if name != info.name:
                 raise SyncError(f"version {update.version}: tensor {name!r} came where {info.name!r} was announced")
-            _view(mapped, info, start).copy_(tensor)
+            _view(segment.mapped, info, start).copy_(tensor)
 
-    def _segment(self, path: Path, size: int) -> mmap.mmap:
-        known = self._maps.get(path)
-        if known is not None and len(known) >= size:
+    def _segment(self, path: Path, size: int) -> _Segment:
+        known = self._segments.get(path)
+        if known is not None and len(known.mapped) >= size and known.is_at(path):
             return known
-        self._maps.pop(path, None)
-        path.unlink(missing_ok=True)
+        self._remove(path)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             os.posix_fallocate(descriptor, 0, max(size, 1))  # reserved now: a full memory is ENOSPC here, not SIGBUS later
-            self._maps[path] = mmap.mmap(descriptor, max(size, 1))
+            segment = _Segment(mmap.mmap(descriptor, max(size, 1)), os.fstat(descriptor).st_ino)
         except OSError as error:
             path.unlink(missing_ok=True)
             free = shutil.disk_usage(self._folder).free
             raise SyncError(f"{_too_small(self._folder, size, free)} ({error.strerror})") from error
         finally:
             os.close(descriptor)
-        return self._maps[path]
+        self._segments[path] = segment
+        return segment
 
 
 def remove_segments(folder: Path, prefix: str) -> None:

@@ -62,10 +62,13 @@ class TrainerWorker:
 
     def _one_step(self, batch: Batch, learning_rate: float) -> dict[str, float]:
         seen = self._trainer.forward_backward(batch)
+        self._wait_for_readers()
+        return seen | self._trainer.optim_step(learning_rate)
+
+    def _wait_for_readers(self) -> None:
         if not self._may_change.is_set():
             with self._timeline.during("publish"):
                 self._may_change.wait()
-        return seen | self._trainer.optim_step(learning_rate)
 
     async def _publish(self, version: int, canary: Any) -> dict[str, Any]:  # noqa: ANN401
         """Answers when the weights lie ready; until then the next step may compute but not change them. One update is under
@@ -97,7 +100,11 @@ class TrainerWorker:
         await self._compute("save", lambda: self._trainer.save(Path(folder)))
 
     async def _load(self, folder: str) -> None:
-        await self._compute("compute", lambda: self._trainer.load(Path(folder)))
+        await self._compute("compute", lambda: self._one_load(Path(folder)))
+
+    def _one_load(self, folder: Path) -> None:
+        self._wait_for_readers()
+        self._trainer.load(folder)
 
     async def _compute(self, state: str, action: Callable[[], T]) -> T:
         """In the compute thread, after whatever was asked before."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from pooled import pooled
 
 from headrace.engine import Engine, EngineState, PromptTooLong, UnusablePrompt
 from headrace.engine.native import NativeEngine
@@ -19,12 +20,15 @@ from headrace.model.load import load_model
 from headrace.model.weights import make_manifest, named_tensors
 from headrace.observe import ProcessTimeline, Timeline
 from headrace.partial import Interrupt
-from headrace.sync import Lineage, MemorySync, SyncError
+from headrace.sync import Lineage, MemorySync, SharedMemorySync, SyncError, WeightSync
+from headrace.sync import shared as segments
 from headrace.types import FinishReason, Rollout, Sampling, Source
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
     from contextlib import AbstractAsyncContextManager
+
+    from headrace.types import WeightUpdate
 
 CONTEXT = 96
 END = 1
@@ -36,7 +40,7 @@ class Bench:
 
     engine: Engine
     model: torch.nn.Module
-    sync: MemorySync
+    sync: WeightSync
 
     async def publish(self, version: int, *, interrupt: Interrupt = Interrupt.KEEP) -> None:
         update = self.sync.offer(version, make_manifest(named_tensors(self.model)))
@@ -84,7 +88,32 @@ async def threaded(model_path: str, slots: int) -> AsyncIterator[Bench]:
         assert not engine.died.done(), engine.died.exception()
 
 
-ENGINES: dict[str, Callable[[str, int], AbstractAsyncContextManager[Bench]]] = {"native": native, "threaded": threaded}
+class AsGiven(SharedMemorySync):
+    """Writes what it is given into the places there are, in order; what has no place of its own is left out."""
+
+    def _write(self, update: WeightUpdate, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        segment = self._segment(self._path(update), segments._size(update))
+        segment.version = update.version
+        names = {info.name for info in update.manifest}
+        for (info, start), (name, tensor) in zip(segments._places(update), tensors, strict=False):
+            if name in names:
+                count = min(tensor.numel(), info.num_bytes // tensor.element_size())
+                segments._view(segment.mapped, info, start).reshape(-1)[:count].copy_(tensor.reshape(-1)[:count])
+
+
+@contextlib.asynccontextmanager
+async def pool(model_path: str, slots: int) -> AsyncIterator[Bench]:
+    """In a pool of one, over sockets and shared memory."""
+    async with pooled(model_path, sync=AsGiven) as bench:
+        await bench.join(slots=slots, context=CONTEXT)
+        yield Bench(bench.pool, load_model(model_path), bench.sync)
+
+
+ENGINES: dict[str, Callable[[str, int], AbstractAsyncContextManager[Bench]]] = {
+    "native": native,
+    "threaded": threaded,
+    "pool": pool,
+}
 
 
 @pytest.fixture(params=ENGINES)

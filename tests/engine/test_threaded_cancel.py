@@ -45,3 +45,20 @@ def test_a_call_cancelled_while_it_is_submitted_leaves_nothing(tiny_model: str, 
         assert (state.running, state.waiting) == (0, 0)
 
     asyncio.run(main())
+
+
+def test_a_drain_that_is_cancelled_ends_neither_the_engine_nor_its_work(tiny_model: str) -> None:
+    async def main() -> None:
+        core = EngineCore(load_model(tiny_model), name="engine-0", slots=1, context=64)
+        engine = ThreadedEngine(core, sync=MemorySync(Lineage("life")), timeline=Timeline("engine"))
+        engine.start()
+        calls = [asyncio.create_task(engine.generate(Rollout.from_prompt([5], id="r"), Sampling(max_tokens=40))) for _ in "ab"]
+        while not core.num_running:  # noqa: ASYNC110  (it runs in another thread)
+            await asyncio.sleep(0)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(engine.pause(Interrupt.DRAIN), 0.001)
+        assert [rollout.num_sampled for rollout in await asyncio.wait_for(asyncio.gather(*calls), 10)] == [40, 40]
+        engine.close()
+        assert not engine.died.done()
+
+    asyncio.run(main())

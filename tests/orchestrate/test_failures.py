@@ -166,20 +166,6 @@ def test_an_async_reward_does_not_hold_up_the_run(tmp_path):
     assert result.summary["status"] == "finished"
 
 
-@pytest.fixture
-def tiny_disk(tmp_path):
-    """A file system of five megabytes; only root may make one."""
-    mount = tmp_path / "disk"
-    mount.mkdir()
-    if os.geteuid() != 0 or shutil.which("mount") is None:
-        pytest.skip("mounting a file system needs root")
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=5m", "tmpfs", str(mount)], capture_output=True)
-    if done.returncode:
-        pytest.skip(f"no tmpfs here: {done.stderr.decode()}")
-    yield mount
-    subprocess.run(["umount", "-l", str(mount)], check=True)
-
-
 def test_a_full_disk_loses_nothing(tmp_path, tiny_disk, cache_folder):
     folder = tiny_disk / "run"
     observe = {"keep_rollouts_every": 0, "trace": False}
@@ -320,6 +306,17 @@ def test_a_folder_in_use_is_refused(tmp_path):
     with pytest.raises(headrace.ConfigError, match="in use by another process"):
         small_run(tmp_path / "run")
     lock.release()
+    assert small_run(tmp_path / "run", steps=1).summary["status"] == "finished"
+
+
+def test_the_lock_of_a_dead_process_hinders_nobody(tmp_path):
+    """Killed while it holds the folder, it leaves the file, and the system lets go of the lock."""
+    script = (
+        "import os, signal, sys; from pathlib import Path; from headrace.orchestrate.folder import FolderLock\n"
+        "assert FolderLock(Path(sys.argv[1])).acquire(); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    killed = subprocess.run([sys.executable, "-c", script, str(tmp_path / "run")], timeout=60)
+    assert killed.returncode == -signal.SIGKILL and (tmp_path / "run" / ".lock").exists()
     assert small_run(tmp_path / "run", steps=1).summary["status"] == "finished"
 
 

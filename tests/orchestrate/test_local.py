@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
+import subprocess
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from helpers import same_weights, small_run
+from helpers import same_weights, small_run, weights
 
 from headrace.model.load import ModelError
 from headrace.observe.inspect import read_rollouts
 from headrace.observe.observer import read_metrics
 from headrace.observe.spans import STATES
-from headrace.orchestrate.processes import RoleFailed
+from headrace.orchestrate.checkpoint import CheckpointError
+from headrace.orchestrate.processes import Child, RoleFailed
+from headrace.orchestrate.publish import make_canary
+from headrace.orchestrate.roles import TrainerThere
+from headrace.stream import RemoteError
 from headrace.sync.shared import shared_folder
 
 
@@ -176,6 +183,45 @@ def test_a_model_that_cannot_be_loaded_is_the_same_error_as_in_one_process(tmp_p
     with pytest.raises(ModelError, match="empty"):
         local_run(tmp_path / "run", model={"path": str(tmp_path / "empty")})
     assert not children() and not leftovers()
+
+
+def test_a_full_disk_loses_nothing(tiny_disk, cache_folder):
+    """It is the trainer's process that meets it, and its log lies there too."""
+    folder = tiny_disk / "run"
+    observe = {"keep_rollouts_every": 0, "trace": False}
+    larger = {"hidden_size": 96, "num_heads": 3, "num_layers": 2}
+    settings = {"steps": 9, "checkpoint": {"every": 3, "keep": 10}, "observe": observe, "model": larger}
+    with pytest.raises(CheckpointError, match=r"No space left on device|os error 28") as caught:
+        local_run(folder, **settings)
+    message = str(caught.value)
+    rescued = message.partition("it is in ")[2].partition(",")[0]
+    assert "Nothing is lost" in message and rescued.startswith(str(cache_folder)) and weights(rescued)
+    assert any(f"goes on from version {rescued.rpartition('-')[2]}" in note for note in caught.value.__notes__)
+    kept = sorted((folder / "checkpoints").glob("step-*"))
+    assert kept and all(weights(path) for path in kept) and not list((folder / "checkpoints").glob(".*"))
+    assert not children() and not leftovers()
+    for path in kept:
+        shutil.rmtree(path)
+    subprocess.run(["mount", "-o", "remount,size=64m", str(tiny_disk)], check=True)
+    result = local_run(folder, **settings)
+    assert result.summary["status"] == "finished" and result.summary["accounting"]["trained"] == 9 * 16
+    assert not os.path.exists(rescued)
+
+
+@pytest.mark.parametrize("kind", ["OSError", "PermissionError", "SafetensorError", "ValueError"])
+def test_what_the_disk_refuses_there_is_the_same_error_here(tmp_path, kind):
+    """Whoever keeps checkpoints rescues what the disk refuses, whichever process met it; anything else is the process's."""
+
+    async def main() -> None:
+        async def call(*_, **__):
+            raise RemoteError(kind=kind, message="[Errno 13] not here")
+
+        process = SimpleNamespace(pid=0)
+        child = Child("trainer", "trainer", process, tmp_path / "trainer.log", peer=SimpleNamespace(call=call))
+        await TrainerThere(child, canary=make_canary(np.arange(9))).save(tmp_path)
+
+    with pytest.raises(RoleFailed if kind == "ValueError" else OSError, match="not here"):
+        asyncio.run(main())
 
 
 def test_shared_memory_too_small_is_refused_before_anything_is_loaded(tmp_path, monkeypatch):

@@ -102,7 +102,8 @@ class ThreadedEngine(NativeEngine):
     def _tell_idle(self) -> None:
         waiting, self._when_idle = self._when_idle, []
         for future in waiting:
-            future.set_result(None)
+            if future.set_running_or_notify_cancel():
+                future.set_result(None)
 
     async def generate(self, rollout: Rollout, sampling: Sampling) -> Rollout:
         loop = asyncio.get_running_loop()
@@ -160,8 +161,12 @@ class ThreadedEngine(NativeEngine):
             self.core.is_admitting = False
             self._when_idle.append(idle)
 
-        await self.between_steps(stop_admitting)
-        await asyncio.wrap_future(idle)
+        try:
+            await self.between_steps(stop_admitting)
+            await asyncio.wrap_future(idle)
+        except asyncio.CancelledError:
+            self.post(lambda: setattr(self.core, "is_admitting", True))
+            raise
 
     def _pause(self, interrupt: Interrupt) -> None:
         if interrupt is Interrupt.ABORT:

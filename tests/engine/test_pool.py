@@ -1,0 +1,411 @@
+"""Engines of a pool come, share work, are brought up to date and are lost: no rollout and no version is."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from pooled import Far, Pooled, pooled
+
+from headrace.engine import PromptTooLong, worker
+from headrace.model.load import load_model
+from headrace.model.weights import make_manifest, named_tensors
+from headrace.partial import Interrupt
+from headrace.stream import RemoteError
+from headrace.types import FinishReason, Rollout, Sampling
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from headrace.types import WeightUpdate
+
+
+def run(test: Callable[[Pooled], Awaitable[None]], model_path: str, *, seconds: float = 30) -> None:
+    async def main() -> None:
+        torch.manual_seed(0)
+        async with pooled(model_path) as bench:
+            await asyncio.wait_for(test(bench), seconds)
+
+    asyncio.run(main())
+
+
+def prompt(name: str = "r", *, length: int = 6, seed: int = 0) -> Rollout:
+    return Rollout.from_prompt(np.random.default_rng(seed).integers(6, 90, size=length), id=name)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """The test's own deadline ends a wait in vain."""
+    while not holds():  # noqa: ASYNC110  (numbers change in other threads, and raise no event)
+        await asyncio.sleep(0.001)
+
+
+def slow(far: Far, seconds: float) -> None:
+    step = far.core.step
+
+    def slowly() -> Any:
+        time.sleep(seconds)
+        return step()
+
+    far.core.step = slowly  # type: ignore[method-assign]
+
+
+class Gate:
+    """Holds up what an engine does in a thread, until it is opened."""
+
+    def __init__(self, far: Far, name: str) -> None:
+        self.is_reached, self._may_go = threading.Event(), threading.Event()
+        inner = getattr(far.engine, name)
+
+        def held(*arguments: Any) -> Any:
+            self.is_reached.set()
+            self._may_go.wait(20)
+            return inner(*arguments)
+
+        setattr(far.engine, name, held)
+
+    async def reached(self) -> None:
+        await until(self.is_reached.is_set)
+
+    def open(self) -> None:
+        self._may_go.set()
+
+
+class Policy:
+    """Weights that change and are published."""
+
+    def __init__(self, bench: Pooled) -> None:
+        self._bench, self._model = bench, load_model(bench.model_path)
+
+    async def send(self, version: int) -> WeightUpdate:
+        with torch.no_grad():
+            for _, tensor in named_tensors(self._model):
+                tensor.mul_(1.01)
+        update = self._bench.sync.offer(version, make_manifest(named_tensors(self._model)))
+        await self._bench.sync.send(update, named_tensors(self._model))
+        return update
+
+    async def publish(self, version: int) -> None:
+        await self._bench.pool.load(await self.send(version))
+
+
+# Sharing work
+
+
+def test_whoever_has_room_pulls_and_a_fast_engine_does_more(tiny_model):
+    async def check(bench: Pooled) -> None:
+        slow(await bench.join(slots=2), 0.02)
+        await bench.join(slots=2)
+        done = await asyncio.gather(*(bench.pool.generate(prompt(f"r{i}"), Sampling(max_tokens=8, seed=i)) for i in range(60)))
+        assert [rollout.id for rollout in done] == [f"r{i}" for i in range(60)]
+        did = Counter(rollout.calls[0].engine for rollout in done)
+        assert 0 < did["engine-0"] < did["engine-1"] / 1.5 and did.total() == 60
+
+    run(check, tiny_model)
+
+
+def test_an_engine_is_sent_what_it_pulled_and_no_more(tiny_model):
+    """However calls end (finished, cancelled, refused), each gives back the one place it took."""
+
+    async def check(bench: Pooled) -> None:
+        far = await bench.join(slots=2)
+        await until(lambda: far.member.credit > 0)
+        room, most, take = far.member.credit, 0, far.worker._take_work
+
+        def count(value: Any) -> None:
+            nonlocal most
+            take(value)
+            most = max(most, len(far.worker._requests))
+
+        far.data._notices["work"] = count
+        calls = [asyncio.ensure_future(bench.pool.generate(prompt(f"r{i}"), Sampling(max_tokens=6))) for i in range(50)]
+        calls += [asyncio.ensure_future(bench.pool.generate(prompt(length=96), Sampling())) for _ in range(10)]
+        await until(lambda: calls[0].done())
+        assert far.core.num_running <= 2 and (await bench.pool.state()).waiting > 20
+        for call in calls[5:40:3]:
+            call.cancel()
+        ended = await asyncio.gather(*calls, return_exceptions=True)
+        kinds = Counter(type(each).__name__ for each in ended)
+        assert kinds["PromptTooLong"] == 10 and kinds["Rollout"] + kinds["CancelledError"] == 50 and kinds["Rollout"] >= 38
+        await until(lambda: far.member.credit == room)
+        assert 2 < most <= room == 10
+        assert not far.member.requests and not far.worker._requests and not far.worker._keys
+
+    run(check, tiny_model)
+
+
+def test_a_call_cancelled_as_soon_as_it_is_sent_is_not_generated(tiny_model):
+    """Its cancellation must not overtake it."""
+
+    async def check(bench: Pooled) -> None:
+        far = await bench.join(slots=512)
+        await until(lambda: far.member.credit > 0)
+        room = far.member.credit
+        calls = [asyncio.ensure_future(bench.pool.generate(prompt(f"r{i}"), Sampling(max_tokens=80))) for i in range(room)]
+        await until(lambda: far.member.credit == 0)
+        for call in calls:
+            call.cancel()
+        await until(lambda: far.member.credit == room)
+        await far.engine.between_steps(lambda: None)
+        assert (far.core.num_running, far.core.num_waiting) == (0, 0)
+        assert far.core.num_drawn < 80 * room / 4
+
+    run(check, tiny_model)
+
+
+def test_a_refused_stream_says_why(tiny_model):
+    async def check(bench: Pooled) -> None:
+        far = await bench.join()
+        with pytest.raises(PromptTooLong, match="96"):
+            await anext(bench.pool.stream(prompt(length=96), Sampling()))
+        assert not far.member.requests
+
+    run(check, tiny_model)
+
+
+def test_looking_at_an_engine_does_not_wait_behind_its_work(tiny_model):
+    async def check(bench: Pooled) -> None:
+        far = await bench.join(slots=2048, context=700)
+        await bench.pool.pause(Interrupt.KEEP)
+        await until(lambda: far.member.credit > 0)
+        rollouts = [prompt(f"r{i}", length=600, seed=i) for i in range(far.member.credit)]
+        sent = far.member.data.stream.bytes_sent
+        calls = [asyncio.ensure_future(bench.pool.generate(rollout, Sampling())) for rollout in rollouts]
+        await until(lambda: far.member.data.stream.bytes_sent > sent)
+        assert far.member.data.stream.bytes_sent - sent > 20e6 and far.member.data.stream.backlog > 0
+        began = time.monotonic()
+        state = await bench.pool.state()
+        assert time.monotonic() - began < 0.5 and state.running == 0
+        for call in calls:
+            call.cancel()
+        await until(lambda: far.member.credit == len(rollouts))
+
+    run(check, tiny_model)
+
+
+# Losing an engine
+
+
+def test_a_lost_engines_rollouts_go_on_from_what_it_told(tiny_model, monkeypatch):
+    monkeypatch.setattr(worker, "TELL_SECONDS", 0.02)
+
+    async def check(bench: Pooled) -> None:
+        policy, first = Policy(bench), await bench.join(slots=2)
+        await policy.publish(3)
+        requests = [(prompt(f"r{i}", seed=i), Sampling(max_tokens=60, top_k=20, seed=i)) for i in range(6)]
+        whole = [await bench.pool.generate(*request) for request in requests[:2]]
+        slow(first, 0.004)
+        calls = [asyncio.ensure_future(bench.pool.generate(*request)) for request in requests]
+        await until(lambda: sum(len(request.grown) > 1 for request in first.member.requests.values()) == 2)
+        told = [sum(len(part.token_ids) for part in request.grown) for request in first.member.requests.values()][:2]
+        second = await bench.join(slots=2)
+        assert not second.member.requests
+        order: list[str] = []
+        submit = second.core.submit
+        monkeypatch.setattr(second.core, "submit", lambda request: (order.append(request.rollout.id), submit(request)))
+        first.kill()
+        for partial, uncut, length in zip(await asyncio.gather(*calls[:2]), whole, told, strict=True):
+            assert partial.finish_reason is FinishReason.ABORT and length <= partial.num_sampled < 60
+            stop = len(partial)
+            assert np.array_equal(partial.token_ids, uncut.token_ids[:stop])
+            np.testing.assert_allclose(partial.logprobs, uncut.logprobs[:stop], atol=1e-5)
+            assert np.array_equal(partial.versions, uncut.versions[:stop]) and set(partial.versions[6:]) == {3}
+            assert (partial.policy, partial.lineage) == (uncut.policy, "life")
+            assert all(np.array_equal(partial.sampling_mask.row(i), uncut.sampling_mask.row(i)) for i in range(stop))
+            call = partial.calls[0]
+            assert (call.start, call.stop, call.engine, call.finish_reason) == (6, stop, "engine-0", FinishReason.ABORT)
+            resumed = await bench.pool.generate(partial, Sampling(max_tokens=66 - stop, top_k=20, seed=call.sampling.seed))
+            assert np.array_equal(resumed.token_ids, uncut.token_ids) and resumed.calls[1].engine == "engine-1"
+        for again in await asyncio.gather(*calls[2:]):
+            assert again.finish_reason is FinishReason.LENGTH and again.num_sampled == 60 and len(again.calls) == 1
+        assert [name for name in order if name not in ("r0", "r1")] == ["r2", "r3", "r4", "r5"]
+
+    run(check, tiny_model)
+
+
+def test_a_lost_engines_streams_end(tiny_model):
+    async def check(bench: Pooled) -> None:
+        far = await bench.join()
+        slow(far, 0.002)
+        parts = []
+        async for part in bench.pool.stream(prompt(), Sampling(max_tokens=80, seed=1)):
+            parts.append(part)
+            if len(parts) == 5:
+                far.kill()
+        assert parts[-1].finish_reason is FinishReason.ABORT and not any(part.finish_reason for part in parts[:-1])
+        await bench.join()
+        whole = await bench.pool.generate(prompt(), Sampling(max_tokens=80, seed=1))
+        tokens = [token for part in parts for token in part.token_ids]
+        assert 5 <= len(tokens) < 80 and tokens == whole.token_ids[6 : 6 + len(tokens)].tolist()
+
+    run(check, tiny_model)
+
+
+def test_work_waits_where_there_is_no_engine(tiny_model):
+    async def check(bench: Pooled) -> None:
+        call = asyncio.ensure_future(bench.pool.generate(prompt(), Sampling(max_tokens=4)))
+        gone = asyncio.ensure_future(bench.pool.generate(prompt("gone"), Sampling(max_tokens=4)))
+        await asyncio.sleep(0.01)
+        assert (await bench.pool.state()).waiting == 2
+        gone.cancel()
+        await asyncio.sleep(0)
+        far = await bench.join()
+        assert (await call).num_sampled == 4 and far.core.num_drawn == 4
+
+    run(check, tiny_model)
+
+
+def test_scoring_is_tried_again_elsewhere(tiny_model):
+    async def check(bench: Pooled) -> None:
+        first, second = await bench.join(), await bench.join()
+        rollouts = [await bench.pool.generate(prompt(), Sampling(max_tokens=9))]
+        expected = await second.engine.score(rollouts)
+        gate = Gate(first, "_score")
+        call = asyncio.ensure_future(bench.pool.score(rollouts))
+        await gate.reached()
+        first.ends["control"]._writer.transport.abort()
+        assert np.array_equal((await call)[0], expected[0])
+        gate.open()
+        assert bench.pool.members == [second.member]
+
+    run(check, tiny_model)
+
+
+def test_a_report_read_after_its_engine_was_lost_is_not_counted_again(tiny_model):
+    async def check(bench: Pooled) -> None:
+        far = await bench.join()
+        report = far.member.notices()["report"]
+        report({"totals": {}})
+        bench.pool.lose(far.member)
+        report({"totals": {}})
+        assert far.reports == [{"totals": {}}]
+
+    run(check, tiny_model)
+
+
+# Versions
+
+
+def test_an_update_counts_for_the_living(tiny_model):
+    async def check(bench: Pooled) -> None:
+        policy, first, second = Policy(bench), await bench.join(), await bench.join()
+        await policy.publish(0)
+        gate = Gate(second, "_stage")
+        loading = asyncio.ensure_future(policy.publish(1))
+        await gate.reached()
+        await until(lambda: first.core.version == 1)
+        await asyncio.sleep(0.02)
+        assert not loading.done(), "one of two holds it"
+        second.ends["control"]._writer.transport.abort()
+        await loading
+        gate.open()
+        assert bench.pool.members == [first.member] and (await bench.pool.state()).version == 1
+
+    run(check, tiny_model)
+
+
+def test_an_update_waits_for_an_engine_when_none_is_left(tiny_model):
+    async def check(bench: Pooled) -> None:
+        policy, only = Policy(bench), await bench.join()
+        await policy.publish(0)
+        gate = Gate(only, "_stage")
+        loading = asyncio.ensure_future(policy.publish(1))
+        await gate.reached()
+        only.ends["control"]._writer.transport.abort()
+        await asyncio.sleep(0.05)
+        assert not bench.pool.members and not loading.done()
+        gate.open()
+        successor = await bench.start(slots=4, context=96)
+        await bench.pool.join(successor.member)
+        assert successor.core.version == 1
+        await loading
+
+    run(check, tiny_model)
+
+
+@pytest.mark.parametrize("newest", [1, 2])
+def test_who_joins_holds_the_newest_version_first(tiny_model, newest):
+    """Also when that changes while it reads an older one, and when what it reads is overwritten meanwhile (by the next but
+    one): it never draws with anything else."""
+
+    async def check(bench: Pooled) -> None:
+        policy, old = Policy(bench), await bench.join()
+        await policy.publish(0)
+        late = await bench.start(slots=4, context=96)
+        gate = Gate(late, "_stage")
+        joining = asyncio.ensure_future(bench.pool.join(late.member))
+        await gate.reached()
+        for version in range(1, newest + 1):
+            await policy.publish(version)
+        assert not joining.done() and bench.pool.members == [old.member]
+        gate.open()
+        await joining
+        assert late.core.version == newest and bench.pool.members == [old.member, late.member]
+        drawn = await late.engine.score([prompt()])
+        assert np.array_equal(drawn[0], (await old.engine.score([prompt()]))[0])
+
+    run(check, tiny_model)
+
+
+def test_an_update_that_is_refused_is_wanted_no_more(tiny_model):
+    async def check(bench: Pooled) -> None:
+        policy, far = Policy(bench), await bench.join()
+        await policy.publish(0)
+        update = await policy.send(1)
+        bench.sync._segments[bench.sync._path(update)].mapped[100] ^= 1
+        with pytest.raises(RemoteError, match=r"version 1: tensor .* differs from what was sent"):
+            await bench.pool.load(update)
+        bench.sync.abort(update)
+        late = await bench.join()
+        assert (far.core.version, late.core.version) == (0, 0) and late.member.update is far.member.update
+
+    run(check, tiny_model)
+
+
+# Pausing
+
+
+def test_who_joins_a_paused_pool_stands_still_with_it(tiny_model):
+    async def check(bench: Pooled) -> None:
+        await bench.pool.pause(Interrupt.KEEP)
+        far = await bench.join()
+        call = asyncio.ensure_future(bench.pool.generate(prompt(), Sampling(max_tokens=4)))
+        await until(lambda: far.core.num_waiting == 1)
+        await asyncio.sleep(0.03)
+        assert far.core.num_drawn == 0
+        await bench.pool.resume()
+        assert (await call).num_sampled == 4
+
+    run(check, tiny_model)
+
+
+def test_what_changes_while_a_joining_engine_is_paused_reaches_it_too(tiny_model):
+    async def check(bench: Pooled) -> None:
+        policy, _ = Policy(bench), await bench.join()
+        await policy.publish(0)
+        late = await bench.start(slots=4, context=96)
+        pause, is_reached, may_go = late.engine.pause, asyncio.Event(), asyncio.Event()
+
+        async def held(interrupt: Interrupt) -> None:
+            await pause(interrupt)
+            is_reached.set()
+            await may_go.wait()
+
+        late.engine.pause = held  # type: ignore[method-assign]
+        await bench.pool.pause(Interrupt.KEEP)
+        joining = asyncio.ensure_future(bench.pool.join(late.member))
+        await is_reached.wait()
+        await policy.publish(1)
+        await bench.pool.resume()
+        may_go.set()
+        await joining
+        assert late.core.version == 1
+        bench.pool.lose(bench.far[0].member)
+        assert (await bench.pool.generate(prompt(), Sampling(max_tokens=4))).versions[-1] == 1
+
+    run(check, tiny_model)

@@ -1,0 +1,186 @@
+"""Time budgets of roles in other processes: nothing is lost or counted twice on the way to the launcher."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from headrace.observe import MirroredTimeline, ProcessTimeline
+from headrace.observe.spans import STATES
+
+
+def report(role: str = "trainer", *, occupied: int = 0, slots: int = 0, spans: Any = (), **totals: float) -> dict[str, Any]:
+    """Seconds by state; `wait_batch` is `wait-batch`."""
+    named = {state.replace("_", "-"): seconds for state, seconds in totals.items()}
+    return {"totals": dict.fromkeys(STATES[role], 0.0) | named, "occupied": occupied, "slots": slots, "spans": spans}
+
+
+def seconds(timeline: MirroredTimeline) -> dict[str, float]:
+    return {state: total for state, total in timeline.totals.items() if total}
+
+
+# In the process
+
+
+def test_a_report_holds_all_time_so_far_each_moment_once():
+    timeline = ProcessTimeline("engine")
+    began = timeline._since
+    for state in ("decode", "wait-gate", "decode"):
+        timeline.enter(state)
+        time.sleep(0.01)
+    timeline.split("prefill", share=0.5)
+    with timeline.during("swap"):
+        time.sleep(0.01)
+        told = timeline.report()
+        assert told["state"] == "swap" and told["totals"]["swap"] >= 0.009
+    told = timeline.report()
+    assert sum(told["totals"].values()) == pytest.approx(time.perf_counter() - began, abs=2e-3)
+    assert told["totals"]["prefill"] == pytest.approx(0.005, abs=2e-3) and told["state"] == "decode"
+    assert [span[0] for span in told["spans"]] == ["swap"], "spans are told once"
+
+
+@pytest.fixture
+def nervous():
+    """Threads take turns far more often than they usually do."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def test_reports_from_another_thread_neither_lose_nor_double_time(nervous):
+    """Every single one sums to the time that has passed."""
+    timeline = ProcessTimeline("engine")
+    began, is_over = timeline._since, threading.Event()
+
+    def work() -> None:
+        while not is_over.is_set():
+            for state in ("decode", "wait-gate", "wait-weights"):
+                timeline.enter(state)
+                time.sleep(0.0002)
+                timeline.split("prefill", share=0.5)
+                timeline.count(occupied=1, slots=2)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    descheduled, wrong, spans = 0.0, [], []
+    until = time.perf_counter() + 0.8
+    while (earliest := time.perf_counter()) < until:
+        told = timeline.report()
+        latest, total = time.perf_counter(), sum(told["totals"].values())
+        if not earliest - 1e-6 <= began + total <= latest + 1e-6:
+            wrong.append((earliest - began, total, latest - began))
+        if told["totals"]["descheduled"] < descheduled - 1e-6:
+            wrong.append((descheduled, told["totals"]["descheduled"]))
+        descheduled = told["totals"]["descheduled"]
+        spans += told["spans"]
+    is_over.set()
+    thread.join()
+    spans += timeline.report()["spans"]
+    assert not wrong, wrong[:5]
+    assert all(abs(first[2] - second[1]) < 1e-9 for first, second in itertools.pairwise(spans)), "a span is missing"
+
+
+BUSY = """
+import os, subprocess, sys, threading, time
+from headrace.observe import ProcessTimeline
+os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[0]})
+busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+timeline = ProcessTimeline("engine")
+def work():
+    timeline.enter("decode")
+    until = time.perf_counter() + 0.8
+    while time.perf_counter() < until:
+        pass
+    timeline.enter("wait-gate")
+    time.sleep(0.2)
+    timeline.enter("decode")
+time.sleep(0.1)
+thread = threading.Thread(target=work)
+thread.start()
+time.sleep(0.6)
+during = timeline.report()["totals"]
+thread.join()
+busy.kill()
+totals = timeline.report()["totals"]
+print(during["descheduled"], totals["decode"], totals["descheduled"], totals["wait-gate"])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says how long a thread has waited for a processor")
+def test_waiting_for_the_processor_is_no_work():
+    """Two that want one core get half of it each; the other half is told apart, also before the state ends."""
+    done = subprocess.run([sys.executable, "-c", BUSY], capture_output=True, text=True, timeout=60, check=True)
+    during, decode, descheduled, waiting = map(float, done.stdout.split())
+    assert descheduled > 0.2 and decode < 0.6 and decode + descheduled == pytest.approx(0.8, abs=0.15)
+    assert during > 0.1 and waiting > 0.15
+
+
+# At the launcher
+
+
+def test_windows_begin_at_start_and_processes_add_up():
+    timeline = MirroredTimeline("engine")
+    timeline.take("engine-0", report("engine", decode=5, wait_gate=1, occupied=10, slots=20))
+    timeline.take("engine-1", report("engine", decode=1, swap=1, occupied=5, slots=20))
+    assert seconds(timeline) == {"decode": 6, "wait-gate": 1, "swap": 1}
+    timeline.start()
+    assert seconds(timeline) == {} and timeline.shares()["wait-gate"] == 1.0
+    timeline.take("engine-0", report("engine", decode=7, wait_gate=2, occupied=30, slots=40))
+    timeline.take("engine-1", report("engine", decode=1, swap=2, occupied=5, slots=40))
+    assert seconds(timeline) == {"decode": 2, "wait-gate": 1, "swap": 1}
+    assert (timeline.occupied, timeline.slots) == (20, 40)
+    shares = timeline.shares()
+    assert sum(shares.values()) == pytest.approx(1) and shares["decode"] == 0.5
+
+
+def test_what_a_process_reported_still_counts_when_it_is_gone_and_one_of_its_name_begins_anew():
+    timeline = MirroredTimeline("engine")
+    timeline.take("engine-0", report("engine", decode=5, slots=10))
+    timeline.start()
+    timeline.take("engine-0", report("engine", decode=8, slots=16))
+    timeline.forget("engine-0")
+    timeline.forget("engine-0")
+    assert seconds(timeline) == {"decode": 3}
+    timeline.take("engine-0", report("engine", decode=1, slots=2))
+    assert seconds(timeline) == {"decode": 4} and timeline.slots == 8
+
+
+def test_spans_are_passed_on_once():
+    spans = []
+    timeline = MirroredTimeline("trainer", on_span=lambda *span: spans.append(span))
+    timeline.take("trainer", report(compute=1, spans=[("compute", 0.0, 1.0)]))
+    timeline.take("trainer", report(compute=1))
+    timeline.start()
+    assert spans == [("trainer", "compute", 0.0, 1.0)]
+
+
+def test_waiting_for_an_evaluation_is_told_apart_from_waiting_for_a_batch():
+    timeline = MirroredTimeline("trainer")
+    timeline.take("trainer", report(compute=1, wait_batch=1))
+    timeline.start()
+    with timeline.during("evaluate"):
+        time.sleep(0.05)
+    timeline.take("trainer", report(compute=2, wait_batch=1.2))
+    found = seconds(timeline)
+    assert found["evaluate"] == pytest.approx(0.05, abs=0.03) and found["wait-batch"] == pytest.approx(0.15, abs=0.03)
+    assert sum(found.values()) == pytest.approx(1.2) and sum(timeline.shares().values()) == pytest.approx(1)
+
+
+def test_what_the_trainer_does_during_an_evaluation_is_not_counted_twice():
+    """It publishes while the evaluation waits for that: of those seconds only the idle ones are the evaluation's."""
+    timeline = MirroredTimeline("trainer")
+    timeline.start()
+    with timeline.during("evaluate"):
+        time.sleep(0.05)
+    timeline.take("trainer", report(publish=0.04, wait_batch=0.01))
+    assert seconds(timeline) == pytest.approx({"publish": 0.04, "evaluate": 0.01})
+    with timeline.during("publish"):  # its own work it reports itself
+        time.sleep(0.01)
+    assert sum(seconds(timeline).values()) == pytest.approx(0.05)

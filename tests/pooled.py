@@ -1,0 +1,132 @@
+"""Engines at the far end of real sockets, in this process: what a pool sees of engines in processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headrace.engine.native.core import EngineCore
+from headrace.engine.native.threaded import ThreadedEngine
+from headrace.engine.pool import EnginePool, Member
+from headrace.engine.worker import EngineWorker
+from headrace.model.load import load_model
+from headrace.observe import ProcessTimeline
+from headrace.stream import Listener, Peer, Stream, connect
+from headrace.sync import Lineage, SharedMemorySync
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+TOKEN = "t" * 64
+
+
+@dataclass(eq=False)
+class Far:
+    """One engine and both ends of its streams."""
+
+    name: str
+    member: Member
+    engine: ThreadedEngine
+    worker: EngineWorker
+    ends: dict[str, Stream]
+    """Its own ends, by channel."""
+    data: Peer
+    reports: list[dict[str, Any]]
+    _reading: list[asyncio.Task[None]]
+
+    @property
+    def core(self) -> EngineCore:
+        return self.engine.core
+
+    def kill(self) -> None:
+        """Its sockets close as those of a killed process do: at once, whatever is under way."""
+        for stream in self.ends.values():
+            stream._writer.transport.abort()
+        self.close()
+
+    def close(self) -> None:
+        self.worker._data = None  # nobody is told any more
+        self.engine.close()
+        for task in self._reading:
+            task.cancel()
+
+
+@dataclass
+class Pooled:
+    """A pool, and who may join it."""
+
+    pool: EnginePool
+    model_path: str
+    sync: SharedMemorySync
+    folder: Path
+    listener: Listener
+    far: list[Far] = field(default_factory=list)
+    _reading: list[asyncio.Task[None]] = field(default_factory=list)
+
+    async def start(self, *, slots: int, context: int, name: str = "") -> Far:
+        """An engine that is connected and has not joined."""
+        name = name or f"engine-{len(self.far)}"
+        core = EngineCore(load_model(self.model_path), name=name, slots=slots, context=context)
+        timeline, life = ProcessTimeline("engine"), Lineage("life")
+        engine = ThreadedEngine(core, sync=SharedMemorySync(life, prefix="w", folder=self.folder), timeline=timeline)
+        worker = EngineWorker(engine, timeline=timeline)
+        near, ends = {}, {}
+        for channel in ("control", "data"):
+            arriving = self.listener.expect(name, channel)
+            ends[channel] = await connect(self.listener.address, token=TOKEN, name=name, channel=channel)
+            near[channel] = await arriving
+        reports: list[dict[str, Any]] = []
+        member = Member(name, control=Peer(near["control"]), on_report=lambda _, report: reports.append(report))
+        member.data = Peer(near["data"], notices=member.notices())
+        control, data = Peer(ends["control"], calls=worker.calls()), Peer(ends["data"], notices=worker.notices())
+        reading = [asyncio.ensure_future(peer.run()) for peer in (control, data)]
+        far = Far(name, member, engine, worker, ends, data, reports, reading)
+        for peer in (member.control, member.data):
+            self._reading.append(asyncio.ensure_future(self._watch(peer, member)))
+        engine.start()
+        worker.attach(data)
+        self.far.append(far)
+        return far
+
+    async def join(self, *, slots: int = 4, context: int = 96) -> Far:
+        far = await self.start(slots=slots, context=context)
+        await self.pool.join(far.member)
+        return far
+
+    async def _watch(self, peer: Peer, member: Member) -> None:
+        """What whoever supervises the processes does."""
+        try:
+            await peer.run()
+        finally:
+            for each in (member.control, member.data):
+                assert each is not None
+                each.stream.close()
+            self.pool.lose(member)
+
+    async def close(self) -> None:
+        for task in self._reading:
+            task.cancel()
+        await asyncio.gather(*self._reading, return_exceptions=True)
+        for far in self.far:
+            far.close()
+            assert not far.engine.died.done(), far.engine.died.exception()
+        self.listener.close()
+        self.sync.close()
+
+
+@contextlib.asynccontextmanager
+async def pooled(model_path: str, *, sync: type[SharedMemorySync] = SharedMemorySync) -> AsyncIterator[Pooled]:
+    """An empty pool."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        sender = sync(Lineage("life"), prefix="w", folder=folder)
+        listener = await Listener.on_this_host(token=TOKEN)
+        bench = Pooled(EnginePool(), model_path, sender, folder, listener)
+        try:
+            yield bench
+        finally:
+            await bench.close()

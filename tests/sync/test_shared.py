@@ -1,0 +1,313 @@
+"""Weights through shared memory: what arrives is what was sent, or it is refused and nothing has changed."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import stat
+import subprocess
+import sys
+import threading
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.engine.native import NativeEngine
+from headrace.engine.native.core import EngineCore
+from headrace.model.load import load_model
+from headrace.model.weights import SpareWeights, WeightError, make_manifest, named_tensors
+from headrace.observe import Timeline
+from headrace.sync import Lineage, SharedMemorySync, SyncError
+from headrace.sync.shared import check_room, remove_segments
+from headrace.types import Rollout
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from headrace.types import WeightUpdate
+
+ODD: dict[str, Tensor] = {
+    "matrix": torch.randn(33, 17),
+    "half": torch.randn(5, 3).bfloat16(),
+    "steps": torch.tensor([2**62, -1], dtype=torch.int64),
+    "scalar": torch.tensor(2.5),
+    "flag": torch.tensor(True),
+    "empty": torch.zeros(0, 4),
+    "bytes": torch.arange(13, dtype=torch.uint8),
+    "last": torch.randn(1),
+}
+
+
+class Ends:
+    """A sender and a receiver that share nothing but a prefix."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.sender, self.receiver = (SharedMemorySync(Lineage("life"), prefix="weights", folder=folder) for _ in range(2))
+
+    def send(self, version: int, tensors: dict[str, Tensor]) -> WeightUpdate:
+        update = self.sender.offer(version, make_manifest(tensors.items()))
+        asyncio.run(self.sender.send(update, tensors.items()))
+        return update
+
+    def receive(self, update: WeightUpdate) -> dict[str, Tensor]:
+        return {name: tensor.clone() for name, tensor in self.receiver.receive(update)}
+
+    def segment(self, update: WeightUpdate) -> Path:
+        return self.sender._path(update)
+
+
+@pytest.fixture
+def ends(tmp_path):
+    ends = Ends(tmp_path)
+    yield ends
+    ends.sender.close()
+    assert not list(tmp_path.glob("weights-*"))
+
+
+class Small(torch.nn.Module):
+    """Tied weights, a buffer and a dtype beside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = torch.nn.Embedding(11, 6)
+        self.head = torch.nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.norm = torch.nn.LayerNorm(6)
+        self.register_buffer("count", torch.tensor(3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.norm(self.embed(ids)))
+
+
+def changed(model: torch.nn.Module, seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: tensor + torch.randn(tensor.shape, generator=generator) if tensor.is_floating_point() else tensor + seed
+        for name, tensor in named_tensors(model)
+    }
+
+
+def equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return left.keys() == right.keys() and all(
+        left[name].dtype == right[name].dtype and torch.equal(left[name], right[name]) for name in left
+    )
+
+
+def copied(model: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in named_tensors(model)}
+
+
+# The segments
+
+
+def test_every_kind_of_tensor_arrives_as_it_was(ends):
+    update = ends.send(0, ODD)
+    assert equal(ends.receive(update), ODD)
+    assert update.transport == "shared_memory" and update.lineage == "life"
+    assert stat.S_IMODE(ends.segment(update).stat().st_mode) == 0o600
+    nothing = ends.send(1, {})
+    assert ends.receive(nothing) == {}
+
+
+def test_the_newest_version_stays_readable_while_the_next_is_written(ends):
+    tensors = [{"a": torch.full((1000,), float(version))} for version in range(4)]
+    zero, one = ends.send(0, tensors[0]), ends.send(1, tensors[1])
+    reading = ends.receiver.receive(one)
+    name, view = next(reading)
+    writing = ends.sender.offer(2, make_manifest(tensors[2].items()))
+
+    def half_written():
+        yield from tensors[2].items()
+        assert equal(ends.receive(one), tensors[1])
+
+    asyncio.run(ends.sender.send(writing, half_written()))
+    assert name == "a" and torch.equal(view, tensors[1]["a"])
+    assert equal(ends.receive(one), tensors[1]) and equal(ends.receive(writing), tensors[2])
+    assert torch.equal(ends.receive(zero)["a"], tensors[2]["a"]), "the version before is gone; its receipt would say so"
+    assert len(list(ends.folder.glob("weights-*"))) == 2
+
+
+def test_an_update_larger_than_the_last_gets_a_segment_of_its_own_size(ends):
+    """Whoever still reads the old segment reads on."""
+    small = ends.send(0, {"a": torch.ones(8)})
+    reading = ends.receiver.receive(small)
+    _, view = next(reading)
+    large = {"a": torch.randn(1 << 16)}
+    update = ends.send(2, large)
+    assert torch.equal(view, torch.ones(8)) and equal(ends.receive(update), large)
+
+
+def test_tensors_that_are_not_those_announced_are_not_sent(ends):
+    update = ends.sender.offer(0, make_manifest(ODD.items()))
+    with pytest.raises(SyncError, match="'half' came where 'matrix' was announced"):
+        asyncio.run(ends.sender.send(update, [("half", ODD["half"])]))
+    with pytest.raises(ValueError, match="shorter"):
+        asyncio.run(ends.sender.send(update, list(ODD.items())[:-1]))
+
+
+def test_what_is_given_up_is_on_offer_no_more_and_a_later_version_is_not_taken_with_it(ends):
+    zero, one = ends.send(0, ODD), ends.send(1, ODD)
+    ends.sender.abort(one)
+    with pytest.raises(SyncError, match="version 1 is not on offer"):
+        ends.receive(one)
+    assert equal(ends.receive(zero), ODD)
+    two = ends.send(2, ODD)
+    ends.sender.abort(zero)
+    assert equal(ends.receive(two), ODD)
+    assert equal(ends.receive(ends.send(3, ODD)), ODD)
+
+
+def test_a_killed_senders_segments_can_be_removed(ends, tmp_path):
+    ends.send(0, ODD)
+    (tmp_path / "other-0").write_text("")
+    remove_segments(tmp_path, "weights")
+    assert [path.name for path in tmp_path.iterdir()] == ["other-0"]
+
+
+# No room
+
+
+def test_no_room_is_an_error_that_says_where_how_much_and_what_to_do(ends, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(SyncError) as caught:
+            ends.send(0, {"a": torch.zeros(1_000_000)})
+    message = str(caught.value)
+    assert str(ends.folder) in message and "need 8 MB there (2 versions of 4 MB)" in message and "MB free" in message
+    assert "remount,size=" in message and "--shm-size" in message and "sync.folder" in message and "No space left" in message
+    assert not list(ends.folder.iterdir())
+    assert equal(ends.receive(ends.send(0, ODD)), ODD), "with room again it goes on"
+
+
+def test_a_limit_of_the_system_is_met_when_the_segment_is_made(tmp_path):
+    script = f"""
+import asyncio, resource, torch
+from pathlib import Path
+from headrace.model.weights import make_manifest
+from headrace.sync import Lineage, SharedMemorySync, SyncError
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+sync = SharedMemorySync(Lineage("life"), prefix="weights", folder=Path({str(tmp_path)!r}))
+tensors = [("a", torch.zeros(1 << 20))]
+try:
+    asyncio.run(sync.send(sync.offer(0, make_manifest(tensors)), tensors))
+except SyncError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert "File too large" in done.stdout and str(tmp_path) in done.stdout, done
+    assert not list(tmp_path.iterdir())
+
+
+def test_too_little_room_is_seen_beforehand(tmp_path):
+    check_room(tmp_path, 1000)
+    with pytest.raises(SyncError, match=r"MB free and the weights need 2,000,000,000 MB"):
+        check_room(tmp_path, 10**15)
+    with pytest.raises(SyncError, match=r"sync\.folder = .*: there is no such folder"):
+        check_room(tmp_path / "nowhere", 1)
+
+
+# The receipt
+
+
+@pytest.mark.parametrize("fault", ["flipped", "missing", "cut", "overwritten", "half overwritten"])
+def test_what_differs_from_its_manifest_changes_nothing(ends, fault):
+    model = Small()
+    spare, before = SpareWeights(model), copied(model)
+    update = ends.send(1, changed(model, 1))
+    segment = ends.segment(update)
+    if fault == "flipped":
+        mapped = ends.sender._segments[segment].mapped
+        mapped[len(mapped) // 2] ^= 128
+    elif fault == "missing":
+        segment.unlink()
+    elif fault == "cut":
+        segment.write_bytes(segment.read_bytes()[:-64])
+    elif fault == "overwritten":
+        ends.send(3, changed(model, 3))
+    tensors = ends.receiver.receive(update)
+    if fault == "half overwritten":
+
+        def torn():
+            for place, pair in enumerate(ends.receiver.receive(update)):
+                if place == 1:
+                    ends.send(3, changed(model, 3))
+                yield pair
+
+        tensors = torn()
+    with pytest.raises((WeightError, SyncError), match="version 1"):
+        spare.fill(tensors, update)
+    assert equal(copied(model), before)
+    whole = changed(model, 5)
+    spare.fill(ends.receiver.receive(update := ends.send(5, whole)), update)
+    spare.exchange()
+    assert equal(copied(model), whole), "a good one after a bad one is taken"
+
+
+def test_a_manifest_of_another_model_is_refused(ends):
+    model = Small()
+    spare = SpareWeights(model)
+    for tensors in (changed(model, 1) | {"more": torch.ones(2)}, {"norm.bias": torch.ones(6)}):
+        update = ends.send(1, tensors)
+        with pytest.raises(WeightError, match="version 1"):
+            spare.fill(ends.receiver.receive(update), update)
+    wider = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in changed(model, 1).items()}
+    update = ends.send(1, wider)
+    with pytest.raises(WeightError, match="differs from what was sent"):
+        spare.fill(ends.receiver.receive(update), update)
+
+
+def test_an_exchange_moves_pointers_and_keeps_ties(ends):
+    model = Small()
+    spare, ids = SpareWeights(model), torch.arange(11)
+    places = {name: tensor.data_ptr() for name, tensor in named_tensors(model)}
+    first = changed(model, 1)
+    receipt = spare.fill(ends.receiver.receive(update := ends.send(1, first)), update)
+    assert receipt == update.manifest
+    filled = {name: tensor.data_ptr() for name, tensor in spare._spare.items()}
+    spare.exchange()
+    assert {name: tensor.data_ptr() for name, tensor in named_tensors(model)} == filled
+    assert {name: tensor.data_ptr() for name, tensor in spare._spare.items()} == places
+    assert model.head.weight is model.embed.weight and equal(copied(model), first) and int(model.count) == 4
+    reference = Small()
+    reference.load_state_dict(model.state_dict())
+    assert torch.equal(model(ids), reference(ids))
+
+
+def test_filling_beside_a_model_that_computes_does_not_disturb_it(ends, tiny_model):
+    model = load_model(tiny_model)
+    core = EngineCore(model, name="engine-0", slots=1, context=64)
+    engine = NativeEngine(core, sync=ends.receiver, timeline=Timeline("engine"))
+    spare, rollouts = engine._spare, [Rollout.from_prompt(range(6, 46), id="r")]
+    expected = engine._score(rollouts)[0]
+    stop, failures = threading.Event(), []
+
+    def fill() -> None:
+        version = 0
+        while not stop.is_set():
+            update = ends.sender.offer(version, make_manifest(tensors := changed(model, version).items()))
+            ends.sender._write(update, tensors)
+            try:
+                spare.fill(ends.receiver.receive(update), update)
+            except RuntimeError as error:
+                failures.append(error)
+            version += 1
+
+    thread = threading.Thread(target=fill)
+    thread.start()
+    for _ in range(40):
+        assert np.array_equal(engine._score(rollouts)[0], expected)
+    stop.set()
+    thread.join()
+    assert not failures
+    spare.exchange()
+    assert not np.array_equal(engine._score(rollouts)[0], expected)
