@@ -79,6 +79,9 @@ class TrainerWorker:
             update = await asyncio.to_thread(lambda: self._sync.offer(version, make_manifest(self._trainer.tensors())))
             self._is_held.clear()
             await self._sync.send(update, self._trainer.tensors())
+        except BaseException:
+            self._is_held.set()  # nobody will hear of it
+            raise
         finally:
             self._may_change.set()
         return {"update": update, "canary": logprobs}

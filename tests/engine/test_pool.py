@@ -133,7 +133,7 @@ def test_an_engine_is_sent_what_it_pulled_and_no_more(tiny_model):
         kinds = Counter(type(each).__name__ for each in ended)
         assert kinds["PromptTooLong"] == 10 and kinds["Rollout"] + kinds["CancelledError"] == 50 and kinds["Rollout"] >= 38
         await until(lambda: far.member.credit == room)
-        assert 2 < most <= room == 10
+        assert 2 < most <= room == 4
         assert not far.member.requests and not far.worker._requests and not far.worker._keys
 
     run(check, tiny_model)
@@ -197,7 +197,7 @@ def test_a_lost_engines_rollouts_go_on_from_what_it_told(tiny_model, monkeypatch
     async def check(bench: Pooled) -> None:
         policy, first = Policy(bench), await bench.join(slots=2)
         await policy.publish(3)
-        requests = [(prompt(f"r{i}", seed=i), Sampling(max_tokens=60, top_k=20, seed=i)) for i in range(6)]
+        requests = [(prompt(f"r{i}", seed=i), Sampling(max_tokens=60, top_k=20, seed=i)) for i in range(4)]
         whole = [await bench.pool.generate(*request) for request in requests[:2]]
         slow(first, 0.004)
         calls = [asyncio.ensure_future(bench.pool.generate(*request)) for request in requests]
@@ -223,7 +223,7 @@ def test_a_lost_engines_rollouts_go_on_from_what_it_told(tiny_model, monkeypatch
             assert np.array_equal(resumed.token_ids, uncut.token_ids) and resumed.calls[1].engine == "engine-1"
         for again in await asyncio.gather(*calls[2:]):
             assert again.finish_reason is FinishReason.LENGTH and again.num_sampled == 60 and len(again.calls) == 1
-        assert [name for name in order if name not in ("r0", "r1")] == ["r2", "r3", "r4", "r5"]
+        assert [name for name in order if name not in ("r0", "r1")] == ["r2", "r3"]
 
     run(check, tiny_model)
 

@@ -166,6 +166,21 @@ def test_a_publication_that_fails_lets_the_optimizer_go(fault, monkeypatch):
     run(check)
 
 
+def test_one_update_is_under_way_at_a_time():
+    """The next is not written before the engines hold the one before: it might be written over what they still read."""
+
+    async def check(bench: Bench) -> None:
+        bench.sync.may_send.set()
+        first = (await bench.begin("publish", version=1, canary=PACKED))["update"]
+        second = bench.begin("publish", version=2, canary=PACKED)
+        await asyncio.sleep(0.05)
+        assert not second.done()
+        await bench.begin("release", update=first)
+        assert (await second)["update"].version == 2
+
+    run(check)
+
+
 def test_calls_are_done_in_the_order_they_were_made():
     async def check(bench: Bench) -> None:
         bench.sync.may_send.set()
@@ -228,6 +243,7 @@ def test_a_version_is_published_bit_for_bit_although_the_next_step_was_begun_at_
             update = published["update"]
             assert update.manifest == before, version
             assert make_manifest(receiver.receive(update)) == before, version
+            await calls["release"](update=update)
             before = make_manifest(named_tensors(trainer.model))
             assert before != update.manifest, "the step changed nothing"
 
