@@ -26,8 +26,8 @@ from headrace.envs import PromptEncoder, SingleTurn
 from headrace.model.tiny import build_tokenizer
 from headrace.observe import Observer
 from headrace.orchestrate.inputs import UserInputs, open_tasks
-from headrace.orchestrate.pipeline import Around, Roles
 from headrace.orchestrate.publish import make_canary
+from headrace.orchestrate.roles import Around, Roles
 from headrace.orchestrate.session import Session
 from headrace.packed import pack_rollouts, unpack_rollouts
 from headrace.score import RewardFunction, RewardScorer

@@ -37,7 +37,7 @@ from headrace.orchestrate.build import set_threads
 from headrace.orchestrate.collector import few_collections
 from headrace.orchestrate.inputs import UserInputs
 from headrace.orchestrate.local import LocalProcesses
-from headrace.orchestrate.pipeline import Roles, Run
+from headrace.orchestrate.pipeline import Run
 from headrace.orchestrate.processes import Processes
 from headrace.orchestrate.publish import publish
 from headrace.orchestrate.warmup import model_folder
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
     from headrace.config import Recipe
     from headrace.engine import Engine
+    from headrace.orchestrate.roles import Roles
     from headrace.types import Array, WeightUpdate
 
 Halves = tuple[set[int], set[int]]

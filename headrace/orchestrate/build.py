@@ -14,9 +14,8 @@ from headrace.engine.native.core import EngineCore
 from headrace.envs import PromptEncoder, SingleTurn
 from headrace.model.load import ModelError, context_limit, load_model, load_tokenizer
 from headrace.orchestrate.inputs import UserInputs, held_out_tasks, open_tasks, reward_functions
-from headrace.orchestrate.pipeline import Around, Roles
 from headrace.orchestrate.publish import make_canary
-from headrace.orchestrate.roles import TrainerHere
+from headrace.orchestrate.roles import Around, Roles, TrainerHere
 from headrace.score import RewardScorer
 from headrace.settings import ConfigError
 from headrace.sync import MemorySync

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from headrace.engine import UnusablePrompt
 from headrace.envs import EngineClient
-from headrace.orchestrate.pipeline import request_seed
+from headrace.orchestrate.work import request_seed
 from headrace.types import Episode, InfraAbort, Invalid, Sampling
 
 if TYPE_CHECKING:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from headrace.config import Recipe
     from headrace.observe.screen import Screen
-    from headrace.orchestrate.pipeline import Roles
+    from headrace.orchestrate.roles import Roles
     from headrace.types import Episode
 
 

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.orchestrate.build import build_around
-from headrace.orchestrate.pipeline import Roles
-from headrace.orchestrate.roles import TrainerThere
+from headrace.orchestrate.roles import Roles, TrainerThere
 from headrace.orchestrate.supervise import Supervisor
 from headrace.score import RewardWorkers
 from headrace.sync.shared import check_room, shared_folder

@@ -21,7 +21,8 @@ from headrace.types import InfraAbort, Invalid
 if TYPE_CHECKING:
     from typing import NoReturn
 
-    from headrace.orchestrate.pipeline import Begun, Run, Work
+    from headrace.orchestrate.pipeline import Run
+    from headrace.orchestrate.work import Begun, Work
     from headrace.types import Episode
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import hashlib
 import time
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from headrace.buffer import Group, GroupBuffer
@@ -15,6 +13,7 @@ from headrace.envs import EngineClient
 from headrace.observe import Signal
 from headrace.orchestrate.accounting import Ledger
 from headrace.orchestrate.batching import make_batches
+from headrace.orchestrate.work import Begun, FinishedEpisodes, PendingGroup, Work, request_seed
 from headrace.staleness import Gate, too_old
 from headrace.train import PROXIMAL, learning_rate
 from headrace.types import Episode, InfraAbort, Invalid, Sampling, Scored
@@ -25,14 +24,9 @@ if TYPE_CHECKING:
     import numpy as np
 
     from headrace.config import Recipe
-    from headrace.engine import Engine
-    from headrace.envs import Environment, PromptEncoder
-    from headrace.observe import Observer, Timeline
-    from headrace.orchestrate.publish import Published
-    from headrace.orchestrate.roles import TrainerRole
-    from headrace.score import Scorer
+    from headrace.observe import Observer
+    from headrace.orchestrate.roles import Roles
     from headrace.sync import Lineage
-    from headrace.tasks import TaskStream
     from headrace.types import Batch, Outcome, Plain
 
 T = TypeVar("T")
@@ -46,97 +40,6 @@ class Stalled(RuntimeError):
 
 class NoProgress(RuntimeError):
     """Groups are dropped one after another and none is trained."""
-
-
-@dataclass(frozen=True)
-class Work:
-    """One episode to run."""
-
-    task: dict[str, Plain]
-    group: str
-    number: int
-    index: int
-    attempt: int = 1
-
-    @property
-    def episode(self) -> str:
-        return f"{self.group}/{self.index}"
-
-
-@dataclass
-class PendingGroup:
-    """A group some of whose episodes are still in flight."""
-
-    number: int
-    task: dict[str, Plain]
-    episodes: list[Episode] = field(default_factory=list)
-
-
-class FinishedEpisodes:
-    """What `generate` leaves for `score`: taken all at once."""
-
-    def __init__(self) -> None:
-        self._episodes: list[Episode] = []
-        self._arrived = Signal()
-
-    def put(self, episode: Episode) -> None:
-        self._episodes.append(episode)
-        self._arrived.set()
-
-    async def take(self, timeline: Timeline) -> list[Episode]:
-        await timeline.wait("wait", self._arrived)
-        self._arrived.clear()
-        taken, self._episodes = self._episodes, []
-        return taken
-
-
-async def _nothing() -> None:
-    """What a run in one process has to refresh."""
-
-
-@dataclass(frozen=True)
-class Around:
-    """What the launcher does itself, wherever engines and trainer are."""
-
-    scorer: Scorer
-    environment: Environment
-    encoder: PromptEncoder
-    tasks: TaskStream
-    canary: Batch
-    """A fixed prompt, scored by trainer and engine at every version."""
-
-
-@dataclass(frozen=True)
-class Roles:
-    """Who does the work, made by `launch`."""
-
-    engine: Engine
-    trainer: TrainerRole
-    around: Around
-    stop_ids: tuple[int, ...]
-    """Tokens that end a turn, by the tokenizer and by the model's generation settings."""
-    services: tuple[Callable[[], Coroutine[None, None, None]], ...]
-    """What must run beside the loops: the engine's own loop here, or the watch over other processes."""
-    describe: Callable[[], str] = str
-    """Each process in words, for an error: what it is at and where its log is."""
-    refresh: Callable[[], Awaitable[None]] = _nothing
-    """Have every process say now how it has spent its time."""
-
-
-@dataclass(frozen=True, eq=False)
-class Begun:
-    """A version that the trainer has been asked for."""
-
-    version: int
-    """It is trained from; training makes the next."""
-    groups: list[Group]
-    batches: list[Batch]
-    steps: list[Awaitable[dict[str, float]]]
-    """What the trainer will have seen in each optimizer step."""
-    publishing: Awaitable[Published] | None
-    """The version it makes, where that could be asked for at once."""
-    steps_before: int
-    """Optimizer steps begun before these."""
 
 
 class Run:
@@ -433,9 +336,3 @@ def _with_column(batch: Batch, name: str, values: list[np.ndarray]) -> Batch:
         rollout.replace(columns={**rollout.columns, name: value}) for rollout, value in zip(batch.rollouts, values, strict=True)
     )
     return dataclasses.replace(batch, rollouts=rollouts)
-
-
-def request_seed(seed: int, name: str) -> int:
-    """63 bits of (run seed, name): the same request draws the same random numbers in any run of the same seed."""
-    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1

@@ -1,9 +1,10 @@
-"""Where the trainer runs: here, or in a process of its own. The loops await every call, and know no difference."""
+"""Who does the work of a run, and where: here or in another process. The loops await every call, and know no difference."""
 
 from __future__ import annotations
 
 import asyncio
 import builtins
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from headrace.model.weights import make_manifest
@@ -12,12 +13,16 @@ from headrace.packed import pack_batch
 from headrace.stream import RemoteError, StreamClosed
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Coroutine
     from pathlib import Path
 
+    from headrace.engine import Engine
+    from headrace.envs import Environment, PromptEncoder
     from headrace.observe import Timeline
     from headrace.orchestrate.processes import Child
+    from headrace.score import Scorer
     from headrace.sync import WeightSync
+    from headrace.tasks import TaskStream
     from headrace.train import Trainer
     from headrace.types import Array, Batch, WeightUpdate
 
@@ -188,3 +193,36 @@ def _is_of_the_disk(kind: str) -> bool:
     """A full disk, a folder that may not be written …: whatever `CheckpointStore` answers in one process."""
     known = getattr(builtins, kind, None)
     return kind == "SafetensorError" or (isinstance(known, type) and issubclass(known, OSError))
+
+
+async def _nothing() -> None:
+    """What a run in one process has to refresh."""
+
+
+@dataclass(frozen=True)
+class Around:
+    """What the launcher does itself, wherever engines and trainer are."""
+
+    scorer: Scorer
+    environment: Environment
+    encoder: PromptEncoder
+    tasks: TaskStream
+    canary: Batch
+    """A fixed prompt, scored by trainer and engine at every version."""
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Who does the work, made by `launch`."""
+
+    engine: Engine
+    trainer: TrainerRole
+    around: Around
+    stop_ids: tuple[int, ...]
+    """Tokens that end a turn, by the tokenizer and by the model's generation settings."""
+    services: tuple[Callable[[], Coroutine[None, None, None]], ...]
+    """What must run beside the loops: the engine's own loop here, or the watch over other processes."""
+    describe: Callable[[], str] = str
+    """Each process in words, for an error: what it is at and where its log is."""
+    refresh: Callable[[], Awaitable[None]] = _nothing
+    """Have every process say now how it has spent its time."""

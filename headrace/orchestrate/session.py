@@ -16,8 +16,9 @@ from headrace.orchestrate.checkpoint import random_state, restore_random_state
 from headrace.orchestrate.collector import few_collections
 from headrace.orchestrate.evaluate import Evaluation, Evaluator
 from headrace.orchestrate.failures import first_failure
-from headrace.orchestrate.pipeline import PendingGroup, Roles, Run
+from headrace.orchestrate.pipeline import Run
 from headrace.orchestrate.publish import publish
+from headrace.orchestrate.work import PendingGroup
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from headrace.config import Recipe
     from headrace.observe import Observer
     from headrace.orchestrate.checkpoint import Checkpoint, CheckpointStore
+    from headrace.orchestrate.roles import Roles
     from headrace.sync import Lineage
     from headrace.types import Batch, Episode, Plain
 

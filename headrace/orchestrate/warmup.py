@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from headrace.config import Recipe
     from headrace.envs import PromptEncoder
-    from headrace.orchestrate.pipeline import Roles
+    from headrace.orchestrate.roles import Roles
     from headrace.types import Plain
 
 _CHECKED_TASKS = 512

@@ -13,7 +13,7 @@ import time
 import pytest
 from test_rewards import decode, make_episode, make_sample
 
-from headrace.cli import _user_frame
+from headrace.errors import user_frame
 from headrace.config import RewardSettings
 from headrace.score import RewardError, RewardFunction, RewardScorer, RewardWorkers
 from headrace.score.rewards import Failure
@@ -238,7 +238,7 @@ def test_too_many_stuck_threads_stop_the_run_and_show_the_line(stuck) -> None:
         names.append(trace.tb_frame.f_code.co_name)
         trace = trace.tb_next
     assert "hangs" in names and names.index("hangs") > names.index("_work")
-    assert _user_frame(caught.value)
+    assert user_frame(caught.value)
 
 
 def test_calls_that_are_late_one_after_another_stop_the_run_even_if_they_end() -> None:
@@ -283,7 +283,7 @@ def test_what_a_reward_raises_keeps_its_traceback() -> None:
     scorer = make_scorer(broken, workers=RewardWorkers(timeout=10), max_failures=2)
     with pytest.raises(RewardError, match=r"2 rewards failed in a row; the last: .*judge is down") as caught:
         asyncio.run(scorer.score([make_episode(0), make_episode(1)]))
-    (line,) = _user_frame(caught.value)
+    line = user_frame(caught.value)
     assert __file__ in line and 'broken: raise OSError("judge is down")' in line
 
 

@@ -1,0 +1,81 @@
+"""What passes between the loops: episodes to run, groups under way, episodes that have ended, versions begun."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from headrace.observe import Signal
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable
+
+    from headrace.buffer import Group
+    from headrace.observe import Timeline
+    from headrace.orchestrate.publish import Published
+    from headrace.types import Batch, Episode, Plain
+
+
+@dataclass(frozen=True)
+class Work:
+    """One episode to run."""
+
+    task: dict[str, Plain]
+    group: str
+    number: int
+    index: int
+    attempt: int = 1
+
+    @property
+    def episode(self) -> str:
+        return f"{self.group}/{self.index}"
+
+
+@dataclass
+class PendingGroup:
+    """A group some of whose episodes are still in flight."""
+
+    number: int
+    task: dict[str, Plain]
+    episodes: list[Episode] = field(default_factory=list)
+
+
+class FinishedEpisodes:
+    """What `generate` leaves for `score`: taken all at once."""
+
+    def __init__(self) -> None:
+        self._episodes: list[Episode] = []
+        self._arrived = Signal()
+
+    def put(self, episode: Episode) -> None:
+        self._episodes.append(episode)
+        self._arrived.set()
+
+    async def take(self, timeline: Timeline) -> list[Episode]:
+        await timeline.wait("wait", self._arrived)
+        self._arrived.clear()
+        taken, self._episodes = self._episodes, []
+        return taken
+
+
+@dataclass(frozen=True, eq=False)
+class Begun:
+    """A version that the trainer has been asked for."""
+
+    version: int
+    """It is trained from; training makes the next."""
+    groups: list[Group]
+    batches: list[Batch]
+    steps: list[Awaitable[dict[str, float]]]
+    """What the trainer will have seen in each optimizer step."""
+    publishing: Awaitable[Published] | None
+    """The version it makes, where that could be asked for at once."""
+    steps_before: int
+    """Optimizer steps begun before these."""
+
+
+def request_seed(seed: int, name: str) -> int:
+    """63 bits of (run seed, name): the same request draws the same random numbers in any run of the same seed."""
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
