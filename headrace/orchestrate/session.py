@@ -140,6 +140,7 @@ class Session:
                 run.attach(tasks)
                 services = [tasks.create_task(service()) for service in (*self.roles.services, run.watch)]
                 await publish(run)
+                await run.published()  # an engine holds nothing of this life before: what it drew would be thrown away
                 if run.version == 0 and self.progress.success_before is None:
                     await self._evaluate_first()
                 background = [tasks.create_task(loop(run)) for loop in (loops.feed, loops.generate, loops.score)]
