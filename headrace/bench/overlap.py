@@ -198,14 +198,21 @@ class _Rig:
         moments: list[tuple[float, float]] = []
         tokens = case.batch * case.tokens
 
-        async def after_version(*_: object) -> None:
+        async def after_version() -> None:
             if len(moments) == 1:
                 await roles.refresh()
                 self._observer.start()
             moments.append((time.perf_counter(), time.process_time()))
 
         roles = self._stubbed(case, has_engine=has_engine, has_trainer=has_trainer)
-        run = Run(self._recipe, roles, lineage=self._lineage, observer=self._observer, after_version=after_version)
+        run = Run(
+            self._recipe,
+            roles,
+            lineage=self._lineage,
+            observer=self._observer,
+            on_trained=lambda *_: None,
+            after_version=after_version,
+        )
         run.leg_end = case.versions + 2
         with few_collections(), contextlib.ExitStack() as after:
             after.callback(run.forget_in_flight)

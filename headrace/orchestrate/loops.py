@@ -104,10 +104,10 @@ async def train(run: Run) -> None:
         with run.put_back_on_failure(begun, ahead):
             seen = [await step for step in begun.steps]
         run.version += 1
-        run.settle_trained(begun)
+        run.settle_trained(begun, seen)
         await publish(run, begun.publishing)
         run.room.set()
-        await run.after_version(begun.groups, begun.batches, seen)
+        await run.after_version()
         begun = await ahead if ahead is not None else await _begin(run, run.version)
 
 

@@ -52,7 +52,8 @@ class Run:
         *,
         lineage: Lineage,
         observer: Observer,
-        after_version: Callable[[list[Group], list[Batch], list[dict[str, float]]], Awaitable[None]],
+        on_trained: Callable[[Begun, list[dict[str, float]]], None],
+        after_version: Callable[[], Awaitable[None]],
         rests_at: Callable[[int], bool] = lambda _: False,
     ) -> None:
         self.recipe, self.lineage, self.observer = recipe, lineage, observer
@@ -64,7 +65,7 @@ class Run:
             around.tasks,
             around.canary,
         )
-        self.after_version = after_version
+        self._on_trained, self.after_version = on_trained, after_version
         self.rests_at = rests_at
         """Whether the trainer must rest when it has made a version: it is evaluated or saved then."""
         self._begun: list[Begun] = []
@@ -321,7 +322,8 @@ class Run:
             self.is_whole = self.trainer.num_steps == begun.steps_before
             raise
 
-    def settle_trained(self, begun: Begun) -> None:
+    def settle_trained(self, begun: Begun, seen: list[dict[str, float]]) -> None:
+        """A version is trained; whatever happens now, it was."""
         self.dropped_in_a_row = 0
         self.note_progress()
         self._begun.remove(begun)
@@ -329,6 +331,7 @@ class Run:
             self.ledger.settle(group.ids, "trained")
         ahead = sum(len(group.episodes) for other in self._begun for group in other.groups)
         self.ledger.check(buffered=self.buffer.num_episodes + ahead)
+        self._on_trained(begun, seen)
 
 
 def _with_column(batch: Batch, name: str, values: list[np.ndarray]) -> Batch:

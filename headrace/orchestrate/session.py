@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from headrace.observe import Observer
     from headrace.orchestrate.checkpoint import Checkpoint, CheckpointStore
     from headrace.orchestrate.roles import Roles
+    from headrace.orchestrate.work import Begun
     from headrace.sync import Lineage
     from headrace.types import Batch, Episode, Plain
 
@@ -50,15 +51,15 @@ class Progress:
     reward_last: float | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Trained:
     """A version whose metrics are still to be written."""
 
-    version: int
-    groups: list[Group]
-    batches: list[Batch]
+    begun: Begun
     seen: list[dict[str, float]]
-    evaluation: Evaluation | None
+    evaluation: Evaluation | None = None
+    is_complete: bool = False
+    """Evaluated, where that was due."""
 
 
 @dataclass
@@ -84,6 +85,7 @@ class Session:
             self.roles,
             lineage=self.lineage,
             observer=self.observer,
+            on_trained=lambda begun, seen: self._unnoted.append(_Trained(begun, seen)),
             after_version=self._after_version,
             rests_at=lambda version: self._is_evaluated(version) or self._is_saved(version),
         )
@@ -176,7 +178,7 @@ class Session:
                 f"held-out   {evaluation.success:.1%} solved at temperature 1, greedy {evaluation.greedy:.1%}, before RL"
             )
 
-    async def _after_version(self, groups: list[Group], batches: list[Batch], seen: list[dict[str, float]]) -> None:
+    async def _after_version(self) -> None:
         """Called by `train` when a version is trained: evaluate and save where that is due, for which the trainer waits;
         measure and show beside its next step, where it has a process to itself."""
         run, progress, version = self.run, self.progress, self.run.version
@@ -185,7 +187,8 @@ class Session:
         evaluation = await self._evaluate() if self._is_evaluated(version) else None
         if evaluation is not None:
             progress.success_after, progress.greedy_after = evaluation.success, evaluation.greedy
-        self._unnoted.append(_Trained(version, groups, batches, seen, evaluation))
+            self._unnoted[-1].evaluation = evaluation
+        self._unnoted[-1].is_complete = True
         if run.trainer.is_here or version == self.recipe.steps:
             await self._write_notes()
         else:
@@ -204,15 +207,16 @@ class Session:
         return is_due and not self.recipe.exact
 
     async def _write_notes(self) -> None:
-        """Every version trained so far in the metrics and in `progress`."""
+        """Every version trained so far in the metrics and in `progress`, but one that is still being evaluated."""
         if self._unnoted:
             await self.roles.refresh()
-        while self._unnoted:
+        while self._unnoted and self._unnoted[0].is_complete:
             self._note(self._unnoted.popleft())
 
     def _note(self, trained: _Trained) -> None:
-        version, batches, evaluation = trained.version, trained.batches, trained.evaluation
-        metrics = self._measure(trained.groups, batches, trained.seen)
+        batches, evaluation = trained.begun.batches, trained.evaluation
+        version = trained.begun.version + 1
+        metrics = self._measure(trained.begun.groups, batches, trained.seen)
         if evaluation is not None:
             metrics |= {
                 "success": evaluation.success,
@@ -294,6 +298,8 @@ class Session:
         """Keep the last version if its weights are whole. In exact mode only a leg's end is a place to resume from: what
         came after it is trained again, bitwise the same."""
         if self.run.version and not self.recipe.exact:
+            for trained in self._unnoted:
+                trained.is_complete = True  # as complete as it will be
             await self.save()
 
     @property

@@ -33,6 +33,8 @@ def test_engine_and_trainer_that_differ_stop_the_run(tmp_path, monkeypatch):
         small_run(tmp_path / "run", held_out=None)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["status"] == "failed" and summary["version"] == 3
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [row["version"] for row in rows] == [1, 2, 3], "it was trained, whatever came of it then"
     assert weights(tmp_path / "run" / "checkpoints" / "step-3"), "what was trained is whole and kept"
 
 

@@ -13,8 +13,8 @@ import time
 import pytest
 from test_rewards import decode, make_episode, make_sample
 
-from headrace.errors import user_frame
 from headrace.config import RewardSettings
+from headrace.errors import user_frame
 from headrace.score import RewardError, RewardFunction, RewardScorer, RewardWorkers
 from headrace.score.rewards import Failure
 from headrace.score.workers import MAX_STUCK
