@@ -358,6 +358,23 @@ def test_drain_finishes_what_is_in_flight_on_the_old_version(run):
     run(check)
 
 
+def test_a_paused_engine_can_still_be_drained(run):
+    async def check(bench: Bench) -> None:
+        call = asyncio.ensure_future(bench.engine.generate(prompt(), Sampling(max_tokens=40)))
+        await drawn(bench, 4)
+        await bench.engine.pause(Interrupt.KEEP)
+        assert not call.done()
+        await bench.engine.pause(Interrupt.DRAIN)
+        assert (await call).num_sampled == 40
+        later = asyncio.ensure_future(bench.engine.generate(prompt(), Sampling(max_tokens=2)))
+        await until(bench, lambda state: state.waiting == 1)
+        assert (await bench.engine.state()).running == 0
+        await bench.engine.resume()
+        assert (await later).num_sampled == 2
+
+    run(check)
+
+
 def test_new_weights_are_really_used(run):
     async def check(bench: Bench) -> None:
         rollout = await bench.engine.generate(prompt(), Sampling(max_tokens=10))

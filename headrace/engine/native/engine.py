@@ -89,7 +89,7 @@ class NativeEngine:
 
     async def pause(self, interrupt: Interrupt) -> None:
         if interrupt is Interrupt.DRAIN:
-            self.core.is_admitting = False
+            self.core.is_admitting, self._is_paused = False, False  # one that was paused must finish too
             while self.core.num_running:
                 self._work.set()
                 self._drained.clear()

@@ -158,7 +158,7 @@ class ThreadedEngine(NativeEngine):
         idle: Future[None] = Future()
 
         def stop_admitting() -> None:
-            self.core.is_admitting = False
+            self.core.is_admitting, self._is_paused = False, False  # one that was paused must finish too
             self._when_idle.append(idle)
 
         try:
