@@ -119,6 +119,9 @@ class StubTrainer:
     async def abort(self, update: WeightUpdate) -> None:
         """Nothing was sent."""
 
+    async def abandon(self) -> None:
+        """Nothing waits."""
+
     async def save(self, folder: Path) -> None:
         """Nothing to keep."""
 

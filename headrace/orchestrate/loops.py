@@ -98,17 +98,17 @@ async def train(run: Run) -> None:
     Waits for a whole batch, woken by the buffer when `score` puts the group that completes one; then for the trainer, woken
     by its answer. Where that is another process, the next batch is sent to it while it is still at this one.
     """
-    begun = await _begin(run, run.version)
-    while begun is not None:
-        ahead = run.spawn(_begin(run, begun.version + 1)) if run.may_run_ahead(begun.version + 1) else None
-        with run.put_back_on_failure(begun, ahead):
+    with run.settled_on_failure():
+        begun = await _begin(run, run.version)
+        while begun is not None:
+            ahead = run.spawn(_begin(run, begun.version + 1)) if run.may_run_ahead(begun.version + 1) else None
             seen = [await step for step in begun.steps]
-        run.version += 1
-        run.settle_trained(begun, seen)
-        await publish(run, begun.publishing)
-        run.room.set()
-        await run.after_version()
-        begun = await ahead if ahead is not None else await _begin(run, run.version)
+            run.version += 1
+            run.settle_trained(begun, seen)
+            await publish(run, begun.publishing)
+            run.room.set()
+            await run.after_version()
+            begun = await ahead if ahead is not None else await _begin(run, run.version)
 
 
 async def _begin(run: Run, version: int) -> Begun | None:

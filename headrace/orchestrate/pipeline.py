@@ -68,7 +68,7 @@ class Run:
         self._on_trained, self.after_version = on_trained, after_version
         self.rests_at = rests_at
         """Whether the trainer must rest when it has made a version: it is evaluated or saved then."""
-        self._begun: list[Begun] = []
+        self._underway: list[Begun] = []
         self.trainer_timeline, self.scorer_timeline = observer.timeline("trainer"), observer.timeline("scorer")
         self.version = 0
         """Trained."""
@@ -281,20 +281,15 @@ class Run:
                 self._drop(group.number, list(group.episodes))
 
     async def begin(self, version: int) -> Begun:
-        """Take a batch out of the buffer and have the trainer train it; it has begun when this returns."""
-        groups, before = self.buffer.take(), self.trainer.num_steps
+        """Take a batch out of the buffer and ask the trainer for its steps; it has been asked when this returns."""
+        begun = Begun(version, self.buffer.take(), steps_before=self.trainer.num_steps)
+        self._underway.append(begun)
         self.room.set()
-        try:
-            batches = await self._batches(groups, version)
-            rate = learning_rate(self.recipe.train, version=version, steps=self.recipe.steps)
-            steps = [self.trainer.step(batch, learning_rate=rate) for batch in batches]
-            publishing = None if self.trainer.is_here else self.trainer.publish(version + 1)
-        except BaseException:
-            self.buffer.put_back(groups)
-            self.is_whole = self.trainer.num_steps == before
-            raise
-        begun = Begun(version, groups, batches, steps, publishing, steps_before=before)
-        self._begun.append(begun)
+        begun.batches = await self._batches(begun.groups, version)
+        rate = learning_rate(self.recipe.train, version=version, steps=self.recipe.steps)
+        begun.steps = [self.trainer.step(batch, learning_rate=rate) for batch in begun.batches]
+        if not self.trainer.is_here:
+            begun.publishing = self.trainer.publish(version + 1)
         return begun
 
     async def _batches(self, groups: list[Group], version: int) -> list[Batch]:
@@ -310,26 +305,48 @@ class Run:
         return not self.trainer.is_here and version < self.leg_end and not self.rests_at(version)
 
     @contextlib.contextmanager
-    def put_back_on_failure(self, begun: Begun, ahead: asyncio.Task[Begun | None] | None) -> Iterator[None]:
-        """Groups taken to be trained wait again if training them fails, so that a checkpoint made then is complete."""
+    def settled_on_failure(self) -> Iterator[None]:
+        """Groups taken to be trained wait again if training them fails, so that a checkpoint made then is complete. Steps that
+        another process was asked for are not taken back: `finish_underway` waits for them."""
         try:
             yield
-        except BaseException:
-            if ahead is not None:
-                ahead.cancel()
-            while self._begun:
-                self.buffer.put_back(self._begun.pop().groups)
-            self.is_whole = self.trainer.num_steps == begun.steps_before
+        except BaseException as error:
+            is_elsewhere = isinstance(error, asyncio.CancelledError) and not self.trainer.is_here
+            self._put_back(is_asked_kept=is_elsewhere)
             raise
+
+    async def finish_underway(self) -> None:
+        """After a failure elsewhere: what the trainer was asked for is trained, and counts."""
+        await self.trainer.abandon()
+        try:
+            async with asyncio.timeout(self.recipe.deadline):
+                while self._underway:
+                    begun = self._underway[0]
+                    seen = [await step for step in begun.steps]
+                    self.version += 1
+                    self.settle_trained(begun, seen)
+        except BaseException:
+            self._put_back()
+            raise
+
+    def _put_back(self, *, is_asked_kept: bool = False) -> None:
+        """Newest first, so that they wait in the order they did."""
+        kept = [begun for begun in self._underway if begun.steps] if is_asked_kept else []
+        returned = [begun for begun in self._underway if begun not in kept]
+        for begun in reversed(returned):
+            self.buffer.put_back(begun.groups)
+        if returned:
+            self.is_whole = self.trainer.num_steps == returned[0].steps_before
+        self._underway = kept
 
     def settle_trained(self, begun: Begun, seen: list[dict[str, float]]) -> None:
         """A version is trained; whatever happens now, it was."""
         self.dropped_in_a_row = 0
         self.note_progress()
-        self._begun.remove(begun)
+        self._underway.remove(begun)
         for group in begun.groups:
             self.ledger.settle(group.ids, "trained")
-        ahead = sum(len(group.episodes) for other in self._begun for group in other.groups)
+        ahead = sum(len(group.episodes) for other in self._underway for group in other.groups)
         self.ledger.check(buffered=self.buffer.num_episodes + ahead)
         self._on_trained(begun, seen)
 

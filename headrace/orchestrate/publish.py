@@ -52,16 +52,16 @@ async def publish(run: Run, publishing: Awaitable[Published] | None = None) -> N
 
 
 async def _deliver(run: Run, publishing: Awaitable[Published], interrupt: Interrupt) -> None:
-    """A version counts as held when every engine has hashed what it runs and found it to be what was sent. A failure leaves
-    the engines on their old version."""
+    """A version counts as held when every engine has hashed what it runs and found it to be what was sent. An engine that
+    refuses stays on its old version."""
     published = await publishing
     update = published.update
     try:
         await run.engine.load(update, interrupt=interrupt)
+        run.canary_difference = await _try_canary(run, published)
     except BaseException:
         await run.trainer.abort(update)
         raise
-    run.canary_difference = await _try_canary(run, published)
     await run.trainer.release(update)
     run.held_version = update.version
     run.room.set()

@@ -61,6 +61,9 @@ class TrainerRole(Protocol):
     async def abort(self, update: WeightUpdate) -> None:
         """It was given up."""
 
+    async def abandon(self) -> None:
+        """No engine takes an update any more: the run ends, and no step need wait for one."""
+
     async def save(self, folder: Path) -> None:
         """Weights and optimizer into a folder."""
 
@@ -105,6 +108,9 @@ class TrainerHere:
     async def abort(self, update: WeightUpdate) -> None:
         self._sync.abort(update)
 
+    async def abandon(self) -> None:
+        """Nothing here is published while another step is under way."""
+
     async def save(self, folder: Path) -> None:
         with self._timeline.during("save"):
             self._trainer.save(folder)
@@ -146,6 +152,9 @@ class TrainerThere:
 
     async def abort(self, update: WeightUpdate) -> None:
         await self._answer(self._begin("abort", update=update))
+
+    async def abandon(self) -> None:
+        await self._answer(self._begin("abandon"))
 
     async def save(self, folder: Path) -> None:
         try:

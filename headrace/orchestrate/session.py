@@ -12,7 +12,7 @@ import numpy as np
 
 from headrace.observe import bound_by
 from headrace.orchestrate import loops
-from headrace.orchestrate.checkpoint import random_state, restore_random_state
+from headrace.orchestrate.checkpoint import CheckpointError, random_state, restore_random_state
 from headrace.orchestrate.collector import few_collections
 from headrace.orchestrate.evaluate import Evaluation, Evaluator
 from headrace.orchestrate.failures import first_failure
@@ -289,14 +289,20 @@ class Session:
             "progress": dict(vars(self.progress)),
             "random": random_state(),
         }
-        self._saved_version = run.version  # also where it had to be rescued: a second try would fare no better
-        self.checkpoint_folder = await self.store.save(
-            run.version, write_weights=run.trainer.save, groups=run.buffer.groups(), manifest=manifest
-        )
+        try:
+            self.checkpoint_folder = await self.store.save(
+                run.version, write_weights=run.trainer.save, groups=run.buffer.groups(), manifest=manifest
+            )
+        except CheckpointError:
+            self._saved_version = run.version  # rescued elsewhere: a second try would fare no better
+            raise
+        self._saved_version = run.version
 
     async def save_after_failure(self) -> None:
         """Keep the last version if its weights are whole. In exact mode only a leg's end is a place to resume from: what
         came after it is trained again, bitwise the same."""
+        if not self.run.trainer.is_here:
+            await self.run.finish_underway()
         if self.run.version and not self.recipe.exact:
             for trained in self._unnoted:
                 trained.is_complete = True  # as complete as it will be

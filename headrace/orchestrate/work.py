@@ -59,20 +59,20 @@ class FinishedEpisodes:
         return taken
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Begun:
-    """A version that the trainer has been asked for."""
+    """A version whose groups have left the buffer, and which the trainer is asked for."""
 
     version: int
     """It is trained from; training makes the next."""
     groups: list[Group]
-    batches: list[Batch]
-    steps: list[Awaitable[dict[str, float]]]
-    """What the trainer will have seen in each optimizer step."""
-    publishing: Awaitable[Published] | None
-    """The version it makes, where that could be asked for at once."""
     steps_before: int
     """Optimizer steps begun before these."""
+    batches: list[Batch] = field(default_factory=list)
+    steps: list[Awaitable[dict[str, float]]] = field(default_factory=list)
+    """What the trainer will have seen in each optimizer step; none until it is asked for them."""
+    publishing: Awaitable[Published] | None = None
+    """The version it makes, where that could be asked for at once."""
 
 
 def request_seed(seed: int, name: str) -> int:

@@ -38,6 +38,7 @@ class TrainerWorker:
         self._is_held = asyncio.Event()
         """What was offered last is held by the engines, or given up."""
         self._is_held.set()
+        self._is_abandoned = False
 
     def calls(self) -> dict[str, Callable[..., Awaitable[Any]]]:
         return {
@@ -46,6 +47,7 @@ class TrainerWorker:
             "publish": self._publish,
             "release": self._release,
             "abort": self._abort,
+            "abandon": self._abandon,
             "save": self._save,
             "load": self._load,
         }
@@ -76,6 +78,8 @@ class TrainerWorker:
         logprobs = await self._compute("publish", lambda: self._hold_still(canary))
         try:
             await self._is_held.wait()
+            if self._is_abandoned:
+                raise RuntimeError(f"version {version} is not published: the run ends")
             update = await asyncio.to_thread(lambda: self._sync.offer(version, make_manifest(self._trainer.tensors())))
             self._is_held.clear()
             await self._sync.send(update, self._trainer.tensors())
@@ -97,6 +101,11 @@ class TrainerWorker:
 
     async def _abort(self, update: WeightUpdate) -> None:
         self._sync.abort(update)
+        self._is_held.set()
+
+    async def _abandon(self) -> None:
+        """Nobody takes updates any more; no step waits for one."""
+        self._is_abandoned = True
         self._is_held.set()
 
     async def _save(self, folder: str) -> None:
