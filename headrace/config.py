@@ -451,10 +451,13 @@ class Recipe:
 
     @property
     def hash(self) -> str:
-        """Of everything that decides the result; the same command has the same hash."""
+        """Of everything that decides the result, and not of how it is watched over: what an error advises may be changed."""
         settings = to_dict(self)
-        for name in ("observe", "orchestrate", "deadline", "heartbeat"):
+        for name in ("observe", "orchestrate", "deadline", "heartbeat", "sync"):
             settings.pop(name)
+        settings["engine"].pop("restarts")
+        for name in ("timeout", "workers", "max_failures"):
+            settings["reward"].pop(name)
         return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
     def derivation(self) -> list[str]:

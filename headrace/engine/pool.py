@@ -61,8 +61,8 @@ class _Grown:
 class Member:
     """One engine process."""
 
-    def __init__(self, name: str, *, control: Peer, on_report: Callable[[str, dict[str, Any]], None]) -> None:
-        self.name, self.control = name, control
+    def __init__(self, name: str, *, control: Peer, on_report: Callable[[str, dict[str, Any]], None], log: str = "") -> None:
+        self.name, self.control, self._log = name, control, log
         self.data: Peer | None = None
         self.credit = 0
         self.requests: dict[int, _Request] = {}
@@ -82,13 +82,19 @@ class Member:
         }
 
     async def load(self, update: WeightUpdate, interrupt: Interrupt) -> None:
-        try:
-            await self.control.call("load", update=update, interrupt=interrupt.value)
-        except RemoteError as error:
-            if error.kind == SyncError.__name__:
-                raise SyncError(error.message) from error
-            raise
+        await self.call("load", update=update, interrupt=interrupt.value)
         self.update = update
+
+    async def call(self, name: str, **arguments: Any) -> Any:  # noqa: ANN401
+        """A control call; what it raises there says here whose it is."""
+        try:
+            return await self.control.call(name, **arguments)
+        except RemoteError as error:
+            if error.kind == "EngineDied":  # its process ends too, and is started again
+                raise StreamClosed(f"{self.name}: {error.message}") from error
+            told = SyncError(error.message) if error.kind == SyncError.__name__ else error
+            told.add_note(f"in {self.name}, log {self._log}" if self._log else f"in {self.name}")
+            raise told from error
 
     def send(self, requests: list[_Request]) -> None:
         assert self.data is not None
@@ -206,7 +212,7 @@ class EnginePool:
                 await self._bring(member, self._wanted)
             elif is_paused != self._is_paused:
                 is_paused = self._is_paused
-                await (member.control.call("pause", interrupt="keep") if is_paused else member.control.call("resume"))
+                await (member.call("pause", interrupt="keep") if is_paused else member.call("resume"))
             else:
                 break
         member.pool = self
@@ -268,7 +274,7 @@ class EnginePool:
         while True:
             member = await self._any_member()
             try:
-                return list(await member.control.call("score", rollouts=packed))
+                return list(await member.call("score", rollouts=packed))
             except StreamClosed:
                 self.lose(member)
 
@@ -365,7 +371,7 @@ class EnginePool:
 
         async def call(member: Member) -> Any:  # noqa: ANN401
             try:
-                return await member.control.call(name, **arguments)
+                return await member.call(name, **arguments)
             except StreamClosed:
                 self.lose(member)
                 return None

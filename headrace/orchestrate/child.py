@@ -27,7 +27,7 @@ from headrace.observe import ProcessTimeline
 from headrace.orchestrate.build import build_core, build_trainer, choose_device, place_of, set_threads, stop_tokens
 from headrace.stream import Peer, Stream, StreamClosed, connect, describe_error
 from headrace.sync import Lineage, SharedMemorySync
-from headrace.sync.shared import shared_folder
+from headrace.sync.shared import remove_segments, shared_folder
 from headrace.train.worker import TrainerWorker
 
 if TYPE_CHECKING:
@@ -79,8 +79,12 @@ class Process:
         """Leave no shared memory and no socket behind, whoever went first."""
         if self._sync is not None and self.role == "trainer":
             self._sync.close()
+        if self._is_told_to_end or not _is_gone(int(self._order["launcher"])):
+            return
+        folder, prefix = self._order["shared"]
+        remove_segments(Path(folder), prefix)  # the trainer may have been killed too
         kind, _, path = str(self._order["address"]).partition(":")
-        if kind == "unix" and not self._is_told_to_end and _is_gone(int(self._order["launcher"])):
+        if kind == "unix":
             shutil.rmtree(Path(path).parent, ignore_errors=True)
 
     async def _connect(self, channel: str) -> Stream:

@@ -101,6 +101,7 @@ def _launch_beside(recipe: Recipe, given: UserInputs, how: Launch) -> RunResult:
                 return future.result()
             except KeyboardInterrupt:
                 if how.stop.is_made:
+                    how.stop.insist()
                     raise
                 how.stop.make()
 
@@ -139,6 +140,10 @@ class _Run:
     """None: everything in this process."""
 
     async def train(self, model_path: str) -> RunResult:
+        with self.how.stop.cancels_this_task():
+            return await self._train(model_path)
+
+    async def _train(self, model_path: str) -> RunResult:
         async with self._session(model_path) as session:
             write_summary(self.folder, session.summary("running", seconds=self.seconds))
             status = "failed"

@@ -53,12 +53,14 @@ class LocalProcesses:
         recipe = self.processes.recipe
         check_room(shared_folder(recipe.sync.folder), weight_bytes(model_path, recipe))
         supervisor = Supervisor(self.processes, model=model_path, lineage=lineage, timelines=observer.mirrored(), say=say)
+        before = sys.getswitchinterval()
         sys.setswitchinterval(_SWITCH_SECONDS)
         await self.processes.listen()
         log = self.processes.open_log("launcher")
         workers = RewardWorkers(recipe.reward.workers, timeout=recipe.reward.timeout, stacks=log)
 
         def close() -> None:
+            sys.setswitchinterval(before)
             supervisor.close()
             workers.close()
 
@@ -76,7 +78,7 @@ class LocalProcesses:
             raise
         roles = Roles(
             engine=supervisor.pool,
-            trainer=TrainerThere(self.trainer, canary=around.canary),
+            trainer=TrainerThere(self.trainer, canary=around.canary, deadline=recipe.deadline),
             around=around,
             stop_ids=tuple(told[0]["stop_ids"]),
             services=(supervisor.watch,),

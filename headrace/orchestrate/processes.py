@@ -144,7 +144,7 @@ class Processes:
         log = self.open_log(name)
         threads = str(self.recipe.threads_of(role, cores=os.cpu_count() or 1))
         process = subprocess.Popen(
-            [sys.executable, "-m", "headrace.orchestrate.child", name],  # the name is for people who list processes
+            [sys.executable, "-P", "-m", "headrace.orchestrate.child", name],  # the name is for people who list processes
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
@@ -170,6 +170,7 @@ class Processes:
             "address": self._listener.address,
             "token": self._token,
             "launcher": os.getpid(),
+            "shared": [str(shared_folder(self.recipe.sync.folder)), self.prefix],
             "path": [path or os.getcwd() for path in sys.path],
         }
         assert child.process.stdin is not None
@@ -195,5 +196,5 @@ class Processes:
 
 
 def _import_path() -> str:
-    """The child must find this package wherever this process found it."""
-    return os.pathsep.join(path for path in sys.path if path)
+    """The child must find this package wherever this process found it, and nothing before it."""
+    return os.pathsep.join(path or os.getcwd() for path in sys.path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import builtins
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from headrace.model.weights import make_manifest
 from headrace.orchestrate.publish import Published
@@ -13,7 +13,7 @@ from headrace.packed import pack_batch
 from headrace.stream import RemoteError, StreamClosed
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine
+    from collections.abc import Awaitable, Callable, Coroutine, Generator
     from pathlib import Path
 
     from headrace.engine import Engine
@@ -119,13 +119,24 @@ class TrainerHere:
         self._trainer.load(folder)
 
 
+class Answer(Generic[T]):
+    """Of a call that was made. Whoever stops waiting for it does not unmake the call; it may be awaited again, or left."""
+
+    def __init__(self, answering: Coroutine[Any, Any, T]) -> None:
+        self._task = asyncio.ensure_future(answering)
+        self._task.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return asyncio.shield(self._task).__await__()
+
+
 class TrainerThere:
     """A trainer in another process, reached over its stream; calls reach it in the order they are made."""
 
     is_here = False
 
-    def __init__(self, child: Child, *, canary: Batch) -> None:
-        self._child = child
+    def __init__(self, child: Child, *, canary: Batch, deadline: float) -> None:
+        self._child, self._deadline = child, deadline
         self._canary = pack_batch(canary)
         self.num_steps = 0
 
@@ -158,7 +169,9 @@ class TrainerThere:
 
     async def save(self, folder: Path) -> None:
         try:
-            await self._child.control.call("save", folder=str(folder))
+            await self._child.control.call("save", folder=str(folder), timeout=self._deadline)
+        except TimeoutError as error:
+            raise await self._late("saving") from error
         except RemoteError as error:
             if _is_of_the_disk(error.kind):  # whoever keeps checkpoints knows what to do
                 raise OSError(error.message) from error
@@ -167,18 +180,24 @@ class TrainerThere:
             raise await self._child.explain() from error
 
     async def load(self, folder: Path) -> None:
-        await self._answer(self._begin("load", folder=str(folder)))
+        try:
+            async with asyncio.timeout(self._deadline):
+                await self._answer(self._begin("load", folder=str(folder)))
+        except TimeoutError as error:
+            raise await self._late("loading") from error
 
-    def _ask(self, name: str, make: Callable[[Any], T], **arguments: Any) -> asyncio.Task[T]:  # noqa: ANN401
+    async def _late(self, what: str) -> Exception:
+        self._child.give_up(f"has been {what} for {self._deadline:g} s (deadline)")
+        return await self._child.explain()
+
+    def _ask(self, name: str, make: Callable[[Any], T], **arguments: Any) -> Answer[T]:  # noqa: ANN401
         """Ask at once, so that whatever is asked later comes later; the answer may be awaited or left."""
         answer = self._begin(name, **arguments)
 
         async def finish() -> T:
             return make(await self._answer(answer))
 
-        asked = asyncio.ensure_future(finish())
-        asked.add_done_callback(lambda task: task.cancelled() or task.exception())
-        return asked
+        return Answer(finish())
 
     def _begin(self, name: str, **arguments: Any) -> asyncio.Future[Any] | StreamClosed:  # noqa: ANN401
         try:

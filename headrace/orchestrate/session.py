@@ -57,6 +57,8 @@ class _Trained:
 
     begun: Begun
     seen: list[dict[str, float]]
+    at: float
+    """By the clock that `seconds` are counted with."""
     evaluation: Evaluation | None = None
     is_complete: bool = False
     """Evaluated, where that was due."""
@@ -85,7 +87,7 @@ class Session:
             self.roles,
             lineage=self.lineage,
             observer=self.observer,
-            on_trained=lambda begun, seen: self._unnoted.append(_Trained(begun, seen)),
+            on_trained=lambda begun, seen: self._unnoted.append(_Trained(begun, seen, time.perf_counter())),
             after_version=self._after_version,
             rests_at=lambda version: self._is_evaluated(version) or self._is_saved(version),
         )
@@ -188,7 +190,7 @@ class Session:
         if evaluation is not None:
             progress.success_after, progress.greedy_after = evaluation.success, evaluation.greedy
             self._unnoted[-1].evaluation = evaluation
-        self._unnoted[-1].is_complete = True
+        self._unnoted[-1].is_complete, self._unnoted[-1].at = True, time.perf_counter()
         if run.trainer.is_here or version == self.recipe.steps:
             await self._write_notes()
         else:
@@ -216,7 +218,7 @@ class Session:
     def _note(self, trained: _Trained) -> None:
         batches, evaluation = trained.begun.batches, trained.evaluation
         version = trained.begun.version + 1
-        metrics = self._measure(trained.begun.groups, batches, trained.seen)
+        metrics = self._measure(trained.begun.groups, batches, trained.seen, at=trained.at)
         if evaluation is not None:
             metrics |= {
                 "success": evaluation.success,
@@ -229,8 +231,8 @@ class Session:
             self.observer.keep_rollouts(version, [rollout for batch in batches for rollout in batch.rollouts])
         self.observer.version(version, metrics)
 
-    def _measure(self, groups: list[Group], batches: list[Batch], seen: list[dict[str, float]]) -> dict[str, Any]:
-        progress, now = self.progress, time.perf_counter()
+    def _measure(self, groups: list[Group], batches: list[Batch], seen: list[dict[str, float]], *, at: float) -> dict[str, Any]:
+        progress, now = self.progress, at
         seconds, self._last_moment = now - self._last_moment, now
         progress.seconds_rl += seconds
         versions = np.concatenate([rollout.versions for batch in batches for rollout in batch.rollouts])

@@ -15,17 +15,38 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest:
-    """The first request ends the run after the version being trained; a second signal ends it at once."""
+    """The first request ends the run after the version being trained; a second ends it at once."""
 
     def __init__(self) -> None:
         self.is_made = False
         self._ask: Callable[[], object] | None = None
+        self._cancel: Callable[[], object] | None = None
+        self._is_insisted = False
 
     def make(self) -> None:
         """Ask from any thread."""
         self.is_made = True
         if self._ask is not None:
             self._ask()
+
+    def insist(self) -> None:
+        """Ask again, from any thread: the run is cancelled where it is."""
+        self._is_insisted = True
+        if self._cancel is not None:
+            self._cancel()
+
+    @contextlib.contextmanager
+    def cancels_this_task(self) -> Iterator[None]:
+        """While the block runs, a second request cancels the task it runs in."""
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        self._cancel = lambda: loop.call_soon_threadsafe(task.cancel)
+        if self._is_insisted:
+            task.cancel()
+        try:
+            yield
+        finally:
+            self._cancel = None
 
     @contextlib.contextmanager
     def heard_by(self, stop: Callable[[], None]) -> Iterator[None]:
@@ -39,6 +60,8 @@ class StopRequest:
             stop()
 
         self._ask = lambda: loop.call_soon_threadsafe(stop)
+        if self.is_made:  # before anybody listened
+            loop.call_soon(stop)
         if is_main:
             for number in _SIGNALS:
                 loop.add_signal_handler(number, hear)

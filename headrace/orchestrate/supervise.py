@@ -64,16 +64,15 @@ class Supervisor:
     async def start_engine(self, child: Child, *, index: int) -> dict[str, Any]:
         """Connect and build an engine and put it in the pool; what it said of itself."""
         arriving = await self._connect(child, ("control", "data"))
-        member = Member(child.name, control=child.control, on_report=self._timelines["engine"].take)
-        data = asyncio.ensure_future(self._take_data(child, member, arriving["data"]))
+        member = Member(child.name, control=child.control, on_report=self._timelines["engine"].take, log=str(child.log))
         try:
             told = await self._build(child, index=index)
-            await data
+            await self._take_data(child, member, arriving["data"])
             await self.pool.join(member)
         except StreamClosed as error:
             raise await child.explain() from error
-        finally:
-            data.cancel()
+        except RemoteError as error:
+            raise child.failed(error) from error
         self._spawn(self._replace(child, member, index))
         return told
 
@@ -117,15 +116,20 @@ class Supervisor:
         raise await child.explain()
 
     async def _build(self, child: Child, *, index: int) -> dict[str, Any]:
+        deadline = self._recipe.deadline
         try:
             told = await child.control.call(
                 "build",
+                timeout=deadline,
                 recipe=to_dict(self._recipe),
                 model=self._model,
                 lineage={"id": self._lineage.id, "ancestors": self._lineage.ancestors},
                 prefix=self._processes.prefix,
                 index=index,
             )
+        except TimeoutError as error:
+            child.give_up(f"has been loading its model for {deadline:g} s (deadline)")
+            raise await child.explain() from error
         except RemoteError as error:
             raise child.failed(error) from error
         except StreamClosed as error:
@@ -194,11 +198,13 @@ class Supervisor:
         while self.num_restarts < most:
             self.num_restarts += 1
             self._say(f"{error}\n  it is started again ({self.num_restarts} of {most}); its rollouts go on from their prefixes")
+            fresh = self._processes.spawn("engine", child.name)
             try:
-                await self.start_engine(self._processes.spawn("engine", child.name), index=index)
+                await self.start_engine(fresh, index=index)
             except RoleFailed as again:  # it was lost while it started
                 error = again
-            except (ConfigError, ModelError, RemoteError) as wrong:
+                fresh.give_up("could not be started")
+            except (ConfigError, ModelError) as wrong:
                 self._fail(wrong)
                 return
             else:

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -218,7 +219,7 @@ def test_what_the_disk_refuses_there_is_the_same_error_here(tmp_path, kind):
 
         process = SimpleNamespace(pid=0)
         child = Child("trainer", "trainer", process, tmp_path / "trainer.log", peer=SimpleNamespace(call=call))
-        await TrainerThere(child, canary=make_canary(np.arange(9))).save(tmp_path)
+        await TrainerThere(child, canary=make_canary(np.arange(9)), deadline=5).save(tmp_path)
 
     with pytest.raises(RoleFailed if kind == "ValueError" else OSError, match="not here"):
         asyncio.run(main())
@@ -230,3 +231,52 @@ def test_shared_memory_too_small_is_refused_before_anything_is_loaded(tmp_path, 
     with pytest.raises(RuntimeError, match=r"0 MB free.*remount,size=.*sync\.folder"):
         local_run(tmp_path / "run")
     assert not children() and not leftovers()
+
+
+def test_corrections_over_several_steps_a_version(tmp_path):
+    """The version ahead waits for the trainer's forward passes while this one is settled: its groups are in the books."""
+    (tmp_path / "slow_loss.py").write_text(SLOW_LOSS)
+    run = local_run(
+        tmp_path / "run",
+        steps=5,
+        held_out=None,
+        staleness={"correct": "tis", "max_lag": 2},
+        train={"mini_batches": 2, "loss": f"{tmp_path / 'slow_loss.py'}:slow"},
+    )
+    assert run.summary["accounting"]["trained"] == 80
+
+
+def test_what_is_trained_when_something_else_fails_is_kept(tmp_path):
+    """A reward breaks while the trainer is at work: what it was asked for is trained, saved, and not trained again."""
+    (tmp_path / "slow_loss.py").write_text(SLOW_LOSS)
+    calls = 0
+
+    def breaks(prompts, completions, **_):
+        nonlocal calls
+        calls += 1
+        if calls > 24:
+            return [1.0]  # the wrong number of values: no retry can mend that
+        return [float(len(completion)) for completion in completions]
+
+    settings = {
+        "steps": 20,
+        "held_out": None,
+        "staleness": {"max_lag": 3},
+        "checkpoint": {"every": 100},
+        "train": {"loss": f"{tmp_path / 'slow_loss.py'}:slow", "batch": 8},
+    }
+    with pytest.raises(ValueError, match="1 values for"):
+        local_run(tmp_path / "run", reward=breaks, **settings)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["version"] >= 1 and summary["accounting"]["trained"] == 8 * summary["version"]
+    assert (tmp_path / "run" / "checkpoints" / f"step-{summary['version']}" / "config.json").exists()
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [row["version"] for row in rows] == list(range(1, summary["version"] + 1))
+    assert not children() and not leftovers()
+
+
+def test_modules_in_the_working_directory_do_not_stand_in_for_the_librarys(tmp_path, monkeypatch):
+    (tmp_path / "queue.py").write_text("raise RuntimeError('not this one')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [path for path in sys.path if path])
+    assert local_run(tmp_path / "run", steps=1, held_out=None).summary["status"] == "finished"

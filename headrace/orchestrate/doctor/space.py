@@ -58,10 +58,11 @@ def check_gpu_memory(subject: Subject) -> Iterator[Finding]:
 
 
 def check_shared_memory(subject: Subject) -> Iterator[Finding]:
-    if not SHARED_MEMORY.is_dir():
+    folder = Path(subject.recipe.sync.folder) if subject.recipe and subject.recipe.sync.folder else SHARED_MEMORY
+    if not folder.is_dir():
         return
-    free, need = shutil.disk_usage(SHARED_MEMORY).free, 2 * subject.weight_bytes
-    what = f"{SHARED_MEMORY}: {size(free)} free" + (f"; two versions of the weights take {size(need)}" if need else "")
+    free, need = shutil.disk_usage(folder).free, 2 * subject.weight_bytes
+    what = f"{folder}: {size(free)} free" + (f"; two versions of the weights take {size(need)}" if need else "")
     if free >= max(need, 1):
         yield Finding("ok", what)
         return
