@@ -106,7 +106,7 @@ def run(*, quick: bool, json_file: Path | None) -> int:
     rows: list[Row] = []
     missed: list[str] = []
     for case in CASES[:1] if quick else CASES:
-        rows += asyncio.run(_measure(case, turns=1 if quick else 7))
+        rows += asyncio.run(_measure(case, turns=1 if quick else 5))
         figures = {row.name: row.value for row in rows}
         missed += [f"{case.name}: {name}" for name, met in GOALS.items() if not met(figures[f"{case.name}: {name}"])]
     show("overlap", rows)
@@ -152,6 +152,13 @@ def _rows(case: Case, seen: dict[str, list[Turn]], *, cores: int) -> list[Row]:
     def of(role: str, state: str) -> float:
         return statistics.median(turn.budget[role][state] for turn in seen["async"])
 
+    def pace(role: str, alone: str) -> float:
+        """How much longer the same work takes beside the other role: what the processes share beyond cores."""
+        per_token = [
+            statistics.median(t.working(role) / t.tokens_per_second for t in seen[which]) for which in ("async", alone)
+        ]
+        return per_token[0] / per_token[1]
+
     name = case.name
     return [
         Row(f"{name}: async", rate["async"], "tokens/s", bound=bound),
@@ -163,6 +170,8 @@ def _rows(case: Case, seen: dict[str, list[Turn]], *, cores: int) -> list[Row]:
         Row(f"{name}: async ÷ sync", rate["async"] / rate["sync"], "ratio"),
         Row(f"{name}: trainer idle", of("trainer", "wait-batch"), "share", goal="≤ 0.03"),
         Row(f"{name}: trainer descheduled", of("trainer", "descheduled"), "share"),
+        Row(f"{name}: trainer's work per token, async ÷ alone", pace("trainer", "training"), "ratio"),
+        Row(f"{name}: engine's work per token, async ÷ alone", pace("engine", "generation"), "ratio"),
         Row(f"{name}: trainer publishing", of("trainer", "publish"), "share"),
         Row(f"{name}: engine waiting at the gate", of("engine", "wait-gate"), "share"),
         Row(f"{name}: engine descheduled", of("engine", "descheduled"), "share"),
