@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import secrets
 import signal
@@ -71,6 +72,7 @@ class Child:
             return ConfigError(error.message)
         if error.kind == "ModelError":
             return ModelError(error.message)
+        logging.getLogger("headrace").error("%s failed:\n%s", self.name, error.detail)
         where = f"\n  {error.frame}" if error.frame else ""
         return RoleFailed(f"{self.name} failed: {error}{where}\n  log {self.log}")
 
