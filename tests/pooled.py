@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headrace.engine.member import Member
 from headrace.engine.native.core import EngineCore
 from headrace.engine.native.threaded import ThreadedEngine
-from headrace.engine.pool import EnginePool, Member
+from headrace.engine.pool import EnginePool
 from headrace.engine.worker import EngineWorker
 from headrace.model.load import load_model
 from headrace.observe import ProcessTimeline

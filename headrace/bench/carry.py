@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from headrace.bench.stubs import COMPLETION, PROMPT, answer
-from headrace.engine.pool import EnginePool, Member
+from headrace.engine.member import Member
+from headrace.engine.pool import EnginePool
 from headrace.orchestrate.collector import few_collections
 from headrace.packed import pack_rollouts, unpack_rollouts, unpack_samplings
 from headrace.stream import Listener, Peer, StreamClosed, connect

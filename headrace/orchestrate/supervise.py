@@ -6,7 +6,8 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, Any
 
-from headrace.engine.pool import EnginePool, Member
+from headrace.engine.member import Member
+from headrace.engine.pool import EnginePool
 from headrace.model.load import ModelError
 from headrace.orchestrate.processes import Child, Processes, RoleFailed
 from headrace.settings import ConfigError, to_dict
