@@ -93,8 +93,9 @@ def launch(recipe: Recipe, given: UserInputs, how: Launch) -> RunResult:
 
 
 def _launch_beside(recipe: Recipe, given: UserInputs, how: Launch) -> RunResult:
-    """Inside a notebook: its event loop is not ours to block in, so the run gets a thread, and an interrupt is passed on."""
-    with ThreadPoolExecutor(max_workers=1) as elsewhere:
+    """Inside somebody's event loop, as in a notebook: the run gets a thread with one of its own, and interrupts are passed on.
+    Whatever the loop's owner does with signals waits until the run has ended."""
+    with ended_by_signals(), ThreadPoolExecutor(max_workers=1) as elsewhere:
         future = elsewhere.submit(_launch, recipe, given, how)
         while True:
             try:
