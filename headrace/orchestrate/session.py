@@ -218,7 +218,7 @@ class Session:
     def _note(self, trained: _Trained) -> None:
         batches, evaluation = trained.begun.batches, trained.evaluation
         version = trained.begun.version + 1
-        metrics = self._measure(trained.begun.groups, batches, trained.seen, at=trained.at)
+        metrics = self._measure(trained.begun.groups, batches, trained.seen, trained.at)
         if evaluation is not None:
             metrics |= {
                 "success": evaluation.success,
@@ -231,7 +231,7 @@ class Session:
             self.observer.keep_rollouts(version, [rollout for batch in batches for rollout in batch.rollouts])
         self.observer.version(version, metrics)
 
-    def _measure(self, groups: list[Group], batches: list[Batch], seen: list[dict[str, float]], *, at: float) -> dict[str, Any]:
+    def _measure(self, groups: list[Group], batches: list[Batch], seen: list[dict[str, float]], at: float) -> dict[str, Any]:
         progress, now = self.progress, at
         seconds, self._last_moment = now - self._last_moment, now
         progress.seconds_rl += seconds
