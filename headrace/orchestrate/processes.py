@@ -51,6 +51,8 @@ class Child:
     told: RemoteError | None = None
     """What it said before it ended."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+    settled: asyncio.Event = field(default_factory=asyncio.Event)
+    """What became of it is known: it ended, or the run was ended first."""
     lost: asyncio.Event = field(default_factory=asyncio.Event)
     """It ended, its stream closed, or it was given up."""
 
@@ -80,7 +82,7 @@ class Child:
         """Why it is lost; waits a moment for the process to end, which tells most."""
         if not self.verdict:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.ended.wait(), _END_SECONDS)
+                await asyncio.wait_for(self.settled.wait(), _END_SECONDS)
         if self.told is not None:
             return self.failed(self.told)
         return RoleFailed(f"{self.name} (process {self.process.pid}) {self._how_it_ended()}\n  log {self.log}")
@@ -101,6 +103,7 @@ class Child:
             self.process.wait()
             with contextlib.suppress(RuntimeError):  # the loop was closed first
                 loop.call_soon_threadsafe(self.ended.set)
+                loop.call_soon_threadsafe(self.settled.set)
                 loop.call_soon_threadsafe(self.lost.set)
 
         threading.Thread(target=wait, name=f"end of {self.name}", daemon=True).start()

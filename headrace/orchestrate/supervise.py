@@ -143,6 +143,10 @@ class Supervisor:
         """Until a stream closes; without one of its streams a process is lost."""
         try:
             await peer.run()
+        except asyncio.CancelledError:  # the run is ended here: nobody need wait to learn why the process is gone
+            child.verdict = child.verdict or "was left when the run was ended"
+            child.settled.set()
+            raise
         except StreamClosed:
             child.lost.set()
         except ValueError as error:
