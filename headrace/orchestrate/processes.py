@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from headrace.config import Recipe
 
 _END_SECONDS = 5.0
+_GOODBYE_SECONDS = 2.0
+"""For processes to go by themselves; they take hundredths, and a stopped one is killed."""
 
 
 class RoleFailed(RuntimeError):
@@ -196,7 +198,7 @@ class Processes:
                     peer.stream.close()
         connected = [child for child in self._all if child.peer is not None]
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_END_SECONDS):
+            async with asyncio.timeout(_GOODBYE_SECONDS):
                 await asyncio.gather(*(child.ended.wait() for child in connected))
 
 
