@@ -1,0 +1,275 @@
+"""Drawing tokens on the GPU, and what follows from a draw: lengths, stops, limits.
+
+`draw` reads the logits once: each chunk of the vocabulary leaves its maximum and its sum of exponentials, one program per
+row inverts the cumulative distribution at the row's random number over those, and only the chunk it falls into is read
+again. Where a row is cut (top-k, top-p, min-p, a stop token that comes too early), `cut` first finds the last token that
+is kept in the order (logit, then lower id) by bisection, and puts the rest out of reach.
+
+The arithmetic is that of `sampler.draw`, whose tests these kernels pass too.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headrace.engine.native.cuda.state import SlotState
+
+_CHUNK = 4096
+_LOWEST = float("-inf")
+
+
+@triton.jit
+def _uniform(seed, position):
+    """The number in [0, 1) of (request seed, token position); `sampler.uniform` says the same in numpy."""
+    state = seed.to(tl.uint64) + (position.to(tl.uint64) + 1) * 0x9E3779B97F4A7C15
+    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9
+    state = (state ^ (state >> 27)) * 0x94D049BB133111EB
+    state = state ^ (state >> 31)
+    return (state >> 11).to(tl.float64) * (1.0 / 9007199254740992.0)
+
+
+@triton.jit
+def _scaled(logits, temperature, divisor, factor, softcap, HAS_DIVISOR: tl.constexpr, HAS_FACTOR: tl.constexpr,
+            HAS_SOFTCAP: tl.constexpr):  # fmt: skip
+    """What the model's configuration does to logits, then temperature (0 is greedy and leaves them)."""
+    x = logits.to(tl.float32)
+    if HAS_DIVISOR:
+        x = x / divisor
+    if HAS_FACTOR:
+        x = x * factor
+    if HAS_SOFTCAP:
+        ratio = x / softcap
+        shrunk = tl.exp(-2.0 * tl.abs(ratio))
+        x = softcap * tl.where(ratio >= 0, 1.0, -1.0) * (1.0 - shrunk) / (1.0 + shrunk)
+    return x / tl.where(temperature == 0, 1.0, temperature)
+
+
+@triton.jit
+def _chunk_kernel(
+    logits, slots, sampling, tops, sums, bests, vocabulary, logits_row,
+    divisor, factor, softcap, HAS_DIVISOR: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    chunk, row = tl.program_id(0), tl.program_id(1)
+    temperature = tl.load(sampling + tl.load(slots + row).to(tl.int64) * 4)
+    at = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = tl.load(logits + row.to(tl.int64) * logits_row + at, mask=at < vocabulary, other=float("-inf"))
+    x = _scaled(x, temperature, divisor, factor, softcap, HAS_DIVISOR, HAS_FACTOR, HAS_SOFTCAP)
+    x = tl.where(at < vocabulary, x, float("-inf"))
+    top = tl.max(x, axis=0)
+    shifted = tl.where(x == float("-inf"), 0.0, tl.exp(x - tl.maximum(top, -1e30)))
+    tl.store(tops + row * CHUNKS + chunk, top)
+    tl.store(sums + row * CHUNKS + chunk, tl.sum(shifted, axis=0))
+    tl.store(bests + row * CHUNKS + chunk, tl.argmax(x, axis=0) + chunk * CHUNK)
+
+
+@triton.jit
+def _draw_kernel(
+    logits, slots, sampling, seeds, lengths, limits, alive, tokens, stops, tops, sums, bests, out_tokens, out_logprobs,
+    vocabulary, logits_row, num_stops,
+    divisor, factor, softcap, HAS_DIVISOR: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr, CHUNK: tl.constexpr, STOPS_PAD: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    slot = tl.load(slots + row).to(tl.int64)
+    temperature = tl.load(sampling + slot * 4)
+    length = tl.load(lengths + slot)
+    number = _uniform(tl.load(seeds + slot), length)
+    chunk = tl.arange(0, CHUNKS_PAD)
+    is_chunk = chunk < CHUNKS
+    top_of = tl.load(tops + row * CHUNKS + chunk, mask=is_chunk, other=float("-inf"))
+    top = tl.max(top_of, axis=0)
+    weights = tl.load(sums + row * CHUNKS + chunk, mask=is_chunk, other=0.0).to(tl.float64)
+    weights = weights * tl.exp(tl.maximum(top_of, -1e30) - tl.maximum(top, -1e30)).to(tl.float64)
+    total = tl.sum(weights, axis=0)
+    reached = tl.cumsum(weights, axis=0)
+    goal = number * total
+    last = tl.max(tl.where(weights > 0, chunk, 0), axis=0)
+    chosen = tl.minimum(tl.sum((reached <= goal).to(tl.int32), axis=0), last)
+    before = tl.sum(tl.where(chunk < chosen, weights, 0.0), axis=0)
+    at = chosen * CHUNK + tl.arange(0, CHUNK)
+    x = tl.load(logits + row.to(tl.int64) * logits_row + at, mask=at < vocabulary, other=float("-inf"))
+    x = _scaled(x, temperature, divisor, factor, softcap, HAS_DIVISOR, HAS_FACTOR, HAS_SOFTCAP)
+    x = tl.where(at < vocabulary, x, float("-inf"))
+    shares = tl.where(x == float("-inf"), 0.0, tl.exp(x - top)).to(tl.float64)
+    inside = tl.cumsum(shares, axis=0) + before
+    furthest = tl.max(tl.where(shares > 0, tl.arange(0, CHUNK), 0), axis=0)
+    place = tl.minimum(tl.sum((inside <= goal).to(tl.int32), axis=0), furthest)
+    drawn = chosen * CHUNK + place
+    logit = tl.sum(tl.where(tl.arange(0, CHUNK) == place, x, 0.0), axis=0)
+    logprob = logit - top - tl.log(total).to(tl.float32)
+    if temperature == 0:
+        best_chunk = tl.argmax(top_of, axis=0)
+        drawn = tl.load(bests + row * CHUNKS + best_chunk)
+        logprob = tl.where(top == top, 0.0, top)  # a NaN stays one
+    # What follows from it
+    is_alive = tl.load(alive + slot) != 0
+    stop = tl.arange(0, STOPS_PAD)
+    stop_ids = tl.load(stops + slot * num_stops + stop, mask=stop < num_stops, other=-1)
+    is_stop = tl.sum((stop_ids == drawn).to(tl.int32), axis=0) > 0
+    goes_on = is_alive & (is_stop == 0) & (length + 1 < tl.load(limits + slot)) & (logprob == logprob)
+    if is_alive:
+        tl.store(tokens + slot, drawn)
+        tl.store(lengths + slot, length + 1)
+        tl.store(alive + slot, goes_on.to(tl.int32))
+    tl.store(out_tokens + row, tl.where(is_alive, drawn, -1))
+    tl.store(out_logprobs + row, logprob)
+
+
+@triton.jit
+def _ordered(x):
+    """Integers in the order of floats."""
+    bits = x.to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def _cut_kernel(
+    logits, allowed, slots, sampling, lengths, floors, stops, vocabulary, logits_row, num_stops,
+    divisor, factor, softcap, HAS_DIVISOR: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64)
+    temperature = tl.load(sampling + slot * 4)
+    top_k = tl.load(sampling + slot * 4 + 1)
+    top_p = tl.load(sampling + slot * 4 + 2)
+    min_p = tl.load(sampling + slot * 4 + 3)
+    lane = tl.arange(0, CHUNK)
+    if tl.load(lengths + slot) < tl.load(floors + slot):  # no stop token yet
+        for stop in range(num_stops):
+            stop_id = tl.load(stops + slot * num_stops + stop)
+            if stop_id >= 0:
+                tl.store(logits + row * logits_row + stop_id, float("-inf"))
+        tl.debug_barrier()
+    top = float("-inf")
+    for start in range(0, vocabulary, CHUNK):
+        at = start + lane
+        x = tl.load(logits + row * logits_row + at, mask=at < vocabulary, other=float("-inf"))
+        x = _scaled(x, temperature, divisor, factor, softcap, HAS_DIVISOR, HAS_FACTOR, HAS_SOFTCAP)
+        top = tl.maximum(top, tl.max(tl.where(at < vocabulary, x, float("-inf")), axis=0))
+    # The order is (logit falling, id rising). Each cut keeps a first part of it, whose last member is (least, last).
+    least = tl.full([], -2147483647, tl.int32)
+    last = vocabulary - 1
+    is_random = temperature > 0
+    for cut in range(2):
+        is_by_rank = cut == 0
+        is_asked = is_random & tl.where(is_by_rank, top_k > 0, top_p < 1)
+        if is_asked:
+            goal = top_k.to(tl.float64)
+            if cut == 1:
+                goal = 0.0
+                for start in range(0, vocabulary, CHUNK):
+                    at = start + lane
+                    x = tl.load(logits + row * logits_row + at, mask=at < vocabulary, other=float("-inf"))
+                    x = _scaled(x, temperature, divisor, factor, softcap, HAS_DIVISOR, HAS_FACTOR, HAS_SOFTCAP)
+                    x = tl.where(at < vocabulary, x, float("-inf"))
+                    order = _ordered(x)
+                    is_kept = (order > least) | ((order == least) & (at <= last))
+                    goal += tl.sum(tl.where(is_kept & (x > float("-inf")), tl.exp(x - top), 0.0).to(tl.float64), axis=0)
+                goal = goal * top_p.to(tl.float64)
+            # The least order whose betters weigh less than the goal; a weight is 1 (rank) or a probability.
+            low, high = least, _ordered(top)
+            while low < high:
+                middle = (low.to(tl.int64) + (high.to(tl.int64) - low.to(tl.int64)) // 2).to(tl.int32)
+                weight = tl.zeros([], tl.float64)
+                for start in range(0, vocabulary, CHUNK):
+                    at = start + lane
+                    x = tl.load(logits + row * logits_row + at, mask=at < vocabulary, other=float("-inf"))
+                    x = _scaled(x, temperature, divisor, factor, softcap, HAS_DIVISOR, HAS_FACTOR, HAS_SOFTCAP)
+                    x = tl.where(at < vocabulary, x, float("-inf"))
+                    each = tl.where(is_by_rank, 1.0, tl.exp(x - top))
+                    is_better = (_ordered(x) > middle) & (x > float("-inf"))
+                    weight += tl.sum(tl.where(is_better, each, 0.0).to(tl.float64), axis=0)
+                if weight < goal:
+                    high = middle
+                else:
+                    low = middle + 1
+            better = tl.zeros([], tl.float64)
+            each_tie = tl.zeros([], tl.float64)
+            for start in range(0, vocabulary, CHUNK):
+                at = start + lane
+                x = tl.load(logits + row * logits_row + at, mask=at < vocabulary, other=float("-inf"))
+                x = _scaled(x, temperature, divisor, factor, softcap, HAS_DIVISOR, HAS_FACTOR, HAS_SOFTCAP)
+                x = tl.where(at < vocabulary, x, float("-inf"))
+                each = tl.where(is_by_rank, 1.0, tl.exp(x - top))
+                better += tl.sum(tl.where((_ordered(x) > low) & (x > float("-inf")), each, 0.0).to(tl.float64), axis=0)
+                each_tie = tl.maximum(each_tie, tl.max(tl.where(_ordered(x) == low, each, 0.0), axis=0).to(tl.float64))
+            ties = tl.maximum(tl.ceil((goal - better) / tl.maximum(each_tie, 1e-300)), 1.0)
+            first, final = tl.zeros([], tl.int32), tl.full([], 0, tl.int32) + vocabulary - 1
+            if low == least:
+                final = last
+            while first < final:
+                middle = (first + final) // 2
+                count = tl.zeros([], tl.float64)
+                for start in range(0, vocabulary, CHUNK):
+                    at = start + lane
+                    x = tl.load(logits + row * logits_row + at, mask=at < vocabulary, other=float("-inf"))
+                    x = _scaled(x, temperature, divisor, factor, softcap, HAS_DIVISOR, HAS_FACTOR, HAS_SOFTCAP)
+                    x = tl.where(at < vocabulary, x, float("-inf"))
+                    is_tie = (_ordered(x) == low) & (at <= middle)
+                    count += tl.sum(is_tie.to(tl.float64), axis=0)
+                if count >= ties:
+                    final = middle
+                else:
+                    first = middle + 1
+            least, last = low, first
+    lowest = tl.where(is_random & (min_p > 0), tl.log(tl.maximum(min_p, 1e-30)), float("-inf"))
+    for start in range(0, vocabulary, CHUNK):
+        at = start + lane
+        raw = tl.load(logits + row * logits_row + at, mask=at < vocabulary, other=float("-inf"))
+        x = _scaled(raw, temperature, divisor, factor, softcap, HAS_DIVISOR, HAS_FACTOR, HAS_SOFTCAP)
+        order = _ordered(x)
+        is_kept = (order > least) | ((order == least) & (at <= last))
+        is_kept = is_kept & (x - top >= lowest) & (raw > float("-inf"))
+        tl.store(allowed + row * vocabulary + at, is_kept, mask=at < vocabulary)
+        tl.store(logits + row * logits_row + at, tl.where(is_kept, raw, float("-inf")), mask=at < vocabulary)
+
+
+class Scaling:
+    """What a model's head does to logits, as kernel arguments."""
+
+    def __init__(self, *, divisor: float | None, factor: float | None, softcap: float | None) -> None:
+        self.values = (divisor or 1.0, factor or 1.0, softcap or 1.0)
+        self.flags = {
+            "HAS_DIVISOR": divisor is not None,
+            "HAS_FACTOR": factor is not None,
+            "HAS_SOFTCAP": softcap is not None,
+        }
+
+
+def cut(logits: Tensor, slots: Tensor, state: SlotState, scaling: Scaling) -> Tensor:
+    """Put what a row may not draw at -inf, in place; [rows, vocabulary] bool of what it may."""
+    rows, vocabulary = logits.shape
+    allowed = torch.empty((rows, vocabulary), dtype=torch.bool, device=logits.device)
+    _cut_kernel[(rows,)](
+        logits, allowed, slots, state.sampling, state.lengths, state.floors, state.stops, vocabulary, logits.stride(0),
+        state.stops.shape[1], *scaling.values, **scaling.flags, CHUNK=min(_CHUNK, triton.next_power_of_2(vocabulary)), num_warps=8,
+    )  # fmt: skip
+    return allowed
+
+
+def draw(logits: Tensor, slots: Tensor, state: SlotState, scaling: Scaling, out_tokens: Tensor, out_logprobs: Tensor) -> None:
+    """One token for each row into `out_tokens` (-1 where the rollout had ended) and `out_logprobs`, and the state after it."""
+    rows, vocabulary = logits.shape
+    size = min(_CHUNK, triton.next_power_of_2(vocabulary))
+    chunks = triton.cdiv(vocabulary, size)
+    tops = torch.empty((rows, chunks), dtype=torch.float32, device=logits.device)
+    sums, bests = torch.empty_like(tops), torch.empty((rows, chunks), dtype=torch.int32, device=logits.device)
+    _chunk_kernel[(chunks, rows)](
+        logits, slots, state.sampling, tops, sums, bests, vocabulary, logits.stride(0),
+        *scaling.values, **scaling.flags, CHUNKS=chunks, CHUNK=size, num_warps=4,
+    )  # fmt: skip
+    _draw_kernel[(rows,)](
+        logits, slots, state.sampling, state.seeds, state.lengths, state.limits, state.alive, state.tokens, state.stops,
+        tops, sums, bests, out_tokens, out_logprobs, vocabulary, logits.stride(0), state.stops.shape[1],
+        *scaling.values, **scaling.flags, CHUNKS=chunks, CHUNKS_PAD=triton.next_power_of_2(chunks), CHUNK=size,
+        STOPS_PAD=triton.next_power_of_2(state.stops.shape[1]), num_warps=4,
+    )  # fmt: skip
