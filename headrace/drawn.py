@@ -157,5 +157,10 @@ class SamplingMask:
         np.cumsum([len(row) for row in rows], out=offsets[1:])
         return cls(offsets=offsets, ids=np.concatenate(rows).astype(np.int32) if rows else np.zeros(0, np.int32))
 
+    def cut(self, num_tokens: int) -> SamplingMask | None:
+        """Of the first tokens; None where none of them was restricted."""
+        offsets = self.offsets[: num_tokens + 1]
+        return trusted_copy(self, {"offsets": offsets, "ids": self.ids[: offsets[-1]]}) if offsets[-1] else None
+
     def __eq__(self, other: object) -> bool:
         return equal_records(self, other)

@@ -36,6 +36,7 @@ from headrace.drawn import (
     Scored,
     Source,
 )
+from headrace.routed import check_routing, cut_routing, grown_routing, unknown_expert, unknown_routing
 from headrace.validate import Array, Plain, check_kind, check_plain, equal_records, frozen, trusted, trusted_copy
 
 if TYPE_CHECKING:
@@ -60,6 +61,8 @@ __all__ = [
     "TensorInfo",
     "WeightUpdate",
     "check_plain",
+    "unknown_expert",
+    "unknown_routing",
 ]
 
 
@@ -140,9 +143,7 @@ class Rollout:
             raise ValueError(f"parent: forked at token {self.parent[1]} of {length}")
         aligned: dict[str, Array] = {name: getattr(self, name) for name in TOKEN_ARRAYS} | self.columns
         if self.expert_routing is not None:
-            aligned["expert_routing"] = self.expert_routing
-            if self.expert_routing.dtype not in (np.uint8, np.int16) or self.expert_routing.ndim != 3:
-                raise ValueError("expert_routing must be [T, layers, top_k] of uint8 or int16")
+            check_routing(self.expert_routing, num_tokens=length)
         for name, array in aligned.items():
             if array.ndim < 1 or len(array) != length:
                 raise ValueError(f"{name} has shape {array.shape} but there are {length} tokens")
@@ -222,16 +223,18 @@ class Rollout:
         policy: str,
         lineage: str,
         sampling_mask: SamplingMask | None = None,
+        expert_routing: Array | None = None,
     ) -> Rollout:
         """With the tokens one call drew appended, all of them trained; for engines.
 
+        `sampling_mask` and `expert_routing` cover all tokens, the old ones too. What was known of the routing stays
+        where the new one knows nothing, and all of it where none is given.
         Only what is new is checked. Columns are left behind: they were computed over the old tokens.
         """
         new = {"token_ids": token_ids, "logprobs": logprobs, "versions": versions}
         try:
             _check_drawn(call, new, start=len(self))
-            if self.expert_routing is not None:
-                raise ValueError("expert_routing does not grow with its rollout yet")
+            routing = grown_routing(self.expert_routing, expert_routing, num_tokens=call.stop)
             if sampling_mask is not None and len(sampling_mask.offsets) != call.stop + 1:
                 raise ValueError(f"sampling_mask covers {len(sampling_mask.offsets) - 1} of {call.stop} tokens")
         except ValueError as error:
@@ -242,8 +245,43 @@ class Rollout:
         for array in changes.values():
             array.flags.writeable = False
         changes |= {"policy": policy, "lineage": lineage, "sampling_mask": sampling_mask, "columns": {}}
-        changes |= {"calls": (*self.calls, call), "finish_reason": call.finish_reason}
+        changes |= {"calls": (*self.calls, call), "finish_reason": call.finish_reason, "expert_routing": routing}
         return trusted_copy(self, changes)
+
+    def forked(
+        self, at: int, *, id: str, episode: str | None = None, group: str | None = None, index: int | None = None
+    ) -> Rollout:
+        """Its first `at` tokens as a rollout of its own, to be generated on from there; names not given are this one's.
+
+        A call that went past the fork is cut short and counts as interrupted; one that began there or later is left out.
+        What was thought of the whole (rewards, outcome, columns) is left behind; step rewards before the fork stay, and
+        so does `loss_mask`: who trains a rollout and its fork says which of them trains the tokens they share.
+        """
+        check_kind(at, int, f"rollout {self.id!r}: the token to fork at")
+        if not 1 <= at <= len(self):
+            raise ValueError(f"rollout {self.id!r}: cannot be forked at token {at}; it must be 1 to {len(self)}")
+        if id == self.id:
+            raise ValueError(f"rollout {self.id!r}: a fork needs an id of its own")
+        calls = tuple(_cut_call(call, at) for call in self.calls if call.start < at)
+        return trusted_copy(
+            self,
+            {
+                **{name: getattr(self, name)[:at] for name in TOKEN_ARRAYS},
+                "id": id,
+                "episode": self.episode if episode is None else episode,
+                "group": self.group if group is None else group,
+                "index": self.index if index is None else index,
+                "parent": (self.id, at),
+                "calls": calls,
+                "finish_reason": calls[-1].finish_reason if calls else None,
+                "expert_routing": None if self.expert_routing is None else cut_routing(self.expert_routing, at=at),
+                "sampling_mask": None if self.sampling_mask is None else self.sampling_mask.cut(at),
+                "rewards": {},
+                "step_rewards": tuple((token, value) for token, value in self.step_rewards if token < at),
+                "columns": {},
+                "outcome": None,
+            },
+        )
 
     def replace(self, **changes: Any) -> Rollout:  # noqa: ANN401  (one keyword per field, each checked by the new record)
         """A copy with some fields changed, checked again where a check could fail."""
@@ -334,6 +372,10 @@ def _check_drawn(call: Call, arrays: dict[str, Array], *, start: int) -> None:
     logprobs = arrays["logprobs"]
     if not (logprobs.min() > -math.inf and logprobs.max() <= MOST_LOGPROB):  # so written, NaN is refused
         raise ValueError("logprobs must be finite and ≤ 0 on sampled tokens and 0 elsewhere")
+
+
+def _cut_call(call: Call, at: int) -> Call:
+    return call if call.stop <= at else trusted_copy(call, {"stop": at, "finish_reason": FinishReason.ABORT})
 
 
 def _checked_rewards(rewards: dict[str, float]) -> dict[str, float]:

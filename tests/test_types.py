@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 from strategies import batches, episodes, quick, rollouts
 
 from headrace.types import (
@@ -344,6 +345,132 @@ def test_equality_tells_dtypes_and_nans_apart_by_their_bytes() -> None:
     assert make(columns={"values": column}) != make(columns={"values": column.astype(np.float64)})
     assert make(columns={"values": column}) != make(columns={"other": column})
     assert make(columns={"values": column}) != make(columns={"values": np.zeros((LENGTH, 1), dtype=np.float32)})
+
+
+# Forks
+
+
+def whole() -> Rollout:
+    """With something in every field a fork must cut or leave behind."""
+    return make(
+        policy="student",
+        lineage="a1",
+        parent=("origin", 2),
+        sampling_mask=SamplingMask.from_rows([np.arange(3 * (kind == S)) for kind in KINDS]),
+        expert_routing=np.arange(LENGTH * 4, dtype=np.uint8).reshape(LENGTH, 2, 2),
+        step_rewards=((5, 0.5), (2, 0.25), (3, -1.0)),
+        rewards={"right": 1.0},
+        columns={"values": np.zeros(LENGTH)},
+        outcome=Scored(1.0),
+    )
+
+
+def test_a_fork_inside_a_call_cuts_it_short() -> None:
+    fork = whole().forked(3, id="fork")
+    assert (fork.id, fork.parent) == ("fork", ("r", 3))
+    assert (fork.episode, fork.group, fork.index, fork.policy, fork.lineage) == ("e", "g", 3, "student", "a1")
+    assert fork.token_ids.tolist() == [10, 11, 12]
+    assert fork.source.tolist() == [P, P, S]
+    assert fork.loss_mask.tolist() == [False, False, True]
+    assert fork.logprobs.tolist() == [0, 0, -0.5]
+    assert fork.versions.tolist() == [-1, -1, 5]
+    assert fork.calls == (make_call(2, 3, reason="abort", temperature=0.5),)
+    assert fork.finish_reason is FinishReason.ABORT
+    assert fork.sampling_mask == SamplingMask(offsets=[0, 0, 0, 3], ids=[0, 1, 2])
+    assert fork.step_rewards == ((2, 0.25),)
+    assert (fork.rewards, fork.columns, fork.outcome) == ({}, {}, None)
+    routing = whole().expert_routing[:3].copy()
+    routing[-1] = 255
+    assert np.array_equal(fork.expert_routing, routing)
+
+
+def test_a_fork_between_calls_keeps_the_one_before_as_it_was() -> None:
+    for at in (4, 5, 6):
+        fork = whole().forked(at, id="fork")
+        assert fork.calls == whole().calls[:1]
+        assert fork.finish_reason is FinishReason.STOP
+        assert len(fork) == at
+
+
+def test_a_fork_in_the_prompt_is_a_prompt() -> None:
+    fork = whole().forked(2, id="fork", episode="e2", group="g2", index=0)
+    assert fork == Rollout.from_prompt([10, 11], id="fork", episode="e2", group="g2", index=0).replace(
+        policy="student",
+        lineage="a1",
+        parent=("r", 2),
+        expert_routing=np.array([[[0, 1], [2, 3]], [[255, 255], [255, 255]]], dtype=np.uint8),
+    )
+
+
+def test_a_fork_at_the_end_has_every_token() -> None:
+    fork = whole().forked(LENGTH, id="fork")
+    assert fork.calls == whole().calls
+    assert fork.finish_reason is FinishReason.LENGTH
+    assert fork.sampling_mask == whole().sampling_mask
+    assert fork.step_rewards == whole().step_rewards
+
+
+def test_a_call_that_drew_nothing_is_kept_only_before_the_fork() -> None:
+    calls = (make_call(2, 2, reason="abort"), make_call(2, 4), make_call(6, 8), make_call(8, 8, reason="abort"))
+    rollout = make(calls=calls, finish_reason="abort")
+    assert rollout.forked(2, id="fork").finish_reason is None
+    assert rollout.forked(3, id="fork").calls == (calls[0], make_call(2, 3, reason="abort"))
+    assert rollout.forked(LENGTH, id="fork").calls == calls[:3]
+
+
+def test_a_fork_can_be_lengthened_and_forked_again() -> None:
+    fork = whole().forked(3, id="fork")
+    longer = fork.lengthened(
+        make_call(3, 4),
+        token_ids=np.array([77], np.int32),
+        logprobs=np.array([-1], np.float32),
+        versions=np.array([9], np.int32),
+        policy="student",
+        lineage="a1",
+    )
+    assert longer.parent == ("r", 3)
+    assert longer.forked(4, id="second").parent == ("fork", 4)
+    assert longer.forked(3, id="third") == fork.replace(id="third", parent=("fork", 3), sampling_mask=None)
+
+
+@pytest.mark.parametrize("at", [0, -1, LENGTH + 1, 2**40])
+def test_a_fork_outside_the_tokens_is_refused(at: int) -> None:
+    with pytest.raises(ValueError, match=rf"rollout 'r': cannot be forked at token {at}; it must be 1 to 8"):
+        whole().forked(at, id="fork")
+
+
+@pytest.mark.parametrize("at", [2.0, "2", None, True])
+def test_a_fork_is_at_a_whole_number(at) -> None:
+    with pytest.raises(ValueError, match="rollout 'r': the token to fork at"):
+        whole().forked(at, id="fork")
+
+
+def test_a_fork_has_an_id_of_its_own() -> None:
+    with pytest.raises(ValueError, match="id of its own"):
+        whole().forked(3, id="r")
+
+
+@given(rollouts().filter(len), st.data())
+@quick
+def test_any_fork_is_well_formed_and_shares_its_tokens(rollout: Rollout, data: st.DataObject) -> None:
+    at = data.draw(st.integers(1, len(rollout)))
+    before = dataclasses.replace(rollout)
+    fork = rollout.forked(at, id=f"{rollout.id}-fork")
+    assert dataclasses.replace(fork) == fork  # the constructor does not mind
+    for name, array in arrays_of(fork).items():
+        assert not array.flags.writeable, name
+    for name in ("token_ids", "source", "loss_mask", "logprobs", "versions"):
+        assert np.array_equal(getattr(fork, name), getattr(rollout, name)[:at])
+    assert fork.temperatures.tolist() == rollout.temperatures[:at].tolist()
+    if rollout.expert_routing is not None:
+        unknown = 255 if rollout.expert_routing.dtype == np.uint8 else -1
+        assert np.array_equal(fork.expert_routing[:-1], rollout.expert_routing[: at - 1])
+        assert (fork.expert_routing[-1] == unknown).all()
+    none = SamplingMask.from_rows([np.zeros(0, int)] * len(rollout))
+    old, new = rollout.sampling_mask or none, fork.sampling_mask or none
+    assert [old.row(index).tolist() for index in range(at)] == [new.row(index).tolist() for index in range(at)]
+    assert rollout == before
+    assert fork.rewards is not rollout.rewards and fork.columns is not rollout.columns
 
 
 # Sampling masks

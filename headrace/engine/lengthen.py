@@ -24,8 +24,12 @@ def lengthen(
     masks: list[Array],
     policy: str,
     lineage: str,
+    expert_routing: Array | None = None,
 ) -> Rollout:
-    """The rollout with a call's tokens. `masks` has a row for each of them, or none at all."""
+    """The rollout with a call's tokens. `masks` has a row for each of them, or none at all.
+
+    `expert_routing` has a row for every token of the lengthened rollout, unknown ones where nothing was recorded.
+    """
     added = len(token_ids)
     mask = rollout.sampling_mask
     if mask is not None or masks:
@@ -39,4 +43,5 @@ def lengthen(
         policy=policy,
         lineage=lineage,
         sampling_mask=mask,
+        expert_routing=expert_routing,
     )
