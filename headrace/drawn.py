@@ -8,11 +8,14 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from headrace.validate import Array, check_kind, equal_records, frozen, trusted_copy
+from headrace.validate import Array, check_kind, check_plain, equal_records, frozen, trusted_copy
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class Source(enum.IntEnum):
@@ -78,11 +81,14 @@ class Sampling:
     """Stop tokens cannot be drawn before this many new tokens."""
     stop_ids: tuple[int, ...] = ()
     """Token ids that end the call; the stop token is part of the rollout."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the call; the tokens that complete one are part of the rollout, and the engine trims those after."""
     seed: int = 0
     """With the token's position, the key of its random number: the same seed draws the same tokens in any batch."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop_ids", tuple(int(i) for i in self.stop_ids))
+        object.__setattr__(self, "stop", _checked_stop(self.stop))
         _require(self.temperature >= 0 and math.isfinite(self.temperature), "temperature", self.temperature, "≥ 0")
         _require(self.top_k >= 0 and self.top_k == int(self.top_k), "top_k", self.top_k, "a whole number ≥ 0 (0 keeps all)")
         _require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
@@ -100,6 +106,21 @@ class Sampling:
         return self.temperature > 0 and (
             self.top_k > 0 or self.top_p < 1 or self.min_p > 0 or (self.min_tokens > 0 and bool(self.stop_ids))
         )
+
+
+MAX_STOPS = 16
+"""Texts that may end one call; each is looked for after every token."""
+
+
+def _checked_stop(stop: Sequence[str]) -> tuple[str, ...]:
+    is_list = isinstance(stop, tuple | list)  # a text is a sequence of texts too, but hardly meant as one
+    _require(is_list, "stop", stop, "a list of texts")
+    texts = tuple(stop)
+    _require(len(texts) <= MAX_STOPS, "stop", texts, f"at most {MAX_STOPS} texts")
+    for text in texts:
+        _require(isinstance(text, str) and text != "", "stop", texts, "texts that are not empty")
+        check_plain(text, where="sampling.stop")
+    return texts
 
 
 def _require(holds: bool, name: str, value: object, wanted: str) -> None:

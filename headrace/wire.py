@@ -25,7 +25,7 @@ import numpy as np
 from headrace import types
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 SCHEMA = 1
 """Rises when a frame of the old form can no longer be read."""
@@ -59,6 +59,10 @@ _RECORDS: dict[str, type[Any]] = {
 }
 _NAMES = {record: name for name, record in _RECORDS.items()}
 _FIELDS = {name: tuple(f.name for f in dataclasses.fields(record)) for name, record in _RECORDS.items()}
+_LATER: dict[str, dict[str, object]] = {"Sampling": {"stop": ()}}
+"""Fields that records have got since the schema was fixed, and what they hold in most. Where they hold it they do not
+travel: they cost nothing, and frames from before can still be read."""
+_REQUIRED = {name: frozenset(fields) - _LATER.get(name, {}).keys() for name, fields in _FIELDS.items()}
 _SCALARS = frozenset({type(None), bool, int, float, str})
 """What stands in a header as it is; a list of nothing else needs no look at each."""
 _ARRAY = "$array"
@@ -90,7 +94,7 @@ def encode(value: object) -> bytes:
             return {_ARRAY: [array.dtype.str, list(array.shape), start, array.nbytes]}
         name = _NAMES.get(type(item))
         if name is not None:
-            return {_RECORD: name} | {field: plain(getattr(item, field), depth + 1) for field in _FIELDS[name]}
+            return {_RECORD: name} | {field: plain(getattr(item, field), depth + 1) for field in _sent_fields(name, item)}
         if isinstance(item, list | tuple):
             if depth < MAX_DEPTH and _SCALARS.issuperset(map(type, item)):
                 return item
@@ -114,6 +118,13 @@ def encode(value: object) -> bytes:
     for part in parts:
         checksum = zlib.crc32(part, checksum)
     return b"".join([_PREAMBLE.pack(_MAGIC, SCHEMA, checksum, len(header), size), *parts])
+
+
+def _sent_fields(name: str, record: object) -> Sequence[str]:
+    if name not in _LATER:
+        return _FIELDS[name]
+    later = _LATER[name]
+    return [field for field in _FIELDS[name] if field not in later or getattr(record, field) != later[field]]
 
 
 def _body_start(header_size: int) -> int:
@@ -199,8 +210,8 @@ def _revive(item: Any, body: memoryview, depth: int) -> Any:  # noqa: ANN401
     name = item[_RECORD]
     if name not in _RECORDS:
         raise WireError(f"unknown record {name!r}")
-    if fields.keys() != set(_FIELDS[name]):
-        odd = sorted(fields.keys() ^ set(_FIELDS[name]))
+    odd = sorted((_REQUIRED[name] - fields.keys()) | (fields.keys() - set(_FIELDS[name])))
+    if odd:
         raise WireError(f"record {name} has missing or unknown fields: {', '.join(odd)}")
     try:
         return _RECORDS[name](**fields)

@@ -72,6 +72,7 @@ def samplings(draw: st.DrawFn) -> Sampling:
         max_tokens=max_tokens,
         min_tokens=draw(st.integers(0, max_tokens)),
         stop_ids=tuple(draw(st.lists(st.integers(0, 2**31 - 1), max_size=2))),
+        stop=tuple(draw(st.just([]) | st.lists(st.text(min_size=1, max_size=4), max_size=2))),
         seed=draw(st.integers(0, 2**63 - 1)),
     )
 

@@ -71,6 +71,55 @@ def test_settings_that_differ_in_their_seed_alone_are_one() -> None:
     assert unpack_samplings(packed) == [*asked, Sampling(top_k=3)]
 
 
+def test_stop_texts_travel_and_cost_nothing_where_there_are_none() -> None:
+    plain = [Sampling(stop_ids=(2,), seed=seed) for seed in range(3)]
+    stopped = [Sampling(stop_ids=(2,), stop=("</a>", "é"), seed=seed) for seed in range(3)]
+    packed = pack_samplings([*plain, *stopped])
+    assert len(packed["settings"]) == 2
+    assert unpack_samplings(carried(packed)) == [*plain, *stopped]
+    headers = [opened(encode(pack_samplings(asked)))[0]["settings"][0] for asked in (plain, stopped)]
+    assert ["stop" in header for header in headers] == [False, True]
+
+
+@pytest.mark.parametrize("junk", ["</a>", [""], [3], ["x"] * 17, None, {"x": "y"}], ids=str)
+def test_malformed_stop_texts_are_refused_on_arrival(junk) -> None:
+    header, body = opened(encode(pack_samplings([Sampling(stop=("x",))])))
+    header["settings"][0]["stop"] = junk
+    with pytest.raises(WireError, match=r"sampling\.stop"):
+        unpack_samplings(decode(seal(header, body)))
+
+
+def routed(id: str, *shape: int, dtype: type) -> Rollout:
+    """The prompt with random experts, but for the last token's, which are unknown."""
+    routing = np.random.default_rng(len(id)).integers(0, 254, size=(3, *shape)).astype(dtype)
+    routing[-1] = 255 if dtype is np.uint8 else -1
+    return prompt(id).replace(expert_routing=routing)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16])
+def test_expert_routing_travels_beside_rollouts_that_have_none(dtype: type) -> None:
+    mixed = [
+        routed("a", 2, 4, dtype=dtype),
+        prompt("b"),
+        routed("c", 2, 4, dtype=dtype),
+        make_rollout("d").forked(3, id="fork"),
+        prompt("e"),
+    ]
+    ones = tuple(np.ones(len(rollout), np.float32) for rollout in mixed)
+    batch = Batch(rollouts=mixed, advantages=ones, weights=ones, loss="grpo", version=1)
+    for came in (unpack_rollouts(carried(pack_rollouts(mixed))), unpack_batch(carried(pack_batch(batch))).rollouts):
+        assert list(came) == mixed
+        assert [None if r.expert_routing is None else r.expert_routing.dtype for r in came[:3]] == [dtype, None, dtype]
+    assert decode(encode(mixed)) == mixed  # and one by one
+
+
+def test_routing_of_several_models_travels_together() -> None:
+    mixed = [routed("a", 2, 4, dtype=np.uint8), routed("b", 3, 8, dtype=np.int16), routed("c", 2, 4, dtype=np.int16)]
+    packed = pack_rollouts([*mixed, routed("dd", 2, 4, dtype=np.uint8)])
+    assert len(packed["routing"]) == 3  # those of one shape and dtype lie together
+    assert unpack_rollouts(carried(packed)) == [*mixed, routed("dd", 2, 4, dtype=np.uint8)]
+
+
 def is_read_only(rollout: Rollout) -> bool:
     mask = rollout.sampling_mask
     found = [rollout.token_ids, rollout.source, rollout.loss_mask, rollout.logprobs, rollout.versions]

@@ -554,6 +554,38 @@ def test_when_a_sampling_mask_is_needed(settings: dict, is_truncated: bool) -> N
     assert Sampling(**settings).is_truncated is is_truncated
 
 
+def test_stop_texts_become_a_tuple_and_cut_nothing_off() -> None:
+    assert Sampling(stop=["</answer>", "é\n"]).stop == ("</answer>", "é\n")
+    assert Sampling().stop == ()
+    assert not Sampling(stop=("x",), min_tokens=3).is_truncated
+    assert Sampling(stop=("x",)) != Sampling()
+    assert len(Sampling(stop=tuple(map(str, range(16)))).stop) == 16
+
+
+@pytest.mark.parametrize(
+    ("stop", "message"),
+    [
+        (("",), "not empty"),
+        (("fine", ""), "not empty"),
+        (tuple(map(str, range(17))), "at most 16"),
+        ((3,), "texts"),
+        ((b"x",), "texts"),
+        ((None,), "texts"),
+        ("</answer>", "a list of texts"),
+        (None, "a list of texts"),
+        ({"x"}, "a list of texts"),
+    ],
+)
+def test_malformed_stop_texts_are_refused(stop, message: str) -> None:
+    with pytest.raises(ValueError, match=rf"sampling.stop = .*{message}"):
+        Sampling(stop=stop)
+
+
+def test_half_a_character_is_no_stop_text() -> None:
+    with pytest.raises(ValueError, match=r"sampling.stop holds half of a character"):
+        Sampling(stop=("\ud800",))
+
+
 def test_stop_ids_become_a_tuple_of_whole_numbers() -> None:
     assert Sampling(stop_ids=np.array([4, 2])) == Sampling(stop_ids=[4, 2])
     assert Sampling(stop_ids=[4, 2]).stop_ids == (4, 2)

@@ -55,7 +55,7 @@ def opened(frame: bytes) -> tuple[dict, bytes]:
 
 def make_rollout(id: str) -> Rollout:
     """Two turns, the first resumed, with every optional field there."""
-    sampling = Sampling(temperature=0.5, top_k=4, stop_ids=(2,), seed=2**40)
+    sampling = Sampling(temperature=0.5, top_k=4, stop_ids=(2,), stop=("</a>",), seed=2**40)
     spans = ((2, 3, "abort"), (3, 4, "stop"), (6, 7, "length"))
     kinds = [Source.PROMPT] * 2 + [Source.SAMPLED] * 2 + [Source.TOOL, Source.TEMPLATE, Source.SAMPLED]
     sampled = np.array([kind is Source.SAMPLED for kind in kinds])
@@ -417,6 +417,15 @@ def test_every_missing_field_is_refused(rich, kind: str) -> None:
     for name in header.keys() - {"$record"}:
         with pytest.raises(WireError, match=f"missing or unknown fields: {name}$"):
             decode(seal({key: value for key, value in header.items() if key != name}, body))
+
+
+def test_a_sampling_from_before_there_were_stop_texts_is_read() -> None:
+    header, body = opened(encode(Sampling(top_k=4)))
+    assert "stop" not in header
+    assert decode(seal(header, body)) == decode(seal({**header, "stop": []}, body)) == Sampling(top_k=4)
+    assert decode(seal({**header, "stop": ["x"]}, body)) == Sampling(top_k=4, stop=("x",))
+    with pytest.raises(WireError, match=r"missing or unknown fields: stop_ids$"):
+        decode(seal({key: value for key, value in header.items() if key != "stop_ids"}, body))
 
 
 def test_a_record_that_checks_itself_is_refused_in_its_own_words(rich) -> None:
