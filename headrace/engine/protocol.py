@@ -20,6 +20,10 @@ class PromptTooLong(UnusablePrompt):
     """A rollout leaves no room in the context for a single new token."""
 
 
+class NotFinite(RuntimeError):
+    """The model's logits for a rollout are not numbers: its weights or its input make it overflow."""
+
+
 @dataclass(frozen=True, slots=True)
 class Increment:
     """What one decode step added to a streamed rollout."""

@@ -43,8 +43,8 @@ class AttentionSpec:
 class AttentionContext(Protocol):
     """Comes with a forward pass as the keyword `attention_context`."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        """Called once per layer with [tokens, heads, head_dim]; returns [tokens, heads, value_dim]."""
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        """Called once per layer, by its attention module, with [tokens, heads, head_dim]; returns [tokens, heads, value_dim]."""
 
 
 _HARMLESS = {"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "return_dict"}
@@ -73,10 +73,8 @@ def _hook(
         raise AttentionError(f"{type(module).__name__} asks its attention for {what}, which Headrace does not serve")
     scale = scaling if scaling is not None else float(query.shape[-1]) ** -0.5
     spec = AttentionSpec(scaling=scale, sliding_window=sliding_window, softcap=softcap, sinks=s_aux)
-    layer = module.layer_idx
-    assert isinstance(layer, int)
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    return attention_context.attend(layer, q, k, v, spec).unsqueeze(0), None
+    return attention_context.attend(module, q, k, v, spec).unsqueeze(0), None
 
 
 def register() -> None:
@@ -191,7 +189,7 @@ class PackedContext:
             offset += len(members) * width
         self._inverse = inverse.to(device)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         results = []
         for index, count, width in self._gathers:
             q, k, v = (t.index_select(0, index).reshape(count, width, *t.shape[1:]) for t in (query, key, value))

@@ -45,27 +45,38 @@ class Head:
     def __init__(self, model: PreTrainedModel, *, exact: bool = False) -> None:
         self._linear = model.get_output_embeddings()
         config = model.config.get_text_config()
-        self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
-        self._divisor: float | None = getattr(config, "logits_scaling", None)
-        self._factor: float | None = getattr(config, "logit_scale", None)
+        self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
+        self.divisor: float | None = getattr(config, "logits_scaling", None)
+        self.factor: float | None = getattr(config, "logit_scale", None)
         self._exact = exact
 
     @property
     def vocabulary(self) -> int:
         return int(self._linear.weight.shape[0])
 
+    @property
+    def weight(self) -> Tensor:
+        """[vocabulary, hidden]."""
+        weight: Tensor = self._linear.weight
+        return weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        bias: Tensor | None = getattr(self._linear, "bias", None)
+        return bias
+
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, vocabulary] float32, before temperature."""
         rows = hidden.shape[0]
         if self._exact:
             hidden = F.pad(hidden, (0, 0, 0, -rows % EXACT_ROWS))
-        logits: Tensor = self._linear(hidden).float()
-        if self._divisor is not None:
-            logits = logits / self._divisor
-        if self._factor is not None:
-            logits = logits * self._factor
-        if self._softcap is not None:
-            logits = torch.tanh(logits / self._softcap) * self._softcap
+        logits: Tensor = self._linear(hidden.to(self.weight.dtype)).float()
+        if self.divisor is not None:
+            logits = logits / self.divisor
+        if self.factor is not None:
+            logits = logits * self.factor
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
         return logits[:rows]
 
     def logprobs(

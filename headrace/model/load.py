@@ -15,7 +15,7 @@ from headrace.model import attention
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from torch import Tensor
+    from torch import Tensor, nn
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 SERVED_LAYERS = {"full_attention", "sliding_attention"}
@@ -102,9 +102,9 @@ class _CountingContext(attention.PackedContext):
         super().__init__(lengths)
         self.layers: set[int] = set()
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: attention.AttentionSpec) -> Tensor:
-        self.layers.add(layer)
-        return super().attend(layer, query, key, value, spec)
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, spec: attention.AttentionSpec) -> Tensor:
+        self.layers.add(int(module.layer_idx))  # type: ignore[arg-type]
+        return super().attend(module, query, key, value, spec)
 
 
 def _probe(model: PreTrainedModel, name: str) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.engine.native.cache import BlockPool
+from headrace.engine.native.blocks import BlockPool
 from headrace.engine.native.core import EngineCore, Request
 from headrace.engine.native.sampler import uniform
 from headrace.model.head import Head

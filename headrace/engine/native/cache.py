@@ -1,99 +1,144 @@
-"""Keys and values in fixed-size blocks, handed out from a free list."""
+"""Keys and values in fixed-size blocks, and beside them which experts each token went to."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
+from headrace.engine.native.blocks import SCRATCH
 from headrace.model.attention import AttentionSpec, PackedContext, attend
 from headrace.model.load import hidden_states
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor, nn
     from transformers import PreTrainedModel
 
-SCRATCH = 0
-"""The block that rows without a rollout write to; never handed out."""
-
+    from headrace.model.routing import Routers
 
 _MEMORY_SHARE = 0.4
 """Of the memory free when the engine starts; the rest is for the trainer and for computing."""
 
 
-def blocks_that_fit(model: PreTrainedModel, block_size: int) -> int:
-    """KV blocks that a share of the free memory holds, by the shapes the model's layers really produce."""
-    device = next(model.parameters()).device
-    meter = _Meter()
-    with torch.no_grad():
-        hidden_states(model, torch.tensor([1], device=device), torch.tensor([0], device=device), meter)
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-    else:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return int(_MEMORY_SHARE * free) // (meter.bytes_per_token * block_size)
+@dataclass(frozen=True)
+class CacheShape:
+    """What one token leaves in each layer, found by running the model once."""
+
+    keys: tuple[tuple[int, int], ...]
+    """(heads, dim) by layer."""
+    values: tuple[tuple[int, int], ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def bytes_per_token(self) -> int:
+        numbers = sum(heads * dim for heads, dim in (*self.keys, *self.values))
+        return numbers * self.dtype.itemsize
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> CacheShape:
+        device = next(model.parameters()).device
+        meter = _Meter()
+        with torch.no_grad():
+            hidden_states(model, torch.tensor([1], device=device), torch.tensor([0], device=device), meter)
+        layers = range(len(meter.keys))
+        return cls(
+            keys=tuple(meter.keys[layer] for layer in layers),
+            values=tuple(meter.values[layer] for layer in layers),
+            dtype=next(model.parameters()).dtype,
+            device=device,
+        )
+
+    def blocks_that_fit(self, block_size: int) -> int:
+        """KV blocks that a share of the free memory holds."""
+        if self.device.type == "cuda":
+            free = torch.cuda.mem_get_info(self.device)[0]
+        else:
+            free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return int(_MEMORY_SHARE * free) // (self.bytes_per_token * block_size)
 
 
 class _Meter(PackedContext):
-    """Adds up what one token leaves in the cache."""
+    """Notes what one token leaves in each layer."""
 
     def __init__(self) -> None:
         super().__init__([1])
-        self.bytes_per_token = 0
+        self.keys: dict[int, tuple[int, int]] = {}
+        self.values: dict[int, tuple[int, int]] = {}
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        self.bytes_per_token += key.nbytes + value.nbytes
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        layer = int(module.layer_idx)  # type: ignore[arg-type]
+        self.keys[layer] = (key.shape[1], key.shape[2])
+        self.values[layer] = (value.shape[1], value.shape[2])
         return attend(query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0), spec, allowed=None)[0]
 
 
-class BlockPool:
-    """Which blocks are free. A block belongs to at most one rollout."""
-
-    def __init__(self, num_blocks: int) -> None:
-        self._free = list(range(num_blocks - 1, SCRATCH, -1))
-
-    def __len__(self) -> int:
-        return len(self._free)
-
-    def take(self, count: int) -> list[int]:
-        assert count <= len(self._free), f"{count} blocks wanted, {len(self._free)} free"
-        taken = self._free[len(self._free) - count :]
-        del self._free[len(self._free) - count :]
-        return taken[::-1]
-
-    def give_back(self, blocks: list[int]) -> None:
-        self._free.extend(reversed(blocks))
-
-
 class PagedCache:
-    """[blocks × block size, kv heads, head dim] of keys and of values for each layer.
+    """[blocks × block size, kv heads, head dim] of keys and of values for each layer, all in one piece of memory."""
 
-    A layer's tensors are made when it first writes, so that its shapes are whatever the model really produces.
-    """
+    def __init__(
+        self,
+        shape: CacheShape,
+        *,
+        num_blocks: int,
+        block_size: int,
+        routers: Routers | None = None,
+        allocate: Callable[[int], Tensor] | None = None,
+    ) -> None:
+        self.num_blocks, self.block_size = num_blocks, block_size
+        rows = num_blocks * block_size
+        self.num_bytes = rows * shape.bytes_per_token
+        make = allocate or (lambda size: torch.zeros(size, dtype=torch.uint8, device=shape.device))
+        memory = make(self.num_bytes).view(shape.dtype)
+        sizes = {heads * dim for heads, dim in (*shape.keys, *shape.values)}
+        self._whole = memory.view(2 * len(shape.keys), num_blocks, -1) if len(sizes) == 1 else None
+        """Every layer's blocks at once, where all are of one size."""
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        begin = 0
+        for key, value in zip(shape.keys, shape.values, strict=True):
+            for (heads, dim), kept in ((key, self.keys), (value, self.values)):
+                end = begin + rows * heads * dim
+                kept.append(memory[begin:end].view(rows, heads, dim))
+                begin = end
+        self.routing: Tensor | None = None
+        """[blocks × block size, MoE layers, top k]: kept with the blocks, so that cached prompts keep theirs."""
+        if routers is not None:
+            size = (rows, routers.num_layers, routers.top_k)
+            self.routing = torch.zeros(size, dtype=routers.dtype, device=shape.device)
 
-    def __init__(self, *, num_blocks: int, block_size: int) -> None:
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+    @property
+    def _beside(self) -> list[Tensor]:
+        return [] if self.routing is None else [self.routing]
 
     def write(self, layer: int, places: Tensor, key: Tensor, value: Tensor) -> None:
         """Store one key and value per row at flat places (block × block size + offset)."""
-        if layer not in self._layers:
-            rows = self.num_blocks * self.block_size
-            self._layers[layer] = (
-                torch.zeros(rows, *key.shape[1:], dtype=key.dtype, device=key.device),
-                torch.zeros(rows, *value.shape[1:], dtype=value.dtype, device=value.device),
-            )
-        keys, values = self._layers[layer]
-        keys.index_copy_(0, places, key)
-        values.index_copy_(0, places, value)
+        self.keys[layer].index_copy_(0, places, key.to(self.keys[layer].dtype))
+        self.values[layer].index_copy_(0, places, value.to(self.values[layer].dtype))
 
     def read(self, layer: int, places: Tensor) -> tuple[Tensor, Tensor]:
         """Gather [batch, keys, heads, dim] from [batch, keys] flat places."""
-        keys, values = self._layers[layer]
+        keys, values = self.keys[layer], self.values[layer]
         flat, shape = places.reshape(-1), places.shape
         return (
             keys.index_select(0, flat).reshape(*shape, *keys.shape[1:]),
             values.index_select(0, flat).reshape(*shape, *values.shape[1:]),
         )
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Whole blocks, each (from, to)."""
+        if not pairs:
+            return
+        sources, targets = torch.tensor(pairs, device=self.keys[0].device).unbind(dim=1)
+        if self._whole is not None:
+            self._whole.index_copy_(1, targets, self._whole.index_select(1, sources))
+        for tensor in [*([] if self._whole is not None else [*self.keys, *self.values]), *self._beside]:
+            blocks = tensor.view(self.num_blocks, self.block_size, *tensor.shape[1:])
+            blocks.index_copy_(0, targets, blocks.index_select(0, sources))
+
+
+__all__ = ["SCRATCH", "CacheShape", "PagedCache"]

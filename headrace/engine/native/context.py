@@ -1,4 +1,5 @@
-"""The attention of one engine step: rows of new prompts, then one row for each rollout being decoded, then padding."""
+"""The attention of one step in plain torch: whole prompts, then chunks that see something cached, then one row for each
+rollout that decodes, then padding. Slow and obvious: what the GPU's kernels are held to."""
 
 from __future__ import annotations
 
@@ -10,23 +11,23 @@ import torch
 from headrace.model.attention import AttentionSpec, PackedContext, attend, causal
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from headrace.engine.native.cache import PagedCache
 
 
 @dataclass(frozen=True)
-class DecodeRows:
-    """Rollouts that add one token each."""
+class CachedRows:
+    """Rows that attend to what is cached, `batch` rollouts with as many rows each."""
 
     positions: Tensor
-    """[rows] of the new token in its rollout."""
+    """[batch, rows] of the tokens in their rollouts."""
     places: Tensor
-    """[rows, keys] flat cache places of all tokens up to it, padded to whole blocks."""
+    """[batch, keys] flat cache places of all tokens up to the last, padded to whole blocks."""
 
 
 class StepContext:
-    """Writes the step's keys and values, then attends: prompts within themselves, decoded rows over the cache."""
+    """Writes the step's keys and values, then attends."""
 
     def __init__(
         self,
@@ -34,35 +35,38 @@ class StepContext:
         *,
         places: Tensor,
         prompt_lengths: list[int],
-        decode: DecodeRows | None,
+        cached: list[CachedRows],
         device: torch.device,
         exact: bool,
     ) -> None:
         self._cache = cache
-        self._places = places
+        self.places = places
         self._num_prompt_rows = sum(prompt_lengths)
         self._prompts = PackedContext(prompt_lengths, device=device, exact=exact) if prompt_lengths else None
-        self._decode = decode
+        self._cached = cached
         self._exact = exact
-        self._allowed: dict[int | None, Tensor] = {}
+        self._allowed: dict[tuple[int, int | None], Tensor] = {}
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        self._cache.write(layer, self._places, key, value)
-        split, parts = self._num_prompt_rows, []
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        layer = int(module.layer_idx)  # type: ignore[arg-type]  (every attention of transformers knows its layer)
+        self._cache.write(layer, self.places, key, value)
+        done, parts = self._num_prompt_rows, []
         if self._prompts is not None:
-            parts.append(self._prompts.attend(layer, query[:split], key[:split], value[:split], spec))
-        if self._decode is not None:
-            rows = slice(split, split + len(self._decode.positions))
-            keys, values = self._cache.read(layer, self._decode.places)
-            allowed = self._visible(self._decode, spec.sliding_window)
-            parts.append(attend(query[rows].unsqueeze(1), keys, values, spec, allowed=allowed, exact=self._exact).squeeze(1))
-        done = sum(len(part) for part in parts)
+            parts.append(self._prompts.attend(module, query[:done], key[:done], value[:done], spec))
+        for which, rows in enumerate(self._cached):
+            batch, each = rows.positions.shape
+            keys, values = self._cache.read(layer, rows.places)
+            queries = query[done : done + batch * each].reshape(batch, each, *query.shape[1:])
+            result = attend(queries, keys, values, spec, allowed=self._visible(which, spec.sliding_window), exact=self._exact)
+            parts.append(result.reshape(batch * each, *result.shape[2:]))
+            done += batch * each
         if done < len(query):
             parts.append(query.new_zeros(len(query) - done, query.shape[1], value.shape[2]))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _visible(self, decode: DecodeRows, window: int | None) -> Tensor:
-        if window not in self._allowed:
-            keys = torch.arange(decode.places.shape[1], device=decode.places.device)
-            self._allowed[window] = causal(decode.positions.unsqueeze(1), keys, window=window)
-        return self._allowed[window]
+    def _visible(self, which: int, window: int | None) -> Tensor:
+        if (which, window) not in self._allowed:
+            rows = self._cached[which]
+            keys = torch.arange(rows.places.shape[1], device=rows.places.device)
+            self._allowed[which, window] = causal(rows.positions, keys, window=window)
+        return self._allowed[which, window]

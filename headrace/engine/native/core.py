@@ -1,7 +1,7 @@
-"""The engine proper: a plain object that is stepped. It owns the slots, the cache and the weights, and no thread.
+"""The engine proper: a plain object that is stepped. It owns the weights and the cache, and no thread.
 
-Each step admits waiting rollouts into free slots, runs one forward pass over the new prompts' tokens and one token of
-every running rollout, and draws one token for each. Weights change only between two steps.
+Each step asks the scheduler what to compute, launches it, and takes in what an earlier step drew: on a GPU the next step
+is prepared while this one runs. Weights change only between two steps.
 """
 
 from __future__ import annotations
@@ -9,73 +9,51 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from headrace.engine.lengthen import lengthen
-from headrace.engine.native.cache import SCRATCH, BlockPool, PagedCache, blocks_that_fit
-from headrace.engine.native.context import DecodeRows, StepContext
-from headrace.engine.native.sampler import Draw, SamplingRows, draw, uniform
-from headrace.engine.protocol import Increment, PromptTooLong, UnusablePrompt
-from headrace.model.attention import EXACT_ROWS
+from headrace.engine.native.cache import CacheShape, PagedCache
+from headrace.engine.native.plain import PlainRunner
+from headrace.engine.native.request import Growth, Request, Step
+from headrace.engine.native.scheduler import Scheduler
+from headrace.engine.protocol import Increment, NotFinite, PromptTooLong, UnusablePrompt
+from headrace.engine.native.work import Slots
+from headrace.model.arena import Arena
 from headrace.model.head import Head
-from headrace.model.load import hidden_states
-from headrace.types import Call, FinishReason, Rollout
+from headrace.model.routing import find_routers
+from headrace.types import Call, FinishReason, Rollout, unknown_routing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from transformers import PreTrainedModel
 
-    from headrace.types import Array, Sampling
+    from headrace.engine.native.work import Drawn, Runner
+    from headrace.model.routing import Routers
+    from headrace.model.weights import SpareWeights
+    from headrace.types import Array
 
+__all__ = ["EngineCore", "Growth", "Request", "Step"]
 
-_PROMPT_ROWS = 8192
-"""Prompt tokens computed in one step, but for a single longer prompt."""
-
-
-@dataclass(eq=False, slots=True)
-class Request:
-    """One generate call inside the engine."""
-
-    rollout: Rollout
-    sampling: Sampling
-    on_done: Callable[[Rollout], None]
-    """Called once, between two steps, with the lengthened rollout."""
-    on_tokens: Callable[[Increment], None] | None = None
-    """Called after every step, for a stream."""
-    slot: int = -1
-    blocks: list[int] = field(default_factory=list)
-    started: float = 0.0
-    masks: list[Array] = field(default_factory=list)
-    told: int = 0
-    """New tokens of it that `growth` has given out."""
+_SPARE_TOKENS = 8
+"""More than a stop string's characters are read again: a token may hold less than one."""
 
 
 @dataclass(frozen=True, slots=True)
-class Growth:
-    """What a running request has drawn since it was last asked."""
+class _Flight:
+    """A step under way."""
 
-    request: Request
-    token_ids: Array
-    logprobs: Array
-    versions: Array
-    masks: list[Array]
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What a step did, for the time budget."""
-
-    prompt_rows: int
-    decode_rows: int
+    ticket: object
+    slots: Array
+    epochs: Array
+    version: int
 
 
 class EngineCore:
-    """Slots are rows of flat arrays, so that a step's bookkeeping is a handful of vector operations."""
+    """Submits, steps, finishes. Everything is called from one thread."""
 
     def __init__(
         self,
@@ -87,236 +65,222 @@ class EngineCore:
         block_size: int = 16,
         num_blocks: int = 0,
         exact: bool = False,
+        decode: Callable[[list[int]], str] | None = None,
+        kernels: bool | None = None,
     ) -> None:
+        """`kernels`: paged attention and sampling as Triton kernels; None has them on a GPU, but for exact mode."""
         self.model, self.name, self.context, self.exact = model, name, context, exact
         self.version, self.lineage, self.policy = 0, "", "policy"
         self.num_slots = slots
         self.num_drawn = 0
-        self.is_admitting = True
-        self._device = next(model.parameters()).device
+        self.arena = Arena.adopt(model)
         self.head = Head(model, exact=exact)
-        self._blocks_per_slot = math.ceil(context / block_size)
-        num_blocks = num_blocks or min(slots * self._blocks_per_slot + 1, blocks_that_fit(model, block_size))
-        if num_blocks < self._blocks_per_slot + 1:
+        self._decode = decode
+        device = next(model.parameters()).device
+        use_kernels = kernels if kernels is not None else device.type == "cuda" and not exact
+        twin = None
+        if use_kernels:
+            from headrace.engine.native.cuda.compiled import make_twin
+
+            twin = make_twin(model, self.arena)
+        routers = find_routers(model)
+        shape = CacheShape.of(model)
+        per_slot = math.ceil(context / block_size)
+        num_blocks = num_blocks or min(slots * per_slot + 1, shape.blocks_that_fit(block_size))
+        if num_blocks < per_slot + 1:
             raise ValueError(
-                f"engine.kv_blocks = {num_blocks}: one rollout of {context} tokens needs {self._blocks_per_slot + 1}; "
-                f"lower model.context"
+                f"engine.kv_blocks = {num_blocks}: one rollout of {context} tokens needs {per_slot + 1}; lower model.context"
             )
-        self._cache = PagedCache(num_blocks=num_blocks, block_size=block_size)
-        self._pool = BlockPool(num_blocks)
-        self._waiting: deque[Request] = deque()
-        self._running: dict[int, Request] = {}
-        self._masked: set[int] = set()
-        self._free_slots = list(range(slots - 1, -1, -1))
-        self._tokens = np.zeros((slots, context), dtype=np.int32)
-        self._logprobs = np.zeros((slots, context), dtype=np.float32)
-        self._versions = np.zeros((slots, context), dtype=np.int32)
-        self._length = np.zeros(slots, dtype=np.int64)
-        self._limit = np.zeros(slots, dtype=np.int64)
-        self._floor = np.zeros(slots, dtype=np.int64)
-        self._seed = np.zeros(slots, dtype=np.int64)
-        self._sampling = np.zeros((slots, 4), dtype=np.float32)
-        self._stops = np.zeros((slots, 1), dtype=np.int64)
-        self._table = np.full((slots, self._blocks_per_slot), SCRATCH, dtype=np.int64)
+        self.cache = PagedCache(shape, num_blocks=num_blocks, block_size=block_size, routers=routers)
+        lines = Slots(slots=slots, context=context, blocks=per_slot)
+        self.runner = self._make_runner(twin, lines, routers)
+        self.scheduler = Scheduler(lines, block_size=block_size, num_blocks=num_blocks, most_draws=self.runner.most_draws)
+        self._slots = lines
+        self._flights: deque[_Flight] = deque()
+
+    def _make_runner(self, twin: PreTrainedModel | None, lines: Slots, routers: Routers | None) -> Runner:
+        if twin is None:
+            return PlainRunner(self.model, self.head, self.cache, lines, exact=self.exact, routers=routers)
+        from headrace.engine.native.cuda.runner import CudaRunner
+
+        return CudaRunner(self.model, twin, self.head, self.cache, lines, routers=routers)
+
+    @property
+    def is_admitting(self) -> bool:
+        """Whether new requests are begun; those retracted always are."""
+        return self.scheduler.is_admitting
+
+    @is_admitting.setter
+    def is_admitting(self, value: bool) -> None:
+        self.scheduler.is_admitting = value
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self.scheduler.running)
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self.scheduler.waiting) + len(self.scheduler.retracted)
+
+    @property
+    def num_begun(self) -> int:
+        """Requests that have begun and not ended."""
+        return len(self.scheduler.running) + len(self.scheduler.retracted)
 
     @property
     def num_free_blocks(self) -> int:
-        return len(self._pool)
+        return len(self.scheduler.pool)
 
     @property
     def has_work(self) -> bool:
-        return bool(self._running) or bool(self._waiting and self.is_admitting)
+        return bool(self.num_begun) or bool(self._flights) or bool(self.scheduler.waiting and self.is_admitting)
 
     def submit(self, request: Request) -> None:
         """Queue a request; it is admitted by a later step."""
-        length = len(request.rollout)
+        rollout = request.rollout
+        length = len(rollout)
         if length >= self.context:
-            raise PromptTooLong(f"rollout {request.rollout.id!r} has {length} tokens; the context is {self.context}")
+            raise PromptTooLong(f"rollout {rollout.id!r} has {length} tokens; the context is {self.context}")
         if length == 0:
-            raise UnusablePrompt(f"rollout {request.rollout.id!r} is empty; a prompt has at least one token")
-        if request.rollout.finish_reason is FinishReason.ABORT:
-            self._waiting.appendleft(request)  # interrupted by new weights: it goes on before anything new begins
-        else:
-            self._waiting.append(request)
+            raise UnusablePrompt(f"rollout {rollout.id!r} is empty; a prompt has at least one token")
+        highest = int(rollout.token_ids.max())
+        if highest >= self.head.vocabulary:
+            raise UnusablePrompt(f"rollout {rollout.id!r} holds token {highest}; the vocabulary has {self.head.vocabulary}")
+        if request.sampling.stop and self._decode is None:
+            raise UnusablePrompt(f"rollout {rollout.id!r} has stop strings; this engine was given no tokenizer")
+        self.scheduler.submit(request)
 
     def cancel(self, request: Request) -> None:
         """Forget a request; its slot and blocks are free at once."""
         if request.slot >= 0:
-            self._release(request)
-        elif request in self._waiting:
-            self._waiting.remove(request)
+            self.scheduler.release(request)
+        else:
+            self.scheduler.withdraw(request)
 
     def abort_running(self) -> None:
-        """End every running rollout where it is, with `ABORT`."""
-        for request in list(self._running.values()):
-            self._finish(request, FinishReason.ABORT)
+        """End every rollout that has begun where it is, with `ABORT`."""
+        self.settle()
+        for request in [*self.scheduler.running.values(), *self.scheduler.retracted]:
+            if request.slot >= 0 or request in self.scheduler.retracted:  # ended, one takes its followers with it
+                self._finish(request, FinishReason.ABORT)
+
+    def retract_running(self) -> None:
+        """Drop the keys and values of everything that runs; each goes on from its tokens."""
+        self.settle()
+        self.scheduler.retract_all()
+
+    def exchange_weights(self, spare: SpareWeights) -> None:
+        """Run what was filled, from the next step on."""
+        self.runner.in_order(spare.exchange)
+
+    def changed_weights(self, *, policy: str, lineage: str, version: int) -> None:
+        """What is drawn from now on is drawn by these weights."""
+        self.policy, self.lineage, self.version = policy, lineage, version
+        self.scheduler.new_weights((lineage, version))
 
     def growth(self, requests: Iterable[Request] | None = None) -> list[Growth]:
         """News of these requests, or of all that run, since the last news of each."""
         grown = []
-        for request in list(self._running.values()) if requests is None else list(requests):
+        slots = self._slots
+        for request in list(self.scheduler.running.values()) if requests is None else list(requests):
             if request.slot < 0:
                 continue
-            start, stop = len(request.rollout) + request.told, int(self._length[request.slot])
+            start, stop = len(request.rollout) + request.told, int(slots.length[request.slot])
             if stop > start:
                 part = (request.slot, slice(start, stop))
                 masks = request.masks[request.told :]
                 request.told = stop - len(request.rollout)
                 grown.append(
-                    Growth(request, self._tokens[part].copy(), self._logprobs[part].copy(), self._versions[part].copy(), masks)
+                    Growth(request, slots.tokens[part].copy(), slots.logprobs[part].copy(), slots.versions[part].copy(), masks)
                 )
         return grown
 
-    @torch.no_grad()
     def step(self) -> Step:
-        """One forward pass and one token for every rollout in it."""
-        decoding = np.fromiter(self._running, dtype=np.int64, count=len(self._running))
-        admitted = self._admit()
-        prompts = np.asarray([request.slot for request in admitted], dtype=np.int64)
-        slots = np.concatenate([prompts, decoding])
-        prompt_lengths = [int(length) for length in self._length[prompts]]
-        drawn = self._forward(slots, prompt_lengths, decoding)
-        self._record(slots, drawn)
-        return Step(prompt_rows=sum(prompt_lengths), decode_rows=len(decoding))
+        """Launch what comes next, and take in what was drawn as many steps ago as the runner is ahead."""
+        work = self.scheduler.plan(self.runner)
+        if work is None:
+            if self._flights:
+                self._collect()
+            return Step(0, 0)
+        slots = work.slots
+        self._flights.append(_Flight(self.runner.launch(work), slots, self._slots.epoch[slots].copy(), self.version))
+        self._slots.flying[slots] += 1
+        if len(self._flights) > self.runner.ahead:
+            self._collect()
+        return Step(prompt_rows=work.prompt_rows, decode_rows=len(work.decoding))
 
-    def _admit(self) -> list[Request]:
-        admitted: list[Request] = []
-        rows = 0
-        while self._waiting and self._free_slots and self.is_admitting:
-            request = self._waiting[0]
-            length, sampling = len(request.rollout), request.sampling
-            rows += length
-            if admitted and rows > _PROMPT_ROWS:
-                break
-            limit = min(self.context, length + sampling.max_tokens)
-            needed = math.ceil(limit / self._cache.block_size)
-            if needed > len(self._pool):
-                break
-            self._waiting.popleft()
-            request.slot, request.blocks, request.started = self._free_slots.pop(), self._pool.take(needed), time.time()
-            slot = request.slot
-            self._running[slot] = request
-            if sampling.is_truncated:
-                self._masked.add(slot)
-            self._tokens[slot, :length] = request.rollout.token_ids
-            self._length[slot], self._limit[slot], self._floor[slot] = length, limit, length + sampling.min_tokens
-            self._seed[slot] = sampling.seed
-            self._sampling[slot] = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
-            self._table[slot] = SCRATCH
-            self._table[slot, :needed] = request.blocks
-            self._set_stops(slot, sampling.stop_ids)
-            admitted.append(request)
-        return admitted
+    def settle(self) -> None:
+        """Take in whatever is under way."""
+        while self._flights:
+            self._collect()
 
-    def _set_stops(self, slot: int, stop_ids: tuple[int, ...]) -> None:
-        if len(stop_ids) > self._stops.shape[1]:
-            wider = np.full((self.num_slots, len(stop_ids)), -1, dtype=np.int64)
-            wider[:, : self._stops.shape[1]] = self._stops
-            self._stops = wider
-        self._stops[slot] = -1
-        self._stops[slot, : len(stop_ids)] = stop_ids
+    def _collect(self) -> None:
+        flight = self._flights.popleft()
+        drawn = self.runner.collect(flight.ticket)
+        is_held = self._slots.epoch[flight.slots] == flight.epochs
+        self._slots.flying[flight.slots[is_held]] -= 1
+        rows = np.flatnonzero(is_held & (drawn.token_ids >= 0))
+        if len(rows):
+            self._record(rows, flight, drawn)
 
-    def _forward(self, slots: Array, prompt_lengths: list[int], decoding: Array) -> Draw:
-        """Rows: every token of the admitted prompts, the last token of each running rollout, padding."""
-        num_prompts, size = len(prompt_lengths), self._cache.block_size
-        owner = np.concatenate([np.repeat(slots[:num_prompts], prompt_lengths), decoding])
-        position = np.concatenate([*(np.arange(length) for length in prompt_lengths), self._length[decoding] - 1]).astype(
-            np.int64
-        )
-        tokens = self._tokens[owner, position].astype(np.int64)
-        places = self._table[owner, position // size] * size + position % size
-        if self.exact:
-            padding = (0, -len(owner) % EXACT_ROWS)
-            tokens, position, places = np.pad(tokens, padding), np.pad(position, padding), np.pad(places, padding)
-        last = np.concatenate([np.cumsum(prompt_lengths) - 1, sum(prompt_lengths) + np.arange(len(decoding))]).astype(np.int64)
-        context = StepContext(
-            self._cache,
-            places=self._to_device(places),
-            prompt_lengths=prompt_lengths,
-            decode=self._decode_rows(decoding) if len(decoding) else None,
-            device=self._device,
-            exact=self.exact,
-        )
-        hidden = hidden_states(self.model, self._to_device(tokens), self._to_device(position), context)
-        logits = self.head.logits(hidden.index_select(0, self._to_device(last)))
-        numbers = torch.from_numpy(uniform(self._seed[slots], self._length[slots])).to(self._device)
-        return draw(logits, self._sampling_rows(slots), numbers)
-
-    def _decode_rows(self, decoding: Array) -> DecodeRows:
-        size = self._cache.block_size
-        blocks = math.ceil(int(self._length[decoding].max()) / size)
-        places = self._table[decoding, :blocks, None] * size + np.arange(size)
-        return DecodeRows(
-            positions=self._to_device(self._length[decoding] - 1),
-            places=self._to_device(places.reshape(len(decoding), blocks * size)),
-        )
-
-    def _sampling_rows(self, slots: Array) -> SamplingRows:
-        temperature, top_k, top_p, min_p = self._to_device(self._sampling[slots]).unbind(dim=1)
-        too_early = np.flatnonzero(self._length[slots] < self._floor[slots])
-        forbidden = [(int(row), int(stop)) for row in too_early for stop in self._stops[slots[row]] if stop >= 0]
-        parameters = self._sampling[slots]
-        is_cut = bool(forbidden) or bool(
-            ((parameters[:, 0] > 0) & ((parameters[:, 1] > 0) | (parameters[:, 2] < 1) | (parameters[:, 3] > 0))).any()
-        )
-        return SamplingRows(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, forbidden=forbidden, is_cut=is_cut)
-
-    def _record(self, slots: Array, drawn: Draw) -> None:
-        token_ids, logprobs = drawn.token_ids.cpu().numpy(), drawn.logprobs.cpu().numpy()
-        at = self._length[slots]
-        self._tokens[slots, at] = token_ids
-        self._logprobs[slots, at] = logprobs
-        self._versions[slots, at] = self.version
-        self._length[slots] = at + 1
+    def _record(self, rows: Array, flight: _Flight, drawn: Drawn) -> None:
+        slots, lines = flight.slots[rows], self._slots
+        token_ids, logprobs = drawn.token_ids[rows], drawn.logprobs[rows]
+        at = lines.length[slots]
+        lines.tokens[slots, at] = token_ids
+        lines.logprobs[slots, at] = logprobs
+        lines.versions[slots, at] = flight.version
+        lines.length[slots] = at + 1
         self.num_drawn += len(slots)
-        if self._masked:
-            self._record_masks(slots, None if drawn.allowed is None else drawn.allowed.cpu().numpy())
-        is_stop = (self._stops[slots] == token_ids[:, None]).any(axis=1)
-        is_full = self._length[slots] >= self._limit[slots]
-        finished = is_stop | is_full
-        for row in np.flatnonzero(finished):
-            reason = FinishReason.STOP if is_stop[row] else FinishReason.LENGTH
-            self._tell(slots[row], token_ids[row], logprobs[row], reason)
-            self._finish(self._running[int(slots[row])], reason)
-        for row in np.flatnonzero(~finished):
-            self._tell(slots[row], token_ids[row], logprobs[row], None)
+        is_stop = (lines.stops[slots] == token_ids[:, None]).any(axis=1)
+        is_lost = ~np.isfinite(logprobs)
+        is_full = lines.length[slots] >= lines.limit[slots]
+        for index in np.flatnonzero(is_stop | is_lost | is_full | lines.is_watched[slots]).tolist():
+            request = self.scheduler.running.get(int(slots[index]))
+            if request is None:
+                continue  # it went with one that failed
+            if request.sampling.is_truncated:
+                request.masks.append(_NOTHING if drawn.allowed is None else drawn.allowed[rows[index]])
+            if is_lost[index]:
+                self._fail(request, NotFinite(f"rollout {request.rollout.id!r}: the model's logits are not finite"))
+                continue
+            reason = None
+            if is_stop[index] or (request.sampling.stop and self._ends_in_stop(request)):
+                reason = FinishReason.STOP
+            elif is_full[index]:
+                reason = FinishReason.LENGTH
+            if request.on_tokens is not None:
+                token, logprob = (int(token_ids[index]),), (float(logprobs[index]),)
+                request.on_tokens(Increment(token, logprob, (flight.version,), reason))
+            if reason is not None:
+                self._finish(request, reason)
 
-    def _record_masks(self, slots: Array, allowed: Array | None) -> None:
-        """What each cut request could have drawn; in a step that cut nothing, nothing was kept from it."""
-        for row, slot in enumerate(slots):
-            if int(slot) in self._masked:
-                ids = np.zeros(0) if allowed is None else np.flatnonzero(allowed[row])
-                self._running[int(slot)].masks.append(np.asarray(ids, dtype=np.int32))
-
-    def _tell(self, slot: int, token_id: int, logprob: float, reason: FinishReason | None) -> None:
-        request = self._running[int(slot)]
-        if request.on_tokens is not None:
-            request.on_tokens(Increment((int(token_id),), (float(logprob),), (self.version,), reason))
+    def _ends_in_stop(self, request: Request) -> bool:
+        """Whether a stop string is complete: looked for in the text of the last tokens, one step after they were drawn."""
+        assert self._decode is not None
+        stop, length = request.sampling.stop, int(self._slots.length[request.slot])
+        if length - len(request.rollout) < request.sampling.min_tokens:
+            return False
+        longest = max(map(len, stop)) + _SPARE_TOKENS
+        text = self._decode(self._slots.tokens[request.slot, max(len(request.rollout), length - longest) : length].tolist())
+        return any(each in text for each in stop)
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         lengthened = self._lengthen(request, reason)
-        self._release(request)
+        self.cancel(request)
         request.on_done(lengthened)
 
-    def _release(self, request: Request) -> None:
-        self._running.pop(request.slot)
-        self._masked.discard(request.slot)
-        self._free_slots.append(request.slot)
-        self._pool.give_back(request.blocks)
-        request.slot, request.blocks = -1, []
+    def _fail(self, request: Request, error: Exception) -> None:
+        self.cancel(request)
+        if request.on_failed is None:
+            raise error
+        request.on_failed(error)
 
     def _lengthen(self, request: Request, reason: FinishReason) -> Rollout:
-        """The request's rollout with what its slot holds appended."""
-        rollout, slot = request.rollout, request.slot
-        start, stop = len(rollout), int(self._length[slot])
+        """The request's rollout with what it has drawn appended."""
+        rollout, drawn = request.rollout, self.scheduler.drawings(request)
+        start = len(rollout)
+        stop = start + len(drawn.token_ids)
         call = Call(
             start=start,
             stop=stop,
@@ -329,13 +293,25 @@ class EngineCore:
         return lengthen(
             rollout,
             call,
-            token_ids=self._tokens[slot, start:stop],
-            logprobs=self._logprobs[slot, start:stop],
-            versions=self._versions[slot, start:stop],
+            token_ids=drawn.token_ids,
+            logprobs=drawn.logprobs,
+            versions=drawn.versions,
             masks=request.masks,
+            expert_routing=self._routing(request, stop),
             policy=self.policy,
             lineage=self.lineage,
         )
 
-    def _to_device(self, array: Array) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+    def _routing(self, request: Request, length: int) -> Array | None:
+        """[tokens, MoE layers, top k] of a request's tokens, as kept with its blocks; unknown where nothing was computed."""
+        if self.cache.routing is None:
+            return None
+        size, computed = self.cache.block_size, self.scheduler.computed(request)
+        at = np.arange(computed)
+        known = self.runner.routing(self._slots.table[request.slot, at // size] * size + at % size)
+        assert known is not None
+        unknown = unknown_routing(length - computed, num_layers=known.shape[1], top_k=known.shape[2], dtype=known.dtype)
+        return np.concatenate([known, unknown])
+
+
+_NOTHING = np.zeros(0, dtype=np.int32)

@@ -36,7 +36,7 @@ class NativeEngine:
         self.core = core
         self._sync = sync
         self._timeline = timeline
-        self._spare = SpareWeights(core.model)
+        self._spare = SpareWeights(core.model, arena=core.arena)
         self._work = Signal()
         self._is_paused = False
         self._drained = asyncio.Event()
@@ -60,7 +60,12 @@ class NativeEngine:
 
     async def generate(self, rollout: Rollout, sampling: Sampling) -> Rollout:
         done: asyncio.Future[Rollout] = asyncio.get_running_loop().create_future()
-        request = Request(rollout, sampling, on_done=lambda result: None if done.done() else done.set_result(result))
+        request = Request(
+            rollout,
+            sampling,
+            on_done=lambda result: None if done.done() else done.set_result(result),
+            on_failed=lambda error: None if done.done() else done.set_exception(error),
+        )
         self._submit(request)
         try:
             return await done
@@ -69,17 +74,19 @@ class NativeEngine:
                 self.core.cancel(request)
 
     async def stream(self, rollout: Rollout, sampling: Sampling) -> AsyncIterator[Increment]:
-        queue: asyncio.Queue[Increment] = asyncio.Queue()
+        queue: asyncio.Queue[Increment | Exception] = asyncio.Queue()
 
         def on_done(result: Rollout) -> None:
             if result.finish_reason is FinishReason.ABORT:
                 queue.put_nowait(Increment((), (), (), FinishReason.ABORT))
 
-        request = Request(rollout, sampling, on_done=on_done, on_tokens=queue.put_nowait)
+        request = Request(rollout, sampling, on_done=on_done, on_tokens=queue.put_nowait, on_failed=queue.put_nowait)
         self._submit(request)
         with contextlib.closing(_Cancelling(self.core, request)):
             while True:
                 increment = await queue.get()
+                if isinstance(increment, Exception):
+                    raise increment
                 yield increment
                 if increment.finish_reason is not None:
                     return
@@ -90,12 +97,11 @@ class NativeEngine:
     async def pause(self, interrupt: Interrupt) -> None:
         if interrupt is Interrupt.DRAIN:
             self.core.is_admitting, self._is_paused = False, False  # one that was paused must finish too
-            while self.core.num_running:
+            while self.core.num_begun:
                 self._work.set()
                 self._drained.clear()
                 await self._drained.wait()
-        elif interrupt is Interrupt.ABORT:
-            self.core.abort_running()
+        self._interrupt(interrupt)
         self._is_paused = True
 
     async def resume(self) -> None:
@@ -114,8 +120,27 @@ class NativeEngine:
             if not was_paused:
                 await self.resume()
 
+    async def fork(self, rollout: Rollout, at: int, *, id: str) -> Rollout:
+        """The first `at` tokens of a rollout as one of its own. While `rollout` runs here or is pinned, generating it
+        computes nothing again, whatever the weights are by then; otherwise it computes what is not cached."""
+        return rollout.forked(at, id=id)
+
+    async def pin(self, rollout_id: str) -> None:
+        """Keep the keys and values of a rollout that runs here, or will, until it is unpinned or memory is short."""
+        self.core.scheduler.pin(rollout_id)
+
+    async def unpin(self, rollout_id: str) -> None:
+        self.core.scheduler.unpin(rollout_id)
+
     async def state(self) -> EngineState:
         return self._state()
+
+    def _interrupt(self, interrupt: Interrupt) -> None:
+        """Do with what is in flight as `interrupt` says, at once."""
+        if interrupt is Interrupt.ABORT:
+            self.core.abort_running()
+        elif interrupt is Interrupt.RETRACT:
+            self.core.retract_running()
 
     def _state(self) -> EngineState:
         core = self.core
@@ -131,6 +156,7 @@ class NativeEngine:
 
     def _score(self, rollouts: Sequence[Rollout]) -> list[Array]:
         core = self.core
+        core.settle()
         device = next(core.model.parameters()).device
         return score_packed(core.model, core.head, rollouts, budget=_SCORE_TOKENS, device=device, exact=core.exact)
 
@@ -139,8 +165,8 @@ class NativeEngine:
         self._spare.fill(self._sync.receive(update), update)
 
     def _swap(self, update: WeightUpdate) -> None:
-        self._spare.exchange()
-        self.core.policy, self.core.lineage, self.core.version = update.policy, update.lineage, update.version
+        self.core.exchange_weights(self._spare)
+        self.core.changed_weights(policy=update.policy, lineage=update.lineage, version=update.version)
 
     def _submit(self, request: Request) -> None:
         self.core.submit(request)

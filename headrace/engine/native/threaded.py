@@ -84,7 +84,7 @@ class ThreadedEngine(NativeEngine):
             while not self._is_closing:
                 while self._mail:
                     self._mail.popleft()()
-                if self.core.num_running == 0:
+                if self.core.num_begun == 0:
                     self._tell_idle()
                 if self._is_paused or not self.core.has_work:
                     self._timeline.enter("wait-weights" if self._is_paused else "wait-gate")
@@ -113,10 +113,16 @@ class ThreadedEngine(NativeEngine):
             if not done.done():
                 done.set_result(result)
 
-        def on_done(result: Rollout) -> None:
-            loop.call_soon_threadsafe(finish, result)
+        def fail(error: Exception) -> None:
+            if not done.done():
+                done.set_exception(error)
 
-        request = Request(rollout, sampling, on_done=on_done)
+        request = Request(
+            rollout,
+            sampling,
+            on_done=lambda result: loop.call_soon_threadsafe(finish, result) and None,
+            on_failed=lambda error: loop.call_soon_threadsafe(fail, error) and None,
+        )
         try:
             await self.between_steps(lambda: self.core.submit(request))  # cancelled here, it may be submitted already
             return await done
@@ -126,20 +132,22 @@ class ThreadedEngine(NativeEngine):
 
     async def stream(self, rollout: Rollout, sampling: Sampling) -> AsyncIterator[Increment]:
         loop = asyncio.get_running_loop()
-        queue: asyncio.Queue[Increment] = asyncio.Queue()
+        queue: asyncio.Queue[Increment | Exception] = asyncio.Queue()
 
         def on_done(result: Rollout) -> None:
             if result.finish_reason is FinishReason.ABORT:
                 tell(Increment((), (), (), FinishReason.ABORT))
 
-        def tell(increment: Increment) -> None:
+        def tell(increment: Increment | Exception) -> None:
             loop.call_soon_threadsafe(queue.put_nowait, increment)
 
-        request = Request(rollout, sampling, on_done=on_done, on_tokens=tell)
+        request = Request(rollout, sampling, on_done=on_done, on_tokens=tell, on_failed=tell)
         try:
             await self.between_steps(lambda: self.core.submit(request))
             while True:
                 increment = await queue.get()
+                if isinstance(increment, Exception):
+                    raise increment
                 yield increment
                 if increment.finish_reason is not None:
                     return
@@ -169,10 +177,19 @@ class ThreadedEngine(NativeEngine):
             raise
 
     def _pause(self, interrupt: Interrupt) -> None:
-        if interrupt is Interrupt.ABORT:
-            self.core.abort_running()
-            self.after_step()
+        self._interrupt(interrupt)
         self._is_paused = True
+
+    def _interrupt(self, interrupt: Interrupt) -> None:
+        super()._interrupt(interrupt)
+        if interrupt is Interrupt.ABORT:
+            self.after_step()
+
+    async def pin(self, rollout_id: str) -> None:
+        await self.between_steps(lambda: self.core.scheduler.pin(rollout_id))
+
+    async def unpin(self, rollout_id: str) -> None:
+        await self.between_steps(lambda: self.core.scheduler.unpin(rollout_id))
 
     async def resume(self) -> None:
         await self.between_steps(self._resume)
@@ -188,9 +205,7 @@ class ThreadedEngine(NativeEngine):
 
     def _exchange(self, update: WeightUpdate, interrupt: Interrupt) -> None:
         with self._timeline.during("swap"):
-            if interrupt is Interrupt.ABORT:
-                self.core.abort_running()
-                self.after_step()
+            self._interrupt(interrupt)
             self._swap(update)
             if not self._is_paused:
                 self._resume()

@@ -33,7 +33,7 @@ def _softcapped(scores, softcap, HAS_SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _decode_kernel(
-    query, key, value, keys, values, table, slots, lengths, sinks, out, part_out, part_top, part_sum,
+    query, key, value, keys, values, table, slots, positions, sinks, out, part_out, part_top, part_sum,
     scale, softcap, window, table_width,
     query_row, query_head, key_row, key_head, value_row, value_head, keys_row, keys_head, values_row, values_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
@@ -43,7 +43,7 @@ def _decode_kernel(
 ):  # fmt: skip
     row, head, split = tl.program_id(1), tl.program_id(0), tl.program_id(2)
     slot = tl.load(slots + row).to(tl.int64)
-    position = tl.load(lengths + slot) - 1
+    position = tl.load(positions + row)
     member, dim, value_dim = tl.arange(0, GROUP_PAD), tl.arange(0, DIM_PAD), tl.arange(0, VALUE_PAD)
     is_member, is_dim, is_value = member < GROUP, dim < DIM, value_dim < VALUE_DIM
     heads = head * GROUP + member
@@ -233,7 +233,7 @@ def decode_attend(
     values: Tensor,
     table: Tensor,
     slots: Tensor,
-    lengths: Tensor,
+    positions: Tensor,
     sinks: Tensor | None,
     *,
     scale: float,
@@ -247,12 +247,12 @@ def decode_attend(
 ) -> Tensor:
     """[rows, heads, value dim] for one new token per row; its key and value are written to the cache.
 
-    `slots` [rows] says which line of `table` and of `lengths` is a row's; `lengths` counts the new token.
+    `slots` [rows] says which line of `table` is a row's, `positions` [rows] where its new token stands.
     """
     rows, heads, dim = query.shape
     kv_heads, value_dim = value.shape[1], value.shape[2]
     group = heads // kv_heads
-    out = query.new_empty((rows, heads, value_dim), dtype=value.dtype)
+    out = query.new_empty((rows, heads, value_dim), dtype=values.dtype)
     part_out = part_top = part_sum = out
     if splits > 1:
         part_out = out.new_empty((rows, heads, splits, value_dim), dtype=torch.float32)
@@ -260,7 +260,7 @@ def decode_attend(
         part_sum = torch.empty_like(part_top)
     given_sinks = out if sinks is None else sinks
     _decode_kernel[(kv_heads, rows, splits)](
-        query, key, value, keys, values, table, slots, lengths, given_sinks, out, part_out, part_top, part_sum,
+        query, key, value, keys, values, table, slots, positions, given_sinks, out, part_out, part_top, part_sum,
         scale, 0.0 if softcap is None else softcap, 0 if window is None else window, table.stride(0),
         query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
         keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),

@@ -1,0 +1,106 @@
+"""Which KV blocks are free, who shares the others, and which hold a prefix that somebody may want again.
+
+A block is referenced by every rollout, and every pin, whose tokens it holds. Once full it is never written again, so any
+number may share it. A full block is known by what it holds: its token ids, after those of the block before it, back to a
+root that names the weights that computed it, (lineage, version); versions never mix by accident. Blocks nobody references
+stay known until their memory is wanted, the longest unused first.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterable
+
+SCRATCH = 0
+"""The block that rows without a rollout write to; never handed out."""
+
+
+class Prefix(NamedTuple):
+    """A known block, and by which number the block after it names it."""
+
+    block: int
+    number: int
+
+
+class BlockPool:
+    """Blocks 1 to `num_blocks` - 1; block 0 is scratch."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._free = list(range(num_blocks - 1, SCRATCH, -1))
+        self._references = [0] * num_blocks
+        self._numbers = itertools.count(1)
+        self._known: dict[tuple[Hashable, bytes], Prefix] = {}
+        self._key_of: dict[int, tuple[Hashable, bytes]] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Blocks that can be taken now."""
+        return len(self._free) + len(self._idle)
+
+    def take(self, count: int) -> list[int]:
+        """Blocks of the caller's own; what was known of them is forgotten."""
+        assert count <= len(self), f"{count} blocks wanted, {len(self)} free"
+        split = max(0, len(self._free) - count)
+        taken = self._free[split:][::-1]
+        del self._free[split:]
+        while len(taken) < count:
+            block, _ = self._idle.popitem(last=False)
+            self._forget(block)
+            taken.append(block)
+        for block in taken:
+            self._references[block] = 1
+        return taken
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """One more reference to each."""
+        for block in blocks:
+            if self._references[block] == 0:
+                del self._idle[block]
+            self._references[block] += 1
+
+    def give_back(self, blocks: Iterable[int]) -> None:
+        """One reference less to each; the last of a sequence first, so that its beginning is forgotten last."""
+        for block in reversed(list(blocks)):
+            self._references[block] -= 1
+            assert self._references[block] >= 0, f"block {block} was given back too often"
+            if self._references[block] == 0:
+                if block in self._key_of:
+                    self._idle[block] = None
+                else:
+                    self._free.append(block)
+
+    def find(self, root: Hashable, pieces: Iterable[bytes]) -> list[Prefix]:
+        """The longest known beginning of a sequence of full blocks."""
+        found: list[Prefix] = []
+        number = root
+        for piece in pieces:
+            prefix = self._known.get((number, piece))
+            if prefix is None:
+                break
+            found.append(prefix)
+            number = prefix.number
+        return found
+
+    def remember(self, block: int, after: Hashable, piece: bytes) -> int:
+        """A block is full: what it holds, after which. The number by which the next block names it."""
+        key = (after, piece)
+        prefix = self._known.get(key)
+        if prefix is None:
+            prefix = self._known[key] = Prefix(block, next(self._numbers))
+            self._key_of[block] = key
+        return prefix.number
+
+    def forget_all(self) -> None:
+        """Nothing that was computed is to be found again; who holds a block keeps it."""
+        self._free.extend(reversed(self._idle))
+        self._idle.clear()
+        self._known.clear()
+        self._key_of.clear()
+
+    def _forget(self, block: int) -> None:
+        del self._known[self._key_of.pop(block)]

@@ -1,0 +1,170 @@
+"""The kernels as operators that torch.compile can trace, and the attention contexts that call them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from headrace.engine.native.cuda import attention
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from headrace.model.attention import AttentionSpec
+
+_PROGRAMS = 512
+"""Programs that fill a GPU; with fewer rows than that the keys of a row are split."""
+_MOST_SPLITS = 32
+
+
+@torch.library.custom_op("headrace::decode_attend", mutates_args=("keys", "values"))
+def decode_attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    window: int | None,
+    block: int,
+) -> Tensor:
+    rows, kv_heads = query.shape[0], key.shape[1]
+    return attention.decode_attend(
+        query,
+        key,
+        value,
+        keys,
+        values,
+        table,
+        slots,
+        positions,
+        sinks,
+        scale=scale,
+        softcap=softcap,
+        window=window,
+        block=block,
+        splits=min(_MOST_SPLITS, max(1, _PROGRAMS // (rows * kv_heads))),
+    )
+
+
+@decode_attend.register_fake
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    window: int | None,
+    block: int,
+) -> Tensor:
+    return values.new_empty((query.shape[0], query.shape[1], value.shape[2]))
+
+
+@torch.library.custom_op("headrace::prefill_attend", mutates_args=("keys", "values"))
+def prefill_attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    places: Tensor,
+    tiles: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    window: int | None,
+    block: int,
+) -> Tensor:
+    attention.write_cache(key, value, keys, values, places)
+    return attention.prefill_attend(
+        query, keys, values, table, tiles, sinks, scale=scale, softcap=softcap, window=window, block=block
+    )
+
+
+@prefill_attend.register_fake
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    places: Tensor,
+    tiles: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    window: int | None,
+    block: int,
+) -> Tensor:
+    return values.new_empty((query.shape[0], query.shape[1], value.shape[2]))
+
+
+@dataclass
+class DecodeContext:
+    """One new token per row. A layer's part of the cache hangs on its attention module, so that one compiled layer serves all."""
+
+    table: Tensor
+    slots: Tensor
+    positions: Tensor
+    places: Tensor
+    block: int
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        return decode_attend(
+            query,
+            key,
+            value,
+            module.headrace_keys,
+            module.headrace_values,
+            self.table,
+            self.slots,
+            self.positions,
+            spec.sinks,
+            spec.scaling,
+            spec.softcap,
+            spec.sliding_window,
+            self.block,
+        )
+
+
+@dataclass
+class PrefillContext:
+    """Runs of new tokens."""
+
+    table: Tensor
+    tiles: Tensor
+    places: Tensor
+    block: int
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        return prefill_attend(
+            query,
+            key,
+            value,
+            module.headrace_keys,
+            module.headrace_values,
+            self.table,
+            self.places,
+            self.tiles,
+            spec.sinks,
+            spec.scaling,
+            spec.softcap,
+            spec.sliding_window,
+            self.block,
+        )

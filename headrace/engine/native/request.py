@@ -1,0 +1,82 @@
+"""A generate call inside the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable
+
+    from headrace.engine.protocol import Increment
+    from headrace.types import Array, Rollout, Sampling
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One generate call. The fields below the callbacks are the scheduler's."""
+
+    rollout: Rollout
+    sampling: Sampling
+    on_done: Callable[[Rollout], None]
+    """Called once, between two steps, with the lengthened rollout."""
+    on_tokens: Callable[[Increment], None] | None = None
+    """Called after every step, for a stream."""
+    on_failed: Callable[[Exception], None] | None = None
+    """Called once instead of `on_done` when it cannot be generated; without it the engine itself fails."""
+    slot: int = -1
+    blocks: list[int] = field(default_factory=list)
+    computed: int = 0
+    """Tokens whose keys and values are in its blocks, or will be when the steps under way are done."""
+    chain: Hashable = None
+    """Names its last remembered block; None once its blocks are of more than one version."""
+    remembered: int = 0
+    """Its blocks known by what they hold."""
+    leader: Request | None = None
+    """A sibling that is computing the prompt both share."""
+    followers: list[Request] = field(default_factory=list)
+    saved: Drawings | None = None
+    """What it had drawn when its blocks were taken from it."""
+    started: float = 0.0
+    masks: list[Array] = field(default_factory=list)
+    told: int = 0
+    """New tokens of it that `growth` has given out."""
+    leads: bytes | None = None
+    """The prompt it computes for whoever else begins with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drawings:
+    """Tokens drawn so far in a call."""
+
+    token_ids: Array
+    logprobs: Array
+    versions: Array
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """What a running request has drawn since it was last asked."""
+
+    request: Request
+    token_ids: Array
+    logprobs: Array
+    versions: Array
+    masks: list[Array]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a step did, for the time budget."""
+
+    prompt_rows: int
+    decode_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """A rollout whose keys and values stay, for others to go on from any of its tokens."""
+
+    token_ids: Array
+    blocks: list[int]
+    computed: int
