@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+_WIDE = "headrace_wide_residual"
 SERVED_LAYERS = {"full_attention", "sliding_attention"}
 
 
@@ -58,8 +59,27 @@ def prepare(model: PreTrainedModel, *, name: str, exact: bool = False) -> PreTra
         # One product per token and expert: a token's bits then do not depend on how many others chose its expert.
         model.set_experts_implementation("batched_mm")
     model.eval()
+    _widen_residual(model)
     _probe(model, name)
     return model
+
+
+def _widen_residual(model: PreTrainedModel) -> None:
+    """Let a bfloat16 model carry its residual stream in float32, as the trainer does: its weights are float32 and its
+    products bfloat16, under autocast. Only the products of weights and the cache stay bfloat16."""
+    is_narrow = next(model.parameters()).dtype == torch.bfloat16
+    if is_narrow and not hasattr(model, _WIDE) and not _has_experts(model):
+        setattr(model, _WIDE, True)
+        model.get_input_embeddings().register_forward_hook(_as_float32)
+
+
+def _as_float32(module: nn.Module, given: tuple[Any, ...], embedded: Tensor) -> Tensor:
+    return embedded.float()
+
+
+def _has_experts(model: PreTrainedModel) -> bool:
+    text = model.config.get_text_config()
+    return any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
 
 
 def check_config(config: Any, name: str) -> None:  # noqa: ANN401  (transformers' configs share no typed surface)
@@ -91,15 +111,17 @@ def config_limit(config: Any, wanted: int) -> int:  # noqa: ANN401
 
 def hidden_states(model: PreTrainedModel, token_ids: Tensor, positions: Tensor, context: attention.AttentionContext) -> Tensor:
     """[tokens, hidden] of a packed forward pass; `use_cache=False` keeps transformers from guessing at boundaries."""
-    output = model.base_model(
-        input_ids=token_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, attention_context=context
-    )
+    precision = torch.autocast(token_ids.device.type, torch.bfloat16) if hasattr(model, _WIDE) else contextlib.nullcontext()
+    with precision:
+        output = model.base_model(
+            input_ids=token_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, attention_context=context
+        )
     return cast("Tensor", output.last_hidden_state[0])
 
 
 class _CountingContext(attention.PackedContext):
-    def __init__(self, lengths: list[int]) -> None:
-        super().__init__(lengths)
+    def __init__(self, lengths: list[int], *, device: torch.device) -> None:
+        super().__init__(lengths, device=device)
         self.layers: set[int] = set()
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, spec: attention.AttentionSpec) -> Tensor:
@@ -109,11 +131,12 @@ class _CountingContext(attention.PackedContext):
 
 def _probe(model: PreTrainedModel, name: str) -> None:
     """One forward over two short documents: every layer must come through the hook, and neither may see the other."""
-    tokens = torch.tensor([1, 2, 3, 1, 2, 3])
-    context = _CountingContext([3, 3])
+    device = next(model.parameters()).device
+    tokens, positions = torch.tensor([[1, 2, 3, 1, 2, 3], [0, 1, 2, 0, 1, 2]], device=device)
+    context = _CountingContext([3, 3], device=device)
     try:
         with torch.no_grad():
-            hidden = hidden_states(model, tokens, torch.tensor([0, 1, 2, 0, 1, 2]), context)
+            hidden = hidden_states(model, tokens, positions, context)
     except attention.AttentionError as error:
         raise ModelError(f"model {name!r} cannot be served: {error}") from error
     layers = int(model.config.get_text_config().num_hidden_layers)

@@ -42,7 +42,7 @@ class CacheShape:
     @classmethod
     def of(cls, model: PreTrainedModel) -> CacheShape:
         device = next(model.parameters()).device
-        meter = _Meter()
+        meter = _Meter(device)
         with torch.no_grad():
             hidden_states(model, torch.tensor([1], device=device), torch.tensor([0], device=device), meter)
         layers = range(len(meter.keys))
@@ -65,8 +65,8 @@ class CacheShape:
 class _Meter(PackedContext):
     """Notes what one token leaves in each layer."""
 
-    def __init__(self) -> None:
-        super().__init__([1])
+    def __init__(self, device: torch.device) -> None:
+        super().__init__([1], device=device)
         self.keys: dict[int, tuple[int, int]] = {}
         self.values: dict[int, tuple[int, int]] = {}
 

@@ -94,7 +94,13 @@ class EngineCore:
         self.cache = PagedCache(shape, num_blocks=num_blocks, block_size=block_size, routers=routers)
         lines = Slots(slots=slots, context=context, blocks=per_slot)
         self.runner = self._make_runner(twin, lines, routers)
-        self.scheduler = Scheduler(lines, block_size=block_size, num_blocks=num_blocks, most_draws=self.runner.most_draws)
+        self.scheduler = Scheduler(
+            lines,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            most_draws=self.runner.most_draws,
+            most_tokens=self.runner.most_tokens,
+        )
         self._slots = lines
         self._flights: deque[_Flight] = deque()
 
@@ -103,7 +109,10 @@ class EngineCore:
             return PlainRunner(self.model, self.head, self.cache, lines, exact=self.exact, routers=routers)
         from headrace.engine.native.cuda.runner import CudaRunner
 
-        return CudaRunner(self.model, twin, self.head, self.cache, lines, routers=routers)
+        runner = CudaRunner(self.model, twin, self.head, self.cache, lines, routers=routers)
+        if self.cache.keys[0].is_cuda:
+            runner.start_warming()
+        return runner
 
     @property
     def is_admitting(self) -> bool:
@@ -208,6 +217,14 @@ class EngineCore:
         if len(self._flights) > self.runner.ahead:
             self._collect()
         return Step(prompt_rows=work.prompt_rows, decode_rows=len(work.decoding))
+
+    def wait_warm(self) -> None:
+        """Until steps run as fast as they will: on a GPU, until their graphs are captured."""
+        self.runner.wait_warm()
+
+    def close(self) -> None:
+        """Begin nothing more beside the thread that steps."""
+        self.runner.close()
 
     def settle(self) -> None:
         """Take in whatever is under way."""

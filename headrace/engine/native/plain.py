@@ -33,6 +33,7 @@ class PlainRunner:
 
     ahead = 0
     most_draws = 1 << 30
+    most_tokens = 8192
 
     def __init__(
         self, model: PreTrainedModel, head: Head, cache: PagedCache, slots: Slots, *, exact: bool, routers: Routers | None
@@ -49,6 +50,12 @@ class PlainRunner:
 
     def settle(self) -> None:
         """Nothing is under way."""
+
+    def wait_warm(self) -> None:
+        """Nothing gets warm."""
+
+    def close(self) -> None:
+        """Nothing is begun."""
 
     def in_order(self, action: Callable[[], None]) -> None:
         action()

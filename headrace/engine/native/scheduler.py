@@ -26,15 +26,12 @@ if TYPE_CHECKING:
     from headrace.engine.native.work import Runner, Slots
     from headrace.types import Array
 
-PROMPT_ROWS = 8192
-"""Prompt tokens computed in one step."""
-
 
 class Scheduler:
     """Owns the slots and the blocks. It computes nothing and draws nothing."""
 
     def __init__(
-        self, lines: Slots, *, block_size: int, num_blocks: int, most_draws: int, prompt_rows: int = PROMPT_ROWS
+        self, lines: Slots, *, block_size: int, num_blocks: int, most_draws: int, most_tokens: int
     ) -> None:
         self.slots, self.block_size = lines, block_size
         slots, self.context = lines.tokens.shape
@@ -46,7 +43,7 @@ class Scheduler:
         self.is_admitting = True
         self.num_retractions = 0
         self._root: Hashable = ("", 0)
-        self._most_draws, self._prompt_rows = most_draws, prompt_rows
+        self._most_draws, self._most_tokens = most_draws, most_tokens
         self._computing: OrderedDict[Request, None] = OrderedDict()
         """Those whose prompt is not complete, followers apart."""
         self._leaders: dict[bytes, Request] = {}
@@ -210,7 +207,7 @@ class Scheduler:
     def _chunks(self) -> tuple[list[Chunk], list[tuple[int, int]]]:
         chunks: list[Chunk] = []
         copies: list[tuple[int, int]] = []
-        rows, draws = self._prompt_rows, self._most_draws
+        rows, draws = self._most_tokens, self._most_draws
         for request in list(self._computing):
             length, start = int(self.slots.length[request.slot]), request.computed
             stop = min(length, start + rows)

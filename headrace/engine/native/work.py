@@ -110,6 +110,8 @@ class Runner(Protocol):
     """Steps that may be under way when another is launched."""
     most_draws: int
     """Rows that the chunks of one step may draw."""
+    most_tokens: int
+    """Prompt tokens computed in one step."""
 
     def begin(self, slot: int) -> None:
         """A slot's line is new; told before the work it takes part in."""
@@ -128,6 +130,12 @@ class Runner(Protocol):
 
     def in_order(self, action: Callable[[], None]) -> None:
         """Do something between what was launched and what will be."""
+
+    def wait_warm(self) -> None:
+        """Until nothing is being compiled or captured."""
+
+    def close(self) -> None:
+        """Compile and capture no more."""
 
     def settle(self) -> None:
         """Wait until nothing is being computed."""

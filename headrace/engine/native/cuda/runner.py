@@ -61,11 +61,11 @@ class _PromptShape:
 
     @property
     def draws(self) -> int:
-        return max(64, self.tokens // 8)
+        return max(min(64, self.tokens), self.tokens // 8)
 
     @property
     def tiles(self) -> int:
-        return self.tokens // 16 + 64
+        return self.tokens // 16 + min(64, self.tokens)
 
     @property
     def control(self) -> int:
@@ -109,7 +109,6 @@ class CudaRunner:
     """A step is launched without waiting for the one before."""
 
     ahead = 1
-    most_draws = _PromptShape(_PROMPT_BUCKETS[-1]).draws
 
     def __init__(
         self,
@@ -120,6 +119,7 @@ class CudaRunner:
         slots: Slots,
         *,
         routers: Routers | None,
+        prompt_buckets: Sequence[int] = _PROMPT_BUCKETS,
     ) -> None:
         """`twin` is the model's, made before anything was hooked to it; the model itself runs what is not captured yet."""
         self.cache, self._slots, self._head = cache, slots, head
@@ -135,6 +135,8 @@ class CudaRunner:
         self._nobody = len(slots.length)
         self._scaling = sampling.Scaling(divisor=head.divisor, factor=head.factor, softcap=head.softcap)
         self._queue = Queue(self._device)
+        self._prompt_shapes = [_PromptShape(size) for size in prompt_buckets]
+        self.most_tokens, self.most_draws = self._prompt_shapes[-1].tokens, self._prompt_shapes[-1].draws
         self._decode_sizes = decode_buckets(len(slots.length))
         self._decode: dict[int, _Bucket] = {}
         self._prompt: dict[int, _Bucket] = {}
@@ -164,7 +166,7 @@ class CudaRunner:
             if self._new:
                 self._set_lines()
             self.cache.copy(work.copies_before)
-            parts = [self._launch_chunks(chunks) for chunks in _batches(work.chunks)]
+            parts = [self._launch_chunks(chunks) for chunks in _batches(work.chunks, self._prompt_shapes[-1])]
             self.cache.copy(work.copies_after)
             if len(work.decoding):
                 parts.append(self._launch_decode(work.decoding))
@@ -256,8 +258,7 @@ class CudaRunner:
         tokens = sum(map(len, chunks))
         draws = [slot for chunk in chunks for slot in chunk.draws]
         tiles = _tiles(chunks)
-        shapes = (_PromptShape(size) for size in _PROMPT_BUCKETS)
-        shape = next(s for s in shapes if s.tokens >= tokens and s.draws >= len(draws) and s.tiles >= len(tiles))
+        shape = next(s for s in self._prompt_shapes if s.tokens >= tokens and s.draws >= len(draws) and s.tiles >= len(tiles))
         bucket = self._prompt_bucket(shape)
         buffer = self._borrow(bucket.control.numel())
         token_part, position_part, owner_part, tile_part, row_part, slot_part = _prompt_parts(buffer.numpy(), shape)
@@ -393,7 +394,7 @@ class CudaRunner:
         if self._compile:
             compiled.compile_layers(twin)
         decode = [self._decode_bucket(size) for size in reversed(self._decode_sizes)]
-        prompt = [self._prompt_bucket(_PromptShape(size)) for size in reversed(_PROMPT_BUCKETS)]
+        prompt = [self._prompt_bucket(shape) for shape in reversed(self._prompt_shapes)]
         stream = torch.cuda.Stream(self._device)
         for bucket in (decode[0], prompt[0], *decode[1:], *prompt[1:]):
             if self._is_closing:
@@ -456,9 +457,9 @@ def _tiles(chunks: Sequence[Chunk]) -> list[tuple[int, int, int, int]]:
     return tiles
 
 
-def _batches(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
+def _batches(chunks: Sequence[Chunk], most: _PromptShape) -> list[list[Chunk]]:
     """Chunks that go together: what the largest prompt bucket holds."""
-    most, size = _PromptShape(_PROMPT_BUCKETS[-1]), attention.PREFILL_ROWS
+    size = attention.PREFILL_ROWS
     batches: list[list[Chunk]] = []
     tokens = draws = tiles = 0
     for chunk in chunks:

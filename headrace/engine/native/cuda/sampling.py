@@ -131,106 +131,98 @@ def _ordered(x):
 
 
 @triton.jit
+def _read(line, at, vocabulary, temperature, divisor, factor, softcap,
+          HAS_DIVISOR: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_SOFTCAP: tl.constexpr):  # fmt: skip
+    """A row's logits as they are drawn from; -inf past their end."""
+    x = tl.load(line + at, mask=at < vocabulary, other=float("-inf"))
+    x = _scaled(x, temperature, divisor, factor, softcap, HAS_DIVISOR, HAS_FACTOR, HAS_SOFTCAP)
+    return tl.where(at < vocabulary, x, float("-inf"))
+
+
+@triton.jit
+def _weight(line, least, last, is_by_rank, top, vocabulary, temperature, divisor, factor, softcap,
+            HAS_DIVISOR: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_SOFTCAP: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
+    """Of the tokens before and including (least, last) in the order: how many they are, or their probability mass."""
+    weight = tl.zeros([], tl.float64)
+    for start in range(0, vocabulary, CHUNK):
+        at = start + tl.arange(0, CHUNK)
+        x = _read(line, at, vocabulary, temperature, divisor, factor, softcap, HAS_DIVISOR, HAS_FACTOR, HAS_SOFTCAP)
+        order = _ordered(x)
+        is_counted = ((order > least) | ((order == least) & (at <= last))) & (x > float("-inf"))
+        each = tl.where(is_by_rank, 1.0, tl.exp(x - top))
+        weight += tl.sum(tl.where(is_counted, each, 0.0).to(tl.float64), axis=0)
+    return weight
+
+
+@triton.jit
+def _shorten(line, goal, is_by_rank, least, last, top, vocabulary, temperature, divisor, factor, softcap,
+             HAS_DIVISOR: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_SOFTCAP: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
+    """The first token in the order with which the weight reaches the goal, or (least, last) if that comes earlier.
+
+    First the logit is found by bisection over all floats, then the id among those that have it.
+    """
+    low, high = least, _ordered(top)
+    while low < high:
+        middle = (low.to(tl.int64) + (high.to(tl.int64) - low.to(tl.int64)) // 2).to(tl.int32)
+        weight = _weight(line, middle, -1, is_by_rank, top, vocabulary, temperature, divisor, factor, softcap,
+                         HAS_DIVISOR, HAS_FACTOR, HAS_SOFTCAP, CHUNK)  # fmt: skip
+        is_less = weight < goal
+        high = tl.where(is_less, middle, high)
+        low = tl.where(is_less, low, middle + 1)
+    first = tl.zeros([], tl.int32)
+    final = tl.where(low == least, last, vocabulary - 1)
+    while first < final:
+        middle = (first + final) // 2
+        weight = _weight(line, low, middle, is_by_rank, top, vocabulary, temperature, divisor, factor, softcap,
+                         HAS_DIVISOR, HAS_FACTOR, HAS_SOFTCAP, CHUNK)  # fmt: skip
+        is_reached = weight >= goal
+        final = tl.where(is_reached, middle, final)
+        first = tl.where(is_reached, first, middle + 1)
+    return low, first
+
+
+@triton.jit
 def _cut_kernel(
     logits, allowed, slots, sampling, lengths, floors, stops, vocabulary, logits_row, num_stops,
     divisor, factor, softcap, HAS_DIVISOR: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + row).to(tl.int64)
-    temperature = tl.load(sampling + slot * 4)
-    top_k = tl.load(sampling + slot * 4 + 1)
-    top_p = tl.load(sampling + slot * 4 + 2)
-    min_p = tl.load(sampling + slot * 4 + 3)
-    lane = tl.arange(0, CHUNK)
+    line, slot = logits + row * logits_row, tl.load(slots + row).to(tl.int64)
+    temperature, top_k = tl.load(sampling + slot * 4), tl.load(sampling + slot * 4 + 1)
+    top_p, min_p = tl.load(sampling + slot * 4 + 2), tl.load(sampling + slot * 4 + 3)
     if tl.load(lengths + slot) < tl.load(floors + slot):  # no stop token yet
         for stop in range(num_stops):
             stop_id = tl.load(stops + slot * num_stops + stop)
             if stop_id >= 0:
-                tl.store(logits + row * logits_row + stop_id, float("-inf"))
+                tl.store(line + stop_id, float("-inf"))
         tl.debug_barrier()
-    top = float("-inf")
+    top = tl.full([], float("-inf"), tl.float32)
     for start in range(0, vocabulary, CHUNK):
-        at = start + lane
-        x = tl.load(logits + row * logits_row + at, mask=at < vocabulary, other=float("-inf"))
-        x = _scaled(x, temperature, divisor, factor, softcap, HAS_DIVISOR, HAS_FACTOR, HAS_SOFTCAP)
-        top = tl.maximum(top, tl.max(tl.where(at < vocabulary, x, float("-inf")), axis=0))
+        at = start + tl.arange(0, CHUNK)
+        x = _read(line, at, vocabulary, temperature, divisor, factor, softcap, HAS_DIVISOR, HAS_FACTOR, HAS_SOFTCAP)
+        top = tl.maximum(top, tl.max(x, axis=0))
     # The order is (logit falling, id rising). Each cut keeps a first part of it, whose last member is (least, last).
-    least = tl.full([], -2147483647, tl.int32)
-    last = vocabulary - 1
+    least, last = tl.full([], -2147483647, tl.int32), tl.zeros([], tl.int32) + vocabulary - 1
     is_random = temperature > 0
-    for cut in range(2):
-        is_by_rank = cut == 0
-        is_asked = is_random & tl.where(is_by_rank, top_k > 0, top_p < 1)
-        if is_asked:
-            goal = top_k.to(tl.float64)
-            if cut == 1:
-                goal = 0.0
-                for start in range(0, vocabulary, CHUNK):
-                    at = start + lane
-                    x = tl.load(logits + row * logits_row + at, mask=at < vocabulary, other=float("-inf"))
-                    x = _scaled(x, temperature, divisor, factor, softcap, HAS_DIVISOR, HAS_FACTOR, HAS_SOFTCAP)
-                    x = tl.where(at < vocabulary, x, float("-inf"))
-                    order = _ordered(x)
-                    is_kept = (order > least) | ((order == least) & (at <= last))
-                    goal += tl.sum(tl.where(is_kept & (x > float("-inf")), tl.exp(x - top), 0.0).to(tl.float64), axis=0)
-                goal = goal * top_p.to(tl.float64)
-            # The least order whose betters weigh less than the goal; a weight is 1 (rank) or a probability.
-            low, high = least, _ordered(top)
-            while low < high:
-                middle = (low.to(tl.int64) + (high.to(tl.int64) - low.to(tl.int64)) // 2).to(tl.int32)
-                weight = tl.zeros([], tl.float64)
-                for start in range(0, vocabulary, CHUNK):
-                    at = start + lane
-                    x = tl.load(logits + row * logits_row + at, mask=at < vocabulary, other=float("-inf"))
-                    x = _scaled(x, temperature, divisor, factor, softcap, HAS_DIVISOR, HAS_FACTOR, HAS_SOFTCAP)
-                    x = tl.where(at < vocabulary, x, float("-inf"))
-                    each = tl.where(is_by_rank, 1.0, tl.exp(x - top))
-                    is_better = (_ordered(x) > middle) & (x > float("-inf"))
-                    weight += tl.sum(tl.where(is_better, each, 0.0).to(tl.float64), axis=0)
-                if weight < goal:
-                    high = middle
-                else:
-                    low = middle + 1
-            better = tl.zeros([], tl.float64)
-            each_tie = tl.zeros([], tl.float64)
-            for start in range(0, vocabulary, CHUNK):
-                at = start + lane
-                x = tl.load(logits + row * logits_row + at, mask=at < vocabulary, other=float("-inf"))
-                x = _scaled(x, temperature, divisor, factor, softcap, HAS_DIVISOR, HAS_FACTOR, HAS_SOFTCAP)
-                x = tl.where(at < vocabulary, x, float("-inf"))
-                each = tl.where(is_by_rank, 1.0, tl.exp(x - top))
-                better += tl.sum(tl.where((_ordered(x) > low) & (x > float("-inf")), each, 0.0).to(tl.float64), axis=0)
-                each_tie = tl.maximum(each_tie, tl.max(tl.where(_ordered(x) == low, each, 0.0), axis=0).to(tl.float64))
-            ties = tl.maximum(tl.ceil((goal - better) / tl.maximum(each_tie, 1e-300)), 1.0)
-            first, final = tl.zeros([], tl.int32), tl.full([], 0, tl.int32) + vocabulary - 1
-            if low == least:
-                final = last
-            while first < final:
-                middle = (first + final) // 2
-                count = tl.zeros([], tl.float64)
-                for start in range(0, vocabulary, CHUNK):
-                    at = start + lane
-                    x = tl.load(logits + row * logits_row + at, mask=at < vocabulary, other=float("-inf"))
-                    x = _scaled(x, temperature, divisor, factor, softcap, HAS_DIVISOR, HAS_FACTOR, HAS_SOFTCAP)
-                    x = tl.where(at < vocabulary, x, float("-inf"))
-                    is_tie = (_ordered(x) == low) & (at <= middle)
-                    count += tl.sum(is_tie.to(tl.float64), axis=0)
-                if count >= ties:
-                    final = middle
-                else:
-                    first = middle + 1
-            least, last = low, first
+    if is_random & (top_k > 0):
+        least, last = _shorten(line, top_k.to(tl.float64), True, least, last, top, vocabulary, temperature, divisor, factor,
+                               softcap, HAS_DIVISOR, HAS_FACTOR, HAS_SOFTCAP, CHUNK)  # fmt: skip
+    if is_random & (top_p < 1):
+        kept = _weight(line, least, last, False, top, vocabulary, temperature, divisor, factor, softcap,
+                       HAS_DIVISOR, HAS_FACTOR, HAS_SOFTCAP, CHUNK)  # fmt: skip
+        least, last = _shorten(line, kept * top_p.to(tl.float64), False, least, last, top, vocabulary, temperature, divisor,
+                               factor, softcap, HAS_DIVISOR, HAS_FACTOR, HAS_SOFTCAP, CHUNK)  # fmt: skip
     lowest = tl.where(is_random & (min_p > 0), tl.log(tl.maximum(min_p, 1e-30)), float("-inf"))
     for start in range(0, vocabulary, CHUNK):
-        at = start + lane
-        raw = tl.load(logits + row * logits_row + at, mask=at < vocabulary, other=float("-inf"))
+        at = start + tl.arange(0, CHUNK)
+        raw = tl.load(line + at, mask=at < vocabulary, other=float("-inf"))
         x = _scaled(raw, temperature, divisor, factor, softcap, HAS_DIVISOR, HAS_FACTOR, HAS_SOFTCAP)
         order = _ordered(x)
         is_kept = (order > least) | ((order == least) & (at <= last))
         is_kept = is_kept & (x - top >= lowest) & (raw > float("-inf"))
         tl.store(allowed + row * vocabulary + at, is_kept, mask=at < vocabulary)
-        tl.store(logits + row * logits_row + at, tl.where(is_kept, raw, float("-inf")), mask=at < vocabulary)
+        tl.store(line + at, tl.where(is_kept, raw, float("-inf")), mask=at < vocabulary)
 
 
 class Scaling:
