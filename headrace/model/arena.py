@@ -1,0 +1,205 @@
+"""All tensors of a model in one flat buffer per dtype, each parameter a view of its place there.
+
+New weights are then one copy, their checksums one kernel, and projections that read the same input (query, key and value)
+lie next to each other, so that one matrix product can read them as one matrix without a second copy of them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from torch import Tensor, nn
+
+    Allocate = Callable[[int, torch.device], Tensor]
+    """From a number of bytes and a device to that many bytes there, as uint8, beginning at a multiple of `ALIGNMENT`."""
+
+ALIGNMENT = 256
+"""Bytes. Every tensor begins at a multiple of it, as it would if it were allocated alone on a GPU: kernels rely on that."""
+
+
+class ArenaError(ValueError):
+    """The tensors of a model cannot be laid into one arena; the message says which and why."""
+
+
+def held_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter and persistent buffer itself, each object once, under its first name."""
+    seen = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield name, tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where one tensor lies in the flat buffer of its dtype."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    """In elements."""
+
+    @property
+    def stop(self) -> int:
+        """One past its last element; what follows up to the next tensor is padding."""
+        return self.start + math.prod(self.shape)
+
+
+class Arena:
+    """The memory of a model's tensors, or of a second set of them that has the same layout.
+
+    Matrices come first, in the order of the model's modules, and then everything with fewer dimensions, so that the
+    weights of neighbouring layers touch, and so do their biases. Padding between tensors is zero and stays zero.
+
+    Read `flat`, `views` and `joined` anew after `exchange`: it gives the arena other memory. After `copy_from` whatever
+    was read before still holds.
+    """
+
+    def __init__(self, slots: Mapping[str, Slot], *, device: torch.device, allocate: Allocate | None = None) -> None:
+        self.slots = dict(slots)
+        """By name, in the order of `named_tensors`. Two names of the same memory have the same place."""
+        self.device = device
+        self._allocate = allocate
+        self._holders: dict[str, Tensor] = {}
+        self.flat = {dtype: self._buffer(dtype) for dtype in dict.fromkeys(slot.dtype for slot in self.slots.values())}
+        """All tensors of one dtype, with the padding between them, in one dimension."""
+        self.views = {name: self.flat[slot.dtype][slot.start : slot.stop].view(slot.shape) for name, slot in slots.items()}
+        """Each tensor by the name `named_tensors` gives it; tied ones under their first name."""
+
+    @classmethod
+    @torch.no_grad()
+    def adopt(cls, model: nn.Module, allocate: Allocate | None = None) -> Arena:
+        """Copy a model's tensors into an arena and let every parameter be a view of its place there.
+
+        Moving the model to another device or dtype takes its tensors out again, so this comes last. Memory of tensors
+        that nobody else holds is freed one by one.
+        """
+        holders = dict(held_tensors(model))
+        devices = {tensor.device for tensor in holders.values()}
+        if len(devices) > 1 or any(device.type == "meta" for device in devices):
+            raise ArenaError(f"an arena is on one device and holds real tensors; this model's are on {_listed(devices)}")
+        arena = cls(_lay_out(holders), device=devices.pop() if devices else torch.device("cpu"), allocate=allocate)
+        arena._holders = holders
+        for name, holder in holders.items():
+            arena.views[name].copy_(holder)
+            holder.data = arena.views[name]
+        return arena
+
+    def like(self) -> Arena:
+        """A second arena of the same layout, on the same device and from the same allocator. What it holds is arbitrary."""
+        return Arena(self.slots, device=self.device, allocate=self._allocate)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(flat.numel() * flat.element_size() for flat in self.flat.values())
+
+    def joined(self, names: Sequence[str]) -> Tensor | None:
+        """One view over tensors that lie next to each other in this order, stacked along their first dimension.
+
+        None where there is a gap between two of them, or where they differ in dtype or beyond the first dimension.
+        """
+        slots = [self.slots[name] for name in names]
+        first = slots[0]
+        stop = first.start
+        for slot in slots:
+            if not slot.shape or (slot.dtype, slot.start, slot.shape[1:]) != (first.dtype, stop, first.shape[1:]):
+                return None
+            stop = slot.stop
+        rows = sum(slot.shape[0] for slot in slots)
+        return self.flat[first.dtype][first.start : stop].view(rows, *first.shape[1:])
+
+    def exchange(self, other: Arena) -> None:
+        """Take the other's memory and give it ours; the model runs on what it held. Touches no element."""
+        self.flat, other.flat = other.flat, self.flat
+        self.views, other.views = other.views, self.views
+        for name, holder in self._holders.items():
+            holder.data = self.views[name]
+
+    @torch.no_grad()
+    def copy_from(self, other: Arena) -> None:
+        """Take what the other holds, one copy per dtype; every address stays valid."""
+        for dtype, flat in self.flat.items():
+            flat.copy_(other.flat[dtype])
+
+    def strayed(self) -> str | None:
+        """The first tensor of the model that no longer lies here, because the model was moved after it was adopted."""
+        return next((name for name, holder in self._holders.items() if holder.data_ptr() != self.views[name].data_ptr()), None)
+
+    def _buffer(self, dtype: torch.dtype) -> Tensor:
+        """The flat buffer of one dtype, its padding zero."""
+        ends = sorted({(slot.start, slot.stop) for slot in self.slots.values() if slot.dtype == dtype})
+        size = max(_aligned(stop, dtype) for _, stop in ends)
+        num_bytes = size * dtype.itemsize
+        buffer = (self._allocate or _allocate)(num_bytes, self.device)
+        if buffer.dtype != torch.uint8 or buffer.shape != (num_bytes,) or buffer.data_ptr() % ALIGNMENT:
+            raise ArenaError(
+                f"allocate({num_bytes}, {self.device}) gave {buffer.dtype} of shape {tuple(buffer.shape)} at address "
+                f"{buffer.data_ptr():#x}; an arena needs that many contiguous bytes of uint8 at a multiple of {ALIGNMENT}"
+            )
+        flat = buffer.view(dtype)
+        for _, stop in ends:
+            flat[stop : _aligned(stop, dtype)].zero_()
+        return flat
+
+
+def _allocate(num_bytes: int, device: torch.device) -> Tensor:
+    """From torch, whose memory on a CPU begins at multiples of 64 only."""
+    buffer = torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8, device=device)
+    skipped = -buffer.data_ptr() % ALIGNMENT
+    return buffer[skipped : skipped + num_bytes]
+
+
+def _aligned(element: int, dtype: torch.dtype) -> int:
+    """The first element at or after this one where a tensor may begin."""
+    unit = ALIGNMENT // dtype.itemsize
+    return -(-element // unit) * unit
+
+
+def _lay_out(tensors: Mapping[str, Tensor]) -> dict[str, Slot]:
+    """A place for every tensor; those that are the same memory get the same place."""
+    _check_overlaps(tensors)
+    slots: dict[str, Slot] = {}
+    starts: dict[object, int] = {}
+    sizes: dict[torch.dtype, int] = {}
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].ndim < 2):
+        dtype = tensor.dtype
+        memory = _memory(tensor) if tensor.numel() else name
+        if memory not in starts:
+            starts[memory] = sizes.get(dtype, 0)
+            sizes[dtype] = _aligned(starts[memory] + tensor.numel(), dtype)
+        slots[name] = Slot(dtype, tuple(tensor.shape), starts[memory])
+    return {name: slots[name] for name in tensors}
+
+
+def _memory(tensor: Tensor) -> object:
+    """Equal for tensors that are the same elements in the same order, whatever shape a contiguous one is given."""
+    if tensor.is_contiguous():
+        return tensor.data_ptr(), tensor.dtype, tensor.numel()
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _check_overlaps(tensors: Mapping[str, Tensor]) -> None:
+    """Tensors that share a part of their memory would be torn apart without a word."""
+    reached, reached_by = 0, ""
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].data_ptr()):
+        if not tensor.numel():
+            continue
+        start = tensor.data_ptr()
+        if start < reached and _memory(tensor) != _memory(tensors[reached_by]):
+            raise ArenaError(
+                f"tensors {reached_by!r} and {name!r} share a part of their memory; only whole tensors can be tied"
+            )
+        span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        if start + span * tensor.element_size() > reached:
+            reached, reached_by = start + span * tensor.element_size(), name
+
+
+def _listed(devices: set[torch.device]) -> str:
+    return ", ".join(sorted(str(device) for device in devices))
