@@ -92,18 +92,27 @@ def inspect_arena(arena: Arena) -> tuple[tuple[TensorInfo, ...], str | None]:
 
 
 def _first_odd(arena: Arena) -> str | None:
-    """The first tensor that holds NaN or infinity.
-
-    One such number makes the sum of a whole buffer NaN or infinite, and a sum is the fastest pass over memory there is.
-    Large finite numbers can do so too. Then each tensor's own extremes decide.
-    """
-    suspected = {dtype for dtype, flat in arena.flat.items() if dtype in _CHECKED_NUMBERS and not bool(flat.sum().isfinite())}
+    """The first tensor that holds NaN or infinity: they are looked at one by one only where their buffer may have some."""
+    suspected = {dtype for dtype, flat in arena.flat.items() if dtype in _CHECKED_NUMBERS and not _is_surely_finite(flat)}
     for name, tensor in arena.views.items():
-        if tensor.dtype in suspected and tensor.numel():
-            low, high = torch.aminmax(tensor)
-            if not bool(low.isfinite() & high.isfinite()):
-                return name
+        if tensor.dtype in suspected and tensor.numel() and not _is_finite(tensor):
+            return name
     return None
+
+
+def _is_surely_finite(flat: Tensor) -> bool:
+    """True only where every number of a buffer is finite. Large finite numbers may give False.
+
+    One NaN or infinity makes the whole sum so, and a sum is the fastest pass over memory there is. In float16 the sum of
+    ordinary weights overflows, so there the next fastest answers.
+    """
+    return _is_finite(flat) if flat.dtype == torch.float16 and flat.numel() else bool(flat.sum().isfinite())
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """Exactly; the extremes of what holds a NaN are NaN."""
+    low, high = torch.aminmax(tensor)
+    return bool(low.isfinite() & high.isfinite())
 
 
 class SpareWeights:
