@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -144,7 +145,9 @@ class CudaRunner:
         self._grown: dict[int, list[tuple[int, int]]] = {}
         self._lent: list[Tensor] = []
         self._lock = threading.Lock()
+        self._allowed: Tensor | None = None
         self._pool: object = None
+        self._is_started: set[bool] = set()
         self._is_closing = False
         self._warming: threading.Thread | None = None
 
@@ -281,6 +284,8 @@ class CudaRunner:
         bucket.control.copy_(buffer[: bucket.control.numel()], non_blocking=True)
         captured = bucket.graphs.get(is_cut)
         if captured is None:
+            if self._is_started:
+                self.start_warming(is_cut=is_cut)
             allowed = bucket.run(self._model, is_cut)
         else:
             captured[0].replay()
@@ -299,13 +304,19 @@ class CudaRunner:
         with self._lock:
             if size not in self._decode:
                 self._decode[size] = self._make_decode_bucket(size)
+                self._wait_for_device()  # another thread may use it next, on another stream
             return self._decode[size]
 
     def _prompt_bucket(self, shape: _PromptShape) -> _Bucket:
         with self._lock:
             if shape.tokens not in self._prompt:
                 self._prompt[shape.tokens] = self._make_prompt_bucket(shape)
+                self._wait_for_device()
             return self._prompt[shape.tokens]
+
+    def _wait_for_device(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
 
     def _ints(self, *shape: int, fill: int = 0, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.full(shape, fill, dtype=dtype, device=self._device)
@@ -359,63 +370,73 @@ class CudaRunner:
 
     def _draw(self, hidden: Tensor, slots: Tensor, out: Tensor, *, is_cut: bool) -> Tensor | None:
         logits = F.linear(hidden.to(self._head.weight.dtype), self._head.weight, self._head.bias)
-        allowed = sampling.cut(logits, slots, self._state, self._scaling) if is_cut else None
+        allowed = sampling.cut(logits, slots, self._state, self._scaling, self._allowed_rows(len(slots))) if is_cut else None
         sampling.draw(logits, slots, self._state, self._scaling, out[0], out[1].view(torch.float32))
         return allowed
 
+    def _allowed_rows(self, rows: int) -> Tensor:
+        """What cut rows may draw: one buffer for all buckets, since it is read right after each."""
+        if self._allowed is None:
+            most = max(self._decode_sizes[-1], self.most_draws)
+            self._allowed = torch.zeros((most, self._head.vocabulary), dtype=torch.bool, device=self._device)
+        return self._allowed[:rows]
+
     # Graphs, captured beside the thread that decodes
 
-    def start_warming(self) -> None:
-        """Compile the layers and capture the graphs, in a thread of its own; steps run eagerly meanwhile."""
-        if self._warming is None:
-            self._warming = threading.Thread(target=self._warm, name="warm", daemon=True)
+    def start_warming(self, *, is_cut: bool = False) -> None:
+        """Compile the layers and capture the graphs, in a thread of its own; steps run eagerly meanwhile. Those of steps with
+        cut rows are captured once there are such rows."""
+        before = self._warming
+        if is_cut not in self._is_started:
+            self._is_started.add(is_cut)
+            self._warming = threading.Thread(target=self._warm, args=(before, is_cut), name="warm", daemon=True)
             self._warming.start()
 
-    def wait_warm(self, timeout: float | None = None) -> None:
+    def wait_warm(self) -> None:
         if self._warming is not None:
-            self._warming.join(timeout)
+            self._warming.join()
 
     def close(self) -> None:
         """Capture no more."""
         self._is_closing = True
-        self.wait_warm(60)
+        self.wait_warm()
 
-    def _warm(self) -> None:
+    def _warm(self, before: threading.Thread | None, is_cut: bool) -> None:
+        if before is not None:
+            before.join()
         try:
             with torch.no_grad():
-                self._capture_all()
+                self._capture_all(is_cut=is_cut)
         except Exception:  # noqa: BLE001  (whatever keeps a model from being captured, it is served eagerly)
             log.warning("this model's steps could not be captured as CUDA graphs; it is served eagerly", exc_info=True)
 
-    def _capture_all(self) -> None:
+    def _capture_all(self, *, is_cut: bool) -> None:
         torch.cuda.set_device(self._device)
-        self._pool = torch.cuda.graph_pool_handle()
-        twin = self._twin
-        if self._compile:
-            compiled.compile_layers(twin)
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+            if self._compile:
+                compiled.compile_layers(self._twin)
         decode = [self._decode_bucket(size) for size in reversed(self._decode_sizes)]
         prompt = [self._prompt_bucket(shape) for shape in reversed(self._prompt_shapes)]
         stream = torch.cuda.Stream(self._device)
+        began = time.perf_counter()
         for bucket in (decode[0], prompt[0], *decode[1:], *prompt[1:]):
             if self._is_closing:
                 return
             try:
-                self._capture(bucket, twin, stream, is_cut=False)
-            except Exception:  # noqa: BLE001
+                self._capture(bucket, stream, is_cut=is_cut)
+            except Exception:  # noqa: BLE001  (a model that cannot be compiled may still be captured)
                 if not self._compile:
                     raise
                 log.warning("this model's layers could not be compiled; its graphs hold them as they are", exc_info=True)
-                compiled.undo_compile(twin)
+                compiled.undo_compile(self._twin)
                 self._compile = False
-                self._capture(bucket, twin, stream, is_cut=False)
-        for bucket in (*decode, *prompt):
-            if self._is_closing:
-                return
-            self._capture(bucket, twin, stream, is_cut=True)
+                self._capture(bucket, stream, is_cut=is_cut)
+        log.info("captured %d graphs in %.1f s", len(decode) + len(prompt), time.perf_counter() - began)
 
-    def _capture(self, bucket: _Bucket, model: PreTrainedModel, stream: torch.cuda.Stream, *, is_cut: bool) -> None:
-        """Into buffers of the bucket's own shape that nobody reads: every row is nobody's while this runs."""
-        scratch = self._scratch(bucket)
+    def _capture(self, bucket: _Bucket, stream: torch.cuda.Stream, *, is_cut: bool) -> None:
+        """Run once in buffers of the bucket's shape that nobody reads, every row nobody's; then capture with the real ones."""
+        scratch, model = self._scratch(bucket), self._twin
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             scratch.run(model, is_cut)

@@ -237,10 +237,9 @@ class Scaling:
         }
 
 
-def cut(logits: Tensor, slots: Tensor, state: SlotState, scaling: Scaling) -> Tensor:
-    """Put what a row may not draw at -inf, in place; [rows, vocabulary] bool of what it may."""
+def cut(logits: Tensor, slots: Tensor, state: SlotState, scaling: Scaling, allowed: Tensor) -> Tensor:
+    """Put what a row may not draw at -inf, in place; what it may, into `allowed` [rows, vocabulary] bool."""
     rows, vocabulary = logits.shape
-    allowed = torch.empty((rows, vocabulary), dtype=torch.bool, device=logits.device)
     _cut_kernel[(rows,)](
         logits, allowed, slots, state.sampling, state.lengths, state.floors, state.stops, vocabulary, logits.stride(0),
         state.stops.shape[1], *scaling.values, **scaling.flags, CHUNK=min(_CHUNK, triton.next_power_of_2(vocabulary)), num_warps=8,
