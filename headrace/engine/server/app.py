@@ -24,7 +24,8 @@ from headrace.engine.server.calls import Calls, Piece, num_choices
 from headrace.engine.server.control import Control
 from headrace.engine.server.errors import ApiError
 from headrace.engine.server.metrics import Metrics
-from headrace.engine.server.requests import Served, parse_chat, parse_completion
+from headrace.engine.server.requests import parse_chat, parse_completion
+from headrace.engine.server.served import Served
 from headrace.types import FinishReason, Rollout
 
 if TYPE_CHECKING:
