@@ -308,6 +308,25 @@ def test_arguments_may_be_objects_or_nothing(say):
     say(check, "hi")
 
 
+def test_an_answer_of_a_tool_has_the_name_of_what_was_called(say):
+    async def check(bench: Bench, engine: Saying) -> None:
+        calls = [{"id": name, "function": {"name": name.upper(), "arguments": {}}} for name in ("a", "b")]
+        answers = [
+            {"role": "tool", "tool_call_id": "b", "content": "1"},
+            {"role": "tool", "tool_call_id": "a", "content": "2"},
+            {"role": "tool", "tool_call_id": "a", "content": "3", "name": "own"},
+            {"role": "tool", "tool_call_id": "c", "content": "4"},
+        ]
+        body = {"messages": [{"role": "assistant", "tool_calls": calls}, *answers]}
+        assert (await bench.post("/v1/chat/completions", body))[0] == 200
+        assert engine.prompts[-1].endswith("B=1;A=2;own=3;=4;")
+
+    template = (
+        "{% for m in messages %}{{ m.tool_calls }}{% if m.role == 'tool' %}{{ m.name }}={{ m.content }};{% endif %}{% endfor %}"
+    )
+    say(check, "x", tokenizer=tokenizer_with(template))
+
+
 def test_tool_choice_none_neither_shows_nor_reads_calls(say):
     async def check(bench: Bench, engine: Saying) -> None:
         message = (await bench.chat(tools=[WEATHER], tool_choice="none")).choices[0].message

@@ -91,9 +91,10 @@ class Body:
 
 
 def read_json(raw: bytes, name: str) -> Any:  # noqa: ANN401
-    """The value of the parameter `name`, or the body's, whose name is empty. Raises ValueError where it is not JSON.
+    """An object: that of the parameter `name`, or the body, whose name is empty. Raises ValueError where it is not JSON.
 
-    Python reads NaN, Infinity and 1e999, which are no numbers of JSON's; they are refused, with the place they are at.
+    What else it may be is for the caller to refuse. Python reads NaN, Infinity and 1e999, which are no numbers of JSON's:
+    they are refused here, with the place they are at.
     """
     not_finite: list[float] = []
 
@@ -104,7 +105,7 @@ def read_json(raw: bytes, name: str) -> Any:  # noqa: ANN401
         return value
 
     content = json.loads(raw, parse_float=read_number, parse_constant=read_number)
-    if not_finite or raw.count(b"[") + raw.count(b"{") > _MAX_DEPTH:
+    if isinstance(content, dict) and (not_finite or raw.count(b"[") + raw.count(b"{") > _MAX_DEPTH):
         _check_values(content, name)
     return content
 

@@ -52,6 +52,7 @@ def read_chat(body: Body, served: Served) -> Chat:
     if not isinstance(messages, list) or not messages:
         raise bad("messages", "must be a list of at least one message")
     checked = [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    _name_answers(checked)
     tools = read_tools(body)
     page = _Page(checked, tools.shown, _options(body))
     add_special = body.flag("add_special_tokens", False)
@@ -133,6 +134,17 @@ def _message(message: Any, name: str) -> dict[str, Any]:  # noqa: ANN401
         if key not in ("role", "content", "tool_calls") and not says_nothing:
             read[key] = check_text(value, shown(f"{name}.{key}"))
     return {**read, "tool_calls": calls} if calls else read
+
+
+def _name_answers(messages: list[dict[str, Any]]) -> None:
+    """OpenAI's clients say which call a tool's answer is to; some templates want the tool's name."""
+    names: dict[str, str] = {}
+    for message in messages:
+        for call in message.get("tool_calls", []):
+            names[call.get("id", "")] = call["function"]["name"]
+        called = message.get("tool_call_id")
+        if message["role"] == "tool" and called in names:
+            message.setdefault("name", names[called])
 
 
 def _part(part: Any, name: str) -> str:  # noqa: ANN401
