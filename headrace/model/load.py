@@ -47,10 +47,10 @@ def load_model(path: str, *, dtype: str = "float32", device: str = "cpu", exact:
         # What does not fit is listed rather than raised, since transformers' error does not say what it is.
         told: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
         loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), **told)
-    moved, report = loaded
-    _check_weights(moved, report, path)
-    prepare(moved, name=path, exact=exact)
-    return cast("PreTrainedModel", moved.to(device))  # transformers wraps `to` and loses its types
+    model, report = loaded
+    _check_weights(model, report, path)
+    prepare(model, name=path, exact=exact)
+    return cast("PreTrainedModel", model.to(device))  # transformers wraps `to` and loses its types
 
 
 def prepare(model: PreTrainedModel, *, name: str, exact: bool = False) -> PreTrainedModel:
@@ -106,7 +106,7 @@ def _check_weights(model: PreTrainedModel, report: dict[str, Any], path: str) ->
     wrong = [f"{name} is missing" for name in sorted(report["missing_keys"])]
     for name, found, wanted in sorted(report["mismatched_keys"]):
         wrong.append(f"{name} has shape {tuple(found)} instead of {tuple(wanted)}")
-    if not wrong:  # the sum is finite where all are, and needs no memory
+    if not wrong:
         wrong = [f"{name} holds NaN or infinity" for name, weight in model.named_parameters() if not _is_finite(weight)]
     if wrong:
         others = f"; and {len(wrong) - 1} more like it" if len(wrong) > 1 else ""
@@ -114,6 +114,7 @@ def _check_weights(model: PreTrainedModel, report: dict[str, Any], path: str) ->
 
 
 def _is_finite(weight: Tensor) -> bool:
+    """By its sum, which is finite where every number is, and takes no memory of the weight's size."""
     return bool(torch.isfinite(weight.detach().sum(dtype=torch.float32)))
 
 
