@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
@@ -44,10 +45,13 @@ def load_model(path: str, *, dtype: str = "float32", device: str = "cpu", exact:
     """A causal language model ready for `attention_context=`, checked to be one we serve exactly."""
     load_config(path)
     with _explained(path, "model"), _quietly():
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
-    prepare(cast("PreTrainedModel", model), name=path, exact=exact)
-    moved: Any = model
-    return cast("PreTrainedModel", moved.to(device))  # transformers wraps `to` and loses its types
+        # What does not fit is listed rather than raised, since transformers' error does not say what it is.
+        told: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), **told)
+    model, report = loaded
+    _check_weights(model, report, path)
+    prepare(model, name=path, exact=exact)
+    return cast("PreTrainedModel", model.to(device))  # transformers wraps `to` and loses its types
 
 
 def prepare(model: PreTrainedModel, *, name: str, exact: bool = False) -> PreTrainedModel:
@@ -119,6 +123,23 @@ def hidden_states(model: PreTrainedModel, token_ids: Tensor, positions: Tensor, 
     return cast("Tensor", output.last_hidden_state[0])
 
 
+def _check_weights(model: PreTrainedModel, report: dict[str, Any], path: str) -> None:
+    """Every weight comes from the folder and is finite: transformers draws what is missing at random and goes on."""
+    wrong = [f"{name} is missing" for name in sorted(report["missing_keys"])]
+    for name, found, wanted in sorted(report["mismatched_keys"]):
+        wrong.append(f"{name} has shape {tuple(found)} instead of {tuple(wanted)}")
+    if not wrong:
+        wrong = [f"{name} holds NaN or infinity" for name, weight in model.named_parameters() if not _is_finite(weight)]
+    if wrong:
+        others = f"; and {len(wrong) - 1} more like it" if len(wrong) > 1 else ""
+        raise ModelError(f"model.path = {path!r}: the weights are not those of its config.json: {wrong[0]}{others}")
+
+
+def _is_finite(weight: Tensor) -> bool:
+    """By its sum, which is finite where every number is, and takes no memory of the weight's size."""
+    return bool(torch.isfinite(weight.detach().sum(dtype=torch.float32)))
+
+
 class _CountingContext(attention.PackedContext):
     def __init__(self, lengths: list[int], *, device: torch.device) -> None:
         super().__init__(lengths, device=device)
@@ -156,7 +177,7 @@ def _explained(path: str, what: str) -> Iterator[None]:
         raise ModelError(f"model.path = {path!r}: the folder does not exist")
     try:
         yield
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         if isinstance(error, ModelError):
             raise
         place = "the folder does not exist, and it" if not Path(path).exists() else "it"

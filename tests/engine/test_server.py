@@ -104,17 +104,16 @@ def _extra(options: dict[str, Any]) -> dict[str, Any]:
     return {**known, "extra_body": {name: value for name, value in options.items() if name in OWN}}
 
 
-@pytest.fixture
-def run(tiny_model: str) -> Callable[..., Any]:
+def serving(model: str) -> Callable[..., Any]:
     """Runs a coroutine function with a served engine."""
 
     def runner(test: Callable[[Bench], Awaitable[Any]], *, slots: int = 8, **options: Any) -> Any:
         async def main() -> Any:
             sync = MemorySync(Lineage("life"))
-            core = EngineCore(load_model(tiny_model), name="engine-0", slots=slots, context=CONTEXT)
-            tokenizer = options.pop("tokenizer", None) or load_tokenizer(tiny_model)
+            core = EngineCore(load_model(model), name="engine-0", slots=slots, context=CONTEXT)
+            tokenizer = options.pop("tokenizer", None) or load_tokenizer(model)
             wrap = options.pop("wrap", lambda engine: engine)
-            settings = {"model_name": NAME, "stop_ids": (END,), "context": CONTEXT, "vocabulary": 101, **options}
+            settings = {"model_name": NAME, "stop_ids": (END,), "context": CONTEXT, "vocabulary": 102, **options}
             listener = bind("127.0.0.1", 0, has_token=False)
             url = url_of(listener)
             with decoding(core, sync) as engine:
@@ -131,6 +130,11 @@ def run(tiny_model: str) -> Callable[..., Any]:
         return asyncio.run(main())
 
     return runner
+
+
+@pytest.fixture
+def run(tiny_model: str) -> Callable[..., Any]:
+    return serving(tiny_model)
 
 
 async def reference(bench: Bench, ids: list[int], **sampling: Any) -> Rollout:
@@ -291,7 +295,7 @@ def test_a_chat_stream_adds_up_to_the_whole(run):
 
 
 def test_characters_of_several_tokens_are_streamed_whole(run):
-    tokenizer = byte_tokenizer()  # the model knows the first 101 tokens: letters and the bytes around é, ü, ß
+    tokenizer = byte_tokenizer()  # the model knows the first 102 tokens: letters and the bytes around é, ü, ß
 
     async def check(bench: Bench) -> None:
         for seed in range(4):
@@ -335,7 +339,7 @@ def test_stop_tokens_are_in_the_ids_and_not_in_the_text(run):
         assert kept.text == bench.tokenizer.decode(cut, skip_special_tokens=True)
         later = (await bench.complete(min_tokens=len(cut), **options)).choices[0]
         assert len(later.token_ids) > len(cut) and stop not in later.token_ids[: len(cut)]
-        ended = (await bench.complete(max_tokens=8, stop_token_ids=list(range(101)), return_token_ids=True)).choices[0]
+        ended = (await bench.complete(max_tokens=8, stop_token_ids=list(range(102)), return_token_ids=True)).choices[0]
         assert len(ended.token_ids) == 1 and ended.text == ""
 
     run(check)
@@ -443,7 +447,7 @@ def test_new_weights_interrupt_and_the_answer_goes_on(run, stream):
         ({"seed": 2**64}, "seed", "between"),
         ({"stop": [""]}, "stop", "empty stop string"),
         ({"stop": 3}, "stop", "must be text"),
-        ({"stop_token_ids": [101]}, "stop_token_ids", "outside the vocabulary of 101"),
+        ({"stop_token_ids": [102]}, "stop_token_ids", "outside the vocabulary of 102"),
         ({"logprobs": 5}, "logprobs", "give 0 or 1"),
         ({"best_of": 3}, "best_of", "ask for n"),
         ({"echo": "yes"}, "echo", "true or false"),
@@ -458,7 +462,7 @@ def test_new_weights_interrupt_and_the_answer_goes_on(run, stream):
         ({"prompt": []}, "prompt", "not empty"),
         ({"prompt": ""}, "prompt", "at least one token"),
         ({"prompt": [[1], []]}, "prompt", "at least one token"),
-        ({"prompt": [5, 101]}, "prompt", "token id 101 is outside the vocabulary of 101"),
+        ({"prompt": [5, 102]}, "prompt", "token id 102 is outside the vocabulary of 102"),
         ({"prompt": [5, -1]}, "prompt", "token id -1"),
         ({"prompt": [5, "a"]}, "prompt", "the list holds a number"),
         ({"prompt": "\ud800"}, "prompt", "surrogate"),
@@ -478,7 +482,6 @@ def test_what_cannot_be_done_is_refused_by_name(run, options, param, message):
 @pytest.mark.parametrize(
     ("options", "param", "message"),
     [
-        ({"tools": [{"type": "function"}]}, "tools", "not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
         ({"logprobs": True, "top_logprobs": 2}, "top_logprobs", "give 0"),
         ({"logprobs": 1}, "logprobs", "true or false"),
@@ -487,7 +490,6 @@ def test_what_cannot_be_done_is_refused_by_name(run, options, param, message):
         ({"messages": ["hi"]}, "messages[0]", "must be an object"),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "must be text"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", "only text parts"),
-        ({"messages": [{"role": "assistant", "tool_calls": [1]}]}, "messages[0].tool_calls", "not supported"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content", "surrogate"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "exclude"),
     ],
@@ -643,7 +645,7 @@ def test_control_pauses_resumes_and_scores(run):
         status, body = await bench.post("/control/score", {"token_ids": ids}, **auth)
         assert status == 200 and body["version"] == 0
         assert body["logprobs"] == [[None, *values[1:].tolist()] for values in scores]
-        for wrong in ([[101]], [[]], [], "text", [[5] * (CONTEXT + 1)]):
+        for wrong in ([[102]], [[]], [], "text", [[5] * (CONTEXT + 1)]):
             assert (await bench.post("/control/score", {"token_ids": wrong}, **auth))[0] == 400
 
     run(check, control_token="control")
@@ -762,7 +764,7 @@ def test_shutting_down_ends_open_streams(tiny_model):
         core = EngineCore(load_model(tiny_model), name="engine-0", slots=4, context=CONTEXT)
         listener = bind("127.0.0.1", 0, has_token=False)
         url = url_of(listener)
-        options = {"model_name": NAME, "stop_ids": (END,), "context": CONTEXT, "vocabulary": 101}
+        options = {"model_name": NAME, "stop_ids": (END,), "context": CONTEXT, "vocabulary": 102}
         with decoding(core, MemorySync(Lineage("life"))) as engine:
             client = AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
             async with asyncio.timeout(10), listening(make_app(engine, load_tokenizer(tiny_model), **options), listener):

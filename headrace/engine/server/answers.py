@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.engine.server.calls import num_choices
 from headrace.engine.server.text import decode
+from headrace.engine.server.tool_calls import ToolCallReader
+from headrace.types import FinishReason
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from headrace.engine.server.calls import Piece
-    from headrace.engine.server.requests import Ask, Served
+    from headrace.engine.server.requests import Ask
+    from headrace.engine.server.served import Served
+    from headrace.engine.server.tool_calls import ToolCall
 
 
 @dataclass
@@ -32,6 +36,9 @@ class Answer:
         self._offsets = [0] * num_choices(self.ask)
         """How much text each choice's tokens came to so far."""
         self._begun = [False] * num_choices(self.ask)
+        max_calls = self.ask.max_tool_calls
+        self._tool_calls = [ToolCallReader(max_calls=max_calls) for _ in self._begun] if max_calls else None
+        """Of each choice, where calls of tools are read out of the text."""
 
     def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         """The answer that is not streamed."""
@@ -39,17 +46,18 @@ class Answer:
         choices = []
         for index in range(num_choices(self.ask)):
             own = [piece for piece in pieces if piece.index == index]
-            choices.append(self._choice(index, own, is_chunk=False))
+            choices.append(self._choice(index, own, self._part(index, own), is_chunk=False))
         return {**head, "choices": choices, "usage": self.usage()}
 
     def chunk(self, piece: Piece) -> dict[str, Any] | None:
         """One event of a stream; None where the piece has nothing to tell yet."""
         is_first = not self._begun[piece.index]
-        is_empty = not piece.text and piece.finish_reason is None
+        said = self._part(piece.index, [piece])
+        is_empty = said == ("", []) and piece.finish_reason is None
         if is_empty and not is_first and not (self.ask.logprobs or self.ask.return_token_ids):
             self.num_completion_tokens += len(piece.token_ids)
             return None
-        chunk = {**self._head(is_chunk=True), "choices": [self._choice(piece.index, [piece], is_chunk=True)]}
+        chunk = {**self._head(is_chunk=True), "choices": [self._choice(piece.index, [piece], said, is_chunk=True)]}
         return {**chunk, "usage": None} if self.ask.include_usage else chunk
 
     def last_chunk(self) -> dict[str, Any]:
@@ -70,7 +78,20 @@ class Answer:
             head["prompt_token_ids"] = list(self.ask.prompts[0])
         return head
 
-    def _choice(self, index: int, pieces: Sequence[Piece], *, is_chunk: bool) -> dict[str, Any]:
+    def _part(self, index: int, pieces: Sequence[Piece]) -> tuple[str, list[ToolCall]]:
+        """What these pieces say: content, and calls of tools where they are read."""
+        text = "".join(piece.text for piece in pieces)
+        if self._tool_calls is None:
+            return text, []
+        content, calls = self._tool_calls[index].push(text)
+        if pieces[-1].finish_reason is not None:
+            last_content, last_calls = self._tool_calls[index].finish()
+            content, calls = content + last_content, calls + last_calls
+        return content, calls
+
+    def _choice(
+        self, index: int, pieces: Sequence[Piece], said: tuple[str, list[ToolCall]], *, is_chunk: bool
+    ) -> dict[str, Any]:
         ask = self.ask
         which = index // ask.num_choices
         is_first = not self._begun[index]
@@ -78,10 +99,10 @@ class Answer:
         token_ids = [token for piece in pieces for token in piece.token_ids]
         values: list[float | None] = [value for piece in pieces for value in piece.logprobs]
         self.num_completion_tokens += len(token_ids)
-        text = "".join(piece.text for piece in pieces)
+        text, calls = said
         choice: dict[str, Any] = {
             "index": index,
-            "finish_reason": pieces[-1].finish_reason,
+            "finish_reason": self._finish_reason(index, pieces[-1]),
             "stop_reason": pieces[-1].stop_reason,
         }
         if ask.return_token_ids:
@@ -90,8 +111,8 @@ class Answer:
             choice["token_ids"] = token_ids
             choice["versions"] = [version for piece in pieces for version in piece.versions]
         if ask.is_chat:
-            message: dict[str, Any] = {"role": "assistant", "content": text} if is_first else {"content": text}
-            choice["delta" if is_chunk else "message"] = message
+            role = {"role": "assistant"} if is_first else {}
+            choice["delta" if is_chunk else "message"] = {**role, **self._message(index, text, calls, is_chunk=is_chunk)}
             choice["logprobs"] = {"content": self._chat_logprobs(token_ids, values)} if ask.logprobs else None
             return choice
         if ask.echo and is_first:
@@ -101,6 +122,21 @@ class Answer:
         choice["text"] = text
         choice["logprobs"] = self._logprobs(index, token_ids, values) if ask.logprobs else None
         return choice
+
+    def _message(self, index: int, text: str, calls: Sequence[ToolCall], *, is_chunk: bool) -> dict[str, Any]:
+        """OpenAI's message, without the role; null is the content of one that only calls."""
+        if not calls or self._tool_calls is None:
+            return {"content": text}
+        bodies = [call.body() for call in calls]
+        if is_chunk:
+            first = self._tool_calls[index].num_given - len(calls)
+            bodies = [{"index": first + offset, **body} for offset, body in enumerate(bodies)]
+        return {"content": text or None, "tool_calls": bodies}
+
+    def _finish_reason(self, index: int, last: Piece) -> str | None:
+        """A choice that was cut off says so, even if it called before."""
+        has_called = self._tool_calls is not None and self._tool_calls[index].num_given > 0
+        return "tool_calls" if has_called and last.finish_reason is FinishReason.STOP else last.finish_reason
 
     def _prompt_text(self, which: int) -> str:
         given = self.ask.prompt_texts[which]

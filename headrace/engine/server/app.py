@@ -24,7 +24,8 @@ from headrace.engine.server.calls import Calls, Piece, num_choices
 from headrace.engine.server.control import Control
 from headrace.engine.server.errors import ApiError
 from headrace.engine.server.metrics import Metrics
-from headrace.engine.server.requests import Served, parse_chat, parse_completion
+from headrace.engine.server.requests import parse_chat, parse_completion
+from headrace.engine.server.served import Served
 from headrace.types import FinishReason, Rollout
 
 if TYPE_CHECKING:
@@ -298,6 +299,9 @@ async def _explain(request: web.Request, handler: Handler) -> web.StreamResponse
         if "Allow" in error.headers:
             headers["Allow"] = error.headers["Allow"]
         told = ApiError(error.status, f"{request.method} {request.path}: {error.text or error.reason}")
+    except web.RequestPayloadError:  # what is left of it cannot be read either, so the connection has no next request
+        headers["Connection"] = "close"
+        told = ApiError(400, "the body cannot be read: it is not what its Content-Encoding or Transfer-Encoding says")
     except Exception as error:  # noqa: BLE001  (the client is told, the log has the traceback)
         told = explain(error)
     if told.status == 401:

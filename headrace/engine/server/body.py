@@ -12,6 +12,12 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
 
+_MAX_DEPTH = 100
+"""Of lists and objects inside each other: what is nested much deeper overflows the stack of whoever walks it."""
+_MAX_SHOWN = 100
+"""Characters of a client's own value that an error repeats."""
+
+
 class Body:
     """The fields of a request. null is the same as absent, as everywhere in OpenAI's interface."""
 
@@ -22,7 +28,7 @@ class Body:
     def parse(cls, raw: bytes) -> Body:
         """The body of a POST; an empty one has no fields."""
         try:
-            content = json.loads(raw) if raw.strip() else {}
+            content = read_json(raw, "") if raw.strip() else {}
         except (ValueError, RecursionError) as error:
             raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from error
         if not isinstance(content, dict):
@@ -81,16 +87,55 @@ class Body:
                 if any(value is nothing or (value == nothing and not isinstance(value, bool)) for nothing in neutral[name]):
                     continue
                 raise bad(name, "is not supported by this server", code="unsupported_parameter")
-            raise bad(name, "is not a parameter this server knows", code="unknown_parameter")
+            raise bad(shown(name), "is not a parameter this server knows", code="unknown_parameter")
+
+
+def read_json(raw: bytes, name: str) -> Any:  # noqa: ANN401
+    """An object: that of the parameter `name`, or the body, whose name is empty. Raises ValueError where it is not JSON.
+
+    What else it may be is for the caller to refuse. Python reads NaN, Infinity and 1e999, which are no numbers of JSON's:
+    they are refused here, with the place they are at.
+    """
+    not_finite: list[float] = []
+
+    def read_number(text: str) -> float:
+        value = float(text)
+        if not math.isfinite(value):
+            not_finite.append(value)
+        return value
+
+    content = json.loads(raw, parse_float=read_number, parse_constant=read_number)
+    if isinstance(content, dict) and (not_finite or raw.count(b"[") + raw.count(b"{") > _MAX_DEPTH):
+        _check_values(content, name)
+    return content
+
+
+def _check_values(content: Any, name: str) -> None:  # noqa: ANN401
+    """Refuse what is nested too deep and what is not finite, by its place, such as `tools[0].function`."""
+    left = [(content, name, 1)]
+    while left:
+        value, place, depth = left.pop()
+        if isinstance(value, float) and not math.isfinite(value):
+            raise bad(shown(place), f"{value} is not a number; JSON has only finite ones")
+        if not isinstance(value, list | dict):
+            continue
+        if depth > _MAX_DEPTH:
+            raise bad(shown(place), f"is nested more than {_MAX_DEPTH} deep")
+        if isinstance(value, list):
+            left += [(entry, f"{place}[{index}]", depth + 1) for index, entry in enumerate(value)]
+        else:
+            left += [(entry, f"{place}.{key}" if place else key, depth + 1) for key, entry in value.items()]
 
 
 def check_token_ids(value: Any, name: str, *, vocabulary: int) -> tuple[int, ...]:  # noqa: ANN401
     """Token ids the model has an embedding for; any other would take the engine down."""
-    if not isinstance(value, list) or not all(isinstance(token, int) and not isinstance(token, bool) for token in value):
+    if not isinstance(value, list):
         raise bad(name, f"must be a list of token ids, not {kind_of(value)}")
     for token in value:
+        if not isinstance(token, int) or isinstance(token, bool):
+            raise bad(name, f"must be a list of token ids, which are whole numbers; it holds {kind_of(token)}")
         if not 0 <= token < vocabulary:
-            raise bad(name, f"token id {token} is outside the vocabulary of {vocabulary}")
+            raise bad(name, f"token id {shown(token)} is outside the vocabulary of {vocabulary}")
     return tuple(value)
 
 
@@ -103,6 +148,12 @@ def check_text(value: Any, name: str) -> str:  # noqa: ANN401
     except UnicodeEncodeError as error:
         raise bad(name, "holds half of a surrogate pair") from error
     return value
+
+
+def shown(value: object) -> str:
+    """A client's own value as an error repeats it: in part, where it is long."""
+    text = str(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
 
 
 def kind_of(value: object) -> str:

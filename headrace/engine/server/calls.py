@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator
 
     from headrace.engine.protocol import Engine
-    from headrace.engine.server.requests import Ask, Served
+    from headrace.engine.server.requests import Ask
+    from headrace.engine.server.served import Served
     from headrace.types import Sampling
 
 

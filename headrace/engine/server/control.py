@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from headrace.engine.protocol import Engine
     from headrace.engine.server.body import Body
-    from headrace.engine.server.requests import Served
+    from headrace.engine.server.served import Served
 
 
 class Control:

@@ -7,32 +7,21 @@ import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from headrace.engine.server.body import Body, check_text, check_token_ids, kind_of
+from headrace.engine.server.body import Body, check_text, check_token_ids, kind_of, shown
+from headrace.engine.server.chat import read_chat
 from headrace.engine.server.errors import ApiError, bad
 from headrace.engine.server.parameters import HARMLESS, NEUTRAL
+from headrace.engine.server.served import encode_prompt
+from headrace.engine.server.tool_calls import has_special_markers
 from headrace.types import Sampling
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from headrace.engine.server.served import Served
 
 MAX_CHOICES = 1024
 """Prompts times n in one request."""
 _MAX_STOPS = 16
 _SEEDS = 2**63
-
-
-@dataclass(frozen=True)
-class Served:
-    """What requests are read against."""
-
-    tokenizer: PreTrainedTokenizerBase
-    model_name: str
-    context: int
-    """The most tokens of a prompt and its completion together."""
-    vocabulary: int
-    """How many token ids the model has."""
-    stop_ids: tuple[int, ...]
-    """End a completion unless `ignore_eos`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +47,8 @@ class Ask:
     tokens_as_ids: bool
     stream: bool
     include_usage: bool
+    max_tool_calls: int
+    """How many calls of tools are read out of a choice's text; with 0 all of it is content."""
 
     def sampling_of(self, prompt: tuple[int, ...], sibling: int, context: int) -> Sampling:
         """The call of one choice."""
@@ -75,7 +66,7 @@ def parse_completion(body: Body, served: Served) -> Ask:
     prompts, given = [], []
     for text in texts:
         if isinstance(text, str):
-            prompts.append(_encode(text, served, add_special=add_special))
+            prompts.append(encode_prompt(text, "prompt", served, add_special=add_special))
         else:
             prompts.append(check_token_ids(text, "prompt", vocabulary=served.vocabulary))
         given.append(text if isinstance(text, str) else None)
@@ -93,13 +84,14 @@ def parse_completion(body: Body, served: Served) -> Ask:
         logprobs=logprobs is not None,
         echo=body.flag("echo", False),
         default_tokens=16,
+        max_tool_calls=0,
     )
 
 
 def parse_chat(body: Body, served: Served) -> Ask:
     """`POST /v1/chat/completions`."""
     _check_model(body, served)
-    prompt = _encode_chat(body, served)
+    chat = read_chat(body, served)
     top = body.whole("top_logprobs", 0, low=0, high=20)
     if top:
         raise bad("top_logprobs", "only the drawn token's logprob is recorded: give 0", code="unsupported_parameter")
@@ -107,11 +99,12 @@ def parse_chat(body: Body, served: Served) -> Ask:
         body,
         served,
         is_chat=True,
-        prompts=(prompt,),
+        prompts=(chat.prompt,),
         prompt_texts=(None,),
         logprobs=body.flag("logprobs", False),
         echo=False,
         default_tokens=served.context,
+        max_tool_calls=chat.max_tool_calls,
     )
 
 
@@ -125,6 +118,7 @@ def _ask(
     logprobs: bool,
     echo: bool,
     default_tokens: int,
+    max_tool_calls: int,
 ) -> Ask:
     """What both endpoints have in common."""
     num_choices = body.whole("n", 1, low=1, high=MAX_CHOICES)
@@ -138,9 +132,10 @@ def _ask(
     if max_tokens == 0 and not echo:
         raise bad("max_tokens", "0 generates nothing; it is for echo, to score a prompt")
     for prompt in prompts:
-        _check_room(len(prompt), max_tokens, served)
+        _check_room(len(prompt), max_tokens, served, name="messages" if is_chat else "prompt")
     sampling = _sampling(body, served, max_tokens=min(max(1, max_tokens), served.context))
     stream = body.flag("stream", False)
+    hides_markers = max_tool_calls > 0 and has_special_markers(served.tokenizer)
     ask = Ask(
         is_chat=is_chat,
         prompts=prompts,
@@ -150,13 +145,14 @@ def _ask(
         is_scored_only=max_tokens == 0,
         stops=_stops(body.take("stop")),
         include_stop=body.flag("include_stop_str_in_output", False),
-        skip_special=body.flag("skip_special_tokens", True),
+        skip_special=body.flag("skip_special_tokens", True) and not hides_markers,
         echo=echo,
         logprobs=logprobs,
         return_token_ids=body.flag("return_token_ids", False),
         tokens_as_ids=body.flag("return_tokens_as_token_ids", False),
         stream=stream,
         include_usage=_include_usage(body.take("stream_options"), stream=stream),
+        max_tool_calls=max_tool_calls,
     )
     body.end(harmless=HARMLESS, neutral=NEUTRAL)
     return ask
@@ -164,18 +160,19 @@ def _ask(
 
 def _check_model(body: Body, served: Served) -> None:
     name = body.take("model")
+    if name is not None and not isinstance(name, str):
+        raise bad("model", f"must be text, not {kind_of(name)}")
     if name is not None and name != served.model_name:
-        raise ApiError(
-            404, f"the model {name!r} is not served here; it is {served.model_name!r}", param="model", code="model_not_found"
-        )
+        message = f"the model {shown(name)!r} is not served here; it is {served.model_name!r}"
+        raise ApiError(404, message, param="model", code="model_not_found")
 
 
-def _check_room(length: int, max_tokens: int, served: Served) -> None:
+def _check_room(length: int, max_tokens: int, served: Served, *, name: str) -> None:
     if length == 0:
-        raise bad("prompt", "is empty; it must come to at least one token")
+        raise bad(name, "is empty; it must come to at least one token")
     if length + min(max_tokens, 1) > served.context:
         message = f"the prompt has {length} tokens; the context is {served.context}, and one must be left to generate"
-        raise ApiError(400, message, param="prompt", code="context_length_exceeded")
+        raise ApiError(400, message, param=name, code="context_length_exceeded")
 
 
 def _sampling(body: Body, served: Served, *, max_tokens: int) -> Sampling:
@@ -223,11 +220,6 @@ def _prompts(value: Any) -> list[Any]:  # noqa: ANN401
     return [check_text(entry, "prompt") if isinstance(entry, str) else entry for entry in value]
 
 
-def _encode(text: str, served: Served, *, add_special: bool) -> tuple[int, ...]:
-    ids: Any = served.tokenizer(text, add_special_tokens=add_special, verbose=False)["input_ids"]
-    return tuple(int(token) for token in ids)
-
-
 def _stops(value: Any) -> tuple[str, ...]:  # noqa: ANN401
     stops = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or len(stops) > _MAX_STOPS:
@@ -249,49 +241,3 @@ def _include_usage(value: Any, *, stream: bool) -> bool:  # noqa: ANN401
     wanted = options.flag("include_usage", False)
     options.end(harmless={"include_obfuscation"})
     return wanted
-
-
-def _encode_chat(body: Body, served: Served) -> tuple[int, ...]:
-    tokenizer = served.tokenizer
-    messages = body.take("messages")
-    if not isinstance(messages, list) or not messages:
-        raise bad("messages", "must be a list of at least one message")
-    checked = [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
-    continues = body.flag("continue_final_message", False)
-    generates = body.flag("add_generation_prompt", not continues)
-    if continues and generates:
-        raise bad("continue_final_message", "and add_generation_prompt exclude each other")
-    extra = body.take("chat_template_kwargs") or {}
-    reserved = {"conversation", "chat_template", "tokenize", "return_dict", "return_tensors", "tools", "documents"}
-    if not isinstance(extra, dict) or reserved & extra.keys():
-        raise bad("chat_template_kwargs", f"must be an object of variables of the template, without {', '.join(reserved)}")
-    add_special = body.flag("add_special_tokens", False)
-    if tokenizer.chat_template is None:
-        raise ApiError(
-            400, f"the model {served.model_name!r} has no chat template; use /v1/completions", code="no_chat_template"
-        )
-    options: dict[str, Any] = {"add_generation_prompt": generates, "continue_final_message": continues, **extra}
-    try:
-        text = tokenizer.apply_chat_template(checked, tokenize=False, **options)
-    except Exception as error:  # a template is a program of the model's author and raises what it likes
-        raise bad("messages", f"the model's chat template refuses them: {error}") from error
-    return _encode(check_text(text, "messages"), served, add_special=add_special)
-
-
-def _message(message: Any, name: str) -> dict[str, Any]:  # noqa: ANN401
-    if not isinstance(message, dict):
-        raise bad(name, f"must be an object, not {kind_of(message)}")
-    if message.get("tool_calls") or message.get("function_call"):
-        raise bad(f"{name}.tool_calls", "is not supported by this server", code="unsupported_parameter")
-    role = check_text(message.get("role"), f"{name}.role")
-    content = message.get("content")
-    if isinstance(content, list):
-        content = "\n".join(_part(part, f"{name}.content") for part in content)
-    kept = {key: value for key, value in message.items() if isinstance(value, str)}
-    return {**kept, "role": role, "content": check_text(content, f"{name}.content")}
-
-
-def _part(part: Any, name: str) -> str:  # noqa: ANN401
-    if not isinstance(part, dict) or part.get("type") != "text":
-        raise bad(name, "only text parts are supported", code="unsupported_parameter")
-    return check_text(part.get("text"), name)

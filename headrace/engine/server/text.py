@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -82,7 +82,7 @@ class TextReader:
         if found is not None:
             start, self.stopped_by = found
             return text[: start + len(self.stopped_by)] if self._include_stop else text[:start]
-        given = len(text) - _could_begin(text, self._stops)
+        given = len(text) - could_begin(text, self._stops)
         self._held, self._exempt = text[given:], max(0, self._exempt - given)
         return text[:given]
 
@@ -100,13 +100,19 @@ def first_stop(text: str, stops: Sequence[str], *, after: int = 0) -> tuple[int,
     return start, stop
 
 
+def encode(tokenizer: PreTrainedTokenizerBase, text: str, *, add_special: bool) -> tuple[int, ...]:
+    """The tokens of a text of any length; whether it fits is for the caller to say."""
+    ids: Any = tokenizer(text, add_special_tokens=add_special, verbose=False)["input_ids"]
+    return tuple(int(token) for token in ids)
+
+
 def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], *, skip_special: bool) -> str:
     """Exactly what the tokens say: spaces are not tidied, since that would depend on what comes after."""
     options = {"skip_special_tokens": skip_special, "clean_up_tokenization_spaces": False}
     return str(tokenizer.decode(list(token_ids), **options))
 
 
-def _could_begin(text: str, stops: Sequence[str]) -> int:
+def could_begin(text: str, stops: Sequence[str]) -> int:
     """How much of the text's end could be the beginning of a stop string."""
     longest = max(map(len, stops)) - 1
     for length in range(min(longest, len(text)), 0, -1):

@@ -1,0 +1,153 @@
+"""A chat's messages and tools, through the model's chat template, as a prompt."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from headrace.engine.server.body import check_text, kind_of, shown
+from headrace.engine.server.errors import ApiError, bad
+from headrace.engine.server.served import encode_prompt
+from headrace.engine.server.tool_calls import writes_tool_calls
+from headrace.engine.server.tools import read_past_calls, read_tools
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from transformers import PreTrainedTokenizerBase
+
+    from headrace.engine.server.body import Body
+    from headrace.engine.server.served import Served
+
+_RESERVED = ("chat_template", "conversation", "documents", "return_dict", "return_tensors", "tokenize", "tools")
+
+
+@dataclass(frozen=True)
+class Chat:
+    """What is left of a chat once the template has had it."""
+
+    prompt: tuple[int, ...]
+    max_tool_calls: int
+    """How many calls of tools are read out of the answer's text; with 0 all of it is content."""
+
+
+@dataclass(frozen=True)
+class _Page:
+    """What a template is given."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+    options: dict[str, Any]
+
+    def render(self, tokenizer: PreTrainedTokenizerBase) -> str:
+        options: dict[str, Any] = {"tools": self.tools or None, "tokenize": False, **self.options}
+        text = tokenizer.apply_chat_template(self.messages, **options)
+        return check_text(text, "messages")
+
+
+def read_chat(body: Body, served: Served) -> Chat:
+    """The fields that make the prompt."""
+    messages = body.take("messages")
+    if not isinstance(messages, list) or not messages:
+        raise bad("messages", "must be a list of at least one message")
+    checked = [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    _name_answers(checked)
+    tools = read_tools(body)
+    page = _Page(checked, tools.shown, _options(body))
+    add_special = body.flag("add_special_tokens", False)
+    tokenizer = served.tokenizer
+    if tokenizer.chat_template is None:
+        raise ApiError(
+            400, f"the model {served.model_name!r} has no chat template; use /v1/completions", code="no_chat_template"
+        )
+    try:
+        text = page.render(tokenizer)
+    except ApiError:
+        raise
+    except Exception as error:  # a template is a program of the model's author and raises what it likes
+        raise bad("messages", f"the model's chat template refuses them: {shown(error)}") from error
+    _check_nothing_is_dropped(page, text, tokenizer)
+    can_call = bool(tools.shown) and writes_tool_calls(tokenizer.get_chat_template(tools=tools.shown))
+    prompt = encode_prompt(text, "messages", served, add_special=add_special)
+    return Chat(prompt, tools.max_calls if can_call else 0)
+
+
+def _options(body: Body) -> dict[str, Any]:
+    continues = body.flag("continue_final_message", False)
+    generates = body.flag("add_generation_prompt", not continues)
+    if continues and generates:
+        raise bad("continue_final_message", "and add_generation_prompt exclude each other")
+    extra = body.take("chat_template_kwargs")
+    if extra is not None and (not isinstance(extra, dict) or extra.keys() & set(_RESERVED)):
+        raise bad("chat_template_kwargs", f"must be an object of variables of the template, without {', '.join(_RESERVED)}")
+    return {"add_generation_prompt": generates, "continue_final_message": continues, **(extra or {})}
+
+
+def _check_nothing_is_dropped(page: _Page, text: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """A template that was not written for tools says nothing when it is given some; the same text without them tells."""
+    for name, what, less in _without(page):
+        try:
+            is_dropped = less.render(tokenizer) == text
+        except Exception:  # noqa: BLE001  (a template that cannot do without them does not drop them)
+            is_dropped = False
+        if is_dropped:
+            message = f"the model's chat template does not show {what}, so the model would not see them"
+            raise bad(name, message, code="unsupported_parameter")
+
+
+def _without(page: _Page) -> Iterator[tuple[str, str, _Page]]:
+    """(parameter, what it gives, the page without it) of everything to do with tools that is there."""
+    if page.tools:
+        yield "tools", "tools", dataclasses.replace(page, tools=[])
+    messages = page.messages
+    calling = [index for index, message in enumerate(messages) if "tool_calls" in message]
+    for index in calling[:1]:  # the first stands for all
+        silent = {key: value for key, value in messages[index].items() if key != "tool_calls"}
+        less = dataclasses.replace(page, messages=[*messages[:index], silent, *messages[index + 1 :]])
+        yield f"messages[{index}].tool_calls", "calls of tools", less
+    answering = [index for index, message in enumerate(messages) if message["role"] == "tool"]
+    for index in answering[:1]:
+        less = dataclasses.replace(page, messages=[*messages[:index], *messages[index + 1 :]])
+        yield f"messages[{index}]", "answers of tools", less
+
+
+def _message(message: Any, name: str) -> dict[str, Any]:  # noqa: ANN401
+    """A message as templates want it. Texts beyond OpenAI's fields are the template's to use; empty ones say nothing."""
+    if not isinstance(message, dict):
+        raise bad(name, f"must be an object, not {kind_of(message)}")
+    role = check_text(message.get("role"), f"{name}.role")
+    if message.get("function_call") is not None:
+        raise bad(f"{name}.function_call", "is not supported by this server; use tool_calls", code="unsupported_parameter")
+    given = message.get("tool_calls")
+    calls = [] if given is None else read_past_calls(given, f"{name}.tool_calls")
+    if calls and role != "assistant":
+        raise bad(f"{name}.tool_calls", "are an assistant's")
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "\n".join(_part(part, f"{name}.content") for part in content)
+    elif content is None and calls:
+        content = ""
+    read: dict[str, Any] = {"role": role, "content": check_text(content, f"{name}.content")}
+    for key, value in message.items():
+        says_nothing = not value and not isinstance(value, str)
+        if key not in ("role", "content", "tool_calls") and not says_nothing:
+            read[key] = check_text(value, shown(f"{name}.{key}"))
+    return {**read, "tool_calls": calls} if calls else read
+
+
+def _name_answers(messages: list[dict[str, Any]]) -> None:
+    """OpenAI's clients say which call a tool's answer is to; some templates want the tool's name."""
+    names: dict[str, str] = {}
+    for message in messages:
+        for call in message.get("tool_calls", []):
+            names[call.get("id", "")] = call["function"]["name"]
+        called = message.get("tool_call_id")
+        if message["role"] == "tool" and called in names:
+            message.setdefault("name", names[called])
+
+
+def _part(part: Any, name: str) -> str:  # noqa: ANN401
+    if not isinstance(part, dict) or part.get("type") != "text":
+        raise bad(name, "only text parts are supported", code="unsupported_parameter")
+    return check_text(part.get("text"), name)

@@ -1,0 +1,93 @@
+"""A model is what its folder says, to the last weight, or it is not loaded."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_families import FAMILIES, make
+
+from headrace.cli import main
+from headrace.model.load import ModelError, load_model
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+NAME = "model.layers.0.mlp.up_proj.weight"
+OTHER = "lm_head.weight"
+
+
+def remove(tensors: dict[str, Tensor]) -> None:
+    del tensors[NAME]
+
+
+def remove_two(tensors: dict[str, Tensor]) -> None:
+    del tensors[NAME], tensors[OTHER]
+
+
+def cut(tensors: dict[str, Tensor]) -> None:
+    tensors[NAME] = tensors[NAME][:5].contiguous()
+
+
+def spoil(value: float, name: str = NAME) -> Callable[[dict[str, Tensor]], None]:
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors[name][-1, -1] = value
+
+    return change
+
+
+@pytest.fixture
+def folder(tiny_model: str, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_model, tmp_path / "model"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (remove, f"{NAME} is missing"),
+        (remove_two, f"{OTHER} is missing; and 1 more"),
+        (cut, f"{NAME} has shape (5, 96) instead of (288, 96)"),
+        (spoil(float("nan")), f"{NAME} holds NaN"),
+        (spoil(float("inf")), f"{NAME} holds NaN or infinity"),
+        (spoil(float("nan"), OTHER), f"{OTHER} holds NaN"),
+        (spoil(float("-inf"), "model.embed_tokens.weight"), "model.embed_tokens.weight holds NaN"),
+    ],
+)
+def test_weights_that_are_not_the_configs_are_refused(folder: Path, change, message: str, capsys) -> None:
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(ModelError) as refused:
+        load_model(str(folder))
+    assert message in str(refused.value) and str(folder) in str(refused.value)
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", str(folder), "--port", "0"])
+    assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_file_that_ends_early_is_refused(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ModelError, match="could not be loaded"):
+        load_model(str(folder))
+    file.unlink()
+    with pytest.raises(ModelError, match="could not be loaded"):
+        load_model(str(folder))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_we_serve_is_loaded_whole(family: str, tmp_path: Path) -> None:
+    """Tied heads and buffers are not in the file, and are not missing either."""
+    model = make(family)
+    model.save_pretrained(tmp_path)
+    loaded = dict(load_model(str(tmp_path)).named_parameters())
+    assert loaded.keys() == dict(model.named_parameters()).keys()
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(loaded[name], weight, rtol=0, atol=0)
