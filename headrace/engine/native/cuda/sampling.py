@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 import triton
-import triton.language as tl
+
+from headrace.engine.native.cuda.kernels.sampling import chunk_kernel, cut_kernel, draw_kernel
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,207 +23,7 @@ if TYPE_CHECKING:
     from headrace.engine.native.cuda.state import SlotState
 
 _CHUNK = 4096
-_LOWEST = float("-inf")
-
-
-@triton.jit
-def _uniform(seed, position):
-    """The number in [0, 1) of (request seed, token position); `sampler.uniform` says the same in numpy."""
-    state = seed.to(tl.uint64) + (position.to(tl.uint64) + 1) * 0x9E3779B97F4A7C15
-    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9
-    state = (state ^ (state >> 27)) * 0x94D049BB133111EB
-    state = state ^ (state >> 31)
-    return (state >> 11).to(tl.float64) * (1.0 / 9007199254740992.0)
-
-
-@triton.jit
-def _scaled(logits, temperature, divisor, factor, softcap, HAS_DIVISOR: tl.constexpr, HAS_FACTOR: tl.constexpr,
-            HAS_SOFTCAP: tl.constexpr):  # fmt: skip
-    """What the model's configuration does to logits, then temperature (0 is greedy and leaves them)."""
-    x = logits.to(tl.float32)
-    if HAS_DIVISOR:
-        x = x / divisor
-    if HAS_FACTOR:
-        x = x * factor
-    if HAS_SOFTCAP:
-        ratio = x / softcap
-        shrunk = tl.exp(-2.0 * tl.abs(ratio))
-        x = softcap * tl.where(ratio >= 0, 1.0, -1.0) * (1.0 - shrunk) / (1.0 + shrunk)
-    return x / tl.where(temperature == 0, 1.0, temperature)
-
-
-@triton.jit
-def _chunk_kernel(
-    logits, slots, sampling, tops, sums, bests, vocabulary, logits_row,
-    divisor, factor, softcap, HAS_DIVISOR: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    chunk, row = tl.program_id(0), tl.program_id(1)
-    temperature = tl.load(sampling + tl.load(slots + row).to(tl.int64) * 4)
-    at = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = tl.load(logits + row.to(tl.int64) * logits_row + at, mask=at < vocabulary, other=float("-inf"))
-    x = _scaled(x, temperature, divisor, factor, softcap, HAS_DIVISOR, HAS_FACTOR, HAS_SOFTCAP)
-    x = tl.where(at < vocabulary, x, float("-inf"))
-    top = tl.max(x, axis=0)
-    shifted = tl.where(x == float("-inf"), 0.0, tl.exp(x - tl.maximum(top, -1e30)))
-    tl.store(tops + row * CHUNKS + chunk, top)
-    tl.store(sums + row * CHUNKS + chunk, tl.sum(shifted, axis=0))
-    tl.store(bests + row * CHUNKS + chunk, tl.argmax(x, axis=0) + chunk * CHUNK)
-
-
-@triton.jit
-def _draw_kernel(
-    logits, slots, sampling, seeds, lengths, limits, alive, tokens, stops, tops, sums, bests, out_tokens, out_logprobs,
-    vocabulary, logits_row, num_stops,
-    divisor, factor, softcap, HAS_DIVISOR: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr, CHUNK: tl.constexpr, STOPS_PAD: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0)
-    slot = tl.load(slots + row).to(tl.int64)
-    temperature = tl.load(sampling + slot * 4)
-    length = tl.load(lengths + slot)
-    number = _uniform(tl.load(seeds + slot), length)
-    chunk = tl.arange(0, CHUNKS_PAD)
-    is_chunk = chunk < CHUNKS
-    top_of = tl.load(tops + row * CHUNKS + chunk, mask=is_chunk, other=float("-inf"))
-    top = tl.max(top_of, axis=0)
-    weights = tl.load(sums + row * CHUNKS + chunk, mask=is_chunk, other=0.0).to(tl.float64)
-    weights = weights * tl.exp(tl.maximum(top_of, -1e30) - tl.maximum(top, -1e30)).to(tl.float64)
-    total = tl.sum(weights, axis=0)
-    reached = tl.cumsum(weights, axis=0)
-    goal = number * total
-    last = tl.max(tl.where(weights > 0, chunk, 0), axis=0)
-    chosen = tl.minimum(tl.sum((reached <= goal).to(tl.int32), axis=0), last)
-    before = tl.sum(tl.where(chunk < chosen, weights, 0.0), axis=0)
-    at = chosen * CHUNK + tl.arange(0, CHUNK)
-    x = tl.load(logits + row.to(tl.int64) * logits_row + at, mask=at < vocabulary, other=float("-inf"))
-    x = _scaled(x, temperature, divisor, factor, softcap, HAS_DIVISOR, HAS_FACTOR, HAS_SOFTCAP)
-    x = tl.where(at < vocabulary, x, float("-inf"))
-    shares = tl.where(x == float("-inf"), 0.0, tl.exp(x - top)).to(tl.float64)
-    inside = tl.cumsum(shares, axis=0) + before
-    furthest = tl.max(tl.where(shares > 0, tl.arange(0, CHUNK), 0), axis=0)
-    place = tl.minimum(tl.sum((inside <= goal).to(tl.int32), axis=0), furthest)
-    drawn = chosen * CHUNK + place
-    logit = tl.sum(tl.where(tl.arange(0, CHUNK) == place, x, 0.0), axis=0)
-    logprob = logit - top - tl.log(total).to(tl.float32)
-    if temperature == 0:
-        best_chunk = tl.argmax(top_of, axis=0)
-        drawn = tl.load(bests + row * CHUNKS + best_chunk)
-        logprob = tl.where(top == top, 0.0, top)  # a NaN stays one
-    # What follows from it
-    is_alive = tl.load(alive + slot) != 0
-    stop = tl.arange(0, STOPS_PAD)
-    stop_ids = tl.load(stops + slot * num_stops + stop, mask=stop < num_stops, other=-1)
-    is_stop = tl.sum((stop_ids == drawn).to(tl.int32), axis=0) > 0
-    goes_on = is_alive & (is_stop == 0) & (length + 1 < tl.load(limits + slot)) & (logprob == logprob)
-    if is_alive:
-        tl.store(tokens + slot, drawn)
-        tl.store(lengths + slot, length + 1)
-        tl.store(alive + slot, goes_on.to(tl.int32))
-    tl.store(out_tokens + row, tl.where(is_alive, drawn, -1))
-    tl.store(out_logprobs + row, logprob)
-
-
-@triton.jit
-def _ordered(x):
-    """Integers in the order of floats."""
-    bits = x.to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-
-
-@triton.jit
-def _read(line, at, vocabulary, temperature, divisor, factor, softcap,
-          HAS_DIVISOR: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_SOFTCAP: tl.constexpr):  # fmt: skip
-    """A row's logits as they are drawn from; -inf past their end."""
-    x = tl.load(line + at, mask=at < vocabulary, other=float("-inf"))
-    x = _scaled(x, temperature, divisor, factor, softcap, HAS_DIVISOR, HAS_FACTOR, HAS_SOFTCAP)
-    return tl.where(at < vocabulary, x, float("-inf"))
-
-
-@triton.jit
-def _weight(line, least, last, is_by_rank, top, vocabulary, temperature, divisor, factor, softcap,
-            HAS_DIVISOR: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_SOFTCAP: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
-    """Of the tokens before and including (least, last) in the order: how many they are, or their probability mass."""
-    weight = tl.zeros([], tl.float64)
-    for start in range(0, vocabulary, CHUNK):
-        at = start + tl.arange(0, CHUNK)
-        x = _read(line, at, vocabulary, temperature, divisor, factor, softcap, HAS_DIVISOR, HAS_FACTOR, HAS_SOFTCAP)
-        order = _ordered(x)
-        is_counted = ((order > least) | ((order == least) & (at <= last))) & (x > float("-inf"))
-        each = tl.where(is_by_rank, 1.0, tl.exp(x - top))
-        weight += tl.sum(tl.where(is_counted, each, 0.0).to(tl.float64), axis=0)
-    return weight
-
-
-@triton.jit
-def _shorten(line, goal, is_by_rank, least, last, top, vocabulary, temperature, divisor, factor, softcap,
-             HAS_DIVISOR: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_SOFTCAP: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
-    """The first token in the order with which the weight reaches the goal, or (least, last) if that comes earlier.
-
-    First the logit is found by bisection over all floats, then the id among those that have it.
-    """
-    low, high = least, _ordered(top)
-    while low < high:
-        middle = (low.to(tl.int64) + (high.to(tl.int64) - low.to(tl.int64)) // 2).to(tl.int32)
-        weight = _weight(line, middle, -1, is_by_rank, top, vocabulary, temperature, divisor, factor, softcap,
-                         HAS_DIVISOR, HAS_FACTOR, HAS_SOFTCAP, CHUNK)  # fmt: skip
-        is_less = weight < goal
-        high = tl.where(is_less, middle, high)
-        low = tl.where(is_less, low, middle + 1)
-    first = tl.zeros([], tl.int32)
-    final = tl.where(low == least, last, vocabulary - 1)
-    while first < final:
-        middle = (first + final) // 2
-        weight = _weight(line, low, middle, is_by_rank, top, vocabulary, temperature, divisor, factor, softcap,
-                         HAS_DIVISOR, HAS_FACTOR, HAS_SOFTCAP, CHUNK)  # fmt: skip
-        is_reached = weight >= goal
-        final = tl.where(is_reached, middle, final)
-        first = tl.where(is_reached, first, middle + 1)
-    return low, first
-
-
-@triton.jit
-def _cut_kernel(
-    logits, allowed, slots, sampling, lengths, floors, stops, vocabulary, logits_row, num_stops,
-    divisor, factor, softcap, HAS_DIVISOR: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    CHUNK: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    line, slot = logits + row * logits_row, tl.load(slots + row).to(tl.int64)
-    temperature, top_k = tl.load(sampling + slot * 4), tl.load(sampling + slot * 4 + 1)
-    top_p, min_p = tl.load(sampling + slot * 4 + 2), tl.load(sampling + slot * 4 + 3)
-    if tl.load(lengths + slot) < tl.load(floors + slot):  # no stop token yet
-        for stop in range(num_stops):
-            stop_id = tl.load(stops + slot * num_stops + stop)
-            if stop_id >= 0:
-                tl.store(line + stop_id, float("-inf"))
-        tl.debug_barrier()
-    top = tl.full([], float("-inf"), tl.float32)
-    for start in range(0, vocabulary, CHUNK):
-        at = start + tl.arange(0, CHUNK)
-        x = _read(line, at, vocabulary, temperature, divisor, factor, softcap, HAS_DIVISOR, HAS_FACTOR, HAS_SOFTCAP)
-        top = tl.maximum(top, tl.max(x, axis=0))
-    # The order is (logit falling, id rising). Each cut keeps a first part of it, whose last member is (least, last).
-    least, last = tl.full([], -2147483647, tl.int32), tl.zeros([], tl.int32) + vocabulary - 1
-    is_random = temperature > 0
-    if is_random & (top_k > 0):
-        least, last = _shorten(line, top_k.to(tl.float64), True, least, last, top, vocabulary, temperature, divisor, factor,
-                               softcap, HAS_DIVISOR, HAS_FACTOR, HAS_SOFTCAP, CHUNK)  # fmt: skip
-    if is_random & (top_p < 1):
-        kept = _weight(line, least, last, False, top, vocabulary, temperature, divisor, factor, softcap,
-                       HAS_DIVISOR, HAS_FACTOR, HAS_SOFTCAP, CHUNK)  # fmt: skip
-        least, last = _shorten(line, kept * top_p.to(tl.float64), False, least, last, top, vocabulary, temperature, divisor,
-                               factor, softcap, HAS_DIVISOR, HAS_FACTOR, HAS_SOFTCAP, CHUNK)  # fmt: skip
-    lowest = tl.where(is_random & (min_p > 0), tl.log(tl.maximum(min_p, 1e-30)), float("-inf"))
-    for start in range(0, vocabulary, CHUNK):
-        at = start + tl.arange(0, CHUNK)
-        raw = tl.load(line + at, mask=at < vocabulary, other=float("-inf"))
-        x = _scaled(raw, temperature, divisor, factor, softcap, HAS_DIVISOR, HAS_FACTOR, HAS_SOFTCAP)
-        order = _ordered(x)
-        is_kept = (order > least) | ((order == least) & (at <= last))
-        is_kept = is_kept & (x - top >= lowest) & (raw > float("-inf"))
-        tl.store(allowed + row * vocabulary + at, is_kept, mask=at < vocabulary)
-        tl.store(line + at, tl.where(is_kept, raw, float("-inf")), mask=at < vocabulary)
+"""Logits a program reads at once."""
 
 
 class Scaling:
@@ -240,9 +41,10 @@ class Scaling:
 def cut(logits: Tensor, slots: Tensor, state: SlotState, scaling: Scaling, allowed: Tensor) -> Tensor:
     """Put what a row may not draw at -inf, in place; what it may, into `allowed` [rows, vocabulary] bool."""
     rows, vocabulary = logits.shape
-    _cut_kernel[(rows,)](
+    cut_kernel[(rows,)](
         logits, allowed, slots, state.sampling, state.lengths, state.floors, state.stops, vocabulary, logits.stride(0),
-        state.stops.shape[1], *scaling.values, **scaling.flags, CHUNK=min(_CHUNK, triton.next_power_of_2(vocabulary)), num_warps=8,
+        state.stops.shape[1], *scaling.values, **scaling.flags,
+        CHUNK=min(_CHUNK, triton.next_power_of_2(vocabulary)), num_warps=8,
     )  # fmt: skip
     return allowed
 
@@ -254,11 +56,11 @@ def draw(logits: Tensor, slots: Tensor, state: SlotState, scaling: Scaling, out_
     chunks = triton.cdiv(vocabulary, size)
     tops = torch.empty((rows, chunks), dtype=torch.float32, device=logits.device)
     sums, bests = torch.empty_like(tops), torch.empty((rows, chunks), dtype=torch.int32, device=logits.device)
-    _chunk_kernel[(chunks, rows)](
+    chunk_kernel[(chunks, rows)](
         logits, slots, state.sampling, tops, sums, bests, vocabulary, logits.stride(0),
         *scaling.values, **scaling.flags, CHUNKS=chunks, CHUNK=size, num_warps=4,
     )  # fmt: skip
-    _draw_kernel[(rows,)](
+    draw_kernel[(rows,)](
         logits, slots, state.sampling, state.seeds, state.lengths, state.limits, state.alive, state.tokens, state.stops,
         tops, sums, bests, out_tokens, out_logprobs, vocabulary, logits.stride(0), state.stops.shape[1],
         *scaling.values, **scaling.flags, CHUNKS=chunks, CHUNKS_PAD=triton.next_power_of_2(chunks), CHUNK=size,
