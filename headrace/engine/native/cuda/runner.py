@@ -44,7 +44,7 @@ log = logging.getLogger("headrace.engine")
 
 _STOPS = 16
 _PROMPT_BUCKETS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
-_DECODE_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
+_DECODE_BUCKETS = (4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 
 
 def decode_buckets(slots: int) -> list[int]:
