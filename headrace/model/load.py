@@ -187,8 +187,10 @@ def _explained(path: str, what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
+    was_enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
-        transformers_logging.enable_progress_bar()
+        if was_enabled:
+            transformers_logging.enable_progress_bar()
