@@ -91,7 +91,7 @@ def draw_kernel(
     if temperature == 0:
         best_chunk = tl.argmax(top_of, axis=0)
         drawn = tl.load(bests + row * CHUNKS + best_chunk)
-        logprob = tl.where(top == top, 0.0, top)  # a NaN stays one
+        logprob = tl.where(total > 0, 0.0, float("nan"))  # the sum of exponentials knows of a NaN; the maximum may pass it by
     # What follows from it
     is_alive = tl.load(alive + slot) != 0
     stop = tl.arange(0, STOPS_PAD)
@@ -205,5 +205,6 @@ def cut_kernel(
         order = _ordered(x)
         is_kept = (order > least) | ((order == least) & (at <= last))
         is_kept = is_kept & (x - top >= lowest) & (raw > float("-inf"))
+        is_kept = is_kept | (raw != raw)  # a NaN is not cut away: the draw finds it and ends the row
         tl.store(allowed + row * vocabulary + at, is_kept, mask=at < vocabulary)
         tl.store(line + at, tl.where(is_kept, raw, float("-inf")), mask=at < vocabulary)
