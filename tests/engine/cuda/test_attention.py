@@ -7,10 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+import triton.language as tl
 from kernel_device import DEVICE, ints
-
-tl = pytest.importorskip("triton.language")
-
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from headrace.engine.native.cuda.attention import decode_attend, prefill_attend, write_cache
