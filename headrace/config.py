@@ -119,6 +119,8 @@ class SamplingSettings:
     """At most this many new tokens."""
     min_tokens: int = 0
     """No stop token before this many."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a rollout, besides the model's own stop tokens."""
 
     def __post_init__(self) -> None:
         _check(0 < self.temperature < math.inf, "temperature", self.temperature, "a number above 0 to train")
@@ -146,7 +148,10 @@ class EngineSettings:
     block_size: int = 16
     """Tokens in a KV block; exact mode needs 16."""
     kv_blocks: int = 0
-    """KV blocks in all; 0 takes as many as the slots can use, within 40 % of the free memory."""
+    """KV blocks in all; 0 takes as many as the slots can use, within 40 % of the free memory. With fewer than the running
+    rollouts come to need, those admitted last are retracted and go on later."""
+    graphs: bool = True
+    """On a GPU: compile the model's layers and capture steps as CUDA graphs, beside serving. False serves eagerly."""
 
     def __post_init__(self) -> None:
         _check(self.count >= 1, "count", self.count, "≥ 1")
@@ -197,9 +202,11 @@ class StalenessSettings:
 class PartialSettings:
     """What happens to rollouts in flight when the weights change."""
 
-    interrupt: Literal["keep", "drain", "abort"] = "keep"
-    """`keep`: swap between two decode steps and go on. `drain`: finish them first. `abort`: stop them, swap, and resume
-    each from its prefix."""
+    interrupt: Literal["keep", "retract", "drain", "abort"] = "keep"
+    """`keep`: swap between two decode steps and go on. `retract`: swap, drop keys and values, compute each prefix again and go
+    on. `drain`: finish them first. `abort`: stop them, swap, and resume each from its prefix."""
+    kv: Literal["keep", "recompute"] = "keep"
+    """With `keep`: whether rollouts go on over the keys and values they have, or `recompute` them, which is `retract`."""
 
 
 @dataclass(frozen=True, kw_only=True)

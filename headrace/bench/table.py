@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import subprocess
+import sys
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
@@ -32,12 +33,30 @@ class Row:
 
 
 def show(bench: str, rows: Sequence[Row]) -> None:
+    """Bounds and peers have columns where some row has them."""
+    has_bound = any(row.bound is not None for row in rows)
+    peers = list(dict.fromkeys(peer for row in rows for peer in row.peers))
     table = Table(title=f"headrace bench {bench}", title_justify="left")
-    for name in ("name", "value", "unit", "goal"):
-        table.add_column(name, justify="right" if name == "value" else "left")
+    for name in ("name", "value", "unit", "goal", *(["bound"] if has_bound else []), *peers):
+        table.add_column(name, justify="left" if name in ("name", "unit", "goal") else "right")
     for row in rows:
-        table.add_row(row.name, f"{row.value:.4g}", row.unit, row.goal)
-    Console(width=110).print(table)
+        bound = ["" if row.bound is None else f"{row.bound:.4g}"] if has_bound else []
+        others = [f"{row.peers[peer]:.4g}" if peer in row.peers else "" for peer in peers]
+        table.add_row(row.name, f"{row.value:.4g}", row.unit, row.goal, *bound, *others)
+    Console(width=110 + 16 * len(peers)).print(table)
+
+
+def missed(rows: Sequence[Row]) -> list[str]:
+    """A line for each row whose goal, written `≥ number` or `≤ number`, it does not meet."""
+    lines = []
+    for row in rows:
+        if not row.goal:
+            continue
+        sign, _, limit = row.goal.partition(" ")
+        is_met = {"≥": row.value >= float(limit), "≤": row.value <= float(limit)}[sign]
+        if not is_met:  # a figure that is not a number meets nothing
+            lines.append(f"{row.name}: {row.value:.4g} {row.unit}, goal {row.goal}")
+    return lines
 
 
 def write(bench: str, rows: Sequence[Row], path: Path) -> None:
@@ -46,7 +65,10 @@ def write(bench: str, rows: Sequence[Row], path: Path) -> None:
 
 
 def host() -> str:
-    return f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+    """The machine, with its GPU where the benchmark has used torch."""
+    torch = sys.modules.get("torch")
+    gpu = f", {torch.cuda.get_device_name()}" if torch is not None and torch.cuda.is_available() else ""
+    return f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}{gpu}"
 
 
 def commit() -> str:

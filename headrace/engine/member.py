@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headrace.engine.lengthen import lengthen
-from headrace.engine.protocol import Increment, PromptTooLong, UnusablePrompt
+from headrace.engine.protocol import Increment, NotFinite, PromptTooLong, UnusablePrompt
 from headrace.errors import SyncError
 from headrace.packed import pack_rollouts, pack_samplings, unpack_rollouts
 from headrace.stream import RemoteError, StreamClosed
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from headrace.stream import Peer
     from headrace.types import Array, Rollout, Sampling, WeightUpdate
 
-_REFUSALS = {"PromptTooLong": PromptTooLong, "UnusablePrompt": UnusablePrompt}
+_REFUSALS = {"PromptTooLong": PromptTooLong, "UnusablePrompt": UnusablePrompt, "NotFinite": NotFinite}
 
 
 @dataclass(eq=False, slots=True)

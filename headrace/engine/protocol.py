@@ -78,3 +78,16 @@ class Engine(Protocol):
 
     async def state(self) -> EngineState:
         """A look at it, for the run line and for health."""
+
+
+class ForkingEngine(Engine, Protocol):
+    """An engine that can go on from the middle of a rollout without computing what came before again."""
+
+    async def fork(self, rollout: Rollout, at: int, *, id: str) -> Rollout:
+        """The first `at` tokens of a rollout as one of its own, to be generated."""
+
+    async def pin(self, rollout_id: str) -> None:
+        """Keep the keys and values of a rollout, running or yet to run, when it ends."""
+
+    async def unpin(self, rollout_id: str) -> None:
+        """Keep them no longer."""

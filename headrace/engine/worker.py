@@ -11,6 +11,7 @@ import asyncio
 import dataclasses
 import time
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -45,7 +46,7 @@ class EngineWorker:
         self._streamed: set[Request] = set()
         self._finished: deque[tuple[Request, Rollout]] = deque()
         self._grown: deque[Growth] = deque()
-        self._refused: deque[tuple[Request, ValueError]] = deque()
+        self._refused: deque[tuple[Request, Exception]] = deque()
         self._told_at = self._reported_at = time.monotonic()
         engine.after_step = self._after_step
 
@@ -67,6 +68,7 @@ class EngineWorker:
         for key, rollout, sampling in zip(value["keys"].tolist(), rollouts, samplings, strict=True):
             request = Request(rollout, sampling, on_done=lambda _: None)
             request.on_done = lambda result, request=request: self._finished.append((request, result))  # type: ignore[misc]
+            request.on_failed = partial(self._on_refused, request)
             self._requests[key], self._keys[request] = request, key
             requests.append(request)
         self._streamed.update(self._requests[key] for key in value["streamed"])
@@ -80,7 +82,7 @@ class EngineWorker:
             self._engine.post(lambda: _cancel_all(self._engine.core, requests))
             self._data.notify("pull", len(requests))
 
-    def _on_refused(self, request: Request, error: ValueError) -> None:
+    def _on_refused(self, request: Request, error: Exception) -> None:
         self._refused.append((request, error))
         self._loop.call_soon_threadsafe(self._flush)
 

@@ -93,8 +93,9 @@ class Arena:
         return arena
 
     def like(self) -> Arena:
-        """A second arena of the same layout, on the same device and from the same allocator. What it holds is arbitrary."""
-        return Arena(self.slots, device=self.device, allocate=self._allocate)
+        """A second arena of the same layout on the same device, in torch's own memory: it is given up by dropping it. What it
+        holds is arbitrary."""
+        return Arena(self.slots, device=self.device)
 
     @property
     def num_bytes(self) -> int:

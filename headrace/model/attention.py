@@ -44,7 +44,7 @@ class AttentionContext(Protocol):
     """Comes with a forward pass as the keyword `attention_context`."""
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        """Called once per layer, by its attention module, with [tokens, heads, head_dim]; returns [tokens, heads, value_dim]."""
+        """Called once per layer, by its attention module, with [tokens, heads, dim]; returns [tokens, heads, value dim]."""
 
 
 _HARMLESS = {"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "return_dict"}
@@ -75,6 +75,13 @@ def _hook(
     spec = AttentionSpec(scaling=scale, sliding_window=sliding_window, softcap=softcap, sinks=s_aux)
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     return attention_context.attend(module, q, k, v, spec).unsqueeze(0), None
+
+
+def layer_of(module: nn.Module) -> int:
+    """Which decoder layer an attention module is of."""
+    layer = module.layer_idx
+    assert isinstance(layer, int)
+    return layer
 
 
 def register() -> None:

@@ -146,7 +146,7 @@ class _CountingContext(attention.PackedContext):
         self.layers: set[int] = set()
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, spec: attention.AttentionSpec) -> Tensor:
-        self.layers.add(int(module.layer_idx))  # type: ignore[arg-type]
+        self.layers.add(attention.layer_of(module))
         return super().attend(module, query, key, value, spec)
 
 

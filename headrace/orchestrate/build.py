@@ -22,6 +22,8 @@ from headrace.sync import MemorySync
 from headrace.train import DeviceTrainer, resolve_loss
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from headrace.config import Recipe
@@ -99,7 +101,18 @@ def build_core(recipe: Recipe, model_path: str, *, name: str, device: str) -> En
         block_size=recipe.engine.block_size,
         num_blocks=recipe.engine.kv_blocks,
         exact=recipe.exact,
+        decode=decoder_of(load_tokenizer(model_path)) if recipe.sampling.stop else None,
+        graphs=recipe.engine.graphs,
     )
+
+
+def decoder_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
+    """From tokens to the text that stop strings are looked for in."""
+
+    def decode(token_ids: list[int]) -> str:
+        return str(tokenizer.decode(token_ids, skip_special_tokens=False))
+
+    return decode
 
 
 def build_trainer(recipe: Recipe, model_path: str, *, device: str) -> DeviceTrainer:

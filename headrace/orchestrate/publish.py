@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from headrace.partial import Interrupt
+from headrace.partial import Interrupt, interrupt_of
 from headrace.types import Batch, Call, FinishReason, Rollout, Sampling, Source
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ async def publish(run: Run, publishing: Awaitable[Published] | None = None) -> N
     Where the trainer is another process this only begins: it overlaps the next step. The trainer makes one update after
     another, each once the one before is held, so they arrive in order. `run.published` waits for the last.
     """
-    interrupt = Interrupt(run.recipe.partial.interrupt)
+    interrupt = interrupt_of(run.recipe.partial.interrupt, kv=run.recipe.partial.kv)
     if not run.trainer.is_here:
         run.publication = run.spawn(_deliver(run, publishing or run.trainer.publish(run.version), interrupt))
         return

@@ -22,7 +22,7 @@ from headrace.engine.server.app import SERVER, listening, make_app
 from headrace.model import tiny
 from headrace.model.load import context_limit, load_model, load_tokenizer
 from headrace.observe import Timeline
-from headrace.orchestrate.build import pick_device, stop_tokens
+from headrace.orchestrate.build import decoder_of, pick_device, stop_tokens
 from headrace.orchestrate.checkpoint import FORMAT, MANIFEST
 from headrace.orchestrate.stop import StopRequest
 from headrace.settings import ConfigError
@@ -69,7 +69,7 @@ def _load(options: ServeOptions) -> tuple[EngineCore, PreTrainedTokenizerBase]:
             tokenizer = load_tokenizer(path)
             model = load_model(path, dtype=options.dtype, device=device)
         context = context_limit(model, options.context)
-        core = EngineCore(model, name="engine-0", slots=options.slots, context=context)
+        core = EngineCore(model, name="engine-0", slots=options.slots, context=context, decode=decoder_of(tokenizer))
     except ValueError as error:  # the model is not there, is not one we serve, or does not fit
         raise ConfigError(str(error)) from error
     core.version, core.lineage = _identity(Path(options.model))

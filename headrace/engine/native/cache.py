@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from headrace.engine.native.blocks import SCRATCH
-from headrace.model.attention import AttentionSpec, PackedContext, attend
+from headrace.engine.native.memory import make_memory
+from headrace.model.attention import AttentionSpec, PackedContext, attend, layer_of
 from headrace.model.load import hidden_states
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor, nn
     from transformers import PreTrainedModel
@@ -71,7 +72,7 @@ class _Meter(PackedContext):
         self.values: dict[int, tuple[int, int]] = {}
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        layer = int(module.layer_idx)  # type: ignore[arg-type]
+        layer = layer_of(module)
         self.keys[layer] = (key.shape[1], key.shape[2])
         self.values[layer] = (value.shape[1], value.shape[2])
         return attend(query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0), spec, allowed=None)[0]
@@ -87,13 +88,12 @@ class PagedCache:
         num_blocks: int,
         block_size: int,
         routers: Routers | None = None,
-        allocate: Callable[[int], Tensor] | None = None,
     ) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
         rows = num_blocks * block_size
         self.num_bytes = rows * shape.bytes_per_token
-        make = allocate or (lambda size: torch.zeros(size, dtype=torch.uint8, device=shape.device))
-        memory = make(self.num_bytes).view(shape.dtype)
+        self.memory = make_memory(self.num_bytes, shape.device)
+        memory = self.memory.tensor.view(shape.dtype)
         sizes = {heads * dim for heads, dim in (*shape.keys, *shape.values)}
         self._whole = memory.view(2 * len(shape.keys), num_blocks, -1) if len(sizes) == 1 else None
         """Every layer's blocks at once, where all are of one size."""

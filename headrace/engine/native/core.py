@@ -16,19 +16,23 @@ import numpy as np
 
 from headrace.engine.lengthen import lengthen
 from headrace.engine.native.cache import CacheShape, PagedCache
+from headrace.engine.native.memory import Memory, make_memory
 from headrace.engine.native.plain import PlainRunner
 from headrace.engine.native.request import Growth, Request, Step
 from headrace.engine.native.scheduler import Scheduler
-from headrace.engine.protocol import Increment, NotFinite, PromptTooLong, UnusablePrompt
 from headrace.engine.native.work import Slots
+from headrace.engine.protocol import Increment, NotFinite, PromptTooLong, UnusablePrompt
 from headrace.model.arena import Arena
 from headrace.model.head import Head
 from headrace.model.routing import find_routers
+from headrace.model.weights import WeightError
 from headrace.types import Call, FinishReason, Rollout, unknown_routing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    import torch
+    from torch import Tensor
     from transformers import PreTrainedModel
 
     from headrace.engine.native.work import Drawn, Runner
@@ -67,13 +71,21 @@ class EngineCore:
         exact: bool = False,
         decode: Callable[[list[int]], str] | None = None,
         kernels: bool | None = None,
+        graphs: bool = True,
     ) -> None:
-        """`kernels`: paged attention and sampling as Triton kernels; None has them on a GPU, but for exact mode."""
+        """`kernels`: paged attention and sampling as Triton kernels; None has them on a GPU, but for exact mode. `graphs`:
+        capture steps there."""
         self.model, self.name, self.context, self.exact = model, name, context, exact
         self.version, self.lineage, self.policy = 0, "", "policy"
         self.num_slots = slots
+        self._has_graphs = graphs
         self.num_drawn = 0
-        self.arena = Arena.adopt(model)
+        self._weights: list[Memory] = []
+        """Where the weights lie on a GPU."""
+        self._kept: dict[torch.dtype, Tensor] | None = None
+        """The weights, while they sleep in the host's memory."""
+        self.is_asleep = False
+        self.arena = Arena.adopt(model, allocate=self._allocate if next(model.parameters()).is_cuda else None)
         self.head = Head(model, exact=exact)
         self._decode = decode
         device = next(model.parameters()).device
@@ -110,9 +122,13 @@ class EngineCore:
         from headrace.engine.native.cuda.runner import CudaRunner
 
         runner = CudaRunner(self.model, twin, self.head, self.cache, lines, routers=routers)
-        if self.cache.keys[0].is_cuda:
+        if self._has_graphs and self.cache.keys[0].is_cuda:
             runner.start_warming()
         return runner
+
+    def _allocate(self, num_bytes: int, device: torch.device) -> Tensor:
+        self._weights.append(make_memory(num_bytes, device))
+        return self._weights[-1].tensor
 
     @property
     def is_admitting(self) -> bool:
@@ -142,7 +158,8 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.num_begun) or bool(self._flights) or bool(self.scheduler.waiting and self.is_admitting)
+        is_wanted = bool(self.num_begun) or bool(self._flights) or bool(self.scheduler.waiting and self.is_admitting)
+        return is_wanted and not self.is_asleep
 
     def submit(self, request: Request) -> None:
         """Queue a request; it is admitted by a later step."""
@@ -178,8 +195,39 @@ class EngineCore:
         self.settle()
         self.scheduler.retract_all()
 
+    def sleep(self, *, weights: bool) -> None:
+        """Give the cache's memory back, and with `weights` that of the weights too, which wait in the host's. Rollouts that
+        run are retracted and go on after `wake`; pins are lost. Graphs stay valid: the addresses are kept."""
+        if self.is_asleep:
+            return
+        self.retract_running()
+        self.scheduler.forget_everything()
+        self.runner.settle()
+        self.cache.memory.give_back()
+        self.is_asleep = True
+        if weights and self._weights:
+            self._kept = {dtype: flat.cpu() for dtype, flat in self.arena.flat.items()}
+            for memory in self._weights:
+                memory.give_back()
+
+    def wake(self) -> None:
+        """Take the memory again."""
+        if not self.is_asleep:
+            return
+        if self._kept is not None:
+            for memory in self._weights:
+                memory.take()
+            for dtype, flat in self.arena.flat.items():
+                flat.copy_(self._kept[dtype])
+            self._kept = None
+        self.cache.memory.take()
+        self.runner.settle()
+        self.is_asleep = False
+
     def exchange_weights(self, spare: SpareWeights) -> None:
         """Run what was filled, from the next step on."""
+        if self._kept is not None:
+            raise WeightError("the engine's weights are asleep; wake it before it is given others")
         self.runner.in_order(spare.exchange)
 
     def changed_weights(self, *, policy: str, lineage: str, version: int) -> None:

@@ -132,6 +132,21 @@ class NativeEngine:
     async def unpin(self, rollout_id: str) -> None:
         self.core.scheduler.unpin(rollout_id)
 
+    async def sleep(self, *, weights: bool = False) -> None:
+        """Give memory back until `wake`: the cache's, and with `weights` that of the weights and of their staging. Rollouts
+        in flight wait, and are computed again from their tokens."""
+        self._sleep(weights)
+
+    async def wake(self) -> None:
+        """Take the memory again and go on."""
+        self.core.wake()
+        self._work.set()
+
+    def _sleep(self, weights: bool) -> None:
+        self.core.sleep(weights=weights)
+        if weights:
+            self._spare.release()
+
     async def state(self) -> EngineState:
         return self._state()
 

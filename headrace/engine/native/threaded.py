@@ -57,6 +57,7 @@ class ThreadedEngine(NativeEngine):
         self._bell.set()
         if self._thread.is_alive():
             self._thread.join(timeout=30)
+        self.core.close()
 
     def post(self, action: Callable[[], None]) -> None:
         """Have the decode thread run `action` before its next step."""
@@ -117,12 +118,13 @@ class ThreadedEngine(NativeEngine):
             if not done.done():
                 done.set_exception(error)
 
-        request = Request(
-            rollout,
-            sampling,
-            on_done=lambda result: loop.call_soon_threadsafe(finish, result) and None,
-            on_failed=lambda error: loop.call_soon_threadsafe(fail, error) and None,
-        )
+        def on_done(result: Rollout) -> None:
+            loop.call_soon_threadsafe(finish, result)
+
+        def on_failed(error: Exception) -> None:
+            loop.call_soon_threadsafe(fail, error)
+
+        request = Request(rollout, sampling, on_done=on_done, on_failed=on_failed)
         try:
             await self.between_steps(lambda: self.core.submit(request))  # cancelled here, it may be submitted already
             return await done
@@ -184,6 +186,12 @@ class ThreadedEngine(NativeEngine):
         super()._interrupt(interrupt)
         if interrupt is Interrupt.ABORT:
             self.after_step()
+
+    async def sleep(self, *, weights: bool = False) -> None:
+        await self.between_steps(lambda: self._sleep(weights))
+
+    async def wake(self) -> None:
+        await self.between_steps(self.core.wake)
 
     async def pin(self, rollout_id: str) -> None:
         await self.between_steps(lambda: self.core.scheduler.pin(rollout_id))

@@ -94,7 +94,9 @@ def write_cache(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, places
 
 
 PREFILL_ROWS = 64
-"""Query rows of one tile; a tile lies within one rollout."""
+"""Tokens of one tile; a tile lies within one rollout."""
+_WIDE_HEAD = 256
+"""Bytes of a key of one head; with more, programs hold fewer rows."""
 
 
 def prefill_attend(
@@ -109,24 +111,29 @@ def prefill_attend(
     softcap: float | None,
     window: int | None,
     block: int,
-    tile: int = 64,
-    warps: int = 4,
-    stages: int = 3,
     rows: int = PREFILL_ROWS,
 ) -> Tensor:
     """[tokens, heads, value dim] of runs of tokens whose keys and values are in the cache already.
 
-    `tiles` [tiles, 4] int32: slot, first row, number of rows (0: nothing to do), position of the first row.
+    `tiles` [tiles, 4] int32: slot, first row, number of rows (0: nothing to do), position of the first row. No tile has more
+    than `rows`.
     """
     tokens, heads, dim = query.shape
     kv_heads, value_dim = keys.shape[1], values.shape[2]
+    group = heads // kv_heads
+    group_pad = 1 << (group - 1).bit_length()
+    is_wide = _padded(dim) * keys.element_size() > _WIDE_HEAD
+    most_rows, tile, warps, stages = (64, 32, 4, 2) if is_wide else (128, 64, 8, 3)
+    at_once = max(1, min(rows, most_rows // group_pad))
+    if at_once * group_pad < _LEAST_DOT:
+        at_once = _LEAST_DOT // group_pad
     out = query.new_zeros((tokens, heads, value_dim), dtype=values.dtype)
-    prefill_kernel[(heads, tiles.shape[0])](
+    prefill_kernel[(kv_heads, tiles.shape[0], -(-rows // at_once))](
         query, keys, values, table, tiles, out if sinks is None else sinks, out,
         scale, 0.0 if softcap is None else softcap, 0 if window is None else window, table.stride(0),
         query.stride(0), query.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
-        HEADS=heads, GROUP=heads // kv_heads, DIM=dim, DIM_PAD=_padded(dim), VALUE_DIM=value_dim,
-        VALUE_PAD=_padded(value_dim), BLOCK=block, ROWS=rows, TILE=tile,
+        HEADS=heads, GROUP=group, GROUP_PAD=group_pad, DIM=dim, DIM_PAD=_padded(dim), VALUE_DIM=value_dim,
+        VALUE_PAD=_padded(value_dim), BLOCK=block, TOKENS=at_once, TILE=tile,
         HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None, HAS_SINKS=sinks is not None,
         PRECISION="ieee" if keys.dtype == torch.float32 else "tf32", num_warps=warps, num_stages=stages,
     )  # fmt: skip

@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
     from headrace.model.attention import AttentionSpec
 
-_PROGRAMS = 512
-"""Programs that fill a GPU; with fewer rows than that the keys of a row are split."""
-_MOST_SPLITS = 32
+_MANY = 256
+"""Rows times key heads from which on small programs, many at a time on each processor, are the fastest; with fewer, larger
+ones over split keys are."""
+_MOST_SPLITS = 16
 
 # Both write to the cache and do not say so: told that an operator changes a view into a larger piece of memory, the compiler
 # copies that piece. Nothing else in a compiled layer reads the cache, and what the operator returns is always used.
@@ -54,8 +55,15 @@ def decode_attend(
         softcap=softcap,
         window=window,
         block=block,
-        splits=min(_MOST_SPLITS, max(1, _PROGRAMS // (rows * kv_heads))),
+        **_shape_of(rows * kv_heads),
     )
+
+
+def _shape_of(programs: int) -> dict[str, int]:
+    """How a decode step is cut into programs; measured on an H200 with heads of 128 (`headrace bench engine`)."""
+    if programs >= _MANY:
+        return {"splits": max(1, 4 * _MANY // programs), "tile": 32, "warps": 1, "stages": 2}
+    return {"splits": min(_MOST_SPLITS, max(1, 2 * _MANY // programs)), "tile": 64, "warps": 4, "stages": 2}
 
 
 @decode_attend.register_fake

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
     from headrace.engine.native.cache import PagedCache
     from headrace.engine.native.work import Chunk, Slots, Work
-    from headrace.model.arena import Arena
     from headrace.model.head import Head
     from headrace.model.routing import Routers
     from headrace.types import Array
@@ -45,7 +44,7 @@ log = logging.getLogger("headrace.engine")
 
 _STOPS = 16
 _PROMPT_BUCKETS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
-_DECODE_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
+_DECODE_BUCKETS = (4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 
 
 def decode_buckets(slots: int) -> list[int]:
@@ -130,9 +129,7 @@ class CudaRunner:
         self._compile = routers is None
         for each in (model, twin):
             compiled.attach_cache(each, cache)
-        self._state = SlotState.make(
-            slots=len(slots.length), blocks=slots.table.shape[1], stops=_STOPS, device=self._device
-        )
+        self._state = SlotState.make(slots=len(slots.length), blocks=slots.table.shape[1], stops=_STOPS, device=self._device)
         self._nobody = len(slots.length)
         self._scaling = sampling.Scaling(divisor=head.divisor, factor=head.factor, softcap=head.softcap)
         self._queue = Queue(self._device)
@@ -357,7 +354,9 @@ class CudaRunner:
 
         return _Bucket(control, out, run, {})
 
-    def _hidden(self, model: PreTrainedModel, tokens: Tensor, positions: Tensor, context: DecodeContext | PrefillContext) -> Tensor:
+    def _hidden(
+        self, model: PreTrainedModel, tokens: Tensor, positions: Tensor, context: DecodeContext | PrefillContext
+    ) -> Tensor:
         routers, routing = self._routers[model], self.cache.routing
         if routers is None or routing is None:
             return hidden_states(model, tokens, positions, context)
@@ -407,7 +406,7 @@ class CudaRunner:
         try:
             with torch.no_grad():
                 self._capture_all(is_cut=is_cut)
-        except Exception:  # noqa: BLE001  (whatever keeps a model from being captured, it is served eagerly)
+        except Exception:
             log.warning("this model's steps could not be captured as CUDA graphs; it is served eagerly", exc_info=True)
 
     def _capture_all(self, *, is_cut: bool) -> None:
@@ -425,7 +424,7 @@ class CudaRunner:
                 return
             try:
                 self._capture(bucket, stream, is_cut=is_cut)
-            except Exception:  # noqa: BLE001  (a model that cannot be compiled may still be captured)
+            except Exception:
                 if not self._compile:
                     raise
                 log.warning("this model's layers could not be compiled; its graphs hold them as they are", exc_info=True)

@@ -18,6 +18,26 @@ def _softcapped(scores, softcap, HAS_SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def _read_tile(keys, values, line, at, is_read, head, keys_row, keys_head, values_row, values_head,
+               DIM: tl.constexpr, DIM_PAD: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr,
+               BLOCK: tl.constexpr):  # fmt: skip
+    """Keys and values of one head at positions `at` of a rollout, whose blocks are on `line`; 0 where not read."""
+    dim, value_dim = tl.arange(0, DIM_PAD), tl.arange(0, VALUE_PAD)
+    blocks = tl.load(line + at // BLOCK, mask=is_read, other=0).to(tl.int64)
+    places = (blocks * BLOCK + at % BLOCK)[:, None]
+    is_read = is_read[:, None]
+    k = tl.load(
+        keys + places * keys_row + head * keys_head + dim[None, :], mask=is_read & (dim < DIM)[None, :], other=0.0
+    )
+    v = tl.load(
+        values + places * values_row + head * values_head + value_dim[None, :],
+        mask=is_read & (value_dim < VALUE_DIM)[None, :],
+        other=0.0,
+    )
+    return k, v
+
+
+@triton.jit
 def decode_kernel(
     query, key, value, keys, values, table, slots, positions, sinks, out, part_out, part_top, part_sum,
     scale, softcap, window, table_width,
@@ -66,20 +86,9 @@ def decode_kernel(
         is_seen = at < position
         if HAS_WINDOW:
             is_seen = is_seen & (at >= first)
-        blocks = tl.load(table + slot * table_width + at // BLOCK, mask=is_seen, other=0).to(tl.int64)
-        places = blocks * BLOCK + at % BLOCK
-        k = tl.load(
-            keys + places[:, None] * keys_row + head * keys_head + dim[None, :],
-            mask=is_seen[:, None] & is_dim[None, :],
-            other=0.0,
-        )
-        v = tl.load(
-            values + places[:, None] * values_row + head * values_head + value_dim[None, :],
-            mask=is_seen[:, None] & is_value[None, :],
-            other=0.0,
-        )
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-        scores = _softcapped(scores, softcap, HAS_SOFTCAP)
+        k, v = _read_tile(keys, values, table + slot * table_width, at, is_seen, head, keys_row, keys_head, values_row,
+                          values_head, DIM, DIM_PAD, VALUE_DIM, VALUE_PAD, BLOCK)  # fmt: skip
+        scores = _softcapped(tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale, softcap, HAS_SOFTCAP)
         scores = tl.where(is_seen[None, :], scores, -1e30)
         higher = tl.maximum(top, tl.max(scores, axis=1))
         kept = tl.exp(top - higher)
@@ -147,58 +156,58 @@ def prefill_kernel(
     query, keys, values, table, tiles, sinks, out,
     scale, softcap, window, table_width,
     query_row, query_head, keys_row, keys_head, values_row, values_head,
-    HEADS: tl.constexpr, GROUP: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    BLOCK: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of query rows in one head, over all keys its last row sees."""
-    tile_id, head = tl.program_id(1), tl.program_id(0)
+    """Some tokens of a tile in all query heads of one key head, over all keys the last of them sees.
+
+    A row is a token in one of the heads: what is read of the keys serves the whole group.
+    """
+    kv_head, tile_id, offset = tl.program_id(0), tl.program_id(1), tl.program_id(2) * TOKENS
     slot = tl.load(tiles + tile_id * 4).to(tl.int64)
-    first_row = tl.load(tiles + tile_id * 4 + 1)
-    count = tl.load(tiles + tile_id * 4 + 2)
-    first_position = tl.load(tiles + tile_id * 4 + 3)
-    if count == 0:
+    first_row = tl.load(tiles + tile_id * 4 + 1) + offset
+    count = tl.load(tiles + tile_id * 4 + 2) - offset
+    first_position = tl.load(tiles + tile_id * 4 + 3) + offset
+    if count <= 0:
         return
-    kv_head = head // GROUP
-    row, dim, value_dim = tl.arange(0, ROWS), tl.arange(0, DIM_PAD), tl.arange(0, VALUE_PAD)
-    is_row, is_dim, is_value = row < count, dim < DIM, value_dim < VALUE_DIM
-    positions = first_position + row
+    token, member = tl.arange(0, TOKENS * GROUP_PAD) // GROUP_PAD, tl.arange(0, TOKENS * GROUP_PAD) % GROUP_PAD
+    head, positions = kv_head * GROUP + member, first_position + token
+    is_row, dim, value_dim = (token < count) & (member < GROUP), tl.arange(0, DIM_PAD), tl.arange(0, VALUE_PAD)
     q = tl.load(
-        query + (first_row + row)[:, None] * query_row + head * query_head + dim[None, :],
-        mask=is_row[:, None] & is_dim[None, :],
+        query + ((first_row + token) * query_row + head * query_head)[:, None] + dim[None, :],
+        mask=is_row[:, None] & (dim < DIM)[None, :],
         other=0.0,
     ).to(keys.dtype.element_ty)
-    top = tl.full([ROWS], -1e30, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    result = tl.zeros([ROWS, VALUE_PAD], tl.float32)
+    top = tl.full([TOKENS * GROUP_PAD], -1e30, tl.float32)
+    total = tl.zeros([TOKENS * GROUP_PAD], tl.float32)
+    result = tl.zeros([TOKENS * GROUP_PAD, VALUE_PAD], tl.float32)
     if HAS_SINKS:
-        top = tl.zeros([ROWS], tl.float32) + tl.load(sinks + head).to(tl.float32)
+        top = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32)
         total += 1.0
-    begin = 0
+    line, last = table + slot * table_width, first_position + tl.minimum(count, TOKENS)
+    begin, seen_by_all = 0, (first_position + 1) // TILE  # tiles that every row sees whole need no mask
     if HAS_WINDOW:
-        begin = tl.maximum(first_position + 1 - window, 0) // TILE
-    last = first_position + count
-    for tile in range(begin, tl.cdiv(last, TILE)):
+        begin, seen_by_all = tl.maximum(first_position + 1 - window, 0) // TILE, 0
+    for tile in range(begin, seen_by_all):
         at = tile * TILE + tl.arange(0, TILE)
-        is_key = at < last
-        blocks = tl.load(table + slot * table_width + at // BLOCK, mask=is_key, other=0).to(tl.int64)
-        places = blocks * BLOCK + at % BLOCK
-        k = tl.load(
-            keys + places[:, None] * keys_row + kv_head * keys_head + dim[None, :],
-            mask=is_key[:, None] & is_dim[None, :],
-            other=0.0,
-        )
-        v = tl.load(
-            values + places[:, None] * values_row + kv_head * values_head + value_dim[None, :],
-            mask=is_key[:, None] & is_value[None, :],
-            other=0.0,
-        )
+        k, v = _read_tile(keys, values, line, at, at < last, kv_head, keys_row, keys_head, values_row, values_head,
+                          DIM, DIM_PAD, VALUE_DIM, VALUE_PAD, BLOCK)  # fmt: skip
+        scores = _softcapped(tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale, softcap, HAS_SOFTCAP)
+        higher = tl.maximum(top, tl.max(scores, axis=1))
+        kept, shares = tl.exp(top - higher), tl.exp(scores - higher[:, None])
+        total = total * kept + tl.sum(shares, axis=1)
+        result = result * kept[:, None] + tl.dot(shares.to(v.dtype), v, input_precision=PRECISION)
+        top = higher
+    for tile in range(tl.maximum(begin, seen_by_all), tl.cdiv(last, TILE)):
+        at = tile * TILE + tl.arange(0, TILE)
+        k, v = _read_tile(keys, values, line, at, at < last, kv_head, keys_row, keys_head, values_row, values_head,
+                          DIM, DIM_PAD, VALUE_DIM, VALUE_PAD, BLOCK)  # fmt: skip
         is_seen = at[None, :] <= positions[:, None]
         if HAS_WINDOW:
             is_seen = is_seen & (positions[:, None] - at[None, :] < window)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-        scores = _softcapped(scores, softcap, HAS_SOFTCAP)
+        scores = _softcapped(tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale, softcap, HAS_SOFTCAP)
         scores = tl.where(is_seen, scores, -1e30)
         higher = tl.maximum(top, tl.max(scores, axis=1))
         kept = tl.exp(top - higher)
@@ -207,5 +216,5 @@ def prefill_kernel(
         result = result * kept[:, None] + tl.dot(shares.to(v.dtype), v, input_precision=PRECISION)
         top = higher
     result = result / tl.maximum(total, 1e-30)[:, None]
-    places = ((first_row + row) * HEADS + head)[:, None] * VALUE_DIM + value_dim[None, :]
-    tl.store(out + places, result.to(out.dtype.element_ty), mask=is_row[:, None] & is_value[None, :])
+    places = ((first_row + token) * HEADS + head)[:, None] * VALUE_DIM + value_dim[None, :]
+    tl.store(out + places, result.to(out.dtype.element_ty), mask=is_row[:, None] & (value_dim < VALUE_DIM)[None, :])

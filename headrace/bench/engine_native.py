@@ -1,0 +1,183 @@
+"""The native engine under measurement: whole loads, its decode steps against the memory's speed, and its bookkeeping."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import Qwen3ForCausalLM
+
+from headrace.config import ModelSettings
+from headrace.engine.native.core import EngineCore, Request
+from headrace.model.load import prepare
+from headrace.model.tiny import build_config, build_tokenizer
+from headrace.types import Rollout, Sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from headrace.bench.engine_loads import Workload
+
+
+@dataclass(frozen=True)
+class StepSeen:
+    """One step of the engine, from outside."""
+
+    seconds: float
+    """From the end of the step before it, or from the first submission."""
+    prompt_rows: int
+    decode_rows: int
+    cached_tokens: int
+    """Prompt and drawn tokens of all requests before the step; what a step that decodes all of them must read."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One load, from its first submission to its last result."""
+
+    seconds: float
+    rollouts: tuple[Rollout, ...]
+    """In the order of the workload."""
+    steps: tuple[StepSeen, ...]
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(rollout.num_sampled for rollout in self.rollouts) / self.seconds
+
+    @property
+    def prompt_rows(self) -> int:
+        """Tokens of prompts the engine computed; less than it was given where siblings share."""
+        return sum(step.prompt_rows for step in self.steps)
+
+    def full_steps(self) -> list[StepSeen]:
+        """The steps that decoded a token of every request, and did nothing else."""
+        return [step for step in self.steps if step.prompt_rows == 0 and step.decode_rows == len(self.rollouts)]
+
+
+def generate(core: EngineCore, workload: Workload, *, seed: int) -> Turn:
+    """Submit a whole workload and step until it is done; every request must have come back with all its tokens."""
+    done: dict[str, Rollout] = {}
+
+    def on_done(rollout: Rollout) -> None:
+        done[rollout.id] = rollout
+
+    requests = [
+        Request(
+            Rollout.from_prompt(list(prompt), id=f"{seed}/{number}", group=f"{seed}" if workload.is_group else ""),
+            Sampling(temperature=1.0, max_tokens=length, seed=seed * 1_000_003 + number),
+            on_done=on_done,
+        )
+        for number, (prompt, length) in enumerate(zip(workload.prompts, workload.lengths, strict=True))
+    ]
+    prompt_tokens = sum(len(prompt) for prompt in workload.prompts)
+    steps: list[StepSeen] = []
+    drawn_before = core.num_drawn
+    started = before = time.perf_counter()
+    for request in requests:
+        core.submit(request)
+    while core.has_work:
+        cached = prompt_tokens + core.num_drawn - drawn_before
+        step = core.step()
+        now = time.perf_counter()
+        steps.append(StepSeen(now - before, step.prompt_rows, step.decode_rows, cached))
+        before = now
+    seconds = time.perf_counter() - started
+    rollouts = tuple(done[request.rollout.id] for request in requests)
+    lengths = tuple(rollout.num_sampled for rollout in rollouts)
+    assert lengths == workload.lengths, f"{lengths} tokens were drawn where {workload.lengths} were asked for"
+    return Turn(seconds, rollouts, tuple(steps))
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """The least time a decode step can take: all weights and all cached keys and values are read once."""
+
+    weight_bytes: int
+    bytes_per_token: int
+    """Of keys and values in the cache."""
+    bandwidth: float
+    """Bytes a second of a copy, read and written."""
+
+    def seconds(self, cached_tokens: int) -> float:
+        return (self.weight_bytes + self.bytes_per_token * cached_tokens) / self.bandwidth
+
+    def share(self, turn: Turn) -> float | None:
+        """The median, over the steps that decode every request, of least time ÷ time; None where there were none."""
+        shares = [self.seconds(step.cached_tokens) / step.seconds for step in turn.full_steps()]
+        return statistics.median(shares) if shares else None
+
+
+def roofline_of(model: PreTrainedModel, *, bandwidth: float) -> Roofline:
+    """By the model's own sizes. A table of embeddings that is not the head's too is looked up, not read."""
+    config: Any = model.config.get_text_config()
+    parameters = list(model.parameters())
+    weight_bytes = sum(parameter.nbytes for parameter in parameters)
+    inputs: Any = model.get_input_embeddings()
+    outputs: Any = model.get_output_embeddings()
+    if inputs.weight is not outputs.weight:
+        weight_bytes -= int(inputs.weight.nbytes)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    values = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim
+    return Roofline(weight_bytes, values * parameters[0].element_size(), bandwidth)
+
+
+def copy_bandwidth(device: torch.device, *, num_bytes: int, times: int = 10, repetitions: int = 5) -> float:
+    """Bytes a second, read and written, of a kernel that copies: a driver's own copy runs at another speed."""
+    source = torch.ones(num_bytes // 4, device=device)
+    target = torch.empty_like(source)
+    seen = []
+    for _ in range(repetitions + 1):  # the first warms up
+        _synchronize(device)
+        started = time.perf_counter()
+        for _ in range(times):
+            torch.add(source, 0, out=target)
+        _synchronize(device)
+        seen.append((time.perf_counter() - started) / times)
+    return 2 * source.nbytes / statistics.median(seen[1:])
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def scheduling_cost(*, requests: int, repetitions: int, slots: int = 256, tokens: int = 8) -> float:
+    """Microseconds of this thread per request with the model's forward pass stubbed: all that is left is the engine's.
+
+    That is submitting, admitting, the bookkeeping of every step, drawing tokens from a vocabulary of a hundred, and
+    making the finished rollout.
+    """
+    core = EngineCore(_stubbed_model(), name="bench", slots=slots, context=64, num_blocks=slots * 4 + 1)
+    seen = []
+    for repetition in range(repetitions + 1):  # the first warms up
+        waiting = [
+            Rollout.from_prompt([2 + number % 90, 3, 4, 5], id=f"{repetition}/{number}")
+            for number in range(requests if repetition else slots)
+        ]
+        sampling = Sampling(max_tokens=tokens)
+        done: list[Rollout] = []
+        started = time.thread_time()
+        for number, rollout in enumerate(waiting):
+            core.submit(Request(rollout, sampling.with_seed(number), on_done=done.append))
+        while core.has_work:
+            core.step()
+        seen.append((time.thread_time() - started) / len(waiting) * 1e6)
+        assert len(done) == len(waiting) and all(rollout.num_sampled == tokens for rollout in done)
+    return statistics.median(seen[1:])
+
+
+def _stubbed_model() -> PreTrainedModel:
+    """`builtin:tiny` whose layers take no time: hidden states are zeros."""
+    tokenizer = build_tokenizer()
+    model = prepare(Qwen3ForCausalLM(build_config(ModelSettings(), tokenizer)), name="builtin:tiny")
+    width = int(model.config.hidden_size)
+
+    def forward(input_ids: torch.Tensor, **_: object) -> SimpleNamespace:
+        return SimpleNamespace(last_hidden_state=torch.zeros(*input_ids.shape, width))
+
+    model.base_model.forward = forward
+    return model

@@ -1,0 +1,391 @@
+"""The benchmark of the engine: that it counts what it says, takes turns, and outlives its peers."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import textwrap
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.bench import engine, engine_peers
+from headrace.bench.engine import alternate, decode_rows, first_token_seconds, make_plan, mismatch_rows
+from headrace.bench.engine_loads import SMALL, Load, Workload, lognormal_lengths, write_random_model
+from headrace.bench.engine_native import Roofline, StepSeen, Turn, copy_bandwidth, generate, roofline_of, scheduling_cost
+from headrace.bench.engine_peers import PeerFailed, VllmPeer, continuous_generate, load_plain, padded_generate
+from headrace.bench.mismatch import Mismatch, compare, plain_logprobs, trainer_logprobs
+from headrace.bench.table import Row, missed, show
+from headrace.cli import main
+from headrace.engine.native.core import EngineCore
+from headrace.model.load import load_model
+
+VOCABULARY = SMALL["vocab_size"]
+FAKE_VLLM = """
+import os, sys
+print("noise where the answers go")
+
+class SamplingParams:
+    def __init__(self, **given):
+        self.given = given
+
+class LLM:
+    def __init__(self, **given):
+        assert given["skip_tokenizer_init"] and given["enable_prefix_caching"] is False
+        if os.environ.get("FAKE_VLLM_FAILS") == "loading":
+            raise RuntimeError("no kernel image for this GPU")
+        self.slots = given["max_num_seqs"]
+
+    def generate(self, prompts, sampling, use_tqdm):
+        print("more noise")
+        if os.environ.get("FAKE_VLLM_FAILS") == "answering":
+            sys.exit("out of memory")
+        return [self.answer(prompt, one.given) for prompt, one in zip(prompts, sampling)]
+
+    def answer(self, prompt, given):
+        assert given["ignore_eos"] and given["temperature"] == 1.0 and given["logprobs"] == 0 and "min_tokens" not in given
+        count = given["max_tokens"] - (os.environ.get("FAKE_VLLM_FAILS") == "short")
+        token_ids = [prompt["prompt_token_ids"][0] + place for place in range(count)]
+        logprobs = [{token: Record(logprob=-0.5 - place)} for place, token in enumerate(token_ids)]
+        return Record(outputs=[Record(token_ids=token_ids, logprobs=logprobs)])
+
+class Record:
+    def __init__(self, **given):
+        self.__dict__.update(given)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("small")
+    write_random_model(SMALL, path, dtype="float32")
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def core(folder) -> EngineCore:
+    return EngineCore(load_model(folder), name="bench", slots=8, context=256)
+
+
+@pytest.fixture
+def fake_vllm(tmp_path, monkeypatch) -> Path:
+    package = tmp_path / "site" / "vllm"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(textwrap.dedent(FAKE_VLLM))
+    (package / "inputs.py").write_text("TokensPrompt = dict\n")
+    monkeypatch.syspath_prepend(str(package.parent))
+    monkeypatch.setenv("PYTHONPATH", f"{package.parent}:{Path(__file__).parents[2]}:{os.environ.get('PYTHONPATH', '')}")
+    return tmp_path / "vllm.log"
+
+
+def open_vllm(log: Path) -> VllmPeer:
+    return VllmPeer("model", dtype="bfloat16", context=64, slots=8, log=log)
+
+
+def test_lengths_are_the_same_everywhere_skewed_and_capped() -> None:
+    lengths = lognormal_lengths(512, mean=400, sigma=1.0, cap=4096)
+    assert lengths == lognormal_lengths(512, mean=400, sigma=1.0, cap=4096)
+    assert min(lengths) >= 1 and max(lengths) <= 4096
+    assert 330 < statistics.mean(lengths) < 470 and statistics.median(lengths) < 0.75 * statistics.mean(lengths)
+    many = lognormal_lengths(200_000, mean=400, sigma=1.0, cap=10**9)
+    assert abs(statistics.mean(many) - 400) < 5
+
+
+def test_no_two_turns_have_the_same_prompts_and_siblings_share_one() -> None:
+    load, group = Load.uniform(5, 7, 3), Load.uniform(5, 7, 3, is_group=True)
+    first, second = (load.draw(vocabulary=1000, seed=seed) for seed in (0, 1))
+    assert not set(first.prompts) & set(second.prompts) and len(set(first.prompts)) == 5
+    assert first == load.draw(vocabulary=1000, seed=0) and first.num_tokens == 15
+    siblings = group.draw(vocabulary=1000, seed=0)
+    assert len(siblings.prompts) == 5 and len(set(siblings.prompts)) == 1 and siblings.is_group
+    tail = Load.long_tail(6, 4, mean=20, cap=64).shortened(2)
+    assert max(tail.lengths) == 2 and len(tail.lengths) == 6
+
+
+def test_a_load_comes_back_whole_and_its_steps_add_up(core) -> None:
+    workload = Load("mixed", 6, (5, 2, 9)).draw(vocabulary=VOCABULARY, seed=3)
+    turn = generate(core, workload, seed=3)
+    assert [rollout.num_sampled for rollout in turn.rollouts] == [5, 2, 9]
+    assert [tuple(rollout.token_ids[:6]) for rollout in turn.rollouts] == list(workload.prompts)
+    assert sum(step.seconds for step in turn.steps) <= turn.seconds
+    assert turn.tokens_per_second == pytest.approx(16 / turn.seconds)
+    assert turn.prompt_rows == 18
+    full = turn.full_steps()
+    # One token of each is drawn with its prompt; the second ends the shortest, in the only step that decodes all three.
+    assert [(step.decode_rows, step.cached_tokens) for step in full] == [(3, 18 + 3)]
+
+
+def test_a_load_that_comes_back_short_is_no_figure(folder) -> None:
+    core = EngineCore(load_model(folder), name="bench", slots=2, context=16)
+    with pytest.raises(AssertionError, match="were drawn where"):
+        generate(core, Workload(((1, 2, 3),), (50,)), seed=0)
+
+
+def test_the_roofline_reads_weights_once_and_every_cached_token(folder) -> None:
+    model = load_model(folder)
+    roofline = roofline_of(model, bandwidth=1e9)
+    assert roofline.weight_bytes == sum(parameter.numel() * 4 for parameter in model.parameters())
+    assert roofline.bytes_per_token == 2 * 4 * 2 * 32 * 4
+    assert roofline.seconds(10) == (roofline.weight_bytes + 10 * roofline.bytes_per_token) / 1e9
+
+
+def test_a_table_of_embeddings_that_is_only_looked_up_is_not_read(tmp_path) -> None:
+    write_random_model({**SMALL, "tie_word_embeddings": False}, tmp_path, dtype="float32")
+    model = load_model(str(tmp_path))
+    every = sum(parameter.nbytes for parameter in model.parameters())
+    assert roofline_of(model, bandwidth=1.0).weight_bytes == every - SMALL["vocab_size"] * SMALL["hidden_size"] * 4
+
+
+def test_the_share_is_of_the_steps_that_decode_every_request() -> None:
+    steps = (
+        StepSeen(9.0, prompt_rows=4, decode_rows=0, cached_tokens=0),
+        StepSeen(9.0, prompt_rows=1, decode_rows=2, cached_tokens=0),
+        StepSeen(2.0, prompt_rows=0, decode_rows=2, cached_tokens=10),
+        StepSeen(4.0, prompt_rows=0, decode_rows=2, cached_tokens=10),
+        StepSeen(8.0, prompt_rows=0, decode_rows=2, cached_tokens=10),
+        StepSeen(0.1, prompt_rows=0, decode_rows=1, cached_tokens=12),
+    )
+    rollouts = (SimpleNamespace(num_sampled=3), SimpleNamespace(num_sampled=4))
+    roofline = Roofline(weight_bytes=100, bytes_per_token=10, bandwidth=100.0)
+    turn = Turn(30.0, rollouts, steps)
+    assert roofline.share(turn) == 0.5
+    found = engine.Found(Load.uniform(2, 2, 3), (turn,), {})
+    step, share = decode_rows(found, roofline)
+    assert (step.value, step.bound, share.value, share.bound) == (4000.0, 2000.0, 0.5, 1.0)
+    assert decode_rows(engine.Found(found.load, (Turn(1.0, rollouts, steps[:2]),), {}), roofline) == []
+
+
+def test_a_copys_bandwidth_counts_reads_and_writes(monkeypatch) -> None:
+    now = iter(np.arange(0.0, 100.0, 0.5))
+    monkeypatch.setattr("time.perf_counter", lambda: next(now))
+    assert copy_bandwidth(torch.device("cpu"), num_bytes=4000, times=10, repetitions=3) == pytest.approx(2 * 4000 / 0.05)
+
+
+def test_ours_and_peers_take_turns_and_one_that_fails_is_gone_for_good(monkeypatch, capsys) -> None:
+    order: list[str] = []
+    seconds = {"ours": iter([99.0, 1.0, 4.0, 2.0]), "slower": iter([99.0, 8.0, 10.0, 20.0])}
+
+    def ours(core, workload, *, seed):
+        order.append(f"ours {workload.prompts[0]}")
+        rollouts = tuple(SimpleNamespace(num_sampled=length) for length in workload.lengths)
+        return Turn(next(seconds["ours"]), rollouts, ())
+
+    def slower(workload):
+        order.append(f"slower {workload.prompts[0]}")
+        return next(seconds["slower"])
+
+    def broken(workload):
+        order.append("broken")
+        if order.count("broken") == 2:
+            raise PeerFailed("broken: it fell over")
+        return 1.0
+
+    monkeypatch.setattr(engine, "generate", ours)
+    load = Load.uniform(2, 3, 10, goal="≥ 7")
+    peers = {"slower": slower, "broken": broken}
+    found = alternate(None, load, vocabulary=50, turns=3, peers=peers, is_slow=False)
+    prompts = [load.draw(vocabulary=50, seed=seed).prompts[0] for seed in range(4)]
+    assert order == [
+        f"ours {prompts[0]}", f"slower {prompts[0]}", "broken",
+        f"ours {prompts[1]}", f"slower {prompts[1]}", "broken",
+        f"ours {prompts[2]}", f"slower {prompts[2]}",
+        f"ours {prompts[3]}", f"slower {prompts[3]}",
+    ]  # fmt: skip
+    assert found.rows() == [
+        Row(load.name, 10.0, "tokens/s", goal="≥ 7", peers={"slower": 2.0}),
+        Row(f"{load.name} ÷ slower", 5.0, "ratio"),
+    ]
+    assert peers.keys() == {"slower"} and "broken: it fell over; it is absent" in capsys.readouterr().out
+
+
+def test_padded_generate_runs_until_the_longest_is_done(folder, monkeypatch) -> None:
+    model = load_plain(folder, dtype="float32", device="cpu")
+    asked = []
+    real = model.generate
+    monkeypatch.setattr(
+        model, "generate", lambda *given, **more: asked.append(more["generation_config"]) or real(*given, **more)
+    )
+    workload = Workload(((1, 2, 3), (4,)), (2, 6))
+    assert padded_generate(model, workload) > 0
+    assert (asked[0].max_new_tokens, asked[0].top_k, asked[0].do_sample) == (6, 0, True)
+    monkeypatch.setattr(model, "generate", lambda *given, **more: torch.zeros(2, 4))
+    with pytest.raises(PeerFailed, match=r"model\.generate: "):
+        padded_generate(model, workload)
+
+
+def test_a_batch_that_fails_leaves_the_model_as_it_was(folder, monkeypatch) -> None:
+    model = load_plain(folder, dtype="float32", device="cpu")
+
+    def fail(**_):
+        raise MemoryError("more than there is\nand a second line")
+
+    monkeypatch.setattr(model, "generate_batch", fail)
+    with pytest.raises(PeerFailed, match=r"model\.generate_batch: MemoryError: more than there is$"):
+        continuous_generate(model, Load.uniform(2, 3, 4).draw(vocabulary=VOCABULARY, seed=0))
+    assert model.config._attn_implementation == "sdpa"
+    monkeypatch.setattr(model, "generate_batch", lambda **_: {"a": SimpleNamespace(generated_tokens=[1, 2, 3])})
+    with pytest.raises(PeerFailed, match="3 tokens where 8 were asked for"):
+        continuous_generate(model, Load.uniform(2, 3, 4).draw(vocabulary=VOCABULARY, seed=0))
+
+
+def test_vllm_answers_from_its_own_process_whatever_it_prints(fake_vllm) -> None:
+    peer = open_vllm(fake_vllm)
+    try:
+        workload = Workload(((7, 8), (20,)), (3, 1))
+        assert peer.generate(workload) >= 0
+        first, second = peer.rollouts(workload)
+    finally:
+        peer.close()
+    assert first.token_ids.tolist() == [7, 8, 7, 8, 9] and first.logprobs.tolist() == [0, 0, -0.5, -1.5, -2.5]
+    assert first.loss_mask.tolist() == [False, False, True, True, True]
+    assert second.token_ids.tolist() == [20, 20]
+    assert "noise where the answers go" in fake_vllm.read_text()
+    assert peer._process.poll() is not None
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("loading", "vLLM: it has ended: RuntimeError: no kernel image for this GPU"),
+        ("answering", "vLLM: it has ended: out of memory"),
+        ("short", "vLLM: 2 tokens where 4 were asked for"),
+    ],
+)
+def test_what_goes_wrong_with_vllm_is_one_line(fake_vllm, monkeypatch, how, message) -> None:
+    monkeypatch.setenv("FAKE_VLLM_FAILS", how)
+    with pytest.raises(PeerFailed) as failed:
+        peer = open_vllm(fake_vllm)
+        try:
+            peer.generate(Workload(((7, 8), (20,)), (3, 1)))
+        finally:
+            peer.close()
+    assert str(failed.value) == message
+
+
+def test_vllm_that_does_not_answer_is_given_up(fake_vllm, monkeypatch) -> None:
+    monkeypatch.setattr(engine_peers, "_START_SECONDS", 0.0)
+    with pytest.raises(PeerFailed, match="no answer within 0 s"):
+        open_vllm(fake_vllm)
+
+
+def test_without_vllm_one_line_says_so(monkeypatch, capsys, tmp_path) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert engine._open_vllm(make_plan("cuda", quick=False), "model", tmp_path) is None
+    assert capsys.readouterr().out == "vLLM: not installed here; it is absent from the table\n"
+
+
+def test_mismatch_is_over_drawn_tokens_and_never_negative(core) -> None:
+    rollouts = generate(core, Load.uniform(3, 4, 5).draw(vocabulary=VOCABULARY, seed=0), seed=0).rollouts
+    shifted = [rollout.logprobs + np.float32(0.25) for rollout in rollouts]  # on prompt tokens too, which must not count
+    found = compare(rollouts, shifted)
+    assert found.num_tokens == 15
+    assert found.mean_difference == pytest.approx(0.25, rel=1e-5)
+    assert found.divergence == pytest.approx(np.exp(0.25) - 1.25, rel=1e-5)
+    assert compare(rollouts, [rollout.logprobs for rollout in rollouts]) == Mismatch(0.0, 0.0, 15)
+
+
+def test_engine_trainer_and_plain_forward_agree_and_other_weights_do_not(core, folder, tmp_path) -> None:
+    rollouts = generate(core, Load.uniform(4, 6, 8).draw(vocabulary=VOCABULARY, seed=1), seed=1).rollouts
+    (again,) = trainer_logprobs(folder, [rollouts], dtype="float32", device="cpu")
+    plain = plain_logprobs(load_plain(folder, dtype="float32", device="cpu"), rollouts)
+    assert 0 < compare(rollouts, again).mean_difference < 1e-5
+    assert 0 < compare(rollouts, plain).mean_difference < 1e-5
+    write_random_model(SMALL, tmp_path, dtype="float32", seed=1)
+    (other,) = trainer_logprobs(str(tmp_path), [rollouts], dtype="float32", device="cpu")
+    assert compare(rollouts, other).mean_difference > 1e-2
+
+
+def test_kl_is_set_against_vllms_where_it_is_there() -> None:
+    ours, theirs, plain = Mismatch(1e-3, 1e-6, 9), Mismatch(1e-2, 1e-5, 9), Mismatch(2e-3, 2e-6, 9)
+    rows = {row.name: row for row in mismatch_rows(against_trainer=[ours, theirs], against_plain=plain)}
+    assert rows["KL against the trainer ÷ vLLM's"].value == pytest.approx(0.1)
+    assert rows["KL against the trainer"].peers == {"vLLM": 1e-5}
+    assert rows["KL against a plain forward"].value == 2e-6
+    alone = {row.name: row for row in mismatch_rows(against_trainer=[ours], against_plain=plain)}
+    assert "KL against the trainer ÷ vLLM's" not in alone and alone["KL against the trainer"].peers == {}
+
+
+def test_scheduling_is_measured_without_the_model(monkeypatch) -> None:
+    def attend(*_: object, **__: object) -> None:
+        raise AssertionError("the model was run")
+
+    monkeypatch.setattr("headrace.bench.engine_native.prepare", lambda model, name: model)
+    monkeypatch.setattr("transformers.models.qwen3.modeling_qwen3.Qwen3Attention.forward", attend)
+    assert 0 < scheduling_cost(requests=64, repetitions=1, slots=16, tokens=2) < 10_000
+
+
+def test_an_engine_that_does_not_start_says_why(tmp_path) -> None:
+    with pytest.raises(RuntimeError, match=r"the engine did not start: .*the folder does not exist"):
+        first_token_seconds(str(tmp_path / "absent"), make_plan("cpu", quick=True))
+
+
+def test_goals_are_judged_by_what_they_say() -> None:
+    rows = [
+        Row("fast", 10.0, "tokens/s", goal="≥ 10"),
+        Row("slow", 9.9, "tokens/s", goal="≥ 10"),
+        Row("small", 1e-5, "nats", goal="≤ 1e-5"),
+        Row("large", 2e-5, "nats", goal="≤ 1e-5"),
+        Row("nothing", float("nan"), "s", goal="≤ 30"),
+        Row("told", 1.0, "s"),
+    ]
+    assert [line.split(":")[0] for line in missed(rows)] == ["slow", "large", "nothing"]
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_every_goal_is_of_a_row_that_the_plan_can_have(device) -> None:
+    plan = make_plan(device, quick=False)
+    loads = [*plan.loads, plan.tail, plan.once]
+    possible = {f"{load.name} ÷ {peer}" for load in loads for peer in ("vLLM", "model.generate")}
+    possible |= {f"{load.name}: decode step, share of the roofline" for load in plan.loads}
+    possible |= {row.name for row in mismatch_rows(against_trainer=[Mismatch(1, 1, 1)] * 2, against_plain=Mismatch(1, 1, 1))}
+    possible |= {"command to first token", "scheduling per request"}
+    assert plan.goals.keys() <= possible
+    most = max(load.prompt_tokens + max(load.lengths) for load in [*loads, plan.group])
+    assert most <= plan.context and max(len(load.lengths) for load in loads) <= plan.slots
+    assert missed([Row(name, float("nan"), "", goal=goal) for name, goal in plan.goals.items()])  # each can be read
+
+
+def test_bounds_and_peers_have_columns_only_where_there_are_some(capsys) -> None:
+    show("other", [Row("a", 1.0, "s")])
+    assert "bound" not in capsys.readouterr().out
+    show("engine", [Row("a", 1.0, "s", bound=0.5), Row("b", 2.0, "s", peers={"vLLM": 3.25})])
+    said = capsys.readouterr().out
+    assert "bound" in said and "0.5" in said and "vLLM" in said and "3.25" in said
+
+
+def test_the_command_measures_judges_and_writes(monkeypatch, tmp_path, folder, capsys) -> None:
+    monkeypatch.setattr(engine, "_startup_row", lambda plan, model_folder: Row("command to first token", 1.0, "s"))
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "engine", "--quick", "--json", str(tmp_path / "out.json")])
+    assert ended.value.code == 0
+    rows = {row["name"]: row for row in json.loads((tmp_path / "out.json").read_text())["rows"]}
+    plan = make_plan("cpu", quick=True)
+    assert rows[plan.tail.name]["peers"]["model.generate"] > 0
+    assert plan.goals.keys() <= rows.keys()
+    assert 0 < rows["mean |Δ logprob| against the trainer"]["value"] < 1e-5
+    assert rows["mean |Δ logprob| against the trainer"]["goal"] == "≤ 1e-5"
+
+    monkeypatch.setattr(engine, "measure", lambda *_, model: [Row("slow", 1.0, "tokens/s", goal="≥ 2")])
+    for arguments, status in (([], 1), (["--quick"], 0), (["--model", folder], 1)):
+        with pytest.raises(SystemExit) as ended:
+            main(["bench", "engine", *arguments])
+        assert ended.value.code == status
+    assert "missed: slow: 1 tokens/s, goal ≥ 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["controller", "--model", "."], "only `headrace bench engine` has model"),
+        (["engine", "--seeds", "3"], "only `headrace bench learn` has seeds"),
+        (["engine", "--model", "no/such/folder"], "--model = no/such/folder: the folder does not exist"),
+    ],
+)
+def test_an_option_in_the_wrong_place_is_refused(capsys, arguments, message) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", *arguments])
+    assert ended.value.code == 2 and message in capsys.readouterr().err
