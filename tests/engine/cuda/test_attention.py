@@ -14,8 +14,8 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 from headrace.engine.native.cuda.attention import decode_attend, prefill_attend, write_cache
 
 BLOCK = 8
-TABLE_WIDTH = 6
-LENGTHS = [41, 1, 17, 8, 33]
+TABLE_WIDTH = 18
+LENGTHS = [141, 1, 17, 8, 33]
 """Of each slot, its new token included: within one tile, at the edge of a block, over several tiles."""
 NOBODY = len(LENGTHS)
 ROW_SLOTS = [3, NOBODY, 0, 1, 4, 2, NOBODY]
@@ -35,7 +35,7 @@ class Case:
 
     @property
     def arguments(self) -> dict[str, object]:
-        return {"scale": self.dim**-0.5, "softcap": self.softcap, "window": self.window, "block": BLOCK, "tile": 16}
+        return {"scale": self.dim**-0.5, "softcap": self.softcap, "window": self.window, "block": BLOCK}
 
 
 CASES = {
@@ -52,6 +52,7 @@ CASES = {
     "one key head, odd dims": Case(heads=3, kv_heads=1, dim=12, value_dim=20),
     "large groups": Case(heads=36, kv_heads=2, dim=24, value_dim=16, splits=2),
     "no groups": Case(heads=3, kv_heads=3),
+    "wide heads": Case(heads=2, kv_heads=1, dim=72, value_dim=64),
     "bfloat16 cache": Case(dtype=torch.bfloat16),
     "bfloat16 cache, all at once": Case(dtype=torch.bfloat16, has_sinks=True, softcap=5.0, window=20, splits=2),
 }
@@ -137,7 +138,7 @@ def test_a_decode_step_reads_what_is_cached_and_writes_what_is_new(case: Case) -
     positions = [0 if slot == NOBODY else LENGTHS[slot] - 1 for slot in ROW_SLOTS]
     out = decode_attend(
         query, key, value, paged.keys, paged.values, paged.table, ints(ROW_SLOTS), ints(positions), paged.sinks,
-        splits=case.splits, **case.arguments,
+        splits=case.splits, tile=16, **case.arguments,
     )  # fmt: skip
     assert out.shape == (rows, case.heads, case.value_dim) and out.dtype == case.dtype
     for row, (slot, position) in enumerate(zip(ROW_SLOTS, positions, strict=True)):
@@ -152,8 +153,8 @@ def test_a_decode_step_reads_what_is_cached_and_writes_what_is_new(case: Case) -
     assert out[ROW_SLOTS.index(NOBODY)].isfinite().all()
 
 
-CHUNKS = [(0, 25, 41), (2, 0, 17), (4, 15, 20), (1, 0, 1)]
-"""(slot, start, stop): after a cached beginning, from the beginning, within a block, one token."""
+CHUNKS = [(0, 101, 141), (2, 0, 17), (4, 15, 20), (1, 0, 1)]
+"""(slot, start, stop): after a cached beginning that all rows see, from the beginning, within a block, one token."""
 
 
 @pytest.mark.parametrize(
@@ -163,7 +164,7 @@ CHUNKS = [(0, 25, 41), (2, 0, 17), (4, 15, 20), (1, 0, 1)]
 )
 def test_a_prompt_sees_what_is_cached_and_itself(case: Case) -> None:
     tile_rows = 16
-    paged = Paged(case, cached=[25, 0, 0, 8, 15])
+    paged = Paged(case, cached=[101, 0, 0, 8, 15])
     rows = sum(stop - start for _, start, stop in CHUNKS) + 2  # two belong to nobody
     query, key, value = new_rows(case, rows)
     owners = [(slot, position) for slot, start, stop in CHUNKS for position in range(start, stop)]
@@ -194,6 +195,17 @@ def test_a_softcap_holds_for_scores_of_any_size() -> None:
     query, key, value = (torch.randn(1, heads, 16, device=DEVICE) for heads in (4, 2, 2))
     query *= 1e4
     out = decode_attend(
-        query, key, value, paged.keys, paged.values, paged.table, ints([0]), ints([40]), None, splits=1, **case.arguments
+        query,
+        key,
+        value,
+        paged.keys,
+        paged.values,
+        paged.table,
+        ints([0]),
+        ints([140]),
+        None,
+        splits=1,
+        tile=64,
+        **case.arguments,
     )
-    close(out[0], paged.expected(query[0], 0, 40), case)
+    close(out[0], paged.expected(query[0], 0, 140), case)
