@@ -12,6 +12,11 @@ if TYPE_CHECKING:
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined, so before anything imports Triton
+
 
 @pytest.fixture(scope="session", autouse=True)
 def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

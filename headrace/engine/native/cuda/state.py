@@ -46,7 +46,7 @@ class SlotState:
             floors=ints(),
             alive=ints(),
             seeds=ints(dtype=torch.int64),
-            sampling=torch.ones((slots + 1, 4), device=device),
+            sampling=torch.zeros((slots + 1, 4), device=device),  # nobody is greedy, which costs no search
             stops=ints(stops, fill=-1),
             table=ints(blocks),
         )

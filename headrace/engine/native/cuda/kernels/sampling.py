@@ -28,7 +28,8 @@ def _scaled(logits, temperature, divisor, factor, softcap, HAS_DIVISOR: tl.const
     if HAS_SOFTCAP:
         ratio = x / softcap
         shrunk = tl.exp(-2.0 * tl.abs(ratio))
-        x = softcap * tl.where(ratio >= 0, 1.0, -1.0) * (1.0 - shrunk) / (1.0 + shrunk)
+        capped = softcap * tl.where(ratio >= 0, 1.0, -1.0) * (1.0 - shrunk) / (1.0 + shrunk)
+        x = tl.where(x == float("-inf"), x, capped)  # what was cut stays out of reach
     return x / tl.where(temperature == 0, 1.0, temperature)
 
 
@@ -45,11 +46,12 @@ def chunk_kernel(
     x = tl.load(logits + row.to(tl.int64) * logits_row + at, mask=at < vocabulary, other=float("-inf"))
     x = _scaled(x, temperature, divisor, factor, softcap, HAS_DIVISOR, HAS_FACTOR, HAS_SOFTCAP)
     x = tl.where(at < vocabulary, x, float("-inf"))
-    top = tl.max(x, axis=0)
+    known = tl.where(x == x, x, float("-inf"))  # a NaN shows in the sum alone: what a maximum makes of it is undefined
+    top = tl.max(known, axis=0)
     shifted = tl.where(x == float("-inf"), 0.0, tl.exp(x - tl.maximum(top, -1e30)))
     tl.store(tops + row * CHUNKS + chunk, top)
     tl.store(sums + row * CHUNKS + chunk, tl.sum(shifted, axis=0))
-    tl.store(bests + row * CHUNKS + chunk, tl.argmax(x, axis=0) + chunk * CHUNK)
+    tl.store(bests + row * CHUNKS + chunk, tl.argmax(known, axis=0) + chunk * CHUNK)
 
 
 @triton.jit
@@ -91,7 +93,7 @@ def draw_kernel(
     if temperature == 0:
         best_chunk = tl.argmax(top_of, axis=0)
         drawn = tl.load(bests + row * CHUNKS + best_chunk)
-        logprob = tl.where(top == top, 0.0, top)  # a NaN stays one
+        logprob = tl.where(total > 0, 0.0, float("nan"))
     # What follows from it
     is_alive = tl.load(alive + slot) != 0
     stop = tl.arange(0, STOPS_PAD)
@@ -185,7 +187,7 @@ def cut_kernel(
     for start in range(0, vocabulary, CHUNK):
         at = start + tl.arange(0, CHUNK)
         x = _read(line, at, vocabulary, temperature, divisor, factor, softcap, HAS_DIVISOR, HAS_FACTOR, HAS_SOFTCAP)
-        top = tl.maximum(top, tl.max(x, axis=0))
+        top = tl.maximum(top, tl.max(tl.where(x == x, x, float("-inf")), axis=0))
     # The order is (logit falling, id rising). Each cut keeps a first part of it, whose last member is (least, last).
     least, last = tl.full([], -2147483647, tl.int32), tl.zeros([], tl.int32) + vocabulary - 1
     is_random = temperature > 0
@@ -205,5 +207,6 @@ def cut_kernel(
         order = _ordered(x)
         is_kept = (order > least) | ((order == least) & (at <= last))
         is_kept = is_kept & (x - top >= lowest) & (raw > float("-inf"))
+        is_kept = is_kept | ((raw < float("inf")) == 0)  # NaN and infinity are not cut away: the draw ends a row that has them
         tl.store(allowed + row * vocabulary + at, is_kept, mask=at < vocabulary)
         tl.store(line + at, tl.where(is_kept, raw, float("-inf")), mask=at < vocabulary)
