@@ -30,9 +30,7 @@ if TYPE_CHECKING:
 class Scheduler:
     """Owns the slots and the blocks. It computes nothing and draws nothing."""
 
-    def __init__(
-        self, lines: Slots, *, block_size: int, num_blocks: int, most_draws: int, most_tokens: int
-    ) -> None:
+    def __init__(self, lines: Slots, *, block_size: int, num_blocks: int, most_draws: int, most_tokens: int) -> None:
         self.slots, self.block_size = lines, block_size
         slots, self.context = lines.tokens.shape
         self.pool = BlockPool(num_blocks)
@@ -304,7 +302,9 @@ class Scheduler:
             return Drawings(nothing, self.slots.logprobs[0, :0], self.slots.versions[0, :0])
         drawn = slice(start, int(self.slots.length[slot]))
         slots = self.slots
-        return Drawings(slots.tokens[slot, drawn].copy(), slots.logprobs[slot, drawn].copy(), slots.versions[slot, drawn].copy())
+        return Drawings(
+            slots.tokens[slot, drawn].copy(), slots.logprobs[slot, drawn].copy(), slots.versions[slot, drawn].copy()
+        )
 
     def computed(self, request: Request) -> int:
         """Tokens whose keys and values are there; of one that decodes, all but the last drawn."""
