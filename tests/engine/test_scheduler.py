@@ -255,6 +255,20 @@ def test_followers_of_an_aborted_leader_end_with_it(model) -> None:
 # Forks
 
 
+def test_a_fork_of_a_fork_that_begins_in_the_same_step(model) -> None:
+    """The second goes on from a block that the first has yet to copy."""
+    core = make_core(model)
+    core.scheduler.pin("parent")
+    parent = generate(core, prompt(12, id="parent"), Sampling(max_tokens=20))
+    first = parent.forked(22, id="first")
+    second = first.forked(20, id="second")
+    asked = {fork.id: ask(core, fork, Sampling(max_tokens=9, seed=7)) for fork in (second, first)}
+    assert prompt_rows(run(core)) == 2
+    for fork, each in zip((first, second), (asked["first"], asked["second"]), strict=True):
+        alone = generate(make_core(model), fork, Sampling(max_tokens=9, seed=7))
+        assert_same_draws(each.done, alone)
+
+
 # What is refused, and what fails
 
 

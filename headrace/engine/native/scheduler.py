@@ -180,7 +180,8 @@ class Scheduler:
         request.blocks = shared + self.pool.take(needed)
         request.computed, request.chain, request.remembered = computed, chain, len(shared)
         if source is not None:
-            self._copies_before.append((source, request.blocks[computed // size]))
+            earlier = {target: origin for origin, target in self._copies_before}  # all copies of a step are made at once
+            self._copies_before.append((earlier.get(source, source), request.blocks[computed // size]))
         return True
 
     def _beginning(self, request: Request, token_ids: Array) -> tuple[list[int], int, int | None, Hashable]:
