@@ -269,6 +269,29 @@ def test_a_fork_of_a_fork_that_begins_in_the_same_step(model) -> None:
         assert_same_draws(each.done, alone)
 
 
+@pytest.mark.parametrize("is_fork_first", [True, False])
+def test_a_prompt_does_not_follow_a_fork_on_older_keys(is_fork_first: bool) -> None:
+    """Nor a fork a prompt on newer ones, though their tokens are the same: each is computed as it would be alone."""
+    model = prepare(make("llama"), name="llama")
+    core = make_core(model)
+    core.scheduler.pin("parent")
+    parent = generate(core, prompt(12, id="parent"), Sampling(max_tokens=20))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.05)
+    core.changed_weights(policy="policy", lineage="", version=1)
+    fork = parent.forked(22, id="fork")
+    fresh = Rollout.from_prompt(fork.token_ids, id="fresh")
+    order = [fork, fresh] if is_fork_first else [fresh, fork]
+    asked = {rollout.id: ask(core, rollout, Sampling(max_tokens=9)) for rollout in order}
+    assert prompt_rows(run(core)) == 1 + 22
+    alone = generate(make_core(model), fresh, Sampling(max_tokens=9))
+    assert_same_draws(asked["fresh"].done, alone)
+    again = generate(core, parent.forked(22, id="again"), Sampling(max_tokens=9))
+    assert_same_draws(asked["fork"].done, again)
+    assert abs(again.logprobs[22] - alone.logprobs[22]) > 1e-3
+
+
 # What is refused, and what fails
 
 

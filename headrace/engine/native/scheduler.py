@@ -23,6 +23,7 @@ from headrace.types import FinishReason
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator
 
+    from headrace.engine.native.request import Beginning
     from headrace.engine.native.work import Runner, Slots
     from headrace.types import Array
 
@@ -44,7 +45,7 @@ class Scheduler:
         self._most_draws, self._most_tokens = most_draws, most_tokens
         self._computing: OrderedDict[Request, None] = OrderedDict()
         """Those whose prompt is not complete, followers apart."""
-        self._leaders: dict[bytes, Request] = {}
+        self._leaders: dict[Beginning, Request] = {}
         self._pins: OrderedDict[str, Pinned | None] = OrderedDict()
         self._copies_before: list[tuple[int, int]] = []
         self._free_slots = list(range(slots - 1, -1, -1))
@@ -127,8 +128,8 @@ class Scheduler:
         token_ids = rollout.token_ids if saved is None else np.concatenate([rollout.token_ids, saved.token_ids])
         length = len(token_ids)
         reserve = len(self.running) // 4 + 1 if self.running else 0  # those that run will soon want more
-        whole = token_ids.tobytes()
-        leader = self._leaders.get(whole)
+        beginning = rollout.parent, token_ids.tobytes()  # a fork may go on from older keys than the same tokens elsewhere
+        leader = self._leaders.get(beginning)
         if leader is not None and len(leader.followers) + 1 < self._most_draws:
             is_placed = self._follow(request, leader, length, reserve)
         else:
@@ -152,7 +153,7 @@ class Scheduler:
         request.started = request.started or time.time()
         if leader is None:
             self._computing[request] = None
-            self._leaders[whole], request.leads = request, whole
+            self._leaders[beginning], request.leads = request, beginning
         runner.begin(slot)
         return True
 
