@@ -292,6 +292,19 @@ def test_a_prompt_does_not_follow_a_fork_on_older_keys(is_fork_first: bool) -> N
     assert abs(again.logprobs[22] - alone.logprobs[22]) > 1e-3
 
 
+def test_a_fork_of_a_sibling_that_waits_finds_what_the_first_one_computed(model) -> None:
+    """A parent that has computed nothing of its own yet is no reason to compute a known prompt again."""
+    core = make_core(model, most_tokens=8)
+    leader, parent = [ask(core, prompt(24, id=str(index)), Sampling(max_tokens=9, seed=index)) for index in range(2)]
+    core.step()
+    core.step()
+    assert parent.request.leader is leader.request
+    fork = ask(core, parent.request.rollout.forked(20, id="fork"), Sampling(max_tokens=9))
+    assert prompt_rows(run(core)) == 8 + 4
+    alone = generate(make_core(model), fork.request.rollout, Sampling(max_tokens=9))
+    assert_same_draws(fork.done, alone)
+
+
 # What is refused, and what fails
 
 

@@ -192,7 +192,7 @@ class Scheduler:
         pinned = None if parent is None else self._lookup(parent[0])
         if parent is not None and pinned is not None:
             covered = min(most, parent[1], pinned.computed)
-            if np.array_equal(pinned.token_ids[:covered], token_ids[:covered]):
+            if covered > 0 and np.array_equal(pinned.token_ids[:covered], token_ids[:covered]):
                 source = pinned.blocks[covered // size] if covered % size else None
                 return pinned.blocks[: covered // size], covered, source, None
         found = self.pool.find(self._root, self._pieces(token_ids, 0, most // size))
