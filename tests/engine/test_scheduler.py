@@ -332,6 +332,35 @@ def spoil(model, number: float) -> torch.Tensor:
     return before
 
 
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("temperature", [1.0])
+def test_weights_that_are_not_numbers_fail_requests_and_not_the_engine(exact: bool, temperature: float) -> None:
+    """Nothing of them is left in the cache: with good weights, in the same blocks, the same tokens as a fresh engine."""
+    model = prepare(make("llama"), name="llama", exact=exact)
+    sampling = Sampling(max_tokens=20, temperature=temperature)
+    expected = generate(make_core(model, exact=exact), prompt(21, id="r", seed=5), sampling)
+    core = make_core(model, slots=3, num_blocks=12 + 1, most_tokens=16, exact=exact)
+    running = ask(core, prompt(21, id="running"), sampling)
+    for _ in range(4):
+        core.step()
+    good = spoil(model, float("nan"))
+    core.changed_weights(policy="policy", lineage="", version=1)
+    asked = [running, *(ask(core, prompt(10 + index, id=str(index), seed=index), sampling) for index in range(6))]
+    run(core)
+    for each in asked:
+        assert isinstance(each.error, NotFinite), each
+        assert each.request.rollout.id in str(each.error)
+    assert_nothing_is_held(core)
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight.copy_(good)
+    core.changed_weights(policy="policy", lineage="", version=2)
+    again = [ask(core, prompt(21, id=f"again {index}", seed=5), sampling) for index in range(6)]
+    run(core)
+    for each in again:
+        assert_same_draws(each.done, expected)
+    assert_nothing_is_held(core)
+
+
 def test_an_error_nobody_waits_for_stops_the_engine(model) -> None:
     """Without `on_failed` a request's failure is the engine's."""
     own = prepare(make("llama"), name="llama")
