@@ -333,7 +333,7 @@ def spoil(model, number: float) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize("temperature", [1.0])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_weights_that_are_not_numbers_fail_requests_and_not_the_engine(exact: bool, temperature: float) -> None:
     """Nothing of them is left in the cache: with good weights, in the same blocks, the same tokens as a fresh engine."""
     model = prepare(make("llama"), name="llama", exact=exact)

@@ -64,7 +64,8 @@ def draw(logits: Tensor, rows: SamplingRows, numbers: Tensor) -> Draw:
     drawn = torch.searchsorted(cumulative, threshold, right=True).squeeze(1).clamp_max(logits.shape[1] - 1)
     token_ids = torch.where(is_greedy, logits.argmax(dim=-1), drawn)
     chosen = logprobs.gather(1, token_ids.unsqueeze(1)).squeeze(1)
-    return Draw(token_ids=token_ids, logprobs=torch.where(is_greedy, 0.0, chosen), allowed=allowed)
+    is_certain = is_greedy & chosen.isfinite()  # a NaN stays one
+    return Draw(token_ids=token_ids, logprobs=torch.where(is_certain, 0.0, chosen), allowed=allowed)
 
 
 def _allowed(logits: Tensor, rows: SamplingRows) -> Tensor:
