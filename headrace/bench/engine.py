@@ -201,7 +201,7 @@ def _speed_rows(plan: Plan, model_folder: str, vllm: VllmPeer | None) -> list[Ro
     for load in plan.loads:
         found = take(load, peers=rivals, is_slow=is_cpu)
         rows += [*found.rows(), *decode_rows(found, roofline)]
-    rows += take(plan.tail, peers=padded if is_cpu else rivals, is_slow=is_cpu).rows()
+    rows += take(plan.tail, peers=padded if is_cpu else rivals, is_slow=True).rows()
     rows += take(plan.once, peers=slow, is_slow=True, turns=1).rows()
     siblings = take(plan.group, peers={}, is_slow=is_cpu)
     computed = statistics.median(turn.prompt_rows for turn in siblings.turns) / plan.group.prompt_tokens

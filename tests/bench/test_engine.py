@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import pydoc
 import os
+import pydoc
 import statistics
 import textwrap
 from pathlib import Path

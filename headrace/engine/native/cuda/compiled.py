@@ -51,6 +51,9 @@ def attach_cache(model: PreTrainedModel, cache: PagedCache) -> None:
 class _Part(nn.Module):
     """One linear layer of several, as a slice of their common product; the compiler computes that product once."""
 
+    weight: Tensor
+    bias: Tensor | None
+
     def __init__(self, weight: Tensor, bias: Tensor | None, start: int, stop: int) -> None:
         super().__init__()
         self.register_buffer("weight", weight, persistent=False)
@@ -131,7 +134,7 @@ def compile_layers(model: PreTrainedModel) -> None:
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _RECOMPILES)
     # Rounded where the trainer rounds: what is fused keeps no more digits than what is computed step by step.
     options = {"post_grad_custom_pre_pass": _Once(), "combo_kernels": True, "emulate_precision_casts": True}
-    base = model.base_model
+    base: Any = model.base_model
     for layer in base.layers:
         layer.compile(dynamic=True, fullgraph=True, options=options)
     for name in ("norm", "rotary_emb"):

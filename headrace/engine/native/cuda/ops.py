@@ -128,7 +128,7 @@ def _(
 
 @dataclass
 class DecodeContext:
-    """One new token per row. A layer's part of the cache hangs on its attention module, so that one compiled layer serves all."""
+    """One new token per row. A layer's part of the cache hangs on its attention module: one compiled layer serves all."""
 
     table: Tensor
     slots: Tensor
@@ -137,7 +137,7 @@ class DecodeContext:
     block: int
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        return decode_attend(
+        attended: Tensor = decode_attend(
             query,
             key,
             value,
@@ -152,6 +152,7 @@ class DecodeContext:
             spec.sliding_window,
             self.block,
         )
+        return attended
 
 
 @dataclass
@@ -164,7 +165,7 @@ class PrefillContext:
     block: int
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        return prefill_attend(
+        attended: Tensor = prefill_attend(
             query,
             key,
             value,
@@ -179,3 +180,4 @@ class PrefillContext:
             spec.sliding_window,
             self.block,
         )
+        return attended

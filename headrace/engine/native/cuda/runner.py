@@ -10,11 +10,12 @@ beside the one that decodes, its work is run eagerly over the model itself.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from headrace.types import Array
 
 log = logging.getLogger("headrace.engine")
+Numbers = TypeVar("Numbers", "Array", "Tensor")
 
 _STOPS = 16
 _PROMPT_BUCKETS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -143,7 +145,7 @@ class CudaRunner:
         self._lent: list[Tensor] = []
         self._lock = threading.Lock()
         self._allowed: Tensor | None = None
-        self._pool: object = None
+        self._pool: Any = None
         self._is_started: set[bool] = set()
         self._is_closing = False
         self._warming: threading.Thread | None = None
@@ -176,7 +178,10 @@ class CudaRunner:
     def collect(self, ticket: object) -> Drawn:
         assert isinstance(ticket, _Ticket)
         self._queue.wait(ticket.done)
-        tokens, logprobs, allowed, is_cut = [], [], [], False
+        tokens: list[Array] = []
+        logprobs: list[Array] = []
+        allowed: list[Array] = []
+        is_cut = False
         for part in ticket.parts:
             numbers = part.host.numpy()[: 2 * part.size].reshape(2, part.size)[:, : part.rows].copy()
             tokens.append(numbers[0])
@@ -458,13 +463,12 @@ class CudaRunner:
 _NOTHING = np.zeros(0, dtype=np.int32)
 
 
-def _prompt_parts(control: Array | Tensor, shape: _PromptShape) -> tuple[Array, Array, Array, Array, Array, Array]:
-    """The parts of a prompt bucket's control buffer, on either side."""
-    tokens, draws, tiles = shape.tokens, shape.draws, shape.tiles
-    edges = np.cumsum([0, tokens, tokens, tokens, 4 * tiles, draws, draws])
-    parts = [control[start:stop] for start, stop in zip(edges[:-1], edges[1:], strict=True)]
-    parts[3] = parts[3].reshape(tiles, 4)
-    return tuple(parts)
+def _prompt_parts(control: Numbers, shape: _PromptShape) -> list[Numbers]:
+    """Of a prompt bucket's control buffer, on either side: tokens, positions, owners, tiles, rows and slots of draws."""
+    edges = np.cumsum([0, *[shape.tokens] * 3, 4 * shape.tiles, *[shape.draws] * 2]).tolist()
+    parts = [control[start:stop] for start, stop in itertools.pairwise(edges)]
+    parts[3] = parts[3].reshape(shape.tiles, 4)
+    return parts
 
 
 def _tiles(chunks: Sequence[Chunk]) -> list[tuple[int, int, int, int]]:

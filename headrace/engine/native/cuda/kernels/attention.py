@@ -26,9 +26,7 @@ def _read_tile(keys, values, line, at, is_read, head, keys_row, keys_head, value
     blocks = tl.load(line + at // BLOCK, mask=is_read, other=0).to(tl.int64)
     places = (blocks * BLOCK + at % BLOCK)[:, None]
     is_read = is_read[:, None]
-    k = tl.load(
-        keys + places * keys_row + head * keys_head + dim[None, :], mask=is_read & (dim < DIM)[None, :], other=0.0
-    )
+    k = tl.load(keys + places * keys_row + head * keys_head + dim[None, :], mask=is_read & (dim < DIM)[None, :], other=0.0)
     v = tl.load(
         values + places * values_row + head * values_head + value_dim[None, :],
         mask=is_read & (value_dim < VALUE_DIM)[None, :],
