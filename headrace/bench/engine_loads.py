@@ -55,7 +55,8 @@ def write_random_model(shape: dict[str, Any], folder: Path, *, dtype: str, seed:
 
     given = {name: value for name, value in shape.items() if name != "model_type"}
     config = AutoConfig.for_model(shape["model_type"], **given, bos_token_id=None, eos_token_id=None)
-    with torch.random.fork_rng():
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # drawing half a billion numbers takes a CPU long
+    with torch.random.fork_rng(), torch.device(device):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     model.save_pretrained(folder)
