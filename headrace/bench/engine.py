@@ -58,6 +58,8 @@ class Plan:
     """Of siblings."""
     once: Load
     """For peers too slow to be given a load of `loads`."""
+    blocks: int
+    """Of keys and values; 0 as many as the engine would take by itself."""
     turns: int
     probe_bytes: int
     """Copied to learn the memory's speed."""
@@ -89,6 +91,7 @@ def make_plan(device: str, *, quick: bool) -> Plan:
             tail=tail,
             group=Load.uniform(8, 1024, 64, is_group=True),
             once=once,
+            blocks=24 * 1024,
             turns=1 if quick else 3,
             probe_bytes=2 << 30,
             queued=4096,
@@ -103,17 +106,18 @@ def make_plan(device: str, *, quick: bool) -> Plan:
                 "scheduling per request": "≤ 100",
             },
         )
-    tail = Load.long_tail(8, 16, mean=12, cap=48) if quick else Load.long_tail(24, 32, mean=48, cap=256)
+    tail = Load.long_tail(8, 16, mean=12, cap=48) if quick else Load.long_tail(64, 32, mean=48, cap=256)
     return Plan(
         device=device,
         dtype="float32",
         shape=SMALL if quick else SMOLLM2_135M,
-        slots=32,
+        slots=64,
         context=512,
         loads=(Load.uniform(4, 16, 16) if quick else Load.uniform(16, 32, 32),),
         tail=tail,
         group=Load.uniform(4, 64, 8, is_group=True) if quick else Load.uniform(8, 256, 16, is_group=True),
         once=Load.uniform(4, 16, 8) if quick else Load.uniform(8, 32, 16),
+        blocks=0,
         turns=1 if quick else 3,
         probe_bytes=1 << 26 if quick else 1 << 28,
         queued=512 if quick else 4096,
@@ -182,7 +186,8 @@ def _speed_rows(plan: Plan, model_folder: str, vllm: VllmPeer | None) -> list[Ro
     if plan.device == "cuda":
         torch.cuda.empty_cache()
     model = load_model(model_folder, dtype=plan.dtype, device=plan.device)
-    core = EngineCore(model, name="bench", slots=plan.slots, context=plan.context)
+    core = EngineCore(model, name="bench", slots=plan.slots, context=plan.context, num_blocks=plan.blocks)
+    core.wait_warm()
     roofline = roofline_of(model, bandwidth=bandwidth)
     plain = load_plain(model_folder, dtype=plan.dtype, device=plan.device)
     vocabulary = int(model.config.get_text_config().vocab_size)
@@ -268,6 +273,7 @@ def _mismatch_rows(plan: Plan, model_folder: str, vllm: VllmPeer | None, *, has_
     requests, length = plan.mismatch
     model = load_model(model_folder, dtype=plan.dtype, device=plan.device)
     core = EngineCore(model, name="bench", slots=requests, context=min(plan.context, 1024))
+    core.wait_warm()
     workload = _mismatch_workload(model, model_folder, requests=requests, length=length, has_text=has_text)
     ours = list(generate(core, workload, seed=0).rollouts)
     groups = [ours]

@@ -106,8 +106,8 @@ class Load:
         return replace(self, lengths=tuple(min(length, own) for own in self.lengths))
 
     def draw(self, *, vocabulary: int, seed: int) -> Workload:
-        """The requests of one turn."""
-        random = np.random.default_rng(seed)
+        """The requests of one turn; no prompt begins as one of another turn or load does, so that nothing is cached."""
+        random = np.random.default_rng([seed, *self.name.encode()])
         count = len(self.lengths)
         prompts = random.integers(1, vocabulary, size=(1 if self.is_group else count, self.prompt_tokens)).tolist()
         return Workload(tuple(map(tuple, prompts * (count if self.is_group else 1))), self.lengths, is_group=self.is_group)

@@ -151,7 +151,8 @@ def scheduling_cost(*, requests: int, repetitions: int, slots: int = 256, tokens
     That is submitting, admitting, the bookkeeping of every step, drawing tokens from a vocabulary of a hundred, and
     making the finished rollout.
     """
-    core = EngineCore(_stubbed_model(), name="bench", slots=slots, context=64, num_blocks=slots * 4 + 1)
+    core = EngineCore(_tiny_model(), name="bench", slots=slots, context=64, num_blocks=slots * 4 + 1)
+    _stub(core.model)
     seen = []
     for repetition in range(repetitions + 1):  # the first warms up
         waiting = [
@@ -170,14 +171,16 @@ def scheduling_cost(*, requests: int, repetitions: int, slots: int = 256, tokens
     return statistics.median(seen[1:])
 
 
-def _stubbed_model() -> PreTrainedModel:
-    """`builtin:tiny` whose layers take no time: hidden states are zeros."""
+def _tiny_model() -> PreTrainedModel:
     tokenizer = build_tokenizer()
-    model = prepare(Qwen3ForCausalLM(build_config(ModelSettings(), tokenizer)), name="builtin:tiny")
+    return prepare(Qwen3ForCausalLM(build_config(ModelSettings(), tokenizer)), name="builtin:tiny")
+
+
+def _stub(model: PreTrainedModel) -> None:
+    """Let a model's layers take no time: hidden states are zeros."""
     width = int(model.config.hidden_size)
 
     def forward(input_ids: torch.Tensor, **_: object) -> SimpleNamespace:
         return SimpleNamespace(last_hidden_state=torch.zeros(*input_ids.shape, width))
 
     model.base_model.forward = forward
-    return model

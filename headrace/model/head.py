@@ -63,14 +63,14 @@ class Head:
     @property
     def bias(self) -> Tensor | None:
         bias: Tensor | None = getattr(self._linear, "bias", None)
-        return bias
+        return None if bias is None else bias.to(self.weight.dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, vocabulary] float32, before temperature."""
         rows = hidden.shape[0]
         if self._exact:
             hidden = F.pad(hidden, (0, 0, 0, -rows % EXACT_ROWS))
-        logits: Tensor = self._linear(hidden.to(self.weight.dtype)).float()
+        logits: Tensor = F.linear(hidden.to(self.weight.dtype), self.weight, self.bias).float()
         if self.divisor is not None:
             logits = logits / self.divisor
         if self.factor is not None:

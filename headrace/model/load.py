@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _WIDE = "headrace_wide_residual"
+_MATRIX = 2
 SERVED_LAYERS = {"full_attention", "sliding_attention"}
 
 
@@ -69,12 +70,21 @@ def prepare(model: PreTrainedModel, *, name: str, exact: bool = False) -> PreTra
 
 
 def _widen_residual(model: PreTrainedModel) -> None:
-    """Let a bfloat16 model carry its residual stream in float32, as the trainer does: its weights are float32 and its
-    products bfloat16, under autocast. Only the products of weights and the cache stay bfloat16."""
+    """Let a bfloat16 model compute as the trainer does, whose weights are float32 and whose products are bfloat16, under
+    autocast: the residual stream and the norms are float32; matrices, their products and the cache are bfloat16."""
     is_narrow = next(model.parameters()).dtype == torch.bfloat16
     if is_narrow and not hasattr(model, _WIDE) and not _has_experts(model):
         setattr(model, _WIDE, True)
         model.get_input_embeddings().register_forward_hook(_as_float32)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(served_dtype(model, parameter, torch.bfloat16))
+
+
+def served_dtype(model: PreTrainedModel, tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which an engine that runs a model in `dtype` holds one of its tensors."""
+    if not tensor.is_floating_point():
+        return tensor.dtype
+    return torch.float32 if tensor.ndim < _MATRIX and not _has_experts(model) else dtype
 
 
 def _as_float32(module: nn.Module, given: tuple[Any, ...], embedded: Tensor) -> Tensor:
@@ -187,8 +197,10 @@ def _explained(path: str, what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
+    was_enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
-        transformers_logging.enable_progress_bar()
+        if was_enabled:
+            transformers_logging.enable_progress_bar()

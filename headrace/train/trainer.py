@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers.utils import logging as transformers_logging
 
 from headrace.model.head import Head
+from headrace.model.load import served_dtype
 from headrace.model.packing import Packed, micro_batches, pack, packed_logprobs
 from headrace.model.weights import named_tensors
 from headrace.staleness import importance_weights
@@ -95,9 +96,9 @@ class DeviceTrainer:
         return {"grad_norm": norm if is_finite else -1.0, "skipped": float(not is_finite), "learning_rate": learning_rate}
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Weights are float32 here, so that small steps are not lost, and leave in the dtype the engine runs."""
+        """Weights are float32 here, so that small steps are not lost, and leave in the dtypes the engine holds them in."""
         for name, tensor in named_tensors(self.model):
-            yield name, tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+            yield name, tensor.to(served_dtype(self.model, tensor, self._dtype))
 
     def save(self, folder: Path) -> None:
         transformers_logging.disable_progress_bar()

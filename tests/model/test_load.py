@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from families import FAMILIES, make
 from safetensors.torch import load_file, save_file
-from test_families import FAMILIES, make
 
 from headrace.cli import main
 from headrace.model.load import ModelError, load_model

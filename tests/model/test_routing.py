@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from test_families import FAMILIES, MOE, SMALL, make
+from families import FAMILIES, MOE, SMALL, make
 
 from headrace.model.attention import PackedContext
 from headrace.model.load import ModelError, hidden_states, prepare

@@ -23,7 +23,7 @@ class CachedRows:
     positions: Tensor
     """[batch, rows] of the tokens in their rollouts."""
     places: Tensor
-    """[batch, keys] flat cache places of all tokens up to the last, padded to whole blocks."""
+    """[batch, keys] flat cache places of all tokens up to the last, padded to whole blocks with the place of the first."""
 
 
 class StepContext:

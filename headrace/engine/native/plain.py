@@ -125,8 +125,10 @@ class PlainRunner:
         rows = []
         for owners, positions in groups:
             blocks = math.ceil((int(positions.max()) + 1) / size)
-            places = slots.table[owners, :blocks, None] * size + np.arange(size)
-            rows.append(CachedRows(self._to_device(positions), self._to_device(places.reshape(len(owners), blocks * size))))
+            places = (slots.table[owners, :blocks, None] * size + np.arange(size)).reshape(len(owners), blocks * size)
+            # What lies after a rollout's last token is someone else's. It may be NaN, and no mask helps: 0 × NaN is NaN.
+            places = np.where(np.arange(blocks * size) <= positions[:, -1:], places, places[:, :1])
+            rows.append(CachedRows(self._to_device(positions), self._to_device(places)))
         return rows
 
     def _recording(self, context: StepContext) -> contextlib.AbstractContextManager[object]:

@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from headrace.engine.protocol import Increment
     from headrace.types import Array, Rollout, Sampling
 
+    Beginning = tuple[tuple[str, int] | None, bytes]
+    """Where a rollout was forked, if it was, and its token ids: those of whom both are equal share their keys and values."""
+
 
 @dataclass(eq=False, slots=True)
 class Request:
@@ -41,7 +44,7 @@ class Request:
     masks: list[Array] = field(default_factory=list)
     told: int = 0
     """New tokens of it that `growth` has given out."""
-    leads: bytes | None = None
+    leads: Beginning | None = None
     """The prompt it computes for whoever else begins with it."""
 
 

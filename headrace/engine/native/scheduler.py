@@ -23,6 +23,7 @@ from headrace.types import FinishReason
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator
 
+    from headrace.engine.native.request import Beginning
     from headrace.engine.native.work import Runner, Slots
     from headrace.types import Array
 
@@ -44,7 +45,7 @@ class Scheduler:
         self._most_draws, self._most_tokens = most_draws, most_tokens
         self._computing: OrderedDict[Request, None] = OrderedDict()
         """Those whose prompt is not complete, followers apart."""
-        self._leaders: dict[bytes, Request] = {}
+        self._leaders: dict[Beginning, Request] = {}
         self._pins: OrderedDict[str, Pinned | None] = OrderedDict()
         self._copies_before: list[tuple[int, int]] = []
         self._free_slots = list(range(slots - 1, -1, -1))
@@ -127,8 +128,8 @@ class Scheduler:
         token_ids = rollout.token_ids if saved is None else np.concatenate([rollout.token_ids, saved.token_ids])
         length = len(token_ids)
         reserve = len(self.running) // 4 + 1 if self.running else 0  # those that run will soon want more
-        whole = token_ids.tobytes()
-        leader = self._leaders.get(whole)
+        beginning = rollout.parent, token_ids.tobytes()  # a fork may go on from older keys than the same tokens elsewhere
+        leader = self._leaders.get(beginning)
         if leader is not None and len(leader.followers) + 1 < self._most_draws:
             is_placed = self._follow(request, leader, length, reserve)
         else:
@@ -152,7 +153,7 @@ class Scheduler:
         request.started = request.started or time.time()
         if leader is None:
             self._computing[request] = None
-            self._leaders[whole], request.leads = request, whole
+            self._leaders[beginning], request.leads = request, beginning
         runner.begin(slot)
         return True
 
@@ -180,7 +181,8 @@ class Scheduler:
         request.blocks = shared + self.pool.take(needed)
         request.computed, request.chain, request.remembered = computed, chain, len(shared)
         if source is not None:
-            self._copies_before.append((source, request.blocks[computed // size]))
+            earlier = {target: origin for origin, target in self._copies_before}  # all copies of a step are made at once
+            self._copies_before.append((earlier.get(source, source), request.blocks[computed // size]))
         return True
 
     def _beginning(self, request: Request, token_ids: Array) -> tuple[list[int], int, int | None, Hashable]:
@@ -190,7 +192,7 @@ class Scheduler:
         pinned = None if parent is None else self._lookup(parent[0])
         if parent is not None and pinned is not None:
             covered = min(most, parent[1], pinned.computed)
-            if np.array_equal(pinned.token_ids[:covered], token_ids[:covered]):
+            if covered > 0 and np.array_equal(pinned.token_ids[:covered], token_ids[:covered]):
                 source = pinned.blocks[covered // size] if covered % size else None
                 return pinned.blocks[: covered // size], covered, source, None
         found = self.pool.find(self._root, self._pieces(token_ids, 0, most // size))

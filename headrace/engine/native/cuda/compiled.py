@@ -129,7 +129,8 @@ def _frozen(value: Any) -> Any:  # noqa: ANN401  (a graph's arguments nest)
 def compile_layers(model: PreTrainedModel) -> None:
     """One compiled form of each kind of layer, for any number of rows."""
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _RECOMPILES)
-    options = {"post_grad_custom_pre_pass": _Once(), "combo_kernels": True}
+    # Rounded where the trainer rounds: what is fused keeps no more digits than what is computed step by step.
+    options = {"post_grad_custom_pre_pass": _Once(), "combo_kernels": True, "emulate_precision_casts": True}
     base = model.base_model
     for layer in base.layers:
         layer.compile(dynamic=True, fullgraph=True, options=options)
