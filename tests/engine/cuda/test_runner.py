@@ -248,6 +248,29 @@ def test_a_model_that_is_not_finite_fails_its_requests_and_keeps_no_blocks(sampl
 # Buckets
 
 
+def test_what_is_only_tried_changes_nothing_that_is_read() -> None:
+    """Before a step is captured it is tried out, by a thread beside the one that decodes."""
+    core, done = make_core(kernels=True, slots=2), {}
+    request(core, done, "cut", prompt(3), max_tokens=4, seed=1, top_k=3)
+    for _ in range(2):
+        core.step()
+    under_test = core.runner
+    buckets = [*under_test._decode.values(), *under_test._prompt.values()]
+    assert len(buckets) == 2
+    read = [under_test._allowed, *(bucket.out for bucket in buckets), *(bucket.control for bucket in buckets)]
+    read += [getattr(under_test._state, name) for name in ("tokens", "lengths", "alive", "table")]
+    before = [tensor.clone() for tensor in read]
+    cached = core.cache.keys[0][BLOCK:].clone()
+    for bucket in buckets:
+        with torch.no_grad():
+            under_test._scratch(bucket).run(core.model, True)
+    for now, then in zip(read, before, strict=True):
+        assert torch.equal(now, then)
+    assert torch.equal(core.cache.keys[0][BLOCK:], cached)
+    finish(core)
+    assert_same(done["cut"], alone(prompt(3), max_tokens=4, seed=1, top_k=3))
+
+
 def test_chunks_that_go_together_fit_the_largest_bucket() -> None:
     generator = np.random.default_rng(0)
     for tokens in (64, 256):
