@@ -126,7 +126,7 @@ def test_logits_are_scaled_as_the_model_says_before_temperature(scaling: dict[st
 def test_tokens_come_as_often_as_they_are_probable() -> None:
     probabilities = torch.zeros(20)
     probabilities[[0, 3, 15, 16, 19]] = torch.tensor([0.1, 0.4, 0.05, 0.25, 0.2])
-    rows = 250
+    rows = 160
     state = make_state([(1.0, 0, 1, 0)] * rows)
     logits = probabilities.log().repeat(rows, 1).to(DEVICE)
     tokens, logprobs = drawn(logits, state, list(range(rows)))
@@ -264,16 +264,17 @@ def test_a_stop_token_is_allowed_from_the_floor_on() -> None:
     assert allowed[:, STOP].tolist() == [True, True, False]
 
 
-def test_what_is_cut_stays_out_of_reach_of_a_softcap() -> None:
+def test_what_is_cut_stays_out_of_reach_of_a_softcap(monkeypatch: pytest.MonkeyPatch) -> None:
     """Capped, minus infinity would be minus the cap, which can be drawn."""
-    rows, softcap = 16, 1.0
+    monkeypatch.setattr(sampling, "_CHUNK", 64)
+    rows, softcap = 8, 1.0
     state = make_state([(2.0, 2, 1, 0)] * rows)
     logits = torch.arange(40.0, device=DEVICE).repeat(rows, 1) / 40
     scaling = Scaling(divisor=None, factor=None, softcap=softcap)
     allowed = cut_rows(logits, state, list(range(rows)), scaling=scaling)
     tokens, logprobs = drawn(logits, state, list(range(rows)), scaling=scaling)
     assert allowed.sum() == 2 * rows and allowed[:, 38:].all()
-    assert set(tokens.tolist()) == {38, 39}
+    assert set(tokens.tolist()) <= {38, 39}
     capped = [math.tanh(number / 40) / 2 for number in (38, 39)]
     log_total = math.log(sum(map(math.exp, capped)))
     expected = [capped[token - 38] - log_total for token in tokens.tolist()]

@@ -238,10 +238,14 @@ class CudaRunner:
         """More stop tokens than there was room for: the graphs that hold the old address are captured again."""
         wider = torch.full((self._nobody + 1, width), -1, dtype=torch.int32, device=self._device)
         wider[:, : self._state.stops.shape[1]] = self._state.stops
+        self._queue.settle()  # none of them is running
         with self._lock:
             self._state.stops = wider
             for bucket in (*self._decode.values(), *self._prompt.values()):
                 bucket.graphs.clear()
+            started, self._is_started = self._is_started, set()
+        for is_cut in sorted(started):
+            self.start_warming(is_cut=is_cut)
 
     def _launch_decode(self, decoding: Array) -> _Part:
         rows = len(decoding)
@@ -323,7 +327,7 @@ class CudaRunner:
     def _ints(self, *shape: int, fill: int = 0, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.full(shape, fill, dtype=dtype, device=self._device)
 
-    def _make_decode_bucket(self, size: int) -> _Bucket:
+    def _make_decode_bucket(self, size: int, *, is_scratch: bool = False) -> _Bucket:
         control = self._ints(1 + 4 * size)
         control[1 : 1 + size] = self._nobody
         out = self._ints(2, size)
@@ -337,11 +341,12 @@ class CudaRunner:
             lines.feed(control[1 : 1 + size], state, row_slots, tokens, positions, places, block=block)
             context = DecodeContext(state.table, row_slots, positions, places, block)
             hidden = self._hidden(model, tokens, positions, context)
-            return self._draw(hidden, row_slots, out, is_cut=is_cut)
+            allowed = self._allowed_rows(size, is_scratch=is_scratch) if is_cut else None
+            return self._draw(hidden, row_slots, out, allowed)
 
         return _Bucket(control, out, run, {})
 
-    def _make_prompt_bucket(self, shape: _PromptShape) -> _Bucket:
+    def _make_prompt_bucket(self, shape: _PromptShape, *, is_scratch: bool = False) -> _Bucket:
         control = self._ints(shape.control)
         tokens, positions, owners, tiles, rows, slots = _prompt_parts(control, shape)
         owners.fill_(self._nobody)
@@ -355,7 +360,8 @@ class CudaRunner:
             lines.find_places(owners, positions, state, places, block=block)
             context = PrefillContext(state.table, tiles, places, block)
             hidden = self._hidden(model, tokens, positions, context)
-            return self._draw(hidden.index_select(0, rows), slots, out, is_cut=is_cut)
+            allowed = self._allowed_rows(shape.draws, is_scratch=is_scratch) if is_cut else None
+            return self._draw(hidden.index_select(0, rows), slots, out, allowed)
 
         return _Bucket(control, out, run, {})
 
@@ -372,18 +378,25 @@ class CudaRunner:
         with routers.recording(keep):
             return hidden_states(model, tokens, positions, context)
 
-    def _draw(self, hidden: Tensor, slots: Tensor, out: Tensor, *, is_cut: bool) -> Tensor | None:
+    def _draw(self, hidden: Tensor, slots: Tensor, out: Tensor, allowed: Tensor | None) -> Tensor | None:
+        """Into `out`; what the rows may draw goes into `allowed` if some are cut."""
         logits = F.linear(hidden.to(self._head.weight.dtype), self._head.weight, self._head.bias)
-        allowed = sampling.cut(logits, slots, self._state, self._scaling, self._allowed_rows(len(slots))) if is_cut else None
+        if allowed is not None:
+            sampling.cut(logits, slots, self._state, self._scaling, allowed)
         sampling.draw(logits, slots, self._state, self._scaling, out[0], out[1].view(torch.float32))
         return allowed
 
-    def _allowed_rows(self, rows: int) -> Tensor:
-        """What cut rows may draw: one buffer for all buckets, since it is read right after each."""
-        if self._allowed is None:
-            most = max(self._decode_sizes[-1], self.most_draws)
-            self._allowed = torch.zeros((most, self._head.vocabulary), dtype=torch.bool, device=self._device)
-        return self._allowed[:rows]
+    def _allowed_rows(self, rows: int, *, is_scratch: bool = False) -> Tensor:
+        """What cut rows may draw: one buffer for all buckets, since it is read right after each. What is only tried, in a
+        thread beside the one that reads, gets its own."""
+        vocabulary = self._head.vocabulary
+        if is_scratch:
+            return torch.empty((rows, vocabulary), dtype=torch.bool, device=self._device)
+        with self._lock:
+            if self._allowed is None:
+                most = max(self._decode_sizes[-1], self.most_draws)
+                self._allowed = torch.empty((most, vocabulary), dtype=torch.bool, device=self._device)
+            return self._allowed[:rows]
 
     # Graphs, captured beside the thread that decodes
 
@@ -422,11 +435,15 @@ class CudaRunner:
                 compiled.compile_layers(self._twin)
         decode = [self._decode_bucket(size) for size in reversed(self._decode_sizes)]
         prompt = [self._prompt_bucket(shape) for shape in reversed(self._prompt_shapes)]
+        if is_cut:
+            self._allowed_rows(0)  # made now, so that no graph makes it
         stream = torch.cuda.Stream(self._device)
         began = time.perf_counter()
         for bucket in (decode[0], prompt[0], *decode[1:], *prompt[1:]):
             if self._is_closing:
                 return
+            if is_cut in bucket.graphs:
+                continue
             try:
                 self._capture(bucket, stream, is_cut=is_cut)
             except Exception:
@@ -440,7 +457,7 @@ class CudaRunner:
 
     def _capture(self, bucket: _Bucket, stream: torch.cuda.Stream, *, is_cut: bool) -> None:
         """Run once in buffers of the bucket's shape that nobody reads, every row nobody's; then capture with the real ones."""
-        scratch, model = self._scratch(bucket), self._twin
+        scratch, model, stops = self._scratch(bucket), self._twin, self._state.stops
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             scratch.run(model, is_cut)
@@ -449,15 +466,16 @@ class CudaRunner:
         with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
             allowed = bucket.run(model, is_cut)
         with self._lock:
-            bucket.graphs[is_cut] = (graph, allowed)
+            if self._state.stops is stops:  # or it points at memory that is nobody's: it will be captured again
+                bucket.graphs[is_cut] = (graph, allowed)
 
     def _scratch(self, bucket: _Bucket) -> _Bucket:
         """A bucket of the same shape to try things in, while the real one may be in use."""
         for size, each in self._decode.items():
             if each is bucket:
-                return self._make_decode_bucket(size)
+                return self._make_decode_bucket(size, is_scratch=True)
         tokens = next(tokens for tokens, each in self._prompt.items() if each is bucket)
-        return self._make_prompt_bucket(_PromptShape(tokens))
+        return self._make_prompt_bucket(_PromptShape(tokens), is_scratch=True)
 
 
 _NOTHING = np.zeros(0, dtype=np.int32)

@@ -1,0 +1,294 @@
+"""The engine with its kernels against the engine without: the same requests, step by step a step behind."""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from kernel_device import DEVICE
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from headrace.engine.native.core import EngineCore, Request
+from headrace.engine.native.cuda import ops, runner
+from headrace.engine.native.cuda.runner import CudaRunner
+from headrace.engine.native.work import Chunk
+from headrace.engine.protocol import NotFinite
+from headrace.model.load import prepare
+from headrace.types import FinishReason, Rollout, Sampling
+
+BLOCK = 4
+VOCABULARY = 40
+
+
+@pytest.fixture(autouse=True)
+def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter takes milliseconds for a program: small buckets, and keys are not split."""
+    monkeypatch.setattr(ops, "_MOST_SPLITS", 1)
+    monkeypatch.setattr(runner, "CudaRunner", functools.partial(CudaRunner, prompt_buckets=(4, 8)))
+
+
+def make_model() -> PreTrainedModel:
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        initializer_range=0.3,
+    )
+    torch.manual_seed(0)
+    return prepare(Qwen3ForCausalLM(config).float().eval().to(DEVICE), name="small")
+
+
+def text_of(token_ids: list[int]) -> str:
+    return "".join(chr(ord("A") + token) for token in token_ids)
+
+
+def make_core(*, kernels: bool, slots: int = 3, num_blocks: int = 0) -> EngineCore:
+    return EngineCore(
+        make_model(),
+        name="e",
+        slots=slots,
+        context=24,
+        block_size=BLOCK,
+        num_blocks=num_blocks,
+        decode=text_of,
+        kernels=kernels,
+        graphs=False,
+    )
+
+
+def prompt(length: int, *, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, VOCABULARY, size=length).tolist()
+
+
+def request(core: EngineCore, done: dict[str, Rollout], name: str, ids: list[int], **sampling: object) -> Request:
+    """Submitted; `done` has it when it has ended."""
+    given = Request(
+        Rollout.from_prompt(ids, id=name), Sampling(**sampling), on_done=lambda each: done.__setitem__(each.id, each)
+    )
+    core.submit(given)
+    return given
+
+
+def finish(core: EngineCore) -> None:
+    for _ in range(1000):
+        if not core.has_work:
+            return
+        core.step()
+    raise AssertionError("it does not end")
+
+
+def alone(ids: list[int], **sampling: object) -> Rollout:
+    """What the plain engine makes of one request."""
+    done: dict[str, Rollout] = {}
+    core = make_core(kernels=False, slots=1)
+    request(core, done, "alone", ids, **sampling)
+    finish(core)
+    return done["alone"]
+
+
+def assert_same(left: Rollout, right: Rollout) -> None:
+    assert left.token_ids.tolist() == right.token_ids.tolist()
+    np.testing.assert_allclose(left.logprobs, right.logprobs, atol=1e-5, rtol=0)
+    assert left.versions.tolist() == right.versions.tolist()
+    assert left.finish_reason == right.finish_reason
+    assert (left.sampling_mask is None) == (right.sampling_mask is None)
+    if left.sampling_mask is not None and right.sampling_mask is not None:
+        assert left.sampling_mask.ids.tolist() == right.sampling_mask.ids.tolist()
+        assert left.sampling_mask.offsets.tolist() == right.sampling_mask.offsets.tolist()
+
+
+KINDS = {
+    "whole": ({}, {"temperature": 0.0}, {"temperature": 0.6}),
+    "cut": ({"top_k": 5}, {"temperature": 0.0, "min_tokens": 3}, {"top_p": 0.8, "min_p": 0.05, "min_tokens": 2}, {}),
+}
+"""How the requests of one batch are drawn, in turn."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_kernels_draw_what_the_plain_engine_draws(kind: str) -> None:
+    """Siblings, prompts longer than a step, fewer slots than requests, and too few blocks for all that run."""
+    results = []
+    for core in (make_core(kernels=False, slots=8), make_core(kernels=True, num_blocks=7)):
+        assert core.runner.ahead == (1 if isinstance(core.runner, CudaRunner) else 0)
+        done: dict[str, Rollout] = {}
+        for index, length in enumerate([1, 1, 10, 10, 7, 5]):
+            sampling = {"max_tokens": 6, "seed": index, "stop_ids": (5, 6, 7, 8, 9), **KINDS[kind][index % len(KINDS[kind])]}
+            request(core, done, str(index), prompt(length, seed=length), **sampling)
+        finish(core)
+        assert len(done) == 6
+        results.append(done)
+    assert core.scheduler.num_retractions > 0
+    assert core.num_free_blocks == 6 and core.num_running == core.num_waiting == 0
+    plain, with_kernels = results
+    for name, rollout in plain.items():
+        assert_same(with_kernels[name], rollout)
+    assert {rollout.finish_reason for rollout in plain.values()} == {FinishReason.STOP, FinishReason.LENGTH}
+
+
+def test_more_siblings_than_a_step_may_draw_for() -> None:
+    core, done = make_core(kernels=True, slots=10), {}
+    assert core.runner.most_draws < 10
+    for member in range(10):
+        request(core, done, str(member), prompt(6), max_tokens=2, seed=member)
+    finish(core)
+    for member in range(10):
+        assert_same(done[str(member)], alone(prompt(6), max_tokens=2, seed=member))
+
+
+def test_more_stop_tokens_than_there_was_room_for() -> None:
+    ids = prompt(5)
+    first = alone(ids, max_tokens=8, seed=3)
+    last = int(first.token_ids[-1])
+    at = first.token_ids.tolist().index(last, len(ids))
+    others = tuple(token for token in range(VOCABULARY) if token not in first.token_ids[len(ids) : at + 1])[:20]
+    assert len(others) == 20
+    core, done = make_core(kernels=True, slots=2), {}
+    request(core, done, "few", ids, max_tokens=8, seed=3)
+    core.step()
+    request(core, done, "many", ids, max_tokens=8, seed=3, stop_ids=(*others, last))
+    finish(core)
+    assert_same(done["few"], first)
+    assert done["many"].token_ids.tolist() == first.token_ids[: at + 1].tolist()
+    assert done["many"].finish_reason is FinishReason.STOP
+
+
+# A step is under way
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_what_is_cancelled_while_a_step_is_under_way_reaches_nobody(steps: int) -> None:
+    core, done = make_core(kernels=True, slots=1), {}
+    first = request(core, done, "first", prompt(3), max_tokens=12, seed=1)
+    told: list[int] = []
+    first.on_tokens = lambda increment: told.extend(increment.token_ids)
+    for _ in range(steps):
+        core.step()
+    assert len(told) == steps - 1  # one draw is not known yet
+    core.cancel(first)
+    request(core, done, "second", prompt(5, seed=1), max_tokens=6, seed=2)
+    finish(core)
+    assert list(done) == ["second"] and len(told) == steps - 1
+    assert_same(done["second"], alone(prompt(5, seed=1), max_tokens=6, seed=2))
+    assert core.num_free_blocks == core.cache.num_blocks - 1
+
+
+def test_a_stop_string_ends_a_rollout_of_which_more_was_drawn() -> None:
+    ids, other = prompt(3), prompt(9, seed=1)
+    whole = alone(ids, max_tokens=10, seed=1)
+    stop = text_of(whole.token_ids[len(ids) + 2 : len(ids) + 4].tolist())
+    expected = alone(ids, max_tokens=10, seed=1, stop=(stop,))
+    assert len(ids) < len(expected) < len(whole) and expected.finish_reason is FinishReason.STOP
+    core, done = make_core(kernels=True, slots=1), {}
+    request(core, done, "stopped", ids, max_tokens=10, seed=1, stop=(stop,))
+    request(core, done, "next", other, max_tokens=6, seed=2)
+    finish(core)
+    assert_same(done["stopped"], expected)
+    assert_same(done["next"], alone(other, max_tokens=6, seed=2))
+
+
+def test_a_token_has_the_version_of_the_weights_that_drew_it() -> None:
+    """Weights change while a step is under way: what it draws is still the old weights'."""
+    results = []
+    for kernels in (False, True):
+        core, done = make_core(kernels=kernels, slots=2), {}
+        request(core, done, "long", prompt(6), max_tokens=7, seed=1)
+        core.step()
+        request(core, done, "short", prompt(4, seed=1), max_tokens=7, seed=2)
+        core.step()
+        weights = core.model.get_output_embeddings().weight
+        core.exchange_weights(SimpleNamespace(exchange=lambda weights=weights: weights.data.mul_(-1.0)))
+        core.changed_weights(policy="policy", lineage="l", version=3)
+        finish(core)
+        results.append(done)
+    for name, drawn_before in (("long", 2), ("short", 1)):
+        plain, with_kernels = (done[name] for done in results)
+        assert_same(with_kernels, plain)
+        assert with_kernels.versions[-7:].tolist() == [0] * drawn_before + [3] * (7 - drawn_before)
+
+
+def test_blocks_given_to_a_slot_do_not_reach_its_next_rollout() -> None:
+    core, done = make_core(kernels=True, slots=1), {}
+    given = request(core, done, "first", prompt(3), max_tokens=9, seed=1)
+    core.step()
+    slot = given.slot
+    core.runner.grow(slot, 5, 9)  # as for a rollout that grows and is retracted before the next launch
+    core.scheduler.retract(given)
+    core.step()
+    core.step()  # blocks are given out with the first decode step
+    assert given.slot == slot
+    table = core.runner._state.table.cpu().numpy()
+    assert table[slot, : len(given.blocks)].tolist() == given.blocks and table[slot, 5] == 0
+    finish(core)
+    assert_same(done["first"], alone(prompt(3), max_tokens=9, seed=1))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter
+@pytest.mark.parametrize("kernels", [False, True])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.0}, {"top_k": 3}], ids=["random", "greedy", "cut"])
+def test_a_model_that_is_not_finite_fails_its_requests_and_keeps_no_blocks(sampling: dict[str, float], kernels: bool) -> None:
+    core, done, failed = make_core(kernels=kernels, slots=2), {}, []
+    for seed in range(3):
+        request(core, done, str(seed), prompt(3, seed=seed), max_tokens=5, seed=seed, **sampling).on_failed = failed.append
+    core.step()
+    core.model.get_output_embeddings().weight.data[7] = float("nan")
+    finish(core)
+    assert not done and [type(error) for error in failed] == [NotFinite] * 3
+    assert core.num_free_blocks == core.cache.num_blocks - 1
+
+
+# Buckets
+
+
+def test_what_is_only_tried_changes_nothing_that_is_read() -> None:
+    """Before a step is captured it is tried out, by a thread beside the one that decodes."""
+    core, done = make_core(kernels=True, slots=2), {}
+    request(core, done, "cut", prompt(3), max_tokens=4, seed=1, top_k=3)
+    for _ in range(2):
+        core.step()
+    under_test = core.runner
+    buckets = [*under_test._decode.values(), *under_test._prompt.values()]
+    assert len(buckets) == 2
+    read = [under_test._allowed, *(bucket.out for bucket in buckets), *(bucket.control for bucket in buckets)]
+    read += [getattr(under_test._state, name) for name in ("tokens", "lengths", "alive", "table")]
+    before = [tensor.clone() for tensor in read]
+    cached = core.cache.keys[0][BLOCK:].clone()
+    for bucket in buckets:
+        with torch.no_grad():
+            under_test._scratch(bucket).run(core.model, True)
+    for now, then in zip(read, before, strict=True):
+        assert torch.equal(now, then)
+    assert torch.equal(core.cache.keys[0][BLOCK:], cached)
+    finish(core)
+    assert_same(done["cut"], alone(prompt(3), max_tokens=4, seed=1, top_k=3))
+
+
+def test_chunks_that_go_together_fit_the_largest_bucket() -> None:
+    generator = np.random.default_rng(0)
+    for tokens in (64, 256):
+        shape = runner._PromptShape(tokens)
+        for _ in range(50):
+            sizes = generator.integers(1, [3, 200][int(generator.integers(2))], size=int(generator.integers(1, 150)))
+            chunks = [Chunk(slot, 5, 5 + min(int(size), tokens), [slot]) for slot, size in enumerate(sizes)]
+            batches = runner._batches(chunks, shape)
+            assert [chunk for batch in batches for chunk in batch] == chunks
+            for batch in batches:
+                assert 0 < sum(map(len, batch)) <= shape.tokens
+                assert sum(len(chunk.draws) for chunk in batch) <= shape.draws
+                assert len(runner._tiles(batch)) <= shape.tiles
+
+
+@pytest.mark.parametrize("slots", [1, 4, 5, 100, 1024, 3000])
+def test_every_number_of_rows_has_a_bucket_that_is_not_much_larger(slots: int) -> None:
+    sizes = runner.decode_buckets(slots)
+    assert sizes[-1] == slots and sizes == sorted(set(sizes))
+    for rows in range(4, slots + 1):
+        assert next(size for size in sizes if size >= rows) < 2 * rows + 1

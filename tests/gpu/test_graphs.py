@@ -1,0 +1,120 @@
+"""Captured steps against the same steps run eagerly."""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from headrace.engine.native.core import EngineCore, Request
+from headrace.model.load import prepare
+from headrace.types import Rollout, Sampling
+
+if TYPE_CHECKING:
+    from headrace.engine.native.cuda.runner import CudaRunner
+
+SMALL = {
+    "vocab_size": 101,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+
+
+@pytest.fixture(autouse=True)
+def _few_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    from headrace.engine.native.cuda import runner
+
+    monkeypatch.setattr(runner, "CudaRunner", functools.partial(runner.CudaRunner, prompt_buckets=(64, 128)))
+
+
+def make_core(*, graphs: bool, is_moe: bool = False) -> EngineCore:
+    config = transformers.Qwen3MoeConfig(**SMALL, **MOE) if is_moe else transformers.Qwen3Config(**SMALL)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).float().eval().to("cuda")
+    core = EngineCore(prepare(model, name="small"), name="e", slots=6, context=96, kernels=True, graphs=graphs, num_blocks=24)
+    core.wait_warm()
+    return core
+
+
+def generate(core: EngineCore, **sampling: object) -> dict[str, Rollout]:
+    done: dict[str, Rollout] = {}
+    for index in range(16):
+        ids = np.random.default_rng(index // 2).integers(0, 101, size=1 + 9 * (index // 2))
+        given = Sampling(max_tokens=20, seed=index, stop_ids=(5, 6), **sampling)
+        core.submit(
+            Request(Rollout.from_prompt(ids, id=str(index)), given, on_done=lambda each: done.__setitem__(each.id, each))
+        )
+    while core.has_work:
+        core.step()
+    assert core.num_free_blocks == core.cache.num_blocks - 1
+    return done
+
+
+def assert_same(left: dict[str, Rollout], right: dict[str, Rollout]) -> None:
+    assert left.keys() == right.keys()
+    for name, rollout in left.items():
+        assert rollout.token_ids.tolist() == right[name].token_ids.tolist(), name
+        np.testing.assert_allclose(rollout.logprobs, right[name].logprobs, atol=1e-4, rtol=0)
+
+
+def captured(core: EngineCore, *, is_cut: bool) -> bool:
+    """Whether every bucket has its graph; a bucket without one is run eagerly."""
+    runner: CudaRunner = core.runner  # type: ignore[assignment]  (the runner of a core with kernels)
+    buckets = [*runner._decode.values(), *runner._prompt.values()]
+    return bool(buckets) and all(is_cut in bucket.graphs for bucket in buckets)
+
+
+def test_replayed_steps_draw_what_eager_ones_draw() -> None:
+    eager, graphs = make_core(graphs=False), make_core(graphs=True)
+    assert captured(graphs, is_cut=False) and not captured(eager, is_cut=False)
+    for sampling in ({}, {"temperature": 0.0}):
+        assert_same(generate(graphs, **sampling), generate(eager, **sampling))
+
+
+def test_cut_steps_are_captured_once_there_are_some_and_keep_their_masks() -> None:
+    eager, graphs = make_core(graphs=False), make_core(graphs=True)
+    sampling = {"top_k": 7, "top_p": 0.9, "min_tokens": 4}
+    expected = generate(eager, **sampling)
+    assert not captured(graphs, is_cut=True)
+    for _ in range(2):  # eagerly, beside the thread that captures; then replayed
+        found = generate(graphs, **sampling)
+        assert_same(found, expected)
+        for name, rollout in expected.items():
+            assert rollout.sampling_mask is not None
+            assert found[name].sampling_mask.ids.tolist() == rollout.sampling_mask.ids.tolist()
+        graphs.wait_warm()
+    assert captured(graphs, is_cut=True)
+
+
+def test_replayed_steps_see_exchanged_weights() -> None:
+    cores = [make_core(graphs=False), make_core(graphs=True)]
+    before = generate(cores[1])
+    for core in cores:
+        weights = core.arena.views["model.layers.1.mlp.down_proj.weight"]
+        core.exchange_weights(SimpleNamespace(exchange=lambda weights=weights: weights.mul_(-1.0)))
+        core.changed_weights(policy="policy", lineage="l", version=1)
+    eager, graphs = map(generate, cores)
+    assert_same(graphs, eager)
+    assert any(graphs[name].token_ids.tolist() != before[name].token_ids.tolist() for name in before)
+    assert all((rollout.versions[rollout.is_sampled] == 1).all() for rollout in graphs.values())
+
+
+def test_replayed_steps_record_which_experts_they_took() -> None:
+    eager, graphs = make_core(graphs=False, is_moe=True), make_core(graphs=True, is_moe=True)
+    assert captured(graphs, is_cut=False)
+    expected, found = generate(eager), generate(graphs)
+    assert_same(found, expected)
+    for name, rollout in expected.items():
+        assert np.array_equal(found[name].expert_routing, rollout.expert_routing), name
