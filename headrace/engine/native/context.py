@@ -48,7 +48,7 @@ class StepContext:
         self._allowed: dict[tuple[int, int | None], Tensor] = {}
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        layer = int(module.layer_idx)  # type: ignore[arg-type]  (every attention of transformers knows its layer)
+        layer = int(module.layer_idx)  # type: ignore[arg-type]  # every attention of transformers knows its layer
         self._cache.write(layer, self.places, key, value)
         done, parts = self._num_prompt_rows, []
         if self._prompts is not None:
