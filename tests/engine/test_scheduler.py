@@ -315,6 +315,18 @@ def test_a_fork_of_a_parent_computed_again_goes_on_from_its_new_keys() -> None:
     assert_nothing_is_held(core)
 
 
+def test_what_ran_across_a_swap_is_remembered_under_no_version(model) -> None:
+    """Not even under its own, when a version is loaded again: its first keys may be of other weights."""
+    core = make_core(model)
+    across = ask(core, prompt(4, id="across"), Sampling(max_tokens=30))
+    for _ in range(3):
+        core.step()
+    core.changed_weights(policy="policy", lineage="", version=core.version)
+    run(core)
+    ask(core, Rollout.from_prompt(across.done.token_ids, id="after"), Sampling(max_tokens=1))
+    assert prompt_rows(run(core)) == 34
+
+
 def test_a_fork_of_a_sibling_that_waits_finds_what_the_first_one_computed(model) -> None:
     """A parent that has computed nothing of its own yet is no reason to compute a known prompt again."""
     core = make_core(model, most_tokens=8)
