@@ -96,7 +96,7 @@ def generate(core: EngineCore, rollout: Rollout, sampling: Sampling) -> Rollout:
 
 def assert_same_draws(left: Rollout, right: Rollout) -> None:
     """Token for token, and logprobs as close as float32 sums in another order are."""
-    assert left.token_ids.tolist() == right.token_ids.tolist()
+    np.testing.assert_array_equal(left.token_ids, right.token_ids)
     np.testing.assert_allclose(left.logprobs, right.logprobs, atol=TOLERANCE, rtol=TOLERANCE)
 
 

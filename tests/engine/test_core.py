@@ -82,6 +82,23 @@ def test_few_blocks_only_make_requests_wait(tiny_model: str) -> None:
         EngineCore(model, name="e", slots=16, context=64, num_blocks=3)
 
 
+def test_a_draw_from_the_whole_vocabulary_has_no_mask_in_any_company(tiny_model: str) -> None:
+    """Once stop tokens may be drawn nothing is cut off, and beside a neighbour with top-k it is not said otherwise."""
+    model = load_model(tiny_model)
+    early = Sampling(max_tokens=8, min_tokens=3, stop_ids=(1,), seed=4)
+    masks = []
+    for others in ([], [Sampling(max_tokens=20, top_k=5)]):
+        core, done = EngineCore(model, name="e", slots=2, context=64), {}
+        for index, sampling in enumerate([early, *others]):
+            prompt = Rollout.from_prompt([7, 8, 9 + index], id=str(index))
+            core.submit(Request(prompt, sampling, on_done=lambda r, done=done: done.__setitem__(r.id, r)))
+        while core.has_work:
+            core.step()
+        masks.append(done["0"].sampling_mask)
+    assert masks[0] == masks[1]
+    assert [len(masks[1].row(index)) for index in range(3, 11)] == [core.head.vocabulary - 1] * 3 + [0] * 5
+
+
 def test_blocks_are_handed_out_once() -> None:
     pool = BlockPool(10)
     first, second = pool.take(4), pool.take(5)

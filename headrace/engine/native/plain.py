@@ -106,7 +106,8 @@ class PlainRunner:
         drawn = draw(logits, self._sampling_rows(drawing), numbers)
         allowed = None
         if drawn.allowed is not None:
-            allowed = [np.flatnonzero(row).astype(np.int32) for row in drawn.allowed.cpu().numpy()]
+            # A row that may draw anything is not restricted, whatever its neighbours are: it has no ids rather than all.
+            allowed = [np.flatnonzero(row & ~row.all()).astype(np.int32) for row in drawn.allowed.cpu().numpy()]
         order = _order(drawing, work.slots)
         return Drawn(
             token_ids=drawn.token_ids.cpu().numpy()[order],

@@ -359,14 +359,11 @@ class Scheduler:
                 self.pool.give_back(before.blocks)
 
     def _lookup(self, rollout_id: str) -> Pinned | None:
-        """A pinned rollout, or one that runs."""
-        pinned = self._pins.get(rollout_id)
-        if pinned is not None:
-            return pinned
+        """A rollout that runs, or else one pinned: what a pinned one left when it was retracted is older than what it has."""
         for request in self.running.values():
-            if request.rollout.id == rollout_id:
+            if request.rollout.id == rollout_id and self.computed(request) > 0:
                 return Pinned(self.slots.tokens[request.slot], request.blocks, self.computed(request))
-        return None
+        return self._pins.get(rollout_id)
 
     def _drop_a_pin(self) -> bool:
         """Its memory is wanted: who goes on from it computes it again."""
