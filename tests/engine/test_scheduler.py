@@ -262,7 +262,7 @@ def test_a_fork_of_a_fork_that_begins_in_the_same_step(model) -> None:
     parent = generate(core, prompt(12, id="parent"), Sampling(max_tokens=20))
     first = parent.forked(22, id="first")
     second = first.forked(20, id="second")
-    asked = {fork.id: ask(core, fork, Sampling(max_tokens=9, seed=7)) for fork in (second, first)}
+    asked = {fork.id: ask(core, fork, Sampling(max_tokens=9, seed=7)) for fork in (first, second)}
     assert prompt_rows(run(core)) == 2
     for fork, each in zip((first, second), (asked["first"], asked["second"]), strict=True):
         alone = generate(make_core(model), fork, Sampling(max_tokens=9, seed=7))

@@ -190,7 +190,11 @@ class Storm:
             self.use(self.weights)
         self.core.changed_weights(policy="policy", lineage="life", version=self.version)
         for each in self.told.values():
-            if each.asked.request in self.core.scheduler.waiting:
+            if (
+                each.asked.request.slot < 0
+                and each.asked.request not in self.core.scheduler.retracted
+                and not each.asked.is_over
+            ):
                 is_fork = each.asked.request.rollout.parent is not None
                 each.is_from_older_keys |= is_fork and each.weights != {self.weights}
                 each.weights = {self.weights}

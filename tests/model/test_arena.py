@@ -229,7 +229,7 @@ def test_the_allocator_is_asked_once_per_dtype_and_its_answer_checked() -> None:
     assert sorted(asked) == sorted((flat.numel() * flat.element_size(), "cpu") for flat in arena.flat.values())
     assert sum(num_bytes for num_bytes, _ in asked) == arena.num_bytes
     arena.like()
-    assert asked[: len(asked) // 2] == asked[len(asked) // 2 :]
+    assert len(asked) == len(arena.flat)  # a second arena lies in torch's own memory
     for wrong in (
         lambda num_bytes, device: garbage(num_bytes + 8, device)[8:],
         lambda num_bytes, device: garbage(num_bytes, device)[1:],

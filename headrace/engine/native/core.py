@@ -145,7 +145,7 @@ class EngineCore:
 
     @property
     def num_waiting(self) -> int:
-        return len(self.scheduler.waiting) + len(self.scheduler.retracted)
+        return self.scheduler.num_waiting + len(self.scheduler.retracted)
 
     @property
     def num_begun(self) -> int:
@@ -158,7 +158,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        is_wanted = bool(self.num_begun) or bool(self._flights) or bool(self.scheduler.waiting and self.is_admitting)
+        is_wanted = bool(self.num_begun) or bool(self._flights) or bool(self.scheduler.num_waiting and self.is_admitting)
         return is_wanted and not self.is_asleep
 
     def submit(self, request: Request) -> None:

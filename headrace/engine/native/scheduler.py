@@ -35,7 +35,9 @@ class Scheduler:
         self.slots, self.block_size = lines, block_size
         slots, self.context = lines.tokens.shape
         self.pool = BlockPool(num_blocks)
-        self.waiting: OrderedDict[Request, None] = OrderedDict()
+        self._new: OrderedDict[Request, None] = OrderedDict()
+        self._resumed: OrderedDict[Request, None] = OrderedDict()
+        """Rollouts that were aborted, and wait to go on."""
         self.retracted: OrderedDict[Request, None] = OrderedDict()
         self.running: dict[int, Request] = {}
         """By slot, in the order of admission; those still computing their prompt are among them."""
@@ -59,14 +61,18 @@ class Scheduler:
     # What waits
 
     def submit(self, request: Request) -> None:
-        self.waiting[request] = None
-        if request.rollout.finish_reason is FinishReason.ABORT:
-            self.waiting.move_to_end(request, last=False)  # interrupted by new weights: it goes on before anything new begins
+        is_interrupted = request.rollout.finish_reason is FinishReason.ABORT  # it goes on before anything new begins
+        (self._resumed if is_interrupted else self._new)[request] = None
 
     def withdraw(self, request: Request) -> None:
         """Forget one that waits."""
-        self.waiting.pop(request, None)
-        self.retracted.pop(request, None)
+        for queue in (self.retracted, self._resumed, self._new):
+            queue.pop(request, None)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have not begun."""
+        return len(self._resumed) + len(self._new)
 
     # One step
 
@@ -108,11 +114,13 @@ class Scheduler:
             self.retract(last)
             if last is request:
                 return False
+            if not len(self.pool):
+                self._drop_a_pin()  # what was taken back is pinned, or shared with what runs
         return True
 
     def _admit(self, runner: Runner) -> None:
         while self._free_slots:
-            queue = self.retracted or (self.waiting if self.is_admitting else None)
+            queue = self.retracted or ((self._resumed or self._new) if self.is_admitting else None)
             if not queue:
                 return
             request = next(iter(queue))

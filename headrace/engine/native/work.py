@@ -33,10 +33,18 @@ class Slots:
         """Whoever asked wants more than its end: each token, a mask, a stop string."""
         self.is_cut = np.zeros(slots, dtype=bool)
         """Some tokens cannot be drawn, or not yet."""
+        self.is_truncated = np.zeros(slots, dtype=bool)
+        """By top-k, top-p or min-p: in every draw."""
         self.flying = np.zeros(slots, dtype=np.int64)
         """Draws under way that have not been collected."""
         self.epoch = np.zeros(slots, dtype=np.int64)
         """Counts the rollouts a slot has held: what was drawn for an earlier one is nobody's."""
+
+    def is_cut_now(self, slots: Array) -> Array:
+        """Whose next draw cannot be any token: a stop token may be too early now and not later."""
+        is_early = self.length[slots] + self.flying[slots] < self.floor[slots]
+        is_cut: Array = self.is_cut[slots] & (self.is_truncated[slots] | is_early)
+        return is_cut
 
     def begin(self, slot: int, sampling: Sampling, *, length: int, start: int, limit: int, blocks: Sequence[int]) -> None:
         """A rollout's line; its tokens are there already. `start` is its length before this call."""
@@ -44,6 +52,7 @@ class Slots:
         self.seed[slot], self.flying[slot] = sampling.seed, 0
         self.sampling[slot] = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
         self.is_cut[slot] = sampling.is_truncated or (sampling.min_tokens > 0 and bool(sampling.stop_ids))
+        self.is_truncated[slot] = sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0)
         self.table[slot] = SCRATCH
         self.table[slot, : len(blocks)] = blocks
         if len(sampling.stop_ids) > self.stops.shape[1]:

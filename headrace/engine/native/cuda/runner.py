@@ -261,7 +261,7 @@ class CudaRunner:
         assert len(triples) <= size, "a rollout grows by at most one block a step"
         if triples:
             control[1 + size : 1 + size + 3 * len(triples)] = np.asarray(triples, dtype=np.int32).reshape(-1)
-        return self._launch_bucket(bucket, buffer, rows, is_cut=bool(self._slots.is_cut[decoding].any()))
+        return self._launch_bucket(bucket, buffer, decoding)
 
     def _launch_chunks(self, chunks: Sequence[Chunk]) -> _Part:
         tokens = sum(map(len, chunks))
@@ -284,9 +284,12 @@ class CudaRunner:
         row_part[: len(draws)] = np.repeat(ends, [len(chunk.draws) for chunk in chunks])
         slot_part[: len(draws)] = draws
         row_part[len(draws) :], slot_part[len(draws) :] = 0, self._nobody
-        return self._launch_bucket(bucket, buffer, len(draws), is_cut=bool(self._slots.is_cut[draws].any()))
+        return self._launch_bucket(bucket, buffer, np.asarray(draws, dtype=np.int64))
 
-    def _launch_bucket(self, bucket: _Bucket, buffer: Tensor, rows: int, *, is_cut: bool) -> _Part:
+    def _launch_bucket(self, bucket: _Bucket, buffer: Tensor, drawing: Array) -> _Part:
+        """`drawing`: the slots of its rows."""
+        cut = np.flatnonzero(self._slots.is_cut_now(drawing))
+        is_cut, rows = len(cut) > 0, len(drawing)
         bucket.control.copy_(buffer[: bucket.control.numel()], non_blocking=True)
         captured = bucket.graphs.get(is_cut)
         if captured is None:
@@ -300,8 +303,11 @@ class CudaRunner:
         host[: bucket.out.numel()].copy_(bucket.out.view(-1), non_blocking=True)
         masks = None
         if allowed is not None:
-            ids = allowed[:rows].nonzero().cpu().numpy()
-            masks = np.split(ids[:, 1].astype(np.int32), np.searchsorted(ids[:, 0], np.arange(1, rows)))
+            ids = allowed.index_select(0, torch.from_numpy(cut).to(self._device)).nonzero().cpu().numpy()
+            of_cut = np.split(ids[:, 1].astype(np.int32), np.searchsorted(ids[:, 0], np.arange(1, len(cut))))
+            masks = [_NOTHING] * rows
+            for row, mask in zip(cut.tolist(), of_cut, strict=True):
+                masks[row] = mask
         return _Part(host, bucket.out.shape[1], rows, masks)
 
     # Buckets
