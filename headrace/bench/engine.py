@@ -28,10 +28,10 @@ from headrace.bench.engine_peers import PeerFailed, VllmPeer, continuous_generat
 from headrace.bench.mismatch import Mismatch, compare, plain_logprobs, text_workload, trainer_logprobs
 from headrace.bench.table import Row, missed, show, write
 from headrace.engine.native.core import EngineCore
-from headrace.model.load import load_model, load_tokenizer
+from headrace.model.load import load_config, load_model, load_tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from transformers import PreTrainedModel
 
@@ -134,36 +134,41 @@ def run(*, quick: bool, json_file: Path | None, model: str | None = None) -> int
     """Status 1 if a goal is missed; `--quick` takes one turn and judges nothing."""
     transformers_logging.disable_progress_bar()
     plan = make_plan("cuda" if torch.cuda.is_available() else "cpu", quick=quick)
-    with tempfile.TemporaryDirectory() as folder:
-        rows = measure(plan, Path(folder), model=model)
-    show("engine", rows)
-    if json_file is not None:
-        write("engine", rows, json_file)
+    if model is not None:
+        load_config(model)  # a folder that holds no model is refused before anything is measured
+    rows: list[Row] = []
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            for part in measure(plan, Path(folder), model=model):
+                rows += [_with_goal(row, plan.goals) for row in part]
+    finally:  # what was measured before a failure is not lost
+        show("engine", rows)
+        if json_file is not None:
+            write("engine", rows, json_file)
     lines = [] if quick else missed(rows)
     for line in lines:
         print(f"missed: {line}")
     return 1 if lines else 0
 
 
-def measure(plan: Plan, folder: Path, *, model: str | None) -> list[Row]:
-    """All rows. The model given is measured for speed too where no goal is set for another's shape: on CPU."""
+def measure(plan: Plan, folder: Path, *, model: str | None) -> Iterator[list[Row]]:
+    """All rows, some at a time. The model given is measured for speed too where no goal is set for another's shape: on CPU."""
     random_folder = str(folder / "model")
     if model is None or plan.device == "cuda":
         write_random_model(plan.shape, Path(random_folder), dtype=plan.dtype)
     speed_folder = random_folder if model is None or plan.device == "cuda" else model
-    rows = [_startup_row(plan, speed_folder)]
-    rows.append(Row("scheduling per request", scheduling_cost(requests=plan.queued, repetitions=plan.turns), "µs"))
+    yield [_startup_row(plan, speed_folder)]
+    yield [Row("scheduling per request", scheduling_cost(requests=plan.queued, repetitions=plan.turns), "µs")]
     vllm = _open_vllm(plan, speed_folder, folder)
     try:
-        rows += _speed_rows(plan, speed_folder, vllm)
+        yield from _speed_rows(plan, speed_folder, vllm)
         if vllm is not None and model not in (None, speed_folder):
             vllm.close()
             vllm = _open_vllm(plan, str(model), folder)
-        rows += _mismatch_rows(plan, model or speed_folder, vllm, has_text=model is not None)
+        yield _mismatch_rows(plan, model or speed_folder, vllm, has_text=model is not None)
     finally:
         if vllm is not None:
             vllm.close()
-    return [_with_goal(row, plan.goals) for row in rows]
 
 
 def _with_goal(row: Row, goals: dict[str, str]) -> Row:
@@ -180,7 +185,7 @@ def _open_vllm(plan: Plan, model_folder: str, folder: Path) -> VllmPeer | None:
         return None
 
 
-def _speed_rows(plan: Plan, model_folder: str, vllm: VllmPeer | None) -> list[Row]:
+def _speed_rows(plan: Plan, model_folder: str, vllm: VllmPeer | None) -> Iterator[list[Row]]:
     device = torch.device(plan.device)
     bandwidth = copy_bandwidth(device, num_bytes=plan.probe_bytes)
     if plan.device == "cuda":
@@ -195,17 +200,17 @@ def _speed_rows(plan: Plan, model_folder: str, vllm: VllmPeer | None) -> list[Ro
     padded: Peers = {"model.generate": functools.partial(padded_generate, plain)}
     slow: Peers = {**padded, "model.generate_batch": functools.partial(continuous_generate, plain)}
 
-    rows = [Row("copy bandwidth", bandwidth / 1e9, "GB/s")]
+    yield [Row("copy bandwidth", bandwidth / 1e9, "GB/s")]
     take = functools.partial(alternate, core, vocabulary=vocabulary, turns=plan.turns)
     is_cpu = plan.device == "cpu"
     for load in plan.loads:
         found = take(load, peers=rivals, is_slow=is_cpu)
-        rows += [*found.rows(), *decode_rows(found, roofline)]
-    rows += take(plan.tail, peers=padded if is_cpu else rivals, is_slow=True).rows()
-    rows += take(plan.once, peers=slow, is_slow=True, turns=1).rows()
+        yield [*found.rows(), *decode_rows(found, roofline)]
+    yield take(plan.tail, peers=padded if is_cpu else rivals, is_slow=True).rows()
+    yield take(plan.once, peers=slow, is_slow=True, turns=1).rows()
     siblings = take(plan.group, peers={}, is_slow=is_cpu)
     computed = statistics.median(turn.prompt_rows for turn in siblings.turns) / plan.group.prompt_tokens
-    return [*rows, Row(f"{plan.group.name}: prompt rows ÷ {plan.group.prompt_tokens}", computed, "ratio", bound=1.0)]
+    yield [Row(f"{plan.group.name}: prompt rows ÷ {plan.group.prompt_tokens}", computed, "ratio", bound=1.0)]
 
 
 @dataclass(frozen=True)
