@@ -373,12 +373,24 @@ def test_the_command_measures_judges_and_writes(monkeypatch, tmp_path, folder, c
     assert 0 < rows["mean |Δ logprob| against the trainer"]["value"] < 1e-5
     assert rows["mean |Δ logprob| against the trainer"]["goal"] == "≤ 1e-5"
 
-    monkeypatch.setattr(engine, "measure", lambda *_, model: [Row("slow", 1.0, "tokens/s", goal="≥ 2")])
+    monkeypatch.setattr(engine, "measure", lambda *_, model: [[Row("slow", 1.0, "tokens/s", goal="≥ 2")]])
     for arguments, status in (([], 1), (["--quick"], 0), (["--model", folder], 1)):
         with pytest.raises(SystemExit) as ended:
             main(["bench", "engine", *arguments])
         assert ended.value.code == status
     assert "missed: slow: 1 tokens/s, goal ≥ 2" in capsys.readouterr().out
+
+
+def test_what_was_measured_before_a_failure_is_not_lost(monkeypatch, tmp_path, capsys) -> None:
+    def measure(*_, model):
+        yield [Row("first", 1.0, "tokens/s")]
+        raise RuntimeError("the rest failed")
+
+    monkeypatch.setattr(engine, "measure", measure)
+    with pytest.raises(RuntimeError, match="the rest failed"):
+        engine.run(quick=True, json_file=tmp_path / "out.json")
+    assert [row["name"] for row in json.loads((tmp_path / "out.json").read_text())["rows"]] == ["first"]
+    assert "first" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
