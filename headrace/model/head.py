@@ -7,7 +7,7 @@ makes their numbers agree.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +39,27 @@ class AllowedTokens:
         return allowed
 
 
+class _WideProduct(torch.autograd.Function):
+    """hidden @ weight.T of bfloat16 numbers, added up and left in float32; gradients are bfloat16, as under autocast."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:  # noqa: ANN401  (autograd's own)
+        ctx.save_for_backward(hidden, weight)
+        if hidden.is_cuda:
+            return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+        with torch.autocast("cpu", enabled=False):
+            return F.linear(hidden.float(), weight.float())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ANN401
+        hidden, weight = ctx.saved_tensors
+        gradient = gradient.to(hidden.dtype)
+        if gradient.is_cuda:
+            return gradient @ weight, gradient.t() @ hidden
+        gradient = gradient.float()  # products of bfloat16 are slow on most CPUs, and missing on some
+        return (gradient @ weight.float()).to(weight.dtype), (gradient.t() @ hidden.float()).to(hidden.dtype)
+
+
 class Head:
     """The output embedding of a model, and what its configuration does to logits."""
 
@@ -60,17 +81,26 @@ class Head:
         weight: Tensor = self._linear.weight
         return weight
 
-    @property
-    def bias(self) -> Tensor | None:
-        bias: Tensor | None = getattr(self._linear, "bias", None)
-        return None if bias is None else bias.to(self.weight.dtype)
+    def narrowed(self) -> Tensor:
+        """The weight in the dtype products are made in: where that is another than its own, a copy, to be made once."""
+        is_narrow = torch.is_autocast_enabled(self.weight.device.type)
+        return self.weight.to(torch.get_autocast_dtype(self.weight.device.type)) if is_narrow else self.weight
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, vocabulary] float32, before temperature."""
+    def product(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """[rows, vocabulary] float32, before anything is done to logits. Of bfloat16 numbers too: rounded to bfloat16, a logit
+        of 20 would be off by up to a sixteenth, and engine and trainer would round it differently."""
+        bias: Tensor | None = getattr(self._linear, "bias", None)
+        if weight.dtype == torch.float32:
+            return F.linear(hidden, weight, bias)
+        logits: Tensor = _WideProduct.apply(hidden.to(weight.dtype), weight)  # type: ignore[no-untyped-call]
+        return logits if bias is None else logits + bias.float()
+
+    def logits(self, hidden: Tensor, weight: Tensor | None = None) -> Tensor:
+        """[rows, vocabulary] float32, before temperature. `weight` is `narrowed`, where it is at hand."""
         rows = hidden.shape[0]
         if self._exact:
             hidden = F.pad(hidden, (0, 0, 0, -rows % EXACT_ROWS))
-        logits: Tensor = F.linear(hidden.to(self.weight.dtype), self.weight, self.bias).float()
+        logits = self.product(hidden, self.narrowed() if weight is None else weight)
         if self.divisor is not None:
             logits = logits / self.divisor
         if self.factor is not None:
@@ -83,20 +113,28 @@ class Head:
         self, hidden: Tensor, targets: Tensor, temperatures: Tensor, *, allowed: AllowedTokens | None = None
     ) -> tuple[Tensor, Tensor]:
         """(logprob of each target, entropy of each row, detached); gradients flow into hidden states and the head."""
-        rows = hidden.shape[0]
+        rows, weight = hidden.shape[0], self.narrowed()
         size = max(EXACT_ROWS, _CHUNK_ELEMENTS // self.vocabulary // EXACT_ROWS * EXACT_ROWS)
         if rows <= size:
-            return self._chunk(hidden, targets, temperatures, allowed, 0, rows)
+            return self._chunk(weight, hidden, targets, temperatures, allowed, 0, rows)
+        chunks = [(start, min(rows, start + size)) for start in range(0, rows, size)]
         pairs = [
-            checkpoint(self._chunk, hidden, targets, temperatures, allowed, start, min(rows, start + size), use_reentrant=False)
-            for start in range(0, rows, size)
+            checkpoint(self._chunk, weight, hidden, targets, temperatures, allowed, *chunk, use_reentrant=False)
+            for chunk in chunks
         ]
         return torch.cat([pair[0] for pair in pairs]), torch.cat([pair[1] for pair in pairs])
 
     def _chunk(
-        self, hidden: Tensor, targets: Tensor, temperatures: Tensor, allowed: AllowedTokens | None, start: int, stop: int
+        self,
+        weight: Tensor,
+        hidden: Tensor,
+        targets: Tensor,
+        temperatures: Tensor,
+        allowed: AllowedTokens | None,
+        start: int,
+        stop: int,
     ) -> tuple[Tensor, Tensor]:
-        logits = self.logits(hidden[start:stop]) / temperatures[start:stop].unsqueeze(1)
+        logits = self.logits(hidden[start:stop], weight) / temperatures[start:stop].unsqueeze(1)
         if allowed is not None:
             logits = logits.masked_fill(~allowed.dense(start, stop, self.vocabulary), float("-inf"))
         logprobs = torch.log_softmax(logits, dim=-1)

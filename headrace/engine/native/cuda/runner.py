@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from headrace.engine.native.cuda import attention, compiled, lines, sampling
 from headrace.engine.native.cuda.ops import DecodeContext, PrefillContext
@@ -386,7 +385,7 @@ class CudaRunner:
 
     def _draw(self, hidden: Tensor, slots: Tensor, out: Tensor, allowed: Tensor | None) -> Tensor | None:
         """Into `out`; what the rows may draw goes into `allowed` if some are cut."""
-        logits = F.linear(hidden.to(self._head.weight.dtype), self._head.weight, self._head.bias)
+        logits = self._head.product(hidden, self._head.weight)
         if allowed is not None:
             sampling.cut(logits, slots, self._state, self._scaling, allowed)
         sampling.draw(logits, slots, self._state, self._scaling, out[0], out[1].view(torch.float32))
