@@ -39,6 +39,12 @@ def find_routers(model: PreTrainedModel) -> Routers | None:
     return Routers(model) if any(True for _ in _expert_blocks(model)) else None
 
 
+def find_readable_routers(model: PreTrainedModel) -> Routers | None:
+    """The same, and None also for a model whose routers cannot be read: it is served, and its routing is not recorded."""
+    routers = find_routers(model)
+    return routers if routers is not None and routers.num_layers else None
+
+
 class Routers:
     """The routers of a model in the order of its layers, and the hooks that see what they choose.
 

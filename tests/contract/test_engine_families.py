@@ -7,6 +7,7 @@ beside siblings, as a fork. The slow and obvious way is one packed pass over the
 from __future__ import annotations
 
 import functools
+import re
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -426,3 +427,10 @@ def test_an_aborted_rollout_knows_the_experts_of_all_but_its_last_token(family: 
 @pytest.mark.parametrize("family", DENSE)
 def test_a_model_without_experts_records_none(family: str) -> None:
     assert alone(family).expert_routing is None
+
+
+def test_a_model_whose_routers_cannot_be_read_is_served_without_its_routing(monkeypatch) -> None:
+    monkeypatch.setattr("headrace.model.routing._ROUTER", re.compile("no such router"))
+    core = make_core(prepare(make("qwen3_moe"), name="qwen3_moe"))
+    rollout = generate(core, Rollout.from_prompt([3, 4, 5], id="r"), Sampling(max_tokens=4))
+    assert rollout.num_sampled == 4 and rollout.expert_routing is None

@@ -24,7 +24,7 @@ from headrace.engine.native.work import Slots
 from headrace.engine.protocol import Increment, NotFinite, PromptTooLong, UnusablePrompt
 from headrace.model.arena import Arena
 from headrace.model.head import Head
-from headrace.model.routing import find_routers
+from headrace.model.routing import find_readable_routers
 from headrace.model.weights import WeightError
 from headrace.types import Call, FinishReason, Rollout, unknown_routing
 
@@ -95,7 +95,7 @@ class EngineCore:
             from headrace.engine.native.cuda.compiled import make_twin
 
             twin = make_twin(model, self.arena)
-        routers = find_routers(model)
+        routers = find_readable_routers(model)
         shape = CacheShape.of(model)
         per_slot = math.ceil(context / block_size)
         num_blocks = num_blocks or min(slots * per_slot + 1, shape.blocks_that_fit(block_size))

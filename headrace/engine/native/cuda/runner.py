@@ -26,7 +26,7 @@ from headrace.engine.native.cuda.queue import Queue
 from headrace.engine.native.cuda.state import SlotState
 from headrace.engine.native.work import Drawn
 from headrace.model.load import hidden_states
-from headrace.model.routing import find_routers
+from headrace.model.routing import find_readable_routers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -126,7 +126,7 @@ class CudaRunner:
         self.cache, self._slots, self._head = cache, slots, head
         self._device = next(model.parameters()).device
         self._model, self._twin = model, twin
-        self._routers = {model: routers, twin: find_routers(twin)}
+        self._routers = {model: routers, twin: find_readable_routers(twin)}
         self._compile = routers is None
         for each in (model, twin):
             compiled.attach_cache(each, cache)
