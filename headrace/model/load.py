@@ -125,12 +125,19 @@ def config_limit(config: Any, wanted: int) -> int:  # noqa: ANN401
 
 def hidden_states(model: PreTrainedModel, token_ids: Tensor, positions: Tensor, context: attention.AttentionContext) -> Tensor:
     """[tokens, hidden] of a packed forward pass; `use_cache=False` keeps transformers from guessing at boundaries."""
-    precision = torch.autocast(token_ids.device.type, torch.bfloat16) if hasattr(model, _WIDE) else contextlib.nullcontext()
-    with precision:
+    with _precision(model, token_ids.device):
         output = model.base_model(
             input_ids=token_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, attention_context=context
         )
     return cast("Tensor", output.last_hidden_state[0])
+
+
+def _precision(model: PreTrainedModel, device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Autocast for a model with a wide residual. It keeps no cast tensors: torch would share them between threads, so that a
+    graph being captured would hold a bias that the decode thread's pass is about to free, or the other way round."""
+    if not hasattr(model, _WIDE):
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, torch.bfloat16, cache_enabled=False)
 
 
 def _check_weights(model: PreTrainedModel, report: dict[str, Any], path: str) -> None:
