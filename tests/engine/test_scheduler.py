@@ -315,6 +315,23 @@ def test_a_fork_of_a_parent_computed_again_goes_on_from_its_new_keys() -> None:
     assert_nothing_is_held(core)
 
 
+def test_a_pinned_sibling_cancelled_before_their_prompt_is_computed_leaves_nothing_to_fork(model) -> None:
+    """It shares blocks that its sibling was to compute, and that nobody will."""
+    core = make_core(model, most_tokens=8)
+    core.scheduler.pin("follower")
+    leader = ask(core, prompt(30, id="leader"), Sampling(max_tokens=4))
+    follower = ask(core, prompt(30, id="follower"), Sampling(max_tokens=4))
+    core.step()
+    core.cancel(follower.request)
+    core.cancel(leader.request)
+    assert core.scheduler.num_pinned_blocks == 0
+    begun = Rollout.from_prompt(follower.request.rollout.token_ids[:28], id="fork")
+    fork = generate(core, begun.replace(parent=("follower", 28)), Sampling(max_tokens=9, seed=3))
+    assert_same_draws(fork, generate(make_core(model), begun, Sampling(max_tokens=9, seed=3)))
+    core.scheduler.unpin("follower")
+    assert_nothing_is_held(core)
+
+
 def test_what_ran_across_a_swap_is_remembered_under_no_version(model) -> None:
     """Not even under its own, when a version is loaded again: its first keys may be of other weights."""
     core = make_core(model)
