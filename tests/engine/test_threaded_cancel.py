@@ -11,8 +11,9 @@ from headrace.engine.native.threaded import ThreadedEngine
 from headrace.model.load import load_model
 from headrace.observe import Timeline
 from headrace.partial import Interrupt
+from headrace.model.weights import WeightError
 from headrace.sync import Lineage, MemorySync
-from headrace.types import Rollout, Sampling
+from headrace.types import Rollout, Sampling, WeightUpdate
 
 
 @pytest.mark.parametrize("how", ["generate", "stream"])
@@ -60,5 +61,20 @@ def test_a_drain_that_is_cancelled_ends_neither_the_engine_nor_its_work(tiny_mod
         assert [rollout.num_sampled for rollout in await asyncio.wait_for(asyncio.gather(*calls), 10)] == [40, 40]
         engine.close()
         assert not engine.died.done()
+
+    asyncio.run(main())
+
+
+def test_an_engine_drained_for_weights_it_cannot_take_goes_on(tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        core = EngineCore(load_model(tiny_model), name="engine-0", slots=1, context=64)
+        engine = ThreadedEngine(core, sync=MemorySync(Lineage("life")), timeline=Timeline("engine"))
+        monkeypatch.setattr(engine, "_stage", lambda update: None)  # so that nothing lies ready
+        engine.start()
+        with pytest.raises(WeightError, match="no weights lie ready"):
+            await engine.load(WeightUpdate(policy="policy", lineage="life", version=1), interrupt=Interrupt.DRAIN)
+        rollout = await asyncio.wait_for(engine.generate(Rollout.from_prompt([5], id="r"), Sampling(max_tokens=4)), 10)
+        engine.close()
+        assert rollout.num_sampled == 4 and set(rollout.versions[1:].tolist()) == {0}
 
     asyncio.run(main())

@@ -46,7 +46,7 @@ class ThreadedEngine(NativeEngine):
         self.died: Future[None] = Future()
         """Fails with what ended the decode thread."""
         self.after_step: Callable[[], None] = lambda: None
-        """Called by the decode thread after every step that finished or told something."""
+        """Called by the decode thread after every step, and after actions: one that waits for what is under way may end some."""
 
     def start(self) -> None:
         self._thread.start()
@@ -83,8 +83,7 @@ class ThreadedEngine(NativeEngine):
     def _decode(self) -> None:
         try:
             while not self._is_closing:
-                while self._mail:
-                    self._mail.popleft()()
+                self._empty_mail()
                 if self.core.num_begun == 0:
                     self._tell_idle()
                 if self._is_paused or not self.core.has_work:
@@ -99,6 +98,12 @@ class ThreadedEngine(NativeEngine):
                 self.after_step()
         except BaseException as error:  # noqa: BLE001  (told to whoever watches `died`; a thread has nobody to raise to)
             self.died.set_exception(error)
+
+    def _empty_mail(self) -> None:
+        if self._mail:
+            while self._mail:
+                self._mail.popleft()()
+            self.after_step()
 
     def _tell_idle(self) -> None:
         waiting, self._when_idle = self._when_idle, []
@@ -213,10 +218,12 @@ class ThreadedEngine(NativeEngine):
 
     def _exchange(self, update: WeightUpdate, interrupt: Interrupt) -> None:
         with self._timeline.during("swap"):
-            self._interrupt(interrupt)
-            self._swap(update)
-            if not self._is_paused:
-                self._resume()
+            try:
+                self._interrupt(interrupt)
+                self._swap(update)
+            finally:
+                if not self._is_paused:
+                    self._resume()
 
     async def state(self) -> EngineState:
         """A look from outside: numbers a step old, and never behind one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,9 +15,13 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from headrace.engine.native.core import EngineCore, Request
 from headrace.engine.native.cuda import ops, runner
 from headrace.engine.native.cuda.runner import CudaRunner
+from headrace.engine.native.threaded import ThreadedEngine
 from headrace.engine.native.work import Chunk
 from headrace.engine.protocol import NotFinite
 from headrace.model.load import prepare
+from headrace.observe import Timeline
+from headrace.partial import Interrupt
+from headrace.sync import Lineage, MemorySync
 from headrace.types import FinishReason, Rollout, Sampling
 
 BLOCK = 4
@@ -213,6 +218,38 @@ def test_a_token_has_the_version_of_the_weights_that_drew_it() -> None:
         plain, with_kernels = (done[name] for done in results)
         assert_same(with_kernels, plain)
         assert with_kernels.versions[-7:].tolist() == [0] * drawn_before + [3] * (7 - drawn_before)
+
+
+ACTIONS = {
+    "score": lambda engine: engine._score([Rollout.from_prompt(prompt(3), id="scored")]),
+    "retract": lambda engine: engine._interrupt(Interrupt.RETRACT),
+    "sleep": lambda engine: engine._sleep(weights=False),
+}
+
+
+@pytest.mark.parametrize("name", ACTIONS)
+def test_what_ends_between_two_steps_is_told_though_none_follows(name: str) -> None:
+    """Whoever settles what is under way may end the last rollout there is: its end must not wait for the next step."""
+    core = make_core(kernels=True)
+    engine = ThreadedEngine(core, sync=MemorySync(Lineage("life")), timeline=Timeline("engine"))
+    done: dict[str, Rollout] = {}
+    is_told = threading.Event()
+    posted: list[str] = []
+
+    def after_step() -> None:
+        if done:
+            is_told.set()
+        elif core.num_running and not posted:
+            posted.append(name)
+            engine.post(lambda: ACTIONS[name](engine))
+
+    engine.after_step = after_step
+    engine.post(lambda: request(core, done, "last", prompt(3), max_tokens=1))
+    engine.start()
+    was_told = is_told.wait(timeout=20)
+    engine.close()
+    assert not engine.died.done() and posted == [name]
+    assert was_told and done["last"].num_sampled == 1
 
 
 def test_blocks_given_to_a_slot_do_not_reach_its_next_rollout() -> None:
