@@ -202,7 +202,7 @@ class EngineCore:
             return
         self.retract_running()
         self.scheduler.forget_everything()
-        self.runner.settle()
+        self.runner.rest()
         self.cache.memory.give_back()
         self.is_asleep = True
         if weights and self._weights:
@@ -222,6 +222,7 @@ class EngineCore:
             self._kept = None
         self.cache.memory.take()
         self.runner.settle()
+        self.runner.rouse()
         self.is_asleep = False
 
     def exchange_weights(self, spare: SpareWeights) -> None:

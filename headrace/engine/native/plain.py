@@ -51,6 +51,12 @@ class PlainRunner:
     def settle(self) -> None:
         """Nothing is under way."""
 
+    def rest(self) -> None:
+        """Nothing runs beside the thread that steps."""
+
+    def rouse(self) -> None:
+        """Nothing was waiting."""
+
     def wait_warm(self) -> None:
         """Nothing gets warm."""
 
