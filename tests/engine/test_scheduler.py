@@ -422,3 +422,10 @@ def test_an_error_nobody_waits_for_stops_the_engine(model) -> None:
     asked.request.on_failed = None
     with pytest.raises(NotFinite, match="'r'"):
         run(core)
+
+
+def test_a_stop_token_the_head_does_not_have_ends_nothing(model) -> None:
+    """Tokenizers have ids that no logit stands for; one that is too early cannot be forbidden, and need not be."""
+    core = make_core(model)
+    rollout = generate(core, prompt(9, id="r"), Sampling(max_tokens=6, min_tokens=3, stop_ids=(2, 5000)))
+    assert_same_draws(rollout, generate(core, prompt(9, id="s"), Sampling(max_tokens=6, min_tokens=3, stop_ids=(2,))))
