@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from headrace.engine.native.core import EngineCore
+from headrace.engine.native.memory import HostMemory
 from headrace.engine.native.threaded import ThreadedEngine
 from headrace.model.load import load_model
 from headrace.observe import Timeline
@@ -76,5 +77,24 @@ def test_an_engine_drained_for_weights_it_cannot_take_goes_on(tiny_model: str, m
         rollout = await asyncio.wait_for(engine.generate(Rollout.from_prompt([5], id="r"), Sampling(max_tokens=4)), 10)
         engine.close()
         assert rollout.num_sampled == 4 and set(rollout.versions[1:].tolist()) == {0}
+
+    asyncio.run(main())
+
+
+def test_an_engine_whose_weights_sleep_does_not_score(tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU there is no memory behind them: it would end the process."""
+
+    async def main() -> None:
+        core = EngineCore(load_model(tiny_model), name="engine-0", slots=1, context=64)
+        engine = ThreadedEngine(core, sync=MemorySync(Lineage("life")), timeline=Timeline("engine"))
+        core._weights.append(HostMemory(8))  # as on a GPU, where the weights lie in memory that is given back
+        engine.start()
+        await engine.sleep(weights=True)
+        with pytest.raises(WeightError, match="wake it before it scores"):
+            await engine.score([Rollout.from_prompt([5, 6], id="r")])
+        await engine.wake()
+        (scored,) = await engine.score([Rollout.from_prompt([5, 6], id="r")])
+        engine.close()
+        assert scored[1] < 0
 
     asyncio.run(main())

@@ -157,6 +157,11 @@ class EngineCore:
         return len(self.scheduler.pool)
 
     @property
+    def has_sleeping_weights(self) -> bool:
+        """Whether the weights wait in the host's memory: nothing may be computed."""
+        return self._kept is not None
+
+    @property
     def has_work(self) -> bool:
         is_wanted = bool(self.num_begun) or bool(self._flights) or bool(self.scheduler.num_waiting and self.is_admitting)
         return is_wanted and not self.is_asleep
@@ -227,7 +232,7 @@ class EngineCore:
 
     def exchange_weights(self, spare: SpareWeights) -> None:
         """Run what was filled, from the next step on."""
-        if self._kept is not None:
+        if self.has_sleeping_weights:
             raise WeightError("the engine's weights are asleep; wake it before it is given others")
         self.runner.in_order(spare.exchange)
 
