@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from stepping import ask, assert_nothing_is_held, assert_same_draws, generate, m
 
 from headrace.engine.native.work import Drawn, Work
 from headrace.engine.protocol import NotFinite, PromptTooLong, UnusablePrompt
-from headrace.model.load import prepare
+from headrace.model.load import ModelError, prepare
 from headrace.types import FinishReason, Rollout, Sampling
 
 if TYPE_CHECKING:
@@ -429,3 +430,10 @@ def test_a_stop_token_the_head_does_not_have_ends_nothing(model) -> None:
     core = make_core(model)
     rollout = generate(core, prompt(9, id="r"), Sampling(max_tokens=6, min_tokens=3, stop_ids=(2, 5000)))
     assert_same_draws(rollout, generate(core, prompt(9, id="s"), Sampling(max_tokens=6, min_tokens=3, stop_ids=(2,))))
+
+
+def test_an_engine_with_kernels_says_which_package_it_lacks(model, monkeypatch) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "triton" else find_spec(name, *rest))
+    with pytest.raises(ModelError, match="triton, which is not installed"):
+        make_core(model, kernels=True)

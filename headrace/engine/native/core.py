@@ -6,6 +6,7 @@ is prepared while this one runs. Weights change only between two steps.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import time
 from collections import deque
@@ -24,6 +25,7 @@ from headrace.engine.native.work import Slots
 from headrace.engine.protocol import Increment, NotFinite, PromptTooLong, UnusablePrompt
 from headrace.model.arena import Arena
 from headrace.model.head import Head
+from headrace.model.load import ModelError
 from headrace.model.routing import find_routers
 from headrace.model.weights import WeightError
 from headrace.types import Call, FinishReason, Rollout, unknown_routing
@@ -92,6 +94,7 @@ class EngineCore:
         use_kernels = kernels if kernels is not None else device.type == "cuda" and not exact
         twin = None
         if use_kernels:
+            _check_triton(device)
             from headrace.engine.native.cuda.compiled import make_twin
 
             twin = make_twin(model, self.arena)
@@ -383,6 +386,14 @@ class EngineCore:
         assert known is not None
         unknown = unknown_routing(length - computed, num_layers=known.shape[1], top_k=known.shape[2], dtype=known.dtype)
         return np.concatenate([known, unknown])
+
+
+def _check_triton(device: torch.device) -> None:
+    if importlib.util.find_spec("triton") is None:
+        raise ModelError(
+            f"the native engine on {device} needs the package triton, which is not installed: `pip install triton`, or run "
+            f"its engines on the CPU"
+        )
 
 
 _NOTHING = np.zeros(0, dtype=np.int32)
