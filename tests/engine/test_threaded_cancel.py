@@ -10,9 +10,9 @@ from headrace.engine.native.core import EngineCore
 from headrace.engine.native.memory import HostMemory
 from headrace.engine.native.threaded import ThreadedEngine
 from headrace.model.load import load_model
+from headrace.model.weights import WeightError
 from headrace.observe import Timeline
 from headrace.partial import Interrupt
-from headrace.model.weights import WeightError
 from headrace.sync import Lineage, MemorySync
 from headrace.types import Rollout, Sampling, WeightUpdate
 

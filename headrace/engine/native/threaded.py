@@ -46,7 +46,7 @@ class ThreadedEngine(NativeEngine):
         self.died: Future[None] = Future()
         """Fails with what ended the decode thread."""
         self.after_step: Callable[[], None] = lambda: None
-        """Called by the decode thread after every step, and after actions: one that waits for what is under way may end some."""
+        """Called by the decode thread after every step, and after actions: those that settle what is under way may end some."""
 
     def start(self) -> None:
         self._thread.start()
