@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
@@ -96,5 +97,36 @@ def test_an_engine_whose_weights_sleep_does_not_score(tiny_model: str, monkeypat
         (scored,) = await engine.score([Rollout.from_prompt([5, 6], id="r")])
         engine.close()
         assert scored[1] < 0
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_an_update_is_not_staged_over_another(tiny_model: str, is_cancelled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever sent the first may have given it up and sent the next: the thread that copies it goes on."""
+
+    async def main() -> None:
+        core = EngineCore(load_model(tiny_model), name="engine-0", slots=1, context=64)
+        engine = ThreadedEngine(core, sync=MemorySync(Lineage("life")), timeline=Timeline("engine"))
+        seen: list[tuple[str, int]] = []
+
+        def stage(update: WeightUpdate) -> None:
+            seen.append(("begins", update.version))
+            time.sleep(0.1)
+            seen.append(("is there", update.version))
+
+        monkeypatch.setattr(engine, "_stage", stage)
+        monkeypatch.setattr(engine, "_swap", lambda update: seen.append(("runs", update.version)))
+        engine.start()
+        updates = [WeightUpdate(policy="policy", lineage="life", version=version) for version in (1, 2)]
+        first, second = (asyncio.create_task(engine.load(update)) for update in updates)
+        await asyncio.sleep(0.05)
+        if is_cancelled:
+            first.cancel()
+        await asyncio.wait([first, second], timeout=10)
+        engine.close()
+        phases = ["begins", "is there", "runs"]
+        assert first.cancelled() == is_cancelled
+        assert seen == [(each, 1) for each in phases[: 2 if is_cancelled else 3]] + [(each, 2) for each in phases]
 
     asyncio.run(main())

@@ -10,7 +10,7 @@ import asyncio
 import threading
 from collections import deque
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from headrace.engine.native.core import Request
 from headrace.engine.native.engine import NativeEngine
@@ -19,7 +19,7 @@ from headrace.partial import Interrupt
 from headrace.types import FinishReason
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 
     from headrace.engine.native.core import EngineCore
     from headrace.observe import Timeline
@@ -42,6 +42,8 @@ class ThreadedEngine(NativeEngine):
         self._bell = threading.Event()
         self._is_closing = False
         self._when_idle: list[Future[None]] = []
+        self._loading = asyncio.Lock()
+        """Held from the first byte of an update to its exchange: all of them are staged in the same memory."""
         self._thread = threading.Thread(target=self._decode, name="decode", daemon=True)
         self.died: Future[None] = Future()
         """Fails with what ended the decode thread."""
@@ -211,10 +213,11 @@ class ThreadedEngine(NativeEngine):
         self.core.is_admitting, self._is_paused = True, False
 
     async def load(self, update: WeightUpdate, *, interrupt: Interrupt = Interrupt.KEEP) -> None:
-        await asyncio.to_thread(self._stage, update)
-        if interrupt is Interrupt.DRAIN and not self._is_paused:
-            await self._drain()
-        await self.between_steps(lambda: self._exchange(update, interrupt))
+        async with self._loading:
+            await _to_its_end(asyncio.to_thread(self._stage, update))
+            if interrupt is Interrupt.DRAIN and not self._is_paused:
+                await self._drain()
+            await self.between_steps(lambda: self._exchange(update, interrupt))
 
     def _exchange(self, update: WeightUpdate, interrupt: Interrupt) -> None:
         with self._timeline.during("swap"):
@@ -240,3 +243,13 @@ class ThreadedEngine(NativeEngine):
                     on_refused(request, error)
 
         self.post(act)
+
+
+async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
+    """Wait for what a thread does; cancelled, wait all the same, since the thread goes on."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
