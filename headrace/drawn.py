@@ -95,6 +95,7 @@ class Sampling:
         _require(0 <= self.min_p < 1, "min_p", self.min_p, "in [0, 1)")
         _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "≥ 1")
         _require(0 <= self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, "between 0 and max_tokens")
+        _require(-(1 << 63) <= self.seed < 1 << 63, "seed", self.seed, "a number of 64 bits")
 
     def with_seed(self, seed: int) -> Sampling:
         """The same distribution drawn with other random numbers; nothing needs checking again."""

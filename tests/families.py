@@ -48,10 +48,10 @@ FAMILIES = {
 }
 
 
-def make(family: str) -> transformers.PreTrainedModel:
-    """The same weights every time, with eager attention until it is prepared."""
+def make(family: str, **changes: object) -> transformers.PreTrainedModel:
+    """The same weights every time, with eager attention until it is prepared; `changes` are made to its configuration."""
     name, extra = FAMILIES[family]
-    config = getattr(transformers, name)(**{**SMALL, **extra})
+    config = getattr(transformers, name)(**{**SMALL, **extra, **changes})
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     for parameter in model.parameters():

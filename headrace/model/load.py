@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from headrace.model import attention
+from headrace.model.arena import held_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -76,8 +77,8 @@ def _widen_residual(model: PreTrainedModel) -> None:
     if is_narrow and not hasattr(model, _WIDE) and not _has_experts(model):
         setattr(model, _WIDE, True)
         model.get_input_embeddings().register_forward_hook(_as_float32)
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(served_dtype(model, parameter, torch.bfloat16))
+        for _, tensor in held_tensors(model):
+            tensor.data = tensor.data.to(served_dtype(model, tensor, torch.bfloat16))
 
 
 def served_dtype(model: PreTrainedModel, tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
@@ -125,12 +126,19 @@ def config_limit(config: Any, wanted: int) -> int:  # noqa: ANN401
 
 def hidden_states(model: PreTrainedModel, token_ids: Tensor, positions: Tensor, context: attention.AttentionContext) -> Tensor:
     """[tokens, hidden] of a packed forward pass; `use_cache=False` keeps transformers from guessing at boundaries."""
-    precision = torch.autocast(token_ids.device.type, torch.bfloat16) if hasattr(model, _WIDE) else contextlib.nullcontext()
-    with precision:
+    with _precision(model, token_ids.device):
         output = model.base_model(
             input_ids=token_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, attention_context=context
         )
     return cast("Tensor", output.last_hidden_state[0])
+
+
+def _precision(model: PreTrainedModel, device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Autocast for a model with a wide residual. It keeps no cast tensors: torch would share them between threads, so that a
+    graph being captured would hold a bias that the decode thread's pass is about to free, or the other way round."""
+    if not hasattr(model, _WIDE):
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, torch.bfloat16, cache_enabled=False)
 
 
 def _check_weights(model: PreTrainedModel, report: dict[str, Any], path: str) -> None:
@@ -171,7 +179,7 @@ def _probe(model: PreTrainedModel, name: str) -> None:
     except attention.AttentionError as error:
         raise ModelError(f"model {name!r} cannot be served: {error}") from error
     layers = int(model.config.get_text_config().num_hidden_layers)
-    tolerance = 1e-4 if hidden.dtype == torch.float32 else 5e-2
+    tolerance = 1e-4 if next(model.parameters()).dtype == torch.float32 else 5e-2
     leak = float((hidden[:3] - hidden[3:]).abs().max() / hidden.abs().max().clamp_min(1e-6))
     if len(context.layers) != layers or leak > tolerance:
         raise ModelError(

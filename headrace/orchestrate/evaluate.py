@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from headrace.engine import UnusablePrompt
+from headrace.engine.protocol import NotFinite
 from headrace.envs import EngineClient
 from headrace.orchestrate.work import request_seed
 from headrace.types import Episode, InfraAbort, Invalid, Sampling
@@ -90,6 +91,8 @@ class Evaluator:
             return await self.environment.run(task, client)
         except UnusablePrompt as error:
             return Episode(id=name, group=name, task=task, outcome=Invalid(str(error)))
+        except NotFinite as error:  # of the weights, which training may mend: counted as failed, and not as a zero
+            return Episode(id=name, group=name, task=task, outcome=InfraAbort(str(error)))
 
     def _success(self, episodes: Sequence[Episode]) -> float:
         """Of those that could be judged: an error is not a zero."""

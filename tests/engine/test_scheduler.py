@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from stepping import ask, assert_nothing_is_held, assert_same_draws, generate, m
 
 from headrace.engine.native.work import Drawn, Work
 from headrace.engine.protocol import NotFinite, PromptTooLong, UnusablePrompt
-from headrace.model.load import prepare
+from headrace.model.load import ModelError, prepare
 from headrace.types import FinishReason, Rollout, Sampling
 
 if TYPE_CHECKING:
@@ -315,6 +316,23 @@ def test_a_fork_of_a_parent_computed_again_goes_on_from_its_new_keys() -> None:
     assert_nothing_is_held(core)
 
 
+def test_a_pinned_sibling_cancelled_before_their_prompt_is_computed_leaves_nothing_to_fork(model) -> None:
+    """It shares blocks that its sibling was to compute, and that nobody will."""
+    core = make_core(model, most_tokens=8)
+    core.scheduler.pin("follower")
+    leader = ask(core, prompt(30, id="leader"), Sampling(max_tokens=4))
+    follower = ask(core, prompt(30, id="follower"), Sampling(max_tokens=4))
+    core.step()
+    core.cancel(follower.request)
+    core.cancel(leader.request)
+    assert core.scheduler.num_pinned_blocks == 0
+    begun = Rollout.from_prompt(follower.request.rollout.token_ids[:28], id="fork")
+    fork = generate(core, begun.replace(parent=("follower", 28)), Sampling(max_tokens=9, seed=3))
+    assert_same_draws(fork, generate(make_core(model), begun, Sampling(max_tokens=9, seed=3)))
+    core.scheduler.unpin("follower")
+    assert_nothing_is_held(core)
+
+
 def test_what_ran_across_a_swap_is_remembered_under_no_version(model) -> None:
     """Not even under its own, when a version is loaded again: its first keys may be of other weights."""
     core = make_core(model)
@@ -405,3 +423,17 @@ def test_an_error_nobody_waits_for_stops_the_engine(model) -> None:
     asked.request.on_failed = None
     with pytest.raises(NotFinite, match="'r'"):
         run(core)
+
+
+def test_a_stop_token_the_head_does_not_have_ends_nothing(model) -> None:
+    """Tokenizers have ids that no logit stands for; one that is too early cannot be forbidden, and need not be."""
+    core = make_core(model)
+    rollout = generate(core, prompt(9, id="r"), Sampling(max_tokens=6, min_tokens=3, stop_ids=(2, 5000)))
+    assert_same_draws(rollout, generate(core, prompt(9, id="s"), Sampling(max_tokens=6, min_tokens=3, stop_ids=(2,))))
+
+
+def test_an_engine_with_kernels_says_which_package_it_lacks(model, monkeypatch) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "triton" else find_spec(name, *rest))
+    with pytest.raises(ModelError, match="triton, which is not installed"):
+        make_core(model, kernels=True)

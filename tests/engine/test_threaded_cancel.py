@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
 from headrace.engine.native.core import EngineCore
+from headrace.engine.native.memory import HostMemory
 from headrace.engine.native.threaded import ThreadedEngine
 from headrace.model.load import load_model
+from headrace.model.weights import WeightError
 from headrace.observe import Timeline
 from headrace.partial import Interrupt
 from headrace.sync import Lineage, MemorySync
-from headrace.types import Rollout, Sampling
+from headrace.types import Rollout, Sampling, WeightUpdate
 
 
 @pytest.mark.parametrize("how", ["generate", "stream"])
@@ -60,5 +63,70 @@ def test_a_drain_that_is_cancelled_ends_neither_the_engine_nor_its_work(tiny_mod
         assert [rollout.num_sampled for rollout in await asyncio.wait_for(asyncio.gather(*calls), 10)] == [40, 40]
         engine.close()
         assert not engine.died.done()
+
+    asyncio.run(main())
+
+
+def test_an_engine_drained_for_weights_it_cannot_take_goes_on(tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        core = EngineCore(load_model(tiny_model), name="engine-0", slots=1, context=64)
+        engine = ThreadedEngine(core, sync=MemorySync(Lineage("life")), timeline=Timeline("engine"))
+        monkeypatch.setattr(engine, "_stage", lambda update: None)  # so that nothing lies ready
+        engine.start()
+        with pytest.raises(WeightError, match="no weights lie ready"):
+            await engine.load(WeightUpdate(policy="policy", lineage="life", version=1), interrupt=Interrupt.DRAIN)
+        rollout = await asyncio.wait_for(engine.generate(Rollout.from_prompt([5], id="r"), Sampling(max_tokens=4)), 10)
+        engine.close()
+        assert rollout.num_sampled == 4 and set(rollout.versions[1:].tolist()) == {0}
+
+    asyncio.run(main())
+
+
+def test_an_engine_whose_weights_sleep_does_not_score(tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU there is no memory behind them: it would end the process."""
+
+    async def main() -> None:
+        core = EngineCore(load_model(tiny_model), name="engine-0", slots=1, context=64)
+        engine = ThreadedEngine(core, sync=MemorySync(Lineage("life")), timeline=Timeline("engine"))
+        core._weights.append(HostMemory(8))  # as on a GPU, where the weights lie in memory that is given back
+        engine.start()
+        await engine.sleep(weights=True)
+        with pytest.raises(WeightError, match="wake it before it scores"):
+            await engine.score([Rollout.from_prompt([5, 6], id="r")])
+        await engine.wake()
+        (scored,) = await engine.score([Rollout.from_prompt([5, 6], id="r")])
+        engine.close()
+        assert scored[1] < 0
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_an_update_is_not_staged_over_another(tiny_model: str, is_cancelled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever sent the first may have given it up and sent the next: the thread that copies it goes on."""
+
+    async def main() -> None:
+        core = EngineCore(load_model(tiny_model), name="engine-0", slots=1, context=64)
+        engine = ThreadedEngine(core, sync=MemorySync(Lineage("life")), timeline=Timeline("engine"))
+        seen: list[tuple[str, int]] = []
+
+        def stage(update: WeightUpdate) -> None:
+            seen.append(("begins", update.version))
+            time.sleep(0.1)
+            seen.append(("is there", update.version))
+
+        monkeypatch.setattr(engine, "_stage", stage)
+        monkeypatch.setattr(engine, "_swap", lambda update: seen.append(("runs", update.version)))
+        engine.start()
+        updates = [WeightUpdate(policy="policy", lineage="life", version=version) for version in (1, 2)]
+        first, second = (asyncio.create_task(engine.load(update)) for update in updates)
+        await asyncio.sleep(0.05)
+        if is_cancelled:
+            first.cancel()
+        await asyncio.wait([first, second], timeout=10)
+        engine.close()
+        phases = ["begins", "is there", "runs"]
+        assert first.cancelled() == is_cancelled
+        assert seen == [(each, 1) for each in phases[: 2 if is_cancelled else 3]] + [(each, 2) for each in phases]
 
     asyncio.run(main())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,8 @@ from families import FAMILIES, make
 from safetensors.torch import load_file, save_file
 
 from headrace.cli import main
-from headrace.model.load import ModelError, load_model
+from headrace.model.attention import PackedContext
+from headrace.model.load import ModelError, hidden_states, load_model, prepare
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -91,3 +93,36 @@ def test_every_family_we_serve_is_loaded_whole(family: str, tmp_path: Path) -> N
     assert loaded.keys() == dict(model.named_parameters()).keys()
     for name, weight in model.named_parameters():
         torch.testing.assert_close(loaded[name], weight, rtol=0, atol=0)
+
+
+def test_a_pass_takes_nothing_from_the_pass_of_another_thread() -> None:
+    """A thread that captures graphs runs the same parameters under autocast, whose cast biases torch keeps for all threads:
+    what is read must be the bias itself, and not what another thread has made of it and will free."""
+    model = make("llama", attention_bias=True).to(torch.bfloat16)
+    prepare(model, name="llama")
+    tokens = torch.arange(5, 11)
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return hidden_states(model, tokens, torch.arange(6), PackedContext([6]))
+
+    is_inside, may_go_on = threading.Event(), threading.Event()
+
+    def wait_inside(*_: object) -> None:
+        if threading.current_thread() is other:
+            is_inside.set()
+            may_go_on.wait(timeout=30)
+
+    bias = model.model.layers[0].self_attn.v_proj.bias
+    model.model.layers[1].register_forward_hook(wait_inside)
+    other = threading.Thread(target=forward)
+    before = forward()
+    other.start()
+    assert is_inside.wait(timeout=30)
+    with torch.no_grad():
+        bias.add_(1.0)
+    during = forward()
+    may_go_on.set()
+    other.join()
+    assert not torch.equal(during, before)
+    torch.testing.assert_close(during, forward(), rtol=0, atol=0)

@@ -6,6 +6,7 @@ is prepared while this one runs. Weights change only between two steps.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import time
 from collections import deque
@@ -24,6 +25,7 @@ from headrace.engine.native.work import Slots
 from headrace.engine.protocol import Increment, NotFinite, PromptTooLong, UnusablePrompt
 from headrace.model.arena import Arena
 from headrace.model.head import Head
+from headrace.model.load import ModelError
 from headrace.model.routing import find_readable_routers
 from headrace.model.weights import WeightError
 from headrace.types import Call, FinishReason, Rollout, unknown_routing
@@ -92,6 +94,7 @@ class EngineCore:
         use_kernels = kernels if kernels is not None else device.type == "cuda" and not exact
         twin = None
         if use_kernels:
+            _check_triton(device)
             from headrace.engine.native.cuda.compiled import make_twin
 
             twin = make_twin(model, self.arena)
@@ -157,6 +160,11 @@ class EngineCore:
         return len(self.scheduler.pool)
 
     @property
+    def has_sleeping_weights(self) -> bool:
+        """Whether the weights wait in the host's memory: nothing may be computed."""
+        return self._kept is not None
+
+    @property
     def has_work(self) -> bool:
         is_wanted = bool(self.num_begun) or bool(self._flights) or bool(self.scheduler.num_waiting and self.is_admitting)
         return is_wanted and not self.is_asleep
@@ -202,7 +210,7 @@ class EngineCore:
             return
         self.retract_running()
         self.scheduler.forget_everything()
-        self.runner.settle()
+        self.runner.rest()
         self.cache.memory.give_back()
         self.is_asleep = True
         if weights and self._weights:
@@ -222,11 +230,12 @@ class EngineCore:
             self._kept = None
         self.cache.memory.take()
         self.runner.settle()
+        self.runner.rouse()
         self.is_asleep = False
 
     def exchange_weights(self, spare: SpareWeights) -> None:
         """Run what was filled, from the next step on."""
-        if self._kept is not None:
+        if self.has_sleeping_weights:
             raise WeightError("the engine's weights are asleep; wake it before it is given others")
         self.runner.in_order(spare.exchange)
 
@@ -377,6 +386,14 @@ class EngineCore:
         assert known is not None
         unknown = unknown_routing(length - computed, num_layers=known.shape[1], top_k=known.shape[2], dtype=known.dtype)
         return np.concatenate([known, unknown])
+
+
+def _check_triton(device: torch.device) -> None:
+    if importlib.util.find_spec("triton") is None:
+        raise ModelError(
+            f"the native engine on {device} needs the package triton, which is not installed: `pip install triton`, or run "
+            f"its engines on the CPU"
+        )
 
 
 _NOTHING = np.zeros(0, dtype=np.int32)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 from headrace.engine.native.core import EngineCore, Request
 from headrace.engine.protocol import EngineState, Increment
 from headrace.model.packing import score as score_packed
-from headrace.model.weights import SpareWeights
+from headrace.model.weights import SpareWeights, WeightError
 from headrace.observe import Signal
 from headrace.partial import Interrupt
 from headrace.types import FinishReason
@@ -171,6 +171,8 @@ class NativeEngine:
 
     def _score(self, rollouts: Sequence[Rollout]) -> list[Array]:
         core = self.core
+        if core.has_sleeping_weights:
+            raise WeightError("the engine's weights are asleep; wake it before it scores")
         core.settle()
         device = next(core.model.parameters()).device
         return score_packed(core.model, core.head, rollouts, budget=_SCORE_TOKENS, device=device, exact=core.exact)

@@ -51,6 +51,12 @@ class PlainRunner:
     def settle(self) -> None:
         """Nothing is under way."""
 
+    def rest(self) -> None:
+        """Nothing runs beside the thread that steps."""
+
+    def rouse(self) -> None:
+        """Nothing was waiting."""
+
     def wait_warm(self) -> None:
         """Nothing gets warm."""
 
@@ -147,7 +153,8 @@ class PlainRunner:
         parameters = slots.sampling[drawing]
         temperature, top_k, top_p, min_p = self._to_device(parameters).unbind(dim=1)
         too_early = np.flatnonzero(slots.length[drawing] < slots.floor[drawing])
-        forbidden = [(int(row), int(stop)) for row in too_early for stop in slots.stops[drawing[row]] if stop >= 0]
+        drawable = range(self._head.vocabulary)  # a tokenizer may have more ids than the head
+        forbidden = [(int(row), int(stop)) for row in too_early for stop in slots.stops[drawing[row]] if int(stop) in drawable]
         is_cut = bool(forbidden) or bool(
             ((parameters[:, 0] > 0) & ((parameters[:, 1] > 0) | (parameters[:, 2] < 1) | (parameters[:, 3] > 0))).any()
         )

@@ -274,7 +274,7 @@ class Scheduler:
             self.retract(follower)
         if request.leader is not None:
             request.leader.followers.remove(request)
-            request.leader = None
+            request.leader, request.computed = None, 0  # what it shares is not computed yet
         computed = self.computed(request)
         self._remember(request, computed)
         self._keep_if_pinned(request, computed)

@@ -10,7 +10,7 @@ import asyncio
 import threading
 from collections import deque
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from headrace.engine.native.core import Request
 from headrace.engine.native.engine import NativeEngine
@@ -19,7 +19,7 @@ from headrace.partial import Interrupt
 from headrace.types import FinishReason
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 
     from headrace.engine.native.core import EngineCore
     from headrace.observe import Timeline
@@ -42,11 +42,13 @@ class ThreadedEngine(NativeEngine):
         self._bell = threading.Event()
         self._is_closing = False
         self._when_idle: list[Future[None]] = []
+        self._loading = asyncio.Lock()
+        """Held from the first byte of an update to its exchange: all of them are staged in the same memory."""
         self._thread = threading.Thread(target=self._decode, name="decode", daemon=True)
         self.died: Future[None] = Future()
         """Fails with what ended the decode thread."""
         self.after_step: Callable[[], None] = lambda: None
-        """Called by the decode thread after every step that finished or told something."""
+        """Called by the decode thread after every step, and after actions: those that settle what is under way may end some."""
 
     def start(self) -> None:
         self._thread.start()
@@ -83,8 +85,7 @@ class ThreadedEngine(NativeEngine):
     def _decode(self) -> None:
         try:
             while not self._is_closing:
-                while self._mail:
-                    self._mail.popleft()()
+                self._empty_mail()
                 if self.core.num_begun == 0:
                     self._tell_idle()
                 if self._is_paused or not self.core.has_work:
@@ -99,6 +100,12 @@ class ThreadedEngine(NativeEngine):
                 self.after_step()
         except BaseException as error:  # noqa: BLE001  (told to whoever watches `died`; a thread has nobody to raise to)
             self.died.set_exception(error)
+
+    def _empty_mail(self) -> None:
+        if self._mail:
+            while self._mail:
+                self._mail.popleft()()
+            self.after_step()
 
     def _tell_idle(self) -> None:
         waiting, self._when_idle = self._when_idle, []
@@ -206,17 +213,20 @@ class ThreadedEngine(NativeEngine):
         self.core.is_admitting, self._is_paused = True, False
 
     async def load(self, update: WeightUpdate, *, interrupt: Interrupt = Interrupt.KEEP) -> None:
-        await asyncio.to_thread(self._stage, update)
-        if interrupt is Interrupt.DRAIN and not self._is_paused:
-            await self._drain()
-        await self.between_steps(lambda: self._exchange(update, interrupt))
+        async with self._loading:
+            await _to_its_end(asyncio.to_thread(self._stage, update))
+            if interrupt is Interrupt.DRAIN and not self._is_paused:
+                await self._drain()
+            await self.between_steps(lambda: self._exchange(update, interrupt))
 
     def _exchange(self, update: WeightUpdate, interrupt: Interrupt) -> None:
         with self._timeline.during("swap"):
-            self._interrupt(interrupt)
-            self._swap(update)
-            if not self._is_paused:
-                self._resume()
+            try:
+                self._interrupt(interrupt)
+                self._swap(update)
+            finally:
+                if not self._is_paused:
+                    self._resume()
 
     async def state(self) -> EngineState:
         """A look from outside: numbers a step old, and never behind one."""
@@ -233,3 +243,13 @@ class ThreadedEngine(NativeEngine):
                     on_refused(request, error)
 
         self.post(act)
+
+
+async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
+    """Wait for what a thread does; cancelled, wait all the same, since the thread goes on."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise

@@ -148,3 +148,9 @@ class Runner(Protocol):
 
     def settle(self) -> None:
         """Wait until nothing is being computed."""
+
+    def rest(self) -> None:
+        """Wait until nothing reads the cache or the weights, and see that nothing does until `rouse`; no step is launched."""
+
+    def rouse(self) -> None:
+        """They are there again."""

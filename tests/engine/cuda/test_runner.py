@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,11 +13,15 @@ from kernel_device import DEVICE
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from headrace.engine.native.core import EngineCore, Request
-from headrace.engine.native.cuda import ops, runner
+from headrace.engine.native.cuda import compiled, ops, runner
 from headrace.engine.native.cuda.runner import CudaRunner
+from headrace.engine.native.threaded import ThreadedEngine
 from headrace.engine.native.work import Chunk
 from headrace.engine.protocol import NotFinite
 from headrace.model.load import prepare
+from headrace.observe import Timeline
+from headrace.partial import Interrupt
+from headrace.sync import Lineage, MemorySync
 from headrace.types import FinishReason, Rollout, Sampling
 
 BLOCK = 4
@@ -215,6 +220,38 @@ def test_a_token_has_the_version_of_the_weights_that_drew_it() -> None:
         assert with_kernels.versions[-7:].tolist() == [0] * drawn_before + [3] * (7 - drawn_before)
 
 
+ACTIONS = {
+    "score": lambda engine: engine._score([Rollout.from_prompt(prompt(3), id="scored")]),
+    "retract": lambda engine: engine._interrupt(Interrupt.RETRACT),
+    "sleep": lambda engine: engine._sleep(weights=False),
+}
+
+
+@pytest.mark.parametrize("name", ACTIONS)
+def test_what_ends_between_two_steps_is_told_though_none_follows(name: str) -> None:
+    """Whoever settles what is under way may end the last rollout there is: its end must not wait for the next step."""
+    core = make_core(kernels=True)
+    engine = ThreadedEngine(core, sync=MemorySync(Lineage("life")), timeline=Timeline("engine"))
+    done: dict[str, Rollout] = {}
+    is_told = threading.Event()
+    posted: list[str] = []
+
+    def after_step() -> None:
+        if done:
+            is_told.set()
+        elif core.num_running and not posted:
+            posted.append(name)
+            engine.post(lambda: ACTIONS[name](engine))
+
+    engine.after_step = after_step
+    engine.post(lambda: request(core, done, "last", prompt(3), max_tokens=1))
+    engine.start()
+    was_told = is_told.wait(timeout=20)
+    engine.close()
+    assert not engine.died.done() and posted == [name]
+    assert was_told and done["last"].num_sampled == 1
+
+
 def test_blocks_given_to_a_slot_do_not_reach_its_next_rollout() -> None:
     core, done = make_core(kernels=True, slots=1), {}
     given = request(core, done, "first", prompt(3), max_tokens=9, seed=1)
@@ -269,6 +306,62 @@ def test_what_is_only_tried_changes_nothing_that_is_read() -> None:
     assert torch.equal(core.cache.keys[0][BLOCK:], cached)
     finish(core)
     assert_same(done["cut"], alone(prompt(3), max_tokens=4, seed=1, top_k=3))
+
+
+class SlowCaptures:
+    """Stands for the capture of graphs: each waits until the test lets it end."""
+
+    def __init__(self, core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.began, self.may_end = threading.Semaphore(0), threading.Semaphore(0)
+        self.num_begun = 0
+        self.seen: list[int] = []
+        self._core = core
+        for name in ("set_device", "graph_pool_handle", "Stream"):
+            monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+        monkeypatch.setattr(compiled, "compile_layers", lambda model: None)
+        monkeypatch.setattr(core.runner, "_capture", self.capture)
+
+    def capture(self, bucket: object, stream: object, *, is_cut: bool) -> None:
+        self.num_begun += 1
+        self.began.release()
+        assert self.may_end.acquire(timeout=30)
+        self.seen.append(self.cache_bytes)
+
+    @property
+    def cache_bytes(self) -> int:
+        return self._core.cache.memory.tensor.untyped_storage().nbytes()
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="looks at the memory of a CPU")
+def test_no_memory_is_given_back_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is tried for a capture reads weights and cache: sleep waits for it, and the next capture waits for wake."""
+    core = make_core(kernels=True)
+    captures, whole = SlowCaptures(core, monkeypatch), core.cache.num_bytes
+    core.runner.start_warming()
+    assert captures.began.acquire(timeout=30)
+    sleeping = threading.Thread(target=lambda: core.sleep(weights=False))
+    sleeping.start()
+    sleeping.join(timeout=0.2)
+    assert sleeping.is_alive() and captures.cache_bytes == whole
+    captures.may_end.release(100)
+    sleeping.join(timeout=30)
+    assert not sleeping.is_alive() and captures.cache_bytes == 0
+    assert not captures.began.acquire(timeout=0.2), "a graph is captured while the engine sleeps"
+    core.wake()
+    core.wait_warm()
+    assert captures.num_begun > 1 and captures.seen == [whole] * captures.num_begun
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="looks at the memory of a CPU")
+def test_an_engine_that_sleeps_can_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = make_core(kernels=True)
+    captures = SlowCaptures(core, monkeypatch)
+    core.sleep(weights=False)
+    core.runner.start_warming()
+    closing = threading.Thread(target=core.close, daemon=True)
+    closing.start()
+    closing.join(timeout=10)
+    assert not closing.is_alive() and captures.num_begun == 0
 
 
 def test_chunks_that_go_together_fit_the_largest_bucket() -> None:

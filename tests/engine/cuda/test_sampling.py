@@ -264,6 +264,15 @@ def test_a_stop_token_is_allowed_from_the_floor_on() -> None:
     assert allowed[:, STOP].tolist() == [True, True, False]
 
 
+def test_a_stop_token_the_head_does_not_have_forbids_nothing() -> None:
+    """Least of all a token of the next row."""
+    state = make_state([(1.0, 0, 1, 0)] * 2)
+    state.floors[0], state.stops[0, 1] = 50, 40 + OTHER_STOP
+    logits = torch.zeros(2, 40, device=DEVICE)
+    allowed = cut_rows(logits, state, [0, 1])
+    assert allowed.logical_not().nonzero().tolist() == [[0, STOP]] and logits[1].isfinite().all()
+
+
 def test_what_is_cut_stays_out_of_reach_of_a_softcap(monkeypatch: pytest.MonkeyPatch) -> None:
     """Capped, minus infinity would be minus the cap, which can be drawn."""
     monkeypatch.setattr(sampling, "_CHUNK", 64)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 _PINNED, _DEVICE, _READ_WRITE = 1, 1, 3
+_OUT_OF_MEMORY = 2
 """Of CUmemAllocationType, CUmemLocationType and CUmemAccess_flags."""
 
 
@@ -42,7 +43,9 @@ def _driver() -> ctypes.CDLL:
 def _call(name: str, *arguments: object) -> None:
     status = getattr(_driver(), name)(*arguments)
     if status:
-        raise torch.OutOfMemoryError(f"{name} answered {status}") if status == 2 else RuntimeError(f"{name} answered {status}")
+        if status == _OUT_OF_MEMORY:
+            raise torch.OutOfMemoryError("the GPU has too little free memory; lower engine.kv_blocks or model.context")
+        raise RuntimeError(f"{name} answered {status}")
 
 
 class Region:

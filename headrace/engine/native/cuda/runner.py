@@ -10,6 +10,7 @@ beside the one that decodes, its work is run eagerly over the model itself.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import threading
@@ -29,7 +30,7 @@ from headrace.model.load import hidden_states
 from headrace.model.routing import find_readable_routers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
     from transformers import PreTrainedModel
@@ -148,6 +149,9 @@ class CudaRunner:
         self._is_started: set[bool] = set()
         self._is_closing = False
         self._warming: threading.Thread | None = None
+        self._turn = threading.Condition()
+        """Of the thread that captures and the one that decodes, which may have the memory given back."""
+        self._is_resting = self._is_capturing = False
 
     # Told by the scheduler
 
@@ -193,6 +197,18 @@ class CudaRunner:
 
     def settle(self) -> None:
         self._queue.settle()
+
+    def rest(self) -> None:
+        """Waits for the capture under way, the first of which compiles the model's layers; the next waits for `rouse`."""
+        with self._turn:
+            self._is_resting = True
+            self._turn.wait_for(lambda: not self._is_capturing)
+        self._queue.settle()
+
+    def rouse(self) -> None:
+        with self._turn:
+            self._is_resting = False
+            self._turn.notify_all()
 
     def routing(self, places: Array) -> Array | None:
         if self.cache.routing is None:
@@ -420,7 +436,9 @@ class CudaRunner:
 
     def close(self) -> None:
         """Capture no more."""
-        self._is_closing = True
+        with self._turn:
+            self._is_closing = True
+            self._turn.notify_all()
         self.wait_warm()
 
     def _warm(self, before: threading.Thread | None, is_cut: bool) -> None:
@@ -445,20 +463,36 @@ class CudaRunner:
         stream = torch.cuda.Stream(self._device)
         began = time.perf_counter()
         for bucket in (decode[0], prompt[0], *decode[1:], *prompt[1:]):
-            if self._is_closing:
-                return
-            if is_cut in bucket.graphs:
-                continue
-            try:
-                self._capture(bucket, stream, is_cut=is_cut)
-            except Exception:
-                if not self._compile:
-                    raise
-                log.warning("this model's layers could not be compiled; its graphs hold them as they are", exc_info=True)
-                compiled.undo_compile(self._twin)
-                self._compile = False
-                self._capture(bucket, stream, is_cut=is_cut)
+            with self._capturing():
+                if self._is_closing:
+                    return
+                if is_cut not in bucket.graphs:
+                    self._capture_compiled(bucket, stream, is_cut=is_cut)
         log.info("captured %d graphs in %.1f s", len(decode) + len(prompt), time.perf_counter() - began)
+
+    @contextlib.contextmanager
+    def _capturing(self) -> Iterator[None]:
+        """Within it weights and cache are where they were: it waits while they are given back, and `rest` waits for it."""
+        with self._turn:
+            self._turn.wait_for(lambda: self._is_closing or not self._is_resting)
+            self._is_capturing = True
+        try:
+            yield
+        finally:
+            with self._turn:
+                self._is_capturing = False
+                self._turn.notify_all()
+
+    def _capture_compiled(self, bucket: _Bucket, stream: torch.cuda.Stream, *, is_cut: bool) -> None:
+        try:
+            self._capture(bucket, stream, is_cut=is_cut)
+        except Exception:
+            if not self._compile:
+                raise
+            log.warning("this model's layers could not be compiled; its graphs hold them as they are", exc_info=True)
+            compiled.undo_compile(self._twin)
+            self._compile = False
+            self._capture(bucket, stream, is_cut=is_cut)
 
     def _capture(self, bucket: _Bucket, stream: torch.cuda.Stream, *, is_cut: bool) -> None:
         """Run once in buffers of the bucket's shape that nobody reads, every row nobody's; then capture with the real ones."""

@@ -180,7 +180,7 @@ def cut_kernel(
     if tl.load(lengths + slot) < tl.load(floors + slot):  # no stop token yet
         for stop in range(num_stops):
             stop_id = tl.load(stops + slot * num_stops + stop)
-            if stop_id >= 0:
+            if (stop_id >= 0) & (stop_id < vocabulary):  # a tokenizer may have more ids than the head
                 tl.store(line + stop_id, float("-inf"))
         tl.debug_barrier()
     top = tl.full([], float("-inf"), tl.float32)
