@@ -35,6 +35,7 @@ class Far:
     worker: EngineWorker
     ends: dict[str, Stream]
     """Its own ends, by channel."""
+    control: Peer
     data: Peer
     reports: list[dict[str, Any]]
     _reading: list[asyncio.Task[None]]
@@ -87,7 +88,7 @@ class Pooled:
         member.data = Peer(near["data"], notices=member.notices())
         control, data = Peer(ends["control"], calls=worker.calls()), Peer(ends["data"], notices=worker.notices())
         reading = [asyncio.ensure_future(peer.run()) for peer in (control, data)]
-        far = Far(name, member, engine, worker, ends, data, reports, reading)
+        far = Far(name, member, engine, worker, ends, control, data, reports, reading)
         for peer in (member.control, member.data):
             self._reading.append(asyncio.ensure_future(self._watch(peer, member)))
         engine.start()
