@@ -593,7 +593,7 @@ def test_an_update_that_holds_nan_is_refused_and_the_old_weights_serve(run):
         spoil(bench.model)
         update = bench.sync.offer(1, make_manifest(named_tensors(bench.model)))
         await bench.sync.send(update, named_tensors(bench.model))
-        with pytest.raises(RuntimeError, match="version 1.*NaN"):
+        with pytest.raises(RuntimeError, match=r"version 1.*NaN"):
             await bench.engine.load(update)
         bench.sync.abort(update)
         again = await bench.engine.generate(prompt(), Sampling(max_tokens=10, seed=2))

@@ -490,7 +490,8 @@ def test_a_fork_waits_for_its_engine_and_nobody_waits_for_the_fork(tiny_model):
             await bench.join(slots=1)
         parent, home, other = await pinned_parent(bench)
         busy = [
-            asyncio.ensure_future(bench.pool.generate(parent.forked(9, id=f"busy {i}"), Sampling(max_tokens=60))) for i in range(2)
+            asyncio.ensure_future(bench.pool.generate(parent.forked(9, id=f"busy {i}"), Sampling(max_tokens=60)))
+            for i in range(2)
         ]
         await until(lambda: home.member.credit == 0)
         fork, unwanted = (

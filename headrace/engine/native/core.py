@@ -10,7 +10,6 @@ import math
 import time
 from collections import deque
 from dataclasses import dataclass
-from os.path import commonprefix
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -334,7 +333,7 @@ class EngineCore:
         found = [each for each in request.sampling.stop if each in text]
         if not found:
             return False
-        known = len(commonprefix([self._decode(token_ids[:-1]), text]))  # its last character may have been half a one
+        known = _num_alike(self._decode(token_ids[:-1]), text)
         return any(text.find(each, max(0, known - len(each) + 1)) >= 0 for each in found)
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
@@ -397,3 +396,8 @@ def _start_of_text(rollout: Rollout) -> int:
             break
         start = call.start
     return start
+
+
+def _num_alike(before: str, text: str) -> int:
+    """Characters that were known before the last token: the last of `before` may have been half of one."""
+    return next((at for at, (old, new) in enumerate(zip(before, text, strict=False)) if old != new), len(before))
