@@ -20,7 +20,7 @@ from headrace.stream import Listener, Peer, Stream, connect
 from headrace.sync import Lineage, SharedMemorySync
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
 TOKEN = "t" * 64
 
@@ -35,6 +35,7 @@ class Far:
     worker: EngineWorker
     ends: dict[str, Stream]
     """Its own ends, by channel."""
+    control: Peer
     data: Peer
     reports: list[dict[str, Any]]
     _reading: list[asyncio.Task[None]]
@@ -65,13 +66,15 @@ class Pooled:
     sync: SharedMemorySync
     folder: Path
     listener: Listener
+    decode: Callable[[list[int]], str] | None = None
+    """Of its engines."""
     far: list[Far] = field(default_factory=list)
     _reading: list[asyncio.Task[None]] = field(default_factory=list)
 
     async def start(self, *, slots: int, context: int, name: str = "") -> Far:
         """An engine that is connected and has not joined."""
         name = name or f"engine-{len(self.far)}"
-        core = EngineCore(load_model(self.model_path), name=name, slots=slots, context=context)
+        core = EngineCore(load_model(self.model_path), name=name, slots=slots, context=context, decode=self.decode)
         timeline, life = ProcessTimeline("engine"), Lineage("life")
         engine = ThreadedEngine(core, sync=SharedMemorySync(life, prefix="w", folder=self.folder), timeline=timeline)
         worker = EngineWorker(engine, timeline=timeline)
@@ -85,7 +88,7 @@ class Pooled:
         member.data = Peer(near["data"], notices=member.notices())
         control, data = Peer(ends["control"], calls=worker.calls()), Peer(ends["data"], notices=worker.notices())
         reading = [asyncio.ensure_future(peer.run()) for peer in (control, data)]
-        far = Far(name, member, engine, worker, ends, data, reports, reading)
+        far = Far(name, member, engine, worker, ends, control, data, reports, reading)
         for peer in (member.control, member.data):
             self._reading.append(asyncio.ensure_future(self._watch(peer, member)))
         engine.start()
@@ -120,13 +123,18 @@ class Pooled:
 
 
 @contextlib.asynccontextmanager
-async def pooled(model_path: str, *, sync: type[SharedMemorySync] = SharedMemorySync) -> AsyncIterator[Pooled]:
+async def pooled(
+    model_path: str,
+    *,
+    sync: type[SharedMemorySync] = SharedMemorySync,
+    decode: Callable[[list[int]], str] | None = None,
+) -> AsyncIterator[Pooled]:
     """An empty pool."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         sender = sync(Lineage("life"), prefix="w", folder=folder)
         listener = await Listener.on_this_host(token=TOKEN)
-        bench = Pooled(EnginePool(), model_path, sender, folder, listener)
+        bench = Pooled(EnginePool(), model_path, sender, folder, listener, decode)
         try:
             yield bench
         finally:

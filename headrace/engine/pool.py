@@ -1,7 +1,8 @@
 """Engines in other processes as one `Engine`.
 
 Rollouts wait here, and engines pull them: each takes what it has room for, so a fast one does more and none hoards. An
-engine that is lost leaves its rollouts to the others, each from the tokens it was known to have.
+engine that is lost leaves its rollouts to the others, each from the tokens it was known to have. Only the fork of a pinned
+rollout waits for one engine: the one that has its keys and values.
 """
 
 from __future__ import annotations
@@ -34,6 +35,11 @@ class EnginePool:
     def __init__(self) -> None:
         self.members: list[Member] = []
         self._waiting: OrderedDict[int, PoolRequest] = OrderedDict()
+        """For whoever has room."""
+        self._bound: dict[Member, OrderedDict[int, PoolRequest]] = {}
+        """For one engine alone: forks of what it generated."""
+        self._pinned: dict[str, Member | None] = {}
+        """Rollouts that are pinned, and the engine each was sent to last, if it was sent."""
         self._cancelled: dict[Member, list[int]] = {}
         self._keys = itertools.count()
         self._wanted: WeightUpdate | None = None
@@ -44,15 +50,21 @@ class EnginePool:
     # Who is in it; called by whoever supervises the processes
 
     async def join(self, member: Member) -> None:
-        """Take an engine in, once it holds the weights that the others hold and stands still if they do. Either may change
-        while it is brought there: it is looked at again after every wait."""
+        """Take an engine in, once it holds the weights that the others hold, keeps what they keep and stands still if they
+        do. Each may change while it is brought there: it is looked at again after every wait."""
         is_paused = False
+        pinned: set[str] = set()
         while True:
             if self._wanted is not None and member.update is not self._wanted:
                 await self._bring(member, self._wanted)
             elif is_paused != self._is_paused:
                 is_paused = self._is_paused
                 await (member.call("pause", interrupt="keep") if is_paused else member.call("resume"))
+            elif changed := pinned ^ self._pinned.keys():
+                rollout_id = changed.pop()
+                is_wanted = rollout_id in self._pinned
+                (pinned.add if is_wanted else pinned.remove)(rollout_id)
+                await member.call("pin" if is_wanted else "unpin", rollout_id=rollout_id)
             else:
                 break
         member.pool = self
@@ -72,6 +84,8 @@ class EnginePool:
         member.is_lost = True
         if member in self.members:
             self.members.remove(member)
+        for request in reversed(self._bound.pop(member, OrderedDict()).values()):
+            self._put_first(request)
         again: list[PoolRequest] = []
         for request in member.requests.values():
             if request.grown or request.increments is not None:
@@ -138,6 +152,21 @@ class EnginePool:
                 raise failure
         await self._any_member()
 
+    async def fork(self, rollout: Rollout, at: int, *, id: str) -> Rollout:
+        """Generated while `rollout` is pinned, it goes to the engine that has the keys and values of its parent; to any, if
+        that one is gone."""
+        return rollout.forked(at, id=id)
+
+    async def pin(self, rollout_id: str) -> None:
+        """On every engine: nobody knows yet which of them will generate it, or go on with it when that one is lost."""
+        runs_on = (m for m in self.members if any(each.rollout.id == rollout_id for each in m.requests.values()))
+        self._pinned.setdefault(rollout_id, next(runs_on, None))
+        await self._all("pin", rollout_id=rollout_id)
+
+    async def unpin(self, rollout_id: str) -> None:
+        self._pinned.pop(rollout_id, None)
+        await self._all("unpin", rollout_id=rollout_id)
+
     async def state(self) -> EngineState:
         states = [state for state in await self._all("state") if state is not None]
         wanted = self._wanted
@@ -145,15 +174,19 @@ class EnginePool:
             version=min((state["version"] for state in states), default=wanted.version if wanted else 0),
             lineage=wanted.lineage if wanted else "",
             running=sum(state["running"] for state in states),
-            waiting=sum(state["waiting"] for state in states) + len(self._waiting),
+            waiting=sum(state["waiting"] for state in states) + self._num_waiting,
             slots=sum(state["slots"] for state in states),
             free_blocks=sum(state["free_blocks"] for state in states),
             tokens=sum(state["tokens"] for state in states),
         )
 
+    @property
+    def _num_waiting(self) -> int:
+        return len(self._waiting) + sum(map(len, self._bound.values()))
+
     def wake(self) -> None:
         """Something may be sent: soon, so that what comes together goes together."""
-        if not self._is_flush_due and self._waiting and self.members:
+        if not self._is_flush_due and self._num_waiting and self.members:
             self._is_flush_due = True
             asyncio.get_running_loop().call_soon(self._flush)
 
@@ -164,15 +197,26 @@ class EnginePool:
         ]
         for place, member in enumerate(open_members):
             share = -(-len(self._waiting) // (len(open_members) - place))
-            count = min(member.credit, share)
-            if count > 0:
-                try:
-                    member.send([self._waiting.popitem(last=False)[1] for _ in range(count)])
-                except StreamClosed:
-                    self.lose(member)
+            requests = _take_first(self._bound.get(member), member.credit)
+            requests += _take_first(self._waiting, min(member.credit - len(requests), share))
+            if requests:
+                self._send(member, requests)
+
+    def _send(self, member: Member, requests: list[PoolRequest]) -> None:
+        for request in requests:
+            if request.rollout.id in self._pinned:
+                self._pinned[request.rollout.id] = member
+        try:
+            member.send(requests)
+        except StreamClosed:
+            self.lose(member)
 
     def _enqueue(self, request: PoolRequest) -> None:
-        if request.rollout.finish_reason is FinishReason.ABORT:
+        parent = request.rollout.parent
+        home = None if parent is None else self._pinned.get(parent[0])
+        if home is not None and not home.is_lost:
+            self._bound.setdefault(home, OrderedDict())[request.key] = request
+        elif request.rollout.finish_reason is FinishReason.ABORT:
             self._put_first(request)  # interrupted: it goes on before anything new begins
         else:
             self._waiting[request.key] = request
@@ -183,7 +227,7 @@ class EnginePool:
         self._waiting.move_to_end(request.key, last=False)
 
     def _cancel(self, request: PoolRequest) -> None:
-        if self._waiting.pop(request.key, None) is not None:
+        if any(queue.pop(request.key, None) is not None for queue in (self._waiting, *self._bound.values())):
             return
         for member in self.members:
             if member.requests.pop(request.key, None) is not None:
@@ -223,6 +267,10 @@ class EnginePool:
             self._joined.clear()
             await self._joined.wait()
         return min(self.members, key=lambda member: len(member.requests))
+
+
+def _take_first(queue: OrderedDict[int, PoolRequest] | None, most: int) -> list[PoolRequest]:
+    return [queue.popitem(last=False)[1] for _ in range(min(most, len(queue)))] if queue else []
 
 
 def _abort(request: PoolRequest, member: Member) -> None:

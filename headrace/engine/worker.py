@@ -153,6 +153,8 @@ class EngineWorker:
             "load": self._load,
             "score": self._score,
             "state": self.state,
+            "pin": self._engine.pin,
+            "unpin": self._engine.unpin,
         }
 
     async def state(self) -> dict[str, Any]:

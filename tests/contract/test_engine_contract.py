@@ -14,11 +14,13 @@ from pooled import pooled
 
 from headrace.engine import Engine, EngineState, PromptTooLong, UnusablePrompt
 from headrace.engine.native import NativeEngine
-from headrace.engine.native.core import EngineCore
+from headrace.engine.native.core import EngineCore, Step
 from headrace.engine.native.threaded import ThreadedEngine
-from headrace.model.load import load_model
+from headrace.engine.protocol import NotFinite
+from headrace.model.load import load_model, load_tokenizer
 from headrace.model.weights import make_manifest, named_tensors
 from headrace.observe import ProcessTimeline, Timeline
+from headrace.orchestrate.build import decoder_of
 from headrace.partial import Interrupt
 from headrace.sync import Lineage, MemorySync, SharedMemorySync, SyncError, WeightSync
 from headrace.sync import shared as segments
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
     from headrace.types import WeightUpdate
+
+    Decode = Callable[[list[int]], str]
 
 CONTEXT = 96
 END = 1
@@ -41,13 +45,19 @@ class Bench:
     engine: Engine
     model: torch.nn.Module
     sync: WeightSync
+    core: EngineCore
+    """What steps in there: for tests that harm it, or look at what it computes."""
 
-    async def publish(self, version: int, *, interrupt: Interrupt = Interrupt.KEEP) -> None:
+    async def publish(self, version: int, *, interrupt: Interrupt = Interrupt.KEEP, is_paused: bool = True) -> None:
+        """To an engine that is paused meanwhile, or by `load` alone."""
         update = self.sync.offer(version, make_manifest(named_tensors(self.model)))
         await self.sync.send(update, named_tensors(self.model))
-        await self.engine.pause(interrupt)
-        await self.engine.load(update)
-        await self.engine.resume()
+        if is_paused:
+            await self.engine.pause(interrupt)
+            await self.engine.load(update)
+            await self.engine.resume()
+        else:
+            await self.engine.load(update, interrupt=interrupt)
         self.sync.release(update)
 
     def nudge(self) -> None:
@@ -57,18 +67,18 @@ class Bench:
                     tensor.add_(0.05 * torch.randn_like(tensor))
 
 
-def make_core(model_path: str, slots: int) -> EngineCore:
-    return EngineCore(load_model(model_path), name="engine-0", slots=slots, context=CONTEXT)
+def make_core(model_path: str, slots: int, decode: Decode | None) -> EngineCore:
+    return EngineCore(load_model(model_path), name="engine-0", slots=slots, context=CONTEXT, decode=decode)
 
 
 @contextlib.asynccontextmanager
-async def native(model_path: str, slots: int) -> AsyncIterator[Bench]:
+async def native(model_path: str, slots: int, decode: Decode | None) -> AsyncIterator[Bench]:
     """In this thread, beside whoever calls it."""
     sync = MemorySync(Lineage("life"))
-    engine = NativeEngine(make_core(model_path, slots), sync=sync, timeline=Timeline("engine"))
+    engine = NativeEngine(make_core(model_path, slots, decode), sync=sync, timeline=Timeline("engine"))
     serving = asyncio.ensure_future(engine.serve())
     try:
-        yield Bench(engine, load_model(model_path), sync)
+        yield Bench(engine, load_model(model_path), sync, engine.core)
     finally:
         serving.cancel()
         if serving.done() and not serving.cancelled():
@@ -76,13 +86,13 @@ async def native(model_path: str, slots: int) -> AsyncIterator[Bench]:
 
 
 @contextlib.asynccontextmanager
-async def threaded(model_path: str, slots: int) -> AsyncIterator[Bench]:
+async def threaded(model_path: str, slots: int, decode: Decode | None) -> AsyncIterator[Bench]:
     """In a thread of its own."""
     sync = MemorySync(Lineage("life"))
-    engine = ThreadedEngine(make_core(model_path, slots), sync=sync, timeline=ProcessTimeline("engine"))
+    engine = ThreadedEngine(make_core(model_path, slots, decode), sync=sync, timeline=ProcessTimeline("engine"))
     engine.start()
     try:
-        yield Bench(engine, load_model(model_path), sync)
+        yield Bench(engine, load_model(model_path), sync, engine.core)
     finally:
         engine.close()
         assert not engine.died.done(), engine.died.exception()
@@ -102,14 +112,14 @@ class AsGiven(SharedMemorySync):
 
 
 @contextlib.asynccontextmanager
-async def pool(model_path: str, slots: int) -> AsyncIterator[Bench]:
+async def pool(model_path: str, slots: int, decode: Decode | None) -> AsyncIterator[Bench]:
     """In a pool of one, over sockets and shared memory."""
-    async with pooled(model_path, sync=AsGiven) as bench:
-        await bench.join(slots=slots, context=CONTEXT)
-        yield Bench(bench.pool, load_model(model_path), bench.sync)
+    async with pooled(model_path, sync=AsGiven, decode=decode) as bench:
+        far = await bench.join(slots=slots, context=CONTEXT)
+        yield Bench(bench.pool, load_model(model_path), bench.sync, far.core)
 
 
-ENGINES: dict[str, Callable[[str, int], AbstractAsyncContextManager[Bench]]] = {
+ENGINES: dict[str, Callable[[str, int, Decode | None], AbstractAsyncContextManager[Bench]]] = {
     "native": native,
     "threaded": threaded,
     "pool": pool,
@@ -121,16 +131,21 @@ def run(request: pytest.FixtureRequest, tiny_model: str) -> Callable[..., Any]:
     """Runs a coroutine function with a served engine that holds version 0."""
     make = ENGINES[request.param]
 
-    def runner(test: Callable[[Bench], Awaitable[Any]], *, slots: int = 4) -> Any:
+    def runner(test: Callable[[Bench], Awaitable[Any]], *, slots: int = 4, has_tokenizer: bool = True) -> Any:
         async def main() -> Any:
             torch.manual_seed(0)
-            async with make(tiny_model, slots) as bench:
+            decode = decoder_of(load_tokenizer(tiny_model)) if has_tokenizer else None
+            async with make(tiny_model, slots, decode) as bench:
                 await bench.publish(0)
                 return await asyncio.wait_for(test(bench), timeout=60)
 
         return asyncio.run(main())
 
     return runner
+
+
+here = pytest.mark.parametrize("run", ["native", "threaded"], indirect=True)
+"""Of engines in this process only."""
 
 
 def prompt(name: str = "r", *, length: int = 6, seed: int = 0) -> Rollout:
@@ -413,5 +428,320 @@ def test_a_faulty_update_is_refused_and_the_old_version_stays(run, fault):
         assert np.array_equal((await bench.engine.score([rollout]))[0], before)
         with pytest.raises(SyncError, match="not on offer"):
             await bench.engine.load(update)
+
+    run(check)
+
+
+@pytest.mark.parametrize("is_paused", [True, False], ids=["paused", "by load"])
+def test_retract_goes_on_inside_the_call_over_keys_of_the_new_weights(run, is_paused):
+    """More calls than slots, so that some wait meanwhile. Kept, the same swap would show: their later logprobs are not those
+    of a fresh pass, or the test would prove nothing."""
+
+    async def furthest(bench: Bench, version: int, interrupt: Interrupt) -> float:
+        """How far logprobs drawn after the swap are from a fresh pass under the new weights."""
+        sampling = [Sampling(max_tokens=60, seed=seed) for seed in range(6)]
+        prompts = [prompt(f"r{index}", seed=index, length=4 + 3 * index) for index in range(6)]
+        calls = [asyncio.ensure_future(bench.engine.generate(*each)) for each in zip(prompts, sampling, strict=True)]
+        await drawn(bench, 40)
+        bench.nudge()
+        await bench.publish(version, interrupt=interrupt, is_paused=is_paused)
+        rollouts = await asyncio.gather(*calls)
+        distance, num_spanning = 0.0, 0
+        for rollout, fresh in zip(rollouts, await bench.engine.score(rollouts), strict=True):
+            versions = rollout.versions[rollout.is_sampled]
+            assert len(rollout.calls) == 1 and rollout.num_sampled == 60 and rollout.finish_reason is FinishReason.LENGTH
+            assert set(versions.tolist()) <= {version - 1, version} and (np.diff(versions) >= 0).all()
+            num_spanning += len(set(versions.tolist())) == 2
+            late = rollout.versions == version
+            distance = max(distance, float(np.abs(fresh[late] - rollout.logprobs[late]).max()))
+        assert num_spanning >= 1
+        return distance
+
+    async def check(bench: Bench) -> None:
+        assert await furthest(bench, 1, Interrupt.KEEP) > 1e-3
+        assert await furthest(bench, 2, Interrupt.RETRACT) < 1e-5
+
+    run(check)
+
+
+def test_retracted_calls_do_not_wait_for_ever_when_the_engine_stays_paused(run):
+    async def check(bench: Bench) -> None:
+        free = (await bench.engine.state()).free_blocks
+        call = asyncio.ensure_future(bench.engine.generate(prompt(), Sampling(max_tokens=40, seed=4)))
+        await drawn(bench, 4)
+        await bench.engine.pause(Interrupt.RETRACT)
+        state = await until(bench, lambda state: state.running == 0)
+        assert (state.waiting, state.free_blocks) == (1, free) and not call.done()
+        await bench.engine.resume()
+        alone = await bench.engine.generate(prompt(), Sampling(max_tokens=40, seed=4))
+        assert np.array_equal((await call).token_ids, alone.token_ids)
+
+    run(check)
+
+
+# Stop strings; the tiny model's tokens are single characters, so that a string of several spans several tokens
+
+
+def test_a_stop_string_ends_a_call_at_the_token_that_completes_it(run, tiny_model):
+    async def check(bench: Bench) -> None:
+        plain = Sampling(max_tokens=40, top_k=40, seed=6)
+        free = await bench.engine.generate(prompt(), plain)
+        ids = free.token_ids[6:].tolist()
+        decode = decoder_of(load_tokenizer(tiny_model))
+        stop = decode(ids[17:20])
+        end = next(end for end in range(1, 41) if decode(ids[:end]).endswith(stop))
+        asked = [
+            dataclasses.replace(plain, stop=(stop,)),
+            dataclasses.replace(plain, stop=("never drawn so", stop, decode(ids[25:28]))),
+        ]
+        for each in await asyncio.gather(*(bench.engine.generate(prompt(), sampling) for sampling in asked)):
+            assert each.finish_reason is FinishReason.STOP and each.num_sampled == end
+            assert np.array_equal(each.token_ids, free.token_ids[: 6 + end])
+            np.testing.assert_allclose(each.logprobs, free.logprobs[: 6 + end], atol=1e-5)
+            assert each.sampling_mask is not None and len(each.sampling_mask.offsets) == len(each) + 1
+        parts = [part async for part in bench.engine.stream(prompt(), asked[0])]
+        assert [token for part in parts for token in part.token_ids] == ids[:end]
+        assert parts[-1].finish_reason is FinishReason.STOP
+        await until(bench, lambda state: (state.running, state.waiting) == (0, 0))
+
+    run(check)
+
+
+def test_a_stop_string_in_the_prompt_or_within_min_tokens_does_not_end_a_call(run, tiny_model):
+    """It does not count later either: not while it is still in the text that is looked at."""
+
+    async def check(bench: Bench) -> None:
+        plain = Sampling(max_tokens=40, seed=6)
+        free = await bench.engine.generate(prompt(), plain)
+        ids = free.token_ids[6:].tolist()
+        decode = decoder_of(load_tokenizer(tiny_model))
+        stop = decode(ids[7:10])
+        assert decode(ids).count(stop) == 1, "another seed, please"
+        asked = {
+            9: dataclasses.replace(plain, stop=(stop,), min_tokens=9),
+            10: dataclasses.replace(plain, stop=(stop,), min_tokens=10),
+            12: dataclasses.replace(plain, stop=(stop,), min_tokens=12),
+        }
+        for min_tokens, sampling in asked.items():
+            rollout = await bench.engine.generate(prompt(), sampling)
+            assert rollout.num_sampled == (10 if min_tokens == 9 else 40), min_tokens
+            assert np.array_equal(rollout.token_ids, free.token_ids[: len(rollout)])
+        again = Rollout.from_prompt(free.token_ids[:16], id="again")
+        assert (await bench.engine.generate(again, dataclasses.replace(plain, stop=(stop,), max_tokens=30))).num_sampled == 30
+
+    run(check)
+
+
+def test_a_stop_string_is_found_across_an_interruption(run, tiny_model):
+    """Half of it was drawn before the call was aborted, half after it was resumed."""
+
+    async def check(bench: Bench) -> None:
+        plain = Sampling(max_tokens=40, seed=6)
+        free = await bench.engine.generate(prompt(), plain)
+        ids = free.token_ids[6:].tolist()
+        stop = decoder_of(load_tokenizer(tiny_model))(ids[17:21])
+        partial = free.forked(6 + 19, id="resumed")
+        assert partial.finish_reason is FinishReason.ABORT
+        whole = await bench.engine.generate(partial, dataclasses.replace(plain, stop=(stop,), max_tokens=21))
+        assert whole.finish_reason is FinishReason.STOP and np.array_equal(whole.token_ids, free.token_ids[: 6 + 21])
+
+    run(check)
+
+
+def test_stop_strings_are_refused_without_a_tokenizer(run):
+    async def check(bench: Bench) -> None:
+        with pytest.raises(UnusablePrompt, match="no tokenizer"):
+            await bench.engine.generate(prompt(), Sampling(max_tokens=4, stop=("x",)))
+        assert (await bench.engine.generate(prompt(), Sampling(max_tokens=4))).num_sampled == 4
+
+    run(check, has_tokenizer=False)
+
+
+# What is not a number, and what is not a token
+
+
+def spoil(model: torch.nn.Module) -> None:
+    with torch.no_grad():
+        next(tensor for name, tensor in named_tensors(model) if "down_proj" in name)[0, 0] = float("nan")
+
+
+def test_weights_that_are_not_numbers_fail_what_runs_and_good_ones_serve_again(run):
+    async def check(bench: Bench) -> None:
+        free = (await bench.engine.state()).free_blocks
+        sampling = Sampling(max_tokens=20, seed=2)
+        expected = await bench.engine.generate(prompt("good"), sampling)
+        await until(bench, lambda state: state.running == 0)
+        await bench.engine.pause(Interrupt.KEEP)
+        spoil(bench.core.model)
+        calls = [asyncio.ensure_future(bench.engine.generate(prompt(f"bad {i}", seed=i), sampling)) for i in range(6)]
+        await bench.engine.resume()
+        for index, error in enumerate(await asyncio.gather(*calls, return_exceptions=True)):
+            assert isinstance(error, NotFinite) and f"'bad {index}'" in str(error)
+        with pytest.raises(NotFinite, match="'streamed'"):
+            _ = [part async for part in bench.engine.stream(prompt("streamed"), sampling)]
+        await until(bench, lambda state: (state.running, state.waiting, state.free_blocks) == (0, 0, free))
+        await bench.publish(1)
+        again = await bench.engine.generate(prompt("good"), sampling)
+        assert np.array_equal(again.token_ids, expected.token_ids) and (again.versions[again.is_sampled] == 1).all()
+
+    run(check)
+
+
+def test_an_update_that_holds_nan_is_refused_and_the_old_weights_serve(run):
+    async def check(bench: Bench) -> None:
+        expected = await bench.engine.generate(prompt(), Sampling(max_tokens=10, seed=2))
+        spoil(bench.model)
+        update = bench.sync.offer(1, make_manifest(named_tensors(bench.model)))
+        await bench.sync.send(update, named_tensors(bench.model))
+        with pytest.raises(RuntimeError, match=r"version 1.*NaN"):
+            await bench.engine.load(update)
+        bench.sync.abort(update)
+        again = await bench.engine.generate(prompt(), Sampling(max_tokens=10, seed=2))
+        assert np.array_equal(again.token_ids, expected.token_ids) and (again.versions[again.is_sampled] == 0).all()
+
+    run(check)
+
+
+def test_a_token_outside_the_vocabulary_is_refused(run):
+    async def check(bench: Bench) -> None:
+        vocabulary = bench.core.head.vocabulary
+        for token in (vocabulary, 2**31 - 1):
+            with pytest.raises(UnusablePrompt, match=f"holds token {token}; the vocabulary has {vocabulary}"):
+                await bench.engine.generate(Rollout.from_prompt([7, token, 8], id="odd"), Sampling(max_tokens=4))
+        last = Rollout.from_prompt([7, vocabulary - 1, 8], id="even")
+        assert (await bench.engine.generate(last, Sampling(max_tokens=4))).num_sampled == 4
+
+    run(check)
+
+
+# Forks and sleep, of engines in this process
+
+
+def count_prompt_rows(core: EngineCore) -> list[int]:
+    """Filled with the prompt tokens that each step computes from now on."""
+    rows: list[int] = []
+    step = core.step
+
+    def counted() -> Step:
+        done = step()
+        rows.append(done.prompt_rows)
+        return done
+
+    core.step = counted  # type: ignore[method-assign]  # a look from outside at one engine's own steps
+    return rows
+
+
+@here
+@pytest.mark.parametrize("at", [7, 16, 29, 36])
+def test_a_fork_of_a_pinned_rollout_is_the_same_prefix_without_its_computation(run, at):
+    async def check(bench: Bench) -> None:
+        assert isinstance(bench.engine, NativeEngine)
+        free = (await bench.engine.state()).free_blocks
+        await bench.engine.pin("parent")
+        parent = await bench.engine.generate(prompt("parent"), Sampling(max_tokens=30, seed=1))
+        rows = count_prompt_rows(bench.core)
+        child = await bench.engine.fork(parent, at, id="child")
+        assert child.parent == ("parent", at)
+        forked = await bench.engine.generate(child, Sampling(max_tokens=20, seed=8))
+        assert sum(rows) == 1
+        await bench.engine.unpin("parent")
+        await until(bench, lambda state: (state.running, state.free_blocks) == (0, free))
+        bench.core.scheduler.pool.forget_all()
+        rows.clear()
+        fresh = await bench.engine.generate(Rollout.from_prompt(parent.token_ids[:at], id="f"), Sampling(max_tokens=20, seed=8))
+        assert sum(rows) == at and np.array_equal(forked.token_ids, fresh.token_ids)
+        np.testing.assert_allclose(forked.logprobs[at:], fresh.logprobs[at:], atol=1e-5)
+        assert np.array_equal(forked.logprobs[:at], parent.logprobs[:at])
+
+    run(check)
+
+
+@here
+def test_a_fork_goes_on_over_pinned_keys_after_a_swap_until_it_is_unpinned(run):
+    async def check(bench: Bench) -> None:
+        assert isinstance(bench.engine, NativeEngine)
+        await bench.engine.pin("parent")
+        parent = await bench.engine.generate(prompt("parent"), Sampling(max_tokens=30, seed=1))
+        bench.nudge()
+        await bench.publish(1)
+        rows = count_prompt_rows(bench.core)
+        first = await bench.engine.fork(parent, 20, id="first")
+        over_old_keys = await bench.engine.generate(first, Sampling(max_tokens=10, seed=8))
+        assert sum(rows) == 1 and (over_old_keys.versions[20:] == 1).all() and (over_old_keys.versions[6:20] == 0).all()
+        fresh = (await bench.engine.score([over_old_keys]))[0]
+        assert np.abs(fresh[20:] - over_old_keys.logprobs[20:]).max() > 1e-3
+        await bench.engine.unpin("parent")
+        rows.clear()
+        second = await bench.engine.generate(await bench.engine.fork(parent, 20, id="second"), Sampling(max_tokens=10, seed=8))
+        assert sum(rows) == 20
+        np.testing.assert_allclose((await bench.engine.score([second]))[0][20:], second.logprobs[20:], atol=1e-5)
+
+    run(check)
+
+
+@here
+@pytest.mark.parametrize("weights", [False, True], ids=["cache", "weights too"])
+def test_a_sleeping_engine_gives_memory_back_and_goes_on_where_it_was(run, weights):
+    async def check(bench: Bench) -> None:
+        engine, storage = bench.engine, bench.core.cache.memory.tensor.untyped_storage()
+        assert isinstance(engine, NativeEngine)
+        size = storage.size()
+        asked = [(prompt(f"r{i}", seed=i), Sampling(max_tokens=50, seed=i)) for i in range(6)]
+        expected = await asyncio.gather(*(engine.generate(*each) for each in asked))
+        calls = [asyncio.ensure_future(engine.generate(*each)) for each in asked[:5]]
+        await drawn(bench, 20)
+        await engine.sleep(weights=weights)
+        await engine.sleep(weights=weights)
+        assert size > 0 and storage.size() == 0
+        calls.append(asyncio.ensure_future(engine.generate(*asked[5])))
+        state = await until(bench, lambda state: state.waiting == 6)
+        assert (state.running, state.version, state.slots) == (0, 0, 4)
+        await asyncio.sleep(0.05)
+        assert (await engine.state()).tokens == state.tokens and not any(call.done() for call in calls)
+        await engine.wake()
+        await engine.wake()
+        assert storage.size() == size
+        for rollout, before in zip(await asyncio.gather(*calls), expected, strict=True):
+            assert np.array_equal(rollout.token_ids, before.token_ids) and len(rollout.calls) == 1
+            np.testing.assert_allclose(rollout.logprobs, before.logprobs, atol=1e-5)
+
+    run(check)
+
+
+@here
+def test_a_sleeping_engine_takes_new_weights_and_wakes_with_them(run):
+    async def check(bench: Bench) -> None:
+        assert isinstance(bench.engine, NativeEngine)
+        call = asyncio.ensure_future(bench.engine.generate(prompt(), Sampling(max_tokens=60, seed=4)))
+        await drawn(bench, 8)
+        await bench.engine.sleep()
+        bench.nudge()
+        await bench.publish(1, is_paused=False)
+        assert (await bench.engine.state()).version == 1 and not call.done()
+        await bench.engine.wake()
+        rollout = await call
+        late = rollout.versions == 1
+        assert set(rollout.versions[rollout.is_sampled].tolist()) == {0, 1} and len(rollout.calls) == 1
+        fresh = (await bench.engine.score([rollout]))[0]
+        np.testing.assert_allclose(fresh[late], rollout.logprobs[late], atol=1e-5)
+
+    run(check)
+
+
+@here
+def test_pins_do_not_outlive_the_memory_they_hold(run):
+    async def check(bench: Bench) -> None:
+        assert isinstance(bench.engine, NativeEngine)
+        free = (await bench.engine.state()).free_blocks
+        await bench.engine.pin("parent")
+        parent = await bench.engine.generate(prompt("parent"), Sampling(max_tokens=30, seed=1))
+        assert (await until(bench, lambda state: state.running == 0)).free_blocks < free
+        await bench.engine.sleep()
+        assert (await bench.engine.state()).free_blocks == free
+        await bench.engine.wake()
+        rows = count_prompt_rows(bench.core)
+        forked = await bench.engine.generate(await bench.engine.fork(parent, 20, id="child"), Sampling(max_tokens=10, seed=8))
+        assert sum(rows) == 20
+        np.testing.assert_allclose((await bench.engine.score([forked]))[0][20:], forked.logprobs[20:], atol=1e-5)
 
     run(check)

@@ -409,3 +409,154 @@ def test_what_changes_while_a_joining_engine_is_paused_reaches_it_too(tiny_model
         assert (await bench.pool.generate(prompt(), Sampling(max_tokens=4))).versions[-1] == 1
 
     run(check, tiny_model)
+
+
+# Forks of what is pinned
+
+
+def count_prompt_rows(far: Far) -> list[int]:
+    """Filled with the prompt tokens that each of its steps computes from now on."""
+    rows: list[int] = []
+    step = far.core.step
+
+    def counted() -> Any:
+        done = step()
+        rows.append(done.prompt_rows)
+        return done
+
+    far.core.step = counted  # type: ignore[method-assign]
+    return rows
+
+
+def engine_of(rollout: Rollout) -> str:
+    return rollout.calls[-1].engine
+
+
+def test_a_fork_goes_to_the_engine_that_has_its_parent(tiny_model):
+    async def check(bench: Pooled) -> None:
+        fars = [await bench.join(slots=2) for _ in range(3)]
+        await until(lambda: all(far.member.credit > 0 for far in fars))
+        names = [f"parent {index}" for index in range(12)]
+        for name in names:
+            await bench.pool.pin(name)
+        sampling = Sampling(max_tokens=20, seed=3)
+        parents = await asyncio.gather(*(bench.pool.generate(prompt(n, seed=i), sampling) for i, n in enumerate(names)))
+        assert len(set(map(engine_of, parents))) == 3
+        rows = [count_prompt_rows(far) for far in fars]
+        forks = [await bench.pool.fork(each, 11 + i, id=f"fork {i}") for i, each in enumerate(parents)]
+        assert [fork.parent for fork in forks] == [(name, 11 + i) for i, name in enumerate(names)]
+        done = await asyncio.gather(*(bench.pool.generate(fork, Sampling(max_tokens=5)) for fork in forks))
+        assert list(map(engine_of, done)) == list(map(engine_of, parents))
+        assert sum(map(sum, rows)) == len(forks), "one row each: the last token, which predicts the next"
+        for name in names:
+            await bench.pool.unpin(name)
+        await until(lambda: all(far.core.num_running == 0 for far in fars))
+        assert all(far.core.scheduler.num_pinned_blocks == 0 for far in fars)
+
+    run(check, tiny_model)
+
+
+def test_a_rollout_pinned_while_it_runs_is_found_again(tiny_model):
+    async def check(bench: Pooled) -> None:
+        fars = [await bench.join(slots=1) for _ in range(2)]
+        for far in fars:
+            slow(far, 0.002)
+        await until(lambda: all(far.member.credit > 0 for far in fars))
+        calls = [asyncio.ensure_future(bench.pool.generate(prompt(f"r{i}", seed=i), Sampling(max_tokens=40))) for i in range(2)]
+        await until(lambda: all(far.core.num_drawn > 2 for far in fars))
+        await bench.pool.pin("r1")
+        parent = (await asyncio.gather(*calls))[1]
+        for index in range(4):
+            fork = await bench.pool.fork(parent, 30 + index, id=f"fork {index}")
+            assert engine_of(await bench.pool.generate(fork, Sampling(max_tokens=2))) == engine_of(parent)
+
+    run(check, tiny_model)
+
+
+async def pinned_parent(bench: Pooled) -> tuple[Rollout, Far, Far]:
+    """A pinned rollout, the engine that has it, and another; both slow, with room for two calls each."""
+    await bench.pool.pin("parent")
+    parent = await bench.pool.generate(prompt("parent"), Sampling(max_tokens=20))
+    home, other = sorted(bench.far, key=lambda far: far.name != engine_of(parent))
+    for far in (home, other):
+        slow(far, 0.005)
+        await until(lambda far=far: far.member.credit == 2)  # type: ignore[misc]
+    return parent, home, other
+
+
+def test_a_fork_waits_for_its_engine_and_nobody_waits_for_the_fork(tiny_model):
+    async def check(bench: Pooled) -> None:
+        for _ in range(2):
+            await bench.join(slots=1)
+        parent, home, other = await pinned_parent(bench)
+        busy = [
+            asyncio.ensure_future(bench.pool.generate(parent.forked(9, id=f"busy {i}"), Sampling(max_tokens=60)))
+            for i in range(2)
+        ]
+        await until(lambda: home.member.credit == 0)
+        fork, unwanted = (
+            asyncio.ensure_future(bench.pool.generate(parent.forked(9, id=name), Sampling(max_tokens=3))) for name in ("f", "u")
+        )
+        later = await bench.pool.generate(prompt("later"), Sampling(max_tokens=3))
+        assert engine_of(later) == other.name and not fork.done()
+        assert bench.pool._num_waiting == 2 and not other.member.requests
+        unwanted.cancel()
+        await asyncio.sleep(0)
+        assert bench.pool._num_waiting == 1
+        assert engine_of(await fork) == home.name
+        assert [engine_of(each) for each in await asyncio.gather(*busy)] == [home.name] * 2
+        assert bench.pool._num_waiting == 0
+
+    run(check, tiny_model)
+
+
+def test_forks_of_a_lost_engines_rollouts_go_to_another(tiny_model):
+    """Those sent to it, those that waited for it, and those asked for afterwards; the parent's next home is remembered."""
+
+    async def check(bench: Pooled) -> None:
+        for _ in range(2):
+            await bench.join(slots=1)
+        parent, home, other = await pinned_parent(bench)
+        calls = [
+            asyncio.ensure_future(bench.pool.generate(parent.forked(9, id=f"f{i}"), Sampling(max_tokens=30, seed=i)))
+            for i in range(5)
+        ]
+        await until(lambda: len(home.member.requests) == 2)
+        home.kill()
+        await until(lambda: home.member.is_lost)
+        for index, fork in enumerate(await asyncio.gather(*calls)):
+            assert engine_of(fork) == other.name and fork.num_sampled == 33 and fork.id == f"f{index}"
+        again = await bench.pool.generate(parent.forked(12, id="again"), Sampling(max_tokens=3))
+        assert engine_of(again) == other.name and bench.pool._num_waiting == 0
+
+    run(check, tiny_model)
+
+
+def test_who_joins_keeps_what_is_pinned_and_nothing_else(tiny_model):
+    async def check(bench: Pooled) -> None:
+        for name in ("a", "b", "c"):
+            await bench.pool.pin(name)
+        late = await bench.start(slots=4, context=96)
+        pin, is_reached, may_go = late.engine.pin, asyncio.Event(), asyncio.Event()
+
+        async def held(rollout_id: str) -> None:
+            await pin(rollout_id)
+            is_reached.set()
+            await may_go.wait()
+
+        late.worker._engine.pin = held  # type: ignore[method-assign]
+        for call, handler in late.worker.calls().items():
+            late.control.calls[call] = handler
+        joining = asyncio.ensure_future(bench.pool.join(late.member))
+        await is_reached.wait()
+        for name in ("a", "b", "c"):
+            await bench.pool.unpin(name)
+        await bench.pool.pin("d")
+        may_go.set()
+        await joining
+        for name in ("a", "b", "c", "d"):
+            await bench.pool.generate(prompt(name, seed=ord(name)), Sampling(max_tokens=20))
+        await until(lambda: late.core.num_running == 0)
+        assert list(late.core.scheduler._pins) == ["d"] and late.core.scheduler.num_pinned_blocks == 2
+
+    run(check, tiny_model)

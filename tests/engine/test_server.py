@@ -398,8 +398,9 @@ def test_a_client_that_leaves_frees_its_slots(run, stream):
     run(check)
 
 
+@pytest.mark.parametrize("interrupt", [Interrupt.ABORT, Interrupt.RETRACT])
 @pytest.mark.parametrize("stream", [True, False])
-def test_new_weights_interrupt_and_the_answer_goes_on(run, stream):
+def test_new_weights_interrupt_and_the_answer_goes_on(run, stream, interrupt):
     async def check(bench: Bench) -> None:
         options = {"max_tokens": 150, "seed": 3, "ignore_eos": True, "return_token_ids": True, "logprobs": 1}
         whole = (await bench.complete(**options)).choices[0]
@@ -421,7 +422,7 @@ def test_new_weights_interrupt_and_the_answer_goes_on(run, stream):
         asked = asyncio.create_task(ask())
         for version in (1, 2):
             await bench.until(lambda state, enough=before + 20 * version: state.tokens >= enough)
-            await bench.publish(version, Interrupt.ABORT)
+            await bench.publish(version, interrupt)
         tokens, versions, text, logprobs = await asked
         assert set(versions) == {0, 1, 2} and versions == sorted(versions)
         assert (tokens, text) == (whole.token_ids, whole.text), "the same weights and seed draw the same tokens on"
@@ -639,6 +640,13 @@ def test_control_pauses_resumes_and_scores(run):
         _, state = await bench.post("/control/pause", {"interrupt": "drain"}, **auth)
         assert state["running"] == 0 and (await asked).usage.completion_tokens == 100
         await bench.post("/control/resume", {}, **auth)
+
+        asked = asyncio.create_task(bench.complete(max_tokens=100, ignore_eos=True))
+        await bench.until(lambda state: state.running == 1)
+        _, state = await bench.post("/control/pause", {"interrupt": "retract"}, **auth)
+        assert (state["running"], state["waiting"]) == (0, 1) and not asked.done()
+        await bench.post("/control/resume", {}, **auth)
+        assert (await asked).usage.completion_tokens == 100
 
         ids = [[5, 6, 7], [8, 9]]
         scores = await bench.engine.score([Rollout.from_prompt(row, id="r") for row in ids])

@@ -312,13 +312,34 @@ def check_ending(rollout: Rollout, sampling: Sampling) -> None:
     drawn = rollout.token_ids[call.start :].tolist()
     assert (np.diff(rollout.versions[call.start :]) >= 0).all()
     assert 1 <= len(drawn) <= sampling.max_tokens and len(rollout) <= CONTEXT
-    assert not set(drawn[:-1]) & set(sampling.stop_ids)
-    stopped = drawn[-1] in sampling.stop_ids or any(stop in text_of(drawn) for stop in sampling.stop)
-    if stopped and len(drawn) >= sampling.min_tokens:
-        assert rollout.finish_reason is FinishReason.STOP
+    interrupted = rollout.token_ids[start_of_text(rollout) : call.start].tolist()
+    ends = [
+        count
+        for count in range(1, len(drawn) + 1)
+        if drawn[count - 1] in sampling.stop_ids
+        or (count > sampling.min_tokens and completes(interrupted + drawn[:count], sampling.stop))
+    ]
+    if ends:
+        assert ends == [len(drawn)] and rollout.finish_reason is FinishReason.STOP
     else:
         assert rollout.finish_reason is FinishReason.LENGTH
         assert len(drawn) == sampling.max_tokens or len(rollout) == CONTEXT
+
+
+def start_of_text(rollout: Rollout) -> int:
+    """Where the first of the calls began that were interrupted one after the other, up to the last."""
+    start = rollout.calls[-1].start
+    for call in reversed(rollout.calls[:-1]):
+        if call.finish_reason is not FinishReason.ABORT or call.stop != start:
+            break
+        start = call.start
+    return start
+
+
+def completes(token_ids: list[int], stops: tuple[str, ...]) -> bool:
+    """Whether the last token makes the text hold a stop text once more."""
+    before, text = text_of(token_ids[:-1]), text_of(token_ids)
+    return any(text.count(stop) > before.count(stop) for stop in stops)
 
 
 # The pool of blocks

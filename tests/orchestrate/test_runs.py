@@ -10,9 +10,12 @@ import pytest
 from helpers import TASKS, length_reward, same_weights, small_run, weights
 
 import headrace
+from headrace.model.load import load_tokenizer
 from headrace.observe.inspect import read_rollouts
 from headrace.observe.observer import read_metrics
 from headrace.observe.spans import STATES
+from headrace.orchestrate.build import decoder_of
+from headrace.types import FinishReason
 
 SUMMARY_KEYS = {
     "status", "steps", "version", "success_before", "success_after", "greedy_before", "greedy_after", "seconds", "tokens",
@@ -100,6 +103,8 @@ def test_lag_is_what_max_lag_promises(tmp_path, max_lag):
         {"buffer": {"order": "submission"}, "staleness": {"correct": "mis"}},
         {"partial": {"interrupt": "drain"}},
         {"partial": {"interrupt": "abort"}},
+        {"partial": {"interrupt": "retract"}},
+        {"partial": {"kv": "recompute"}},
         {"train": {"mini_batches": 2}, "staleness": {"correct": "tis"}},
         {"sampling": {"temperature": 0.8, "top_p": 0.9, "top_k": 20}},
         {"train": {"advantage": "leave_one_out", "loss_mean": "sequence", "schedule": "cosine"}},
@@ -290,3 +295,46 @@ def test_without_a_gate_what_is_in_flight_is_still_bounded(tmp_path, monkeypatch
     staleness = {"gate": False, "max_lag": 2}
     result = small_run(tmp_path / "run", steps=12, buffer={"kind": "stream"}, staleness=staleness)
     assert result.summary["status"] == "finished" and max(most) <= 4 and result.summary["lag"]["max"] <= 2
+
+
+@pytest.mark.parametrize("partial", [{"interrupt": "retract"}, {"kv": "recompute"}], ids=lambda partial: str(partial))
+def test_rollouts_are_computed_again_inside_their_calls(tmp_path, monkeypatch, partial):
+    """Long rollouts, so that many run while the weights change: none ends for it, and the engine retracts every time."""
+    from headrace.engine.native.core import EngineCore
+
+    retracted = []
+    original = EngineCore.retract_running
+
+    def counting(self):
+        retracted.append(self.num_running)
+        original(self)
+        assert self.num_running == 0
+
+    monkeypatch.setattr(EngineCore, "retract_running", counting)
+    settings = {"sampling": {"max_tokens": 24}, "engine": {"slots": 4}, "observe": {"keep_rollouts_every": 1}}
+    result = small_run(tmp_path / "run", steps=5, partial=partial, **settings)
+    assert result.summary["status"] == "finished" and books_close(result.summary)
+    assert len(retracted) >= 4 and max(retracted) > 0
+    rollouts = [rollout for step in range(1, 6) for rollout in read_rollouts(result.folder, step)[1]]
+    assert all(len(rollout.calls) == 1 and rollout.finish_reason is not FinishReason.ABORT for rollout in rollouts)
+    assert any(len(set(rollout.versions[rollout.is_sampled].tolist())) > 1 for rollout in rollouts)
+    assert all(row["train/mismatch_max"] < 1e-4 for row in read_metrics(result.folder / "metrics.jsonl"))
+
+
+@pytest.mark.parametrize("interrupt", ["keep", "retract", "abort"])
+def test_rollouts_end_at_the_stop_text(tmp_path, interrupt):
+    stops = ("Q", "#", "7", "never drawn so")  # in no special token
+    settings = {"sampling": {"max_tokens": 24, "stop": stops}, "observe": {"keep_rollouts_every": 1}}
+    result = small_run(tmp_path / "run", steps=4, partial={"interrupt": interrupt}, **settings)
+    assert result.summary["status"] == "finished" and books_close(result.summary)
+    decode = decoder_of(load_tokenizer(str(result.checkpoint)))
+    num_stopped = 0
+    for rollout in [rollout for step in range(1, 5) for rollout in read_rollouts(result.folder, step)[1]]:
+        text = decode(rollout.token_ids[rollout.is_sampled].tolist())
+        assert not any(stop in text[:-1] for stop in stops), text
+        if text.endswith(stops):
+            assert rollout.finish_reason is FinishReason.STOP
+            num_stopped += 1
+        else:
+            assert text.endswith("<|end|>") or rollout.num_sampled == 24
+    assert num_stopped >= 10

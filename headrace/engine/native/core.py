@@ -330,14 +330,20 @@ class EngineCore:
                 self._finish(request, reason)
 
     def _ends_in_stop(self, request: Request) -> bool:
-        """Whether a stop string is complete: looked for in the text of the last tokens, one step after they were drawn."""
+        """Whether the last token drawn completes a stop string: looked for in the text of the last tokens, one step after they
+        were drawn. One completed within the first `min_tokens` is passed over, then and later, as a stop token is."""
         assert self._decode is not None
-        stop, length = request.sampling.stop, int(self._slots.length[request.slot])
-        if length - len(request.rollout) < request.sampling.min_tokens:
+        length = int(self._slots.length[request.slot])
+        if length - len(request.rollout) <= request.sampling.min_tokens:
             return False
-        longest = max(map(len, stop)) + _SPARE_TOKENS
-        text = self._decode(self._slots.tokens[request.slot, max(len(request.rollout), length - longest) : length].tolist())
-        return any(each in text for each in stop)
+        first = max(_start_of_text(request.rollout), length - max(map(len, request.sampling.stop)) - _SPARE_TOKENS)
+        token_ids = self._slots.tokens[request.slot, first:length].tolist()
+        text = self._decode(token_ids)
+        found = [each for each in request.sampling.stop if each in text]
+        if not found:
+            return False
+        known = _num_alike(self._decode(token_ids[:-1]), text)
+        return any(text.find(each, max(0, known - len(each) + 1)) >= 0 for each in found)
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         lengthened = self._lengthen(request, reason)
@@ -397,3 +403,18 @@ def _check_triton(device: torch.device) -> None:
 
 
 _NOTHING = np.zeros(0, dtype=np.int32)
+
+
+def _start_of_text(rollout: Rollout) -> int:
+    """Where the text began that the next call goes on with: what was interrupted is one text with what follows."""
+    start = len(rollout)
+    for call in reversed(rollout.calls):
+        if call.finish_reason is not FinishReason.ABORT or call.stop != start:
+            break
+        start = call.start
+    return start
+
+
+def _num_alike(before: str, text: str) -> int:
+    """Characters that were known before the last token: the last of `before` may have been half of one."""
+    return next((at for at, (old, new) in enumerate(zip(before, text, strict=False)) if old != new), len(before))
