@@ -14,6 +14,12 @@ _BEFORE = 5
 """Prompt tokens decoded along: some tokenizers drop a space at the start of what they decode."""
 
 
+_SINGLY = 4
+"""The last tokens of many, pushed one by one, so that those that come later are decoded in the company they would have had."""
+_FORGOTTEN = 2
+"""Once this many of them have given text, what was pushed together is out of that company."""
+
+
 class TextReader:
     """The text of one completion. Whatever the sizes of the pushes, what they return adds up to the same text."""
 
@@ -45,8 +51,16 @@ class TextReader:
 
         So they are where some are not whole characters: there, a decoder may take back what it said of earlier tokens.
         """
-        if len(token_ids) > 1 and _UNFINISHED in self._text([*self._ids, *token_ids]):
-            return "".join(self.push([token]) for token in token_ids)
+        if len(token_ids) > _SINGLY and not self._stops and _UNFINISHED not in self._text([*self._ids, *token_ids]):
+            before = self._ids.copy(), self._given, self._num_pushed
+            text = self._push(token_ids[:-_SINGLY])
+            last = [self._push([token]) for token in token_ids[-_SINGLY:]]
+            if sum(map(bool, last)) >= _FORGOTTEN:
+                return text + "".join(last)
+            self._ids, self._given, self._num_pushed = before
+        return "".join(self._push([token]) for token in token_ids)
+
+    def _push(self, token_ids: Sequence[int]) -> str:
         self._ids.extend(token_ids)
         self._num_pushed += len(token_ids)
         return self._cut(self._decode(is_last=False), is_exempt=self._num_pushed <= self._min_tokens)
