@@ -175,7 +175,7 @@ def test_what_no_column_holds_is_refused_when_it_is_packed(changes: dict) -> Non
 
 def test_a_seed_that_does_not_fit_is_refused_when_it_is_packed() -> None:
     with pytest.raises(WireError, match="seed"):
-        pack_samplings([Sampling(seed=2**63)])
+        pack_samplings([Sampling().with_seed(2**63)])  # which nobody checked
 
 
 # What is malformed is refused
