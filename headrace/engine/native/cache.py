@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from headrace.engine.native.blocks import SCRATCH
 from headrace.engine.native.memory import make_memory
 from headrace.model.attention import AttentionSpec, PackedContext, attend, layer_of
 from headrace.model.load import hidden_states
@@ -139,6 +138,3 @@ class PagedCache:
         for tensor in [*([] if self._whole is not None else [*self.keys, *self.values]), *self._beside]:
             blocks = tensor.view(self.num_blocks, self.block_size, *tensor.shape[1:])
             blocks.index_copy_(0, targets, blocks.index_select(0, sources))
-
-
-__all__ = ["SCRATCH", "CacheShape", "PagedCache"]
