@@ -42,7 +42,8 @@ def _few_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 def make_core(*, graphs: bool, is_moe: bool = False) -> EngineCore:
     config = transformers.Qwen3MoeConfig(**SMALL, **MOE) if is_moe else transformers.Qwen3Config(**SMALL)
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config).float().eval().to("cuda")
+    dtype = torch.bfloat16 if is_moe else torch.float32  # torch groups experts on the device in bfloat16 alone
+    model = transformers.AutoModelForCausalLM.from_config(config).to("cuda", dtype).eval()
     core = EngineCore(prepare(model, name="small"), name="e", slots=6, context=96, kernels=True, graphs=graphs, num_blocks=24)
     core.wait_warm()
     return core

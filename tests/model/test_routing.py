@@ -30,9 +30,11 @@ def routers_of(model: transformers.PreTrainedModel) -> Routers:
     return routers
 
 
-def forward(model: transformers.PreTrainedModel, tokens: torch.Tensor = TOKENS) -> torch.Tensor:
+def forward(
+    model: transformers.PreTrainedModel, tokens: torch.Tensor = TOKENS, mask: torch.Tensor | None = None
+) -> torch.Tensor:
     with torch.no_grad():
-        return model(tokens.unsqueeze(0), use_cache=False).logits[0]
+        return model(tokens.unsqueeze(0), attention_mask=mask, use_cache=False).logits[0]
 
 
 def experts_by_hand(family: str, router: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
@@ -238,21 +240,23 @@ def test_a_captured_graph_records_at_every_replay(family: str) -> None:
     model = make(family).to(device="cuda", dtype=torch.bfloat16)
     routers = routers_of(model)
     tokens = TOKENS.cuda()
+    is_later = torch.ones(len(TOKENS), len(TOKENS), device="cuda").triu(1).bool()
+    mask = torch.zeros(1, 1, *is_later.shape, dtype=torch.bfloat16, device="cuda").masked_fill(is_later, -1e4)  # made before
     expected, recorded = (Buffers(routers, len(TOKENS), device="cuda") for _ in range(2))
     with routers.recording(recorded):
         side = torch.cuda.Stream()
         with torch.cuda.stream(side):
-            forward(model, tokens)
+            forward(model, tokens, mask)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            forward(model, tokens)
+            forward(model, tokens, mask)
     for seed in range(3):
         tokens.copy_(torch.randint(3, 96, TOKENS.shape, generator=torch.Generator().manual_seed(seed)))
         recorded.routing.fill_(routers.unknown_expert)
         graph.replay()
         with routers.recording(expected):
-            forward(model, tokens)
+            forward(model, tokens, mask)
         assert torch.equal(recorded.routing, expected.routing)
 
 

@@ -188,7 +188,7 @@ def test_a_row_that_is_not_a_number_ends_its_rollout(parameters: tuple[float, fl
     """All of it, one number among others, in the last chunk, or infinity; and a row that leaves nothing to draw."""
     state = make_state([parameters] * 6)
     torch.manual_seed(0)
-    logits = torch.randn(6, 40, device=DEVICE)
+    logits = torch.randn(6, 40).to(DEVICE)  # the same numbers everywhere: the last row must not draw a stop token
     logits[0], logits[1, 3], logits[2, 39], logits[3, 20], logits[4] = NAN, NAN, NAN, float("inf"), LOWEST
     if is_cut:
         cut_rows(logits, state, list(range(6)))
