@@ -1,0 +1,279 @@
+"""The difference between two versions of the same weights, without loss: which elements changed, and their bits.
+
+At the learning rates of RL a step moves most weights by less than their bfloat16 can show, so that about one in a hundred
+changes on the wire. `encode` writes those, and `apply` brings a copy of the older version to the newer one, bit for bit:
+
+    blob = encode([(base, now)])
+    apply(blob, [held])          # held was base, and is now `now`
+
+A blob is a header, a directory and the chunks' contents. Weights are cut into chunks of `CHUNK` elements; the directory has
+for each its kind (unchanged, changes, or all of it as it is, where that is smaller), how many of its elements changed, the
+length of its content, and two checksums: of the content, and of the changed elements' new bits. The second refuses a blob
+whose base is not what is held. The same two versions always give the same blob.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+import torch
+
+from headrace.errors import SyncError
+from headrace.sync.delta_code import Changes, Reader, find, find_on_device, read_changes, write_changes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from types import TracebackType
+
+    from torch import Tensor
+
+    from headrace.sync.delta_code import Integers
+
+CHUNK = 1 << 21
+"""Elements. Part of the format."""
+_CHUNKS_ON_GPU = 8
+"""Compared by one launch, and decoded before any of them is written."""
+_MAGIC = b"HRD1"
+_BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}
+_CODES = {torch.float16: 1, torch.bfloat16: 2, torch.float32: 3}
+_HEAD = struct.Struct("<4sI")
+_FLAT = struct.Struct("<BQ")
+_ENTRY = struct.Struct("<BIIII")
+_CHECKSUM = struct.Struct("<I")
+
+_Given = TypeVar("_Given")
+_Made = TypeVar("_Made")
+
+
+class _Kind(enum.IntEnum):
+    SAME = 0
+    CHANGES = 1
+    WHOLE = 2
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """A line of the directory, and where it points."""
+
+    flat: int
+    start: int
+    """In elements of its flat."""
+    size: int
+    kind: int
+    num_changed: int
+    checksum: int
+    """Of the content."""
+    now_checksum: int
+    """Of the changed elements' new bits."""
+    content: memoryview
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What a blob says of itself."""
+
+    num_elements: int
+    num_changed: int
+    full_bytes: int
+    """Of the weights it is a difference of."""
+    num_bytes: int
+    """Of the blob."""
+
+
+def encode(pairs: Sequence[tuple[Tensor, Tensor]], *, threads: int | None = None) -> Tensor:
+    """The difference of (base, now), both of one dtype and in one dimension, as uint8 on the CPU.
+
+    Takes as many threads as torch does, unless told otherwise.
+    """
+    head = [_HEAD.pack(_MAGIC, len(pairs))]
+    for base, now in pairs:
+        _check_flat(base)
+        _check_flat(now)
+        if (base.dtype, base.shape, base.device) != (now.dtype, now.shape, now.device):
+            raise SyncError(
+                f"a delta is between two versions of the same weights, not {base.dtype} {list(base.shape)} on {base.device} "
+                f"and {now.dtype} {list(now.shape)} on {now.device}"
+            )
+        head.append(_FLAT.pack(_CODES[base.dtype], base.numel()))
+    with _Threads(threads) as workers:
+        written = [chunk for base, now in pairs for chunk in _write_flat(base, now, workers)]
+    head += [entry for entry, _ in written]
+    head.append(_CHECKSUM.pack(zlib.crc32(b"".join(head))))
+    return torch.frombuffer(bytearray(b"".join(head + [content for _, content in written])), dtype=torch.uint8)
+
+
+@torch.no_grad()
+def apply(blob: Tensor, flats: Sequence[Tensor], *, threads: int | None = None) -> None:
+    """Bring weights from the base to the newer version, in place.
+
+    What arrives damaged, or was made against other weights or another layout, raises `SyncError`. The weights may then be
+    part old and part new: apply to a copy, and throw that away.
+    """
+    layout, chunks = _parse(blob)
+    for flat in flats:
+        _check_flat(flat)
+    held = [(_CODES[flat.dtype], flat.numel()) for flat in flats]
+    if layout != held:
+        raise SyncError("a delta is of weights in another layout than those held: versions differ in dtypes or sizes")
+    bits = [flat.view(_BITS[flat.dtype]) for flat in flats]
+    with _Threads(threads) as workers:
+        on_cpu = [chunk for chunk in chunks if not bits[chunk.flat].is_cuda]
+        list(workers.map(lambda chunk: _apply_on_cpu(chunk, bits[chunk.flat].numpy()), on_cpu))
+        on_gpu = (chunk for chunk in chunks if bits[chunk.flat].is_cuda)
+        while several := list(islice(on_gpu, _CHUNKS_ON_GPU)):
+            decoded = list(workers.map(lambda chunk: _decode(chunk, bits[chunk.flat].itemsize), several))
+            for chunk, found in zip(several, decoded, strict=True):
+                _apply_on_device(chunk, found, bits[chunk.flat])
+
+
+def stats(blob: Tensor) -> Stats:
+    """Counts for reports; the contents are not looked at."""
+    layout, chunks = _parse(blob)
+    sizes = {code: dtype.itemsize for dtype, code in _CODES.items()}
+    return Stats(
+        num_elements=sum(size for _, size in layout),
+        num_changed=sum(chunk.num_changed for chunk in chunks),
+        full_bytes=sum(size * sizes[code] for code, size in layout),
+        num_bytes=blob.numel(),
+    )
+
+
+def _check_flat(flat: Tensor) -> None:
+    if flat.ndim != 1 or flat.dtype not in _BITS or not flat.is_contiguous():
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _BITS)
+        raise SyncError(
+            f"a delta is of contiguous tensors in one dimension, of {known}; not of {flat.dtype} {list(flat.shape)}"
+            f"{'' if flat.is_contiguous() else ', strided'}"
+        )
+
+
+def _write_flat(base: Tensor, now: Tensor, workers: _Threads) -> Iterator[tuple[bytes, bytes]]:
+    """Each chunk's line of the directory, and its content."""
+    old, new = base.detach().view(_BITS[base.dtype]), now.detach().view(_BITS[now.dtype])
+    if not new.is_cuda:
+        pieces = zip(_cut(old.numpy()), _cut(new.numpy()), strict=True)
+        yield from workers.map(lambda pair: _write_chunk(find(*pair), torch.from_numpy(pair[1])), pieces)
+        return
+    for start in range(0, new.numel(), _CHUNKS_ON_GPU * CHUNK):
+        span = slice(start, start + _CHUNKS_ON_GPU * CHUNK)
+        found = _split(find_on_device(old[span], new[span]), new[span].numel())
+        yield from workers.map(lambda pair: _write_chunk(*pair), zip(found, new[span].split(CHUNK), strict=True))
+
+
+def _cut(bits: Integers) -> list[Integers]:
+    return [bits[start : start + CHUNK] for start in range(0, len(bits), CHUNK)]
+
+
+def _split(changes: Changes, size: int) -> list[Changes]:
+    """The changes of several chunks, one by one."""
+    starts = np.arange(0, size, CHUNK)
+    bounds = [*np.searchsorted(changes.positions, starts), len(changes.positions)]
+    return [
+        Changes(changes.positions[low:high] - start, changes.base[low:high], changes.now[low:high])
+        for start, low, high in zip(starts, bounds, bounds[1:], strict=False)
+    ]
+
+
+def _write_chunk(changes: Changes, whole: Tensor) -> tuple[bytes, bytes]:
+    count = len(changes.positions)
+    if not count:
+        return _ENTRY.pack(_Kind.SAME, 0, 0, 0, 0), b""
+    kind, content = _Kind.CHANGES, write_changes(changes)
+    if len(content) >= whole.nbytes:
+        kind, content = _Kind.WHOLE, whole.cpu().numpy().tobytes()
+    return _ENTRY.pack(kind, count, len(content), zlib.crc32(content), zlib.crc32(changes.now)), content
+
+
+def _parse(blob: Tensor) -> tuple[list[tuple[int, int]], list[_Chunk]]:
+    """The layout (code of the dtype, elements) of each flat, and the directory; every length is checked against what there
+    is before anything of that length is made."""
+    if blob.dtype != torch.uint8 or blob.ndim != 1:
+        raise SyncError(f"a delta is bytes in one dimension, not {blob.dtype} {list(blob.shape)}")
+    data = memoryview(blob.detach().cpu().contiguous().numpy()).toreadonly()
+    reader = Reader(data)
+    magic, num_flats = _HEAD.unpack(reader.take(_HEAD.size))
+    if magic != _MAGIC:
+        raise SyncError("these bytes are not a delta, or one of another version of the format")
+    flats = reader.take(num_flats * _FLAT.size)
+    layout: list[tuple[int, int]] = list(_FLAT.iter_unpack(flats))
+    num_chunks = sum(-(-size // CHUNK) for _, size in layout)
+    entries = reader.take(num_chunks * _ENTRY.size)
+    (checksum,) = _CHECKSUM.unpack(reader.take(_CHECKSUM.size))
+    if checksum != zlib.crc32(data[: _HEAD.size + len(flats) + len(entries)]):
+        raise SyncError("a delta arrived damaged: its directory does not have the checksum it was sent with")
+    if any(code not in _CODES.values() for code, _ in layout):
+        raise SyncError("a delta is of a dtype this version does not know")
+    places = ((flat, start, min(CHUNK, size - start)) for flat, (_, size) in enumerate(layout) for start in range(0, size, CHUNK))
+    chunks = []
+    for (flat, start, size), entry in zip(places, _ENTRY.iter_unpack(entries), strict=True):
+        kind, num_changed, length, content_checksum, now_checksum = entry
+        chunks.append(_Chunk(flat, start, size, kind, num_changed, content_checksum, now_checksum, reader.take(length)))
+    reader.close()
+    return layout, chunks
+
+
+def _decode(chunk: _Chunk, itemsize: int) -> tuple[Integers, Integers] | Integers | None:
+    """Positions and what to add there, or the chunk as it is, or None where nothing changed."""
+    if chunk.checksum != zlib.crc32(chunk.content):
+        raise SyncError("a delta arrived damaged: a chunk does not have the checksum it was sent with")
+    if chunk.kind == _Kind.SAME and not chunk.content and not chunk.num_changed:
+        return None
+    if chunk.kind == _Kind.CHANGES:
+        return read_changes(chunk.content, chunk.num_changed, itemsize, chunk.size)
+    if chunk.kind == _Kind.WHOLE and len(chunk.content) == chunk.size * itemsize:
+        return np.frombuffer(chunk.content, f"<i{itemsize}")
+    raise SyncError(f"a delta has a chunk of kind {chunk.kind} with {len(chunk.content)} bytes for {chunk.size} elements")
+
+
+def _apply_on_cpu(chunk: _Chunk, bits: Integers) -> None:
+    found, held = _decode(chunk, bits.itemsize), bits[chunk.start : chunk.start + chunk.size]
+    if isinstance(found, tuple):
+        positions, added = found
+        np.add.reduce(held[:len(held)//4*4].view(np.int64))
+        added += held[positions]
+        _check_now(chunk, added)
+        held[positions] = added
+    elif found is not None:
+        held[:] = found
+
+
+def _apply_on_device(chunk: _Chunk, found: tuple[Integers, Integers] | Integers | None, bits: Tensor) -> None:
+    """The same with torch, wherever the weights are."""
+    held = bits[chunk.start : chunk.start + chunk.size]
+    if isinstance(found, tuple):
+        positions = torch.from_numpy(found[0]).to(held.device)
+        now = held[positions].cpu() + torch.from_numpy(found[1])
+        _check_now(chunk, now.numpy())
+        held[positions] = now.to(held.device)
+    elif found is not None:
+        held.copy_(torch.from_numpy(found.copy()))  # what was sent is read-only, and torch has no such tensors
+
+
+def _check_now(chunk: _Chunk, now: Integers) -> None:
+    if chunk.now_checksum != zlib.crc32(now):
+        raise SyncError("a delta was made against other weights than those held: it does not give the ones it was made for")
+
+
+class _Threads:
+    """As many as torch uses for one operation; none of its own for one."""
+
+    def __init__(self, count: int | None) -> None:
+        count = torch.get_num_threads() if count is None else count
+        self._pool = ThreadPoolExecutor(count, "delta") if count > 1 else None
+
+    def __enter__(self) -> _Threads:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def map(self, function: Callable[[_Given], _Made], items: Iterable[_Given]) -> Iterable[_Made]:
+        return map(function, items) if self._pool is None else self._pool.map(function, items)

@@ -1,0 +1,231 @@
+"""Which elements of a piece differ, by how much, and both as few bytes: the arithmetic of `headrace.sync.delta`.
+
+A difference is written as numbers: how many elements were passed over before each changed one, and the distance of its new
+bits from the old ones, counted in units of the last place, least first: +1, -1, +2, -2 and so on. Most are small. Each is
+written as four bits; what does not fit there follows in streams of whole bytes. Two such halves make a byte, and zlib gives
+the frequent bytes short codes: that costs a quarter of the time of coding every number by itself and comes as near to the
+entropy. Of large gaps the low bits are as good as random: they are written as they are.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from headrace.errors import SyncError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    Integers = NDArray[Any]
+
+_ESCAPE = 15
+"""The half byte that says: 15 or more, and the rest is in the streams of whole bytes."""
+_WIDEST_GAP = 32
+"""The mean gap from which four more low bits are written apart. The next such step is at 16 times it."""
+_LARGEST_SHIFT = 28
+_LENGTH = struct.Struct("<I")
+_PIECE = 1 << 19
+"""Elements compared before their changes are gathered."""
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What differs in a run of elements."""
+
+    positions: Integers
+    """[n] of the changed elements, ascending; int64, or uint32 where the run is short enough."""
+    base: Integers
+    """[n] their old bits, int16 or int32."""
+    now: Integers
+    """[n] their new bits."""
+
+
+def find(base: Integers, now: Integers) -> Changes:
+    """Compare bits on a CPU, a piece that stays in its caches at a time."""
+    pieces = [_find_piece(base, now, start) for start in range(0, len(base), _PIECE)]
+    joined = [np.concatenate(parts) for parts in zip(*pieces, strict=True)]
+    return Changes(*joined)
+
+
+def _find_piece(base: Integers, now: Integers, start: int) -> tuple[Integers, Integers, Integers]:
+    """Eight bytes at once, then only the lanes of those words that differ."""
+    old, new = base[start : start + _PIECE], now[start : start + _PIECE]
+    power = 1 if base.itemsize == 4 else 2
+    whole = len(old) >> power << power
+    old_words, new_words = old[:whole].view(np.int64), new[:whole].view(np.int64)
+    words = _nonzero(old_words != new_words)
+    old_lanes, new_lanes = old_words[words].view(old.dtype), new_words[words].view(old.dtype)
+    picked = np.flatnonzero(old_lanes != new_lanes)
+    positions = _places(words, picked, power)
+    positions += start
+    found = positions, old_lanes[picked], new_lanes[picked]
+    if whole == len(old):
+        return found
+    rest = np.flatnonzero(old[whole:] != new[whole:]) + whole
+    last = rest + start, old[rest], new[rest]
+    positions, olds, news = (np.concatenate(parts) for parts in zip(found, last, strict=True))
+    return positions, olds, news
+
+
+def _nonzero(mask: NDArray[np.bool_]) -> Integers:
+    """`np.flatnonzero` for a mask that is mostly False: looks at eight at once first."""
+    whole = len(mask) >> 3 << 3
+    eights = mask[:whole].view(np.int64)
+    groups = np.flatnonzero(eights != 0)
+    found = _places(groups, np.flatnonzero(eights[groups].view(np.bool_)), 3)
+    return found if whole == len(mask) else np.concatenate([found, np.flatnonzero(mask[whole:]) + whole])
+
+
+def _places(groups: Integers, picked: Integers, power: int) -> Integers:
+    """Of members by their number within the groups listed, each group having 2**power: their number among all groups'."""
+    places: Integers = groups[picked >> power]
+    places <<= power
+    places += picked & (1 << power) - 1
+    return places
+
+
+def find_on_device(base: Tensor, now: Tensor) -> Changes:
+    """The same with torch, where the tensors are; what differs comes to the CPU."""
+    positions = (base != now).nonzero().squeeze(1)
+    return Changes(positions.cpu().numpy(), base[positions].cpu().numpy(), now[positions].cpu().numpy())
+
+
+def write_changes(changes: Changes) -> bytes:
+    """Of at least one element."""
+    positions = changes.positions.astype(np.uint32)
+    gaps = positions.copy()
+    gaps[1:] -= positions[:-1] + np.uint32(1)
+    shift, mean = 0, (int(positions[-1]) + 1) / len(positions)
+    while mean >= _WIDEST_GAP << shift:
+        shift += 4
+    parts = [bytes([shift])]
+    parts += [_pair((gaps >> np.uint32(low)).astype(np.uint8) & np.uint8(15)).tobytes() for low in range(0, shift, 4)]
+    parts += _write_numbers(gaps >> np.uint32(shift) if shift else gaps)
+    bits = 8 * changes.now.itemsize - 1
+    unsigned = np.dtype(f"u{changes.now.itemsize}")
+    difference = changes.now - changes.base
+    parts += _write_numbers(((difference << 1) ^ (difference >> bits)).view(unsigned) - unsigned.type(1))
+    return b"".join(parts)
+
+
+def read_changes(data: memoryview, count: int, itemsize: int, size: int) -> tuple[Integers, Integers]:
+    """The positions of `count` changed elements among `size`, and what to add to the bits of each; checks every claim."""
+    reader = Reader(data)
+    shift = reader.take(1)[0]
+    if not 0 < count <= size or shift > _LARGEST_SHIFT or shift % 4:
+        raise SyncError(f"a delta claims {count} changes with shift {shift} among {size} elements")
+    lows = [_unpair(np.frombuffer(reader.take(-(-count // 2)), np.uint8), count) for _ in range(0, shift, 4)]
+    gaps = _read_numbers(reader, count, np.dtype(np.uint32), limit=size >> shift)
+    if shift:
+        gaps <<= np.uint32(shift)
+    for place, low in enumerate(lows):
+        gaps |= low.astype(np.uint32) << np.uint32(4 * place)
+    gaps += np.uint32(1)
+    positions = np.cumsum(gaps, dtype=np.int64)
+    positions -= 1
+    if positions[-1] >= size:
+        raise SyncError(f"a delta changes element {positions[-1]} of {size}")
+    unsigned = np.dtype(f"u{itemsize}")
+    numbers = _read_numbers(reader, count, unsigned, limit=(1 << 8 * itemsize) - 2)
+    reader.close()
+    numbers += unsigned.type(1)
+    signed = np.dtype(f"i{itemsize}")
+    return positions, (numbers >> unsigned.type(1)).view(signed) ^ -(numbers & unsigned.type(1)).view(signed)
+
+
+def _write_numbers(numbers: Integers) -> list[bytes]:
+    """Unsigned numbers: four bits of each, and of those from 15 on the rest in as many streams of bytes as the largest needs."""
+    parts = _deflate(_pair(np.minimum(numbers, numbers.dtype.type(_ESCAPE)).astype(np.uint8)))
+    large = numbers[numbers >= _ESCAPE] - numbers.dtype.type(_ESCAPE)
+    planes = -(-int(large.max()).bit_length() // 8) if len(large) else 0
+    parts.append(bytes([planes]))
+    for place in range(planes):
+        parts += _deflate((large >> large.dtype.type(8 * place)).astype(np.uint8))
+    return parts
+
+
+def _read_numbers(reader: Reader, count: int, dtype: np.dtype[Any], *, limit: int) -> Integers:
+    """`count` numbers, none above `limit`."""
+    halves = _unpair(_inflate(reader, -(-count // 2)), count)
+    numbers: Integers = halves.astype(dtype)
+    planes = reader.take(1)[0]
+    if planes > dtype.itemsize:
+        raise SyncError(f"a delta has numbers of {planes} bytes where {dtype.itemsize} is the most")
+    escaped = np.flatnonzero(halves == _ESCAPE)
+    octets = np.zeros((len(escaped), 8), np.uint8)
+    for place in range(planes):
+        octets[:, place] = _inflate(reader, len(escaped))
+    if len(escaped):
+        large = octets.view("<u8").reshape(-1) + np.uint64(_ESCAPE)
+        if int(large.max()) > limit:
+            raise SyncError(f"a delta has a number {large.max()} where {limit} is the most")
+        numbers[escaped] = large.astype(dtype)
+    return numbers
+
+
+def _pair(halves: Integers) -> Integers:
+    """[n] numbers below 16 as [(n + 1) // 2] bytes: the first half of them low, the second high."""
+    middle = -(-len(halves) // 2)
+    paired = halves[:middle].copy()
+    paired[: len(halves) - middle] |= halves[middle:] << np.uint8(4)
+    return paired
+
+
+def _unpair(paired: Integers, count: int) -> Integers:
+    halves = np.empty(2 * len(paired), np.uint8)
+    np.bitwise_and(paired, np.uint8(15), out=halves[: len(paired)])
+    np.right_shift(paired, np.uint8(4), out=halves[len(paired) :])
+    return halves[:count]
+
+
+def _deflate(octets: Integers) -> list[bytes]:
+    """A length and that many bytes; as many as went in if they are as they were. Neither window nor search: codes and runs."""
+    coder = zlib.compressobj(1, zlib.DEFLATED, -zlib.MAX_WBITS, 9, zlib.Z_RLE)
+    coded = coder.compress(octets) + coder.flush()
+    if len(coded) >= octets.size:
+        coded = octets.tobytes()
+    return [_LENGTH.pack(len(coded)), coded]
+
+
+def _inflate(reader: Reader, size: int) -> Integers:
+    """Exactly `size` bytes: no more memory is taken, whatever the stream would grow to."""
+    (length,) = _LENGTH.unpack(reader.take(_LENGTH.size))
+    coded = reader.take(length)
+    if length == size:
+        return np.frombuffer(coded, np.uint8)
+    if length > size:
+        raise SyncError(f"a delta has {length} bytes for a stream of {size}")
+    coder = zlib.decompressobj(-zlib.MAX_WBITS)
+    try:
+        plain = coder.decompress(coded, size)  # size > length ≥ 0: 0 would mean no limit
+        rest = b"" if coder.eof else coder.decompress(coder.unconsumed_tail, 1)
+    except zlib.error as error:
+        raise SyncError(f"a delta has a damaged stream: {error}") from error
+    if len(plain) != size or rest or not coder.eof or coder.unused_data:
+        raise SyncError(f"a delta has a stream that does not hold the {size} bytes it should")
+    return np.frombuffer(plain, np.uint8)
+
+
+class Reader:
+    """Bytes from front to back; more than there are is an error."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+        self._at = 0
+
+    def take(self, length: int) -> memoryview:
+        if length > len(self._data) - self._at:
+            raise SyncError(f"a delta ends {length - (len(self._data) - self._at)} bytes too early")
+        self._at += length
+        return self._data[self._at - length : self._at]
+
+    def close(self) -> None:
+        if self._at != len(self._data):
+            raise SyncError(f"a delta has {len(self._data) - self._at} bytes too many")
