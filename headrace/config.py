@@ -213,16 +213,29 @@ class PartialSettings:
 class SyncSettings:
     """How weights reach the engines."""
 
-    transport: Literal["auto", "memory", "shared_memory"] = "auto"
-    """`memory`: inside one process. `shared_memory`: between processes of one host. `auto` follows `orchestrate`."""
+    payload: Literal["full", "delta"] = "full"
+    """`full`: all weights. `delta`: what has changed since the version the engines hold, without loss; a hundredth of the
+    bytes at RL's learning rates, for the time to find it."""
+    transport: Literal["auto", "memory", "shared_memory", "cuda_ipc", "collective", "files", "http"] = "auto"
+    """`memory`: inside one process. `shared_memory`: between processes of one host. `cuda_ipc`: between processes that share a
+    GPU. `collective`: NCCL or gloo. `files`: any shared filesystem. `http`: anywhere, relayed from engine to engine. `auto`:
+    memory in one process, cuda_ipc where trainer and engine share the only GPU, otherwise shared_memory."""
     folder: str = ""
-    """Where shared memory lies; empty takes /dev/shm."""
+    """Where shared memory or files lie; empty takes /dev/shm."""
+    host: str = "127.0.0.1"
+    """The address that `collective` and `http` listen on."""
+    deadline: float = 60.0
+    """Seconds an update may go without progress before it is given up and sent again."""
+    patience: float = 5.0
+    """Seconds that engines which hold an update wait for slower ones to hold it; those then begin nothing new until they do."""
     canary_limit: float = 0.0
     """The run stops when engine and trainer, holding the same version, differ by more than this on a fixed prompt (mean
     |Δ logprob| per token); 0 takes 0.01 in float32 and 0.3 in bfloat16."""
 
     def __post_init__(self) -> None:
         _check(self.canary_limit >= 0, "canary_limit", self.canary_limit, "≥ 0")
+        _check(self.deadline > 0, "deadline", self.deadline, "> 0")
+        _check(self.patience >= 0, "patience", self.patience, "≥ 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -397,10 +410,12 @@ class Recipe:
 
     def _check_processes(self) -> None:
         is_local, transport = self.orchestrate == "local", self.sync.transport
-        if transport != "auto" and (transport == "shared_memory") != is_local:
+        if transport != "auto" and (transport != "memory") != is_local:
             raise ConfigError(
                 f"sync.transport = '{transport}': does not go with orchestrate = '{self.orchestrate}'; leave it auto"
             )
+        if transport == "cuda_ipc" and self.device == "cpu":
+            raise ConfigError("sync.transport = 'cuda_ipc': device = 'cpu' has no GPU memory to share; leave it auto")
         if self.engine.count > 1 and not is_local:
             raise ConfigError(f"engine.count = {self.engine.count}: orchestrate = 'inline' has one engine; set it to 'local'")
 

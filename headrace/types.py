@@ -36,6 +36,7 @@ from headrace.drawn import (
     Scored,
     Source,
 )
+from headrace.manifest import NOTHING, Manifest, TensorInfo
 from headrace.routed import check_routing, cut_routing, grown_routing, unknown_expert, unknown_routing
 from headrace.validate import Array, Plain, check_kind, check_plain, equal_records, frozen, trusted, trusted_copy
 
@@ -50,6 +51,7 @@ __all__ = [
     "FinishReason",
     "InfraAbort",
     "Invalid",
+    "Manifest",
     "Outcome",
     "Payload",
     "Plain",
@@ -521,22 +523,6 @@ class Payload(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorInfo:
-    """One tensor of a weight update, as its sender holds it."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    num_bytes: int
-    checksum: int
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
-        if self.num_bytes < 0:
-            raise ValueError(f"tensor {self.name!r}: {self.num_bytes} bytes")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class WeightUpdate:
     """New weights of a policy: which they are, how they travel, and how the receiver knows it has them."""
 
@@ -549,14 +535,17 @@ class WeightUpdate:
     adapter: dict[str, Plain] | None = None
     """The adapter's configuration, for an adapter-only update."""
     transport: str = "memory"
-    manifest: tuple[TensorInfo, ...] = ()
+    place: dict[str, Plain] = field(default_factory=dict)
+    """Where its bytes are to be had, in the transport's own words."""
+    manifest: Manifest = NOTHING
+    """May be given as any sequence of `TensorInfo`."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "payload", Payload(self.payload))
-        object.__setattr__(self, "manifest", tuple(self.manifest))
+        if not isinstance(self.manifest, Manifest):
+            object.__setattr__(self, "manifest", Manifest.of(self.manifest))
         check_kind(self.version, int, "weight update: version")
-        for info in self.manifest:
-            check_kind(info, TensorInfo, "weight update: manifest")
+        check_plain(self.place, where="weight update: place")
         if self.version < 0 or (self.base_version is not None and not 0 <= self.base_version < self.version):
             raise ValueError(f"weight update: version {self.version} on base {self.base_version}")
         if (self.payload is Payload.DELTA) != (self.base_version is not None):

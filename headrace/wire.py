@@ -49,6 +49,7 @@ _RECORDS: dict[str, type[Any]] = {
         types.Batch,
         types.WeightUpdate,
         types.TensorInfo,
+        types.Manifest,
         types.Call,
         types.Sampling,
         types.SamplingMask,
@@ -59,7 +60,7 @@ _RECORDS: dict[str, type[Any]] = {
 }
 _NAMES = {record: name for name, record in _RECORDS.items()}
 _FIELDS = {name: tuple(f.name for f in dataclasses.fields(record)) for name, record in _RECORDS.items()}
-_LATER: dict[str, dict[str, object]] = {"Sampling": {"stop": ()}}
+_LATER: dict[str, dict[str, object]] = {"Sampling": {"stop": ()}, "WeightUpdate": {"place": {}}}
 """Fields that records have got since the schema was fixed, and what they hold in most. Where they hold it they do not
 travel: they cost nothing, and frames from before can still be read."""
 _REQUIRED = {name: frozenset(fields) - _LATER.get(name, {}).keys() for name, fields in _FIELDS.items()}

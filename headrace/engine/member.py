@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from headrace.stream import Peer
     from headrace.types import Array, Rollout, Sampling, WeightUpdate
 
+_REFUSED_UPDATES = {"SyncError", "WeightError"}
 _REFUSALS = {"PromptTooLong": PromptTooLong, "UnusablePrompt": UnusablePrompt, "NotFinite": NotFinite}
 
 
@@ -60,6 +61,9 @@ class Member:
         self.credit = 0
         self.requests: dict[int, PoolRequest] = {}
         self.update: WeightUpdate | None = None
+        """What it holds."""
+        self.is_behind = False
+        """The others hold newer weights: it goes on with what it has begun, and begins nothing."""
         self.pool: EnginePool | None = None
         self.is_lost = False
         self._on_report = on_report
@@ -78,6 +82,10 @@ class Member:
         await self.call("load", update=update, interrupt=interrupt.value)
         self.update = update
 
+    def version_of(self, lineage: str) -> int | None:
+        """What it holds of a life of the trainer, if anything."""
+        return self.update.version if self.update is not None and self.update.lineage == lineage else None
+
     async def call(self, name: str, **arguments: Any) -> Any:  # noqa: ANN401
         """A control call; what it raises there says here whose it is."""
         try:
@@ -85,7 +93,7 @@ class Member:
         except RemoteError as error:
             if error.kind == "EngineDied":  # its process ends too, and is started again
                 raise StreamClosed(f"{self.name}: {error.message}") from error
-            told = SyncError(error.message) if error.kind == SyncError.__name__ else error
+            told = SyncError(error.message) if error.kind in _REFUSED_UPDATES else error
             told.add_note(f"in {self.name}, log {self._log}" if self._log else f"in {self.name}")
             raise told from error
 

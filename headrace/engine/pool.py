@@ -12,6 +12,7 @@ import itertools
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
+from headrace.engine.courier import Courier, holds
 from headrace.engine.member import Member, PoolRequest
 from headrace.engine.protocol import EngineState, Increment
 from headrace.errors import SyncError
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
     from headrace.types import Array, Rollout, Sampling, WeightUpdate
 
+_ATTEMPTS = 3
+"""To bring an engine that was left behind to what the others hold."""
 _MOST_BACKLOG = 8 << 20
 """Bytes an engine may leave unread before it is sent no more."""
 
@@ -34,6 +37,7 @@ class EnginePool:
 
     def __init__(self) -> None:
         self.members: list[Member] = []
+        self.courier = Courier(on_lost=self.lose)
         self._waiting: OrderedDict[int, PoolRequest] = OrderedDict()
         """For whoever has room."""
         self._bound: dict[Member, OrderedDict[int, PoolRequest]] = {}
@@ -46,6 +50,7 @@ class EnginePool:
         self._joined = asyncio.Event()
         self._is_paused = False
         self._is_flush_due = False
+        self._following: set[asyncio.Task[None]] = set()
 
     # Who is in it; called by whoever supervises the processes
 
@@ -55,7 +60,7 @@ class EnginePool:
         is_paused = False
         pinned: set[str] = set()
         while True:
-            if self._wanted is not None and member.update is not self._wanted:
+            if self._wanted is not None and not holds(member, self._wanted):
                 await self._bring(member, self._wanted)
             elif is_paused != self._is_paused:
                 is_paused = self._is_paused
@@ -74,10 +79,28 @@ class EnginePool:
 
     async def _bring(self, member: Member, wanted: WeightUpdate) -> None:
         try:
-            await member.load(wanted, Interrupt.KEEP)
+            await self.courier.bring(member, wanted)
         except (RemoteError, SyncError):
             if self._wanted is wanted:  # otherwise it was overwritten by a newer one while it was read
                 raise
+
+    async def _follow(self, member: Member, loading: asyncio.Future[None]) -> None:
+        """Waits for an engine that was left behind, and brings it to what the others hold by then. One that cannot be brought
+        there is hung up on; whoever supervises it begins it anew."""
+        await asyncio.wait([loading])
+        for _ in range(_ATTEMPTS):
+            try:
+                while self._wanted is not None and not holds(member, self._wanted):
+                    await self._bring(member, self._wanted)
+            except StreamClosed:
+                break
+            except (RemoteError, SyncError):
+                continue
+            member.is_behind = False
+            self.wake()
+            return
+        self.lose(member)
+        member.control.stream.close()
 
     def lose(self, member: Member) -> None:
         """An engine is gone: what it was doing is begun again from what is known of it."""
@@ -141,15 +164,21 @@ class EnginePool:
         await self._all("resume")
 
     async def load(self, update: WeightUpdate, *, interrupt: Interrupt = Interrupt.KEEP) -> None:
-        """Returns when every engine there is holds the update, and there is one. Refused by one, it is wanted no more, and
-        nobody reads it any longer."""
+        """Returns when the engines hold the update, and there is one. The first that do wait for the others for as long as the
+        pool has patience; those are left behind then: they are sent nothing new until they have caught up. Refused by one,
+        the update is wanted no more, and nobody reads it any longer."""
         before, self._wanted = self._wanted, update
-        loads = [self._load(member, update, interrupt) for member in list(self.members)]
-        for failure in await asyncio.gather(*loads, return_exceptions=True):
-            if failure is not None:
-                if self._wanted is update:
-                    self._wanted = before
-                raise failure
+        try:
+            late = await self.courier.deliver(update, [m for m in self.members if not m.is_behind], interrupt)
+        except BaseException:
+            if self._wanted is update:
+                self._wanted = before
+            raise
+        for member, loading in late.items():
+            member.is_behind = True
+            task = asyncio.ensure_future(self._follow(member, loading))
+            self._following.add(task)
+            task.add_done_callback(self._following.discard)
         await self._any_member()
 
     async def fork(self, rollout: Rollout, at: int, *, id: str) -> Rollout:
@@ -181,6 +210,11 @@ class EnginePool:
         )
 
     @property
+    def versions(self) -> dict[str, int]:
+        """What each engine holds."""
+        return {member.name: member.update.version for member in self.members if member.update is not None}
+
+    @property
     def _num_waiting(self) -> int:
         return len(self._waiting) + sum(map(len, self._bound.values()))
 
@@ -193,7 +227,9 @@ class EnginePool:
     def _flush(self) -> None:
         self._is_flush_due = False
         open_members = [
-            m for m in self.members if m.credit > 0 and m.data is not None and m.data.stream.backlog < _MOST_BACKLOG
+            m
+            for m in self.members
+            if m.credit > 0 and not m.is_behind and m.data is not None and m.data.stream.backlog < _MOST_BACKLOG
         ]
         for place, member in enumerate(open_members):
             share = -(-len(self._waiting) // (len(open_members) - place))
@@ -244,12 +280,6 @@ class EnginePool:
             except StreamClosed:
                 self.lose(member)
 
-    async def _load(self, member: Member, update: WeightUpdate, interrupt: Interrupt) -> None:
-        try:
-            await member.load(update, interrupt)
-        except StreamClosed:
-            self.lose(member)  # it comes back, if it does, with the weights wanted then
-
     async def _all(self, name: str, **arguments: Any) -> list[Any]:  # noqa: ANN401
         """What each engine answers; None from one that was lost meanwhile."""
 
@@ -266,7 +296,7 @@ class EnginePool:
         while not self.members:
             self._joined.clear()
             await self._joined.wait()
-        return min(self.members, key=lambda member: len(member.requests))
+        return min(self.members, key=lambda member: (member.is_behind, len(member.requests)))
 
 
 def _take_first(queue: OrderedDict[int, PoolRequest] | None, most: int) -> list[PoolRequest]:

@@ -80,6 +80,19 @@ class Engine(Protocol):
         """A look at it, for the run line and for health."""
 
 
+class WeightSource(Protocol):
+    """What a pool asks the trainer's side for when it brings weights to its engines."""
+
+    def routes(self, update: WeightUpdate, receivers: Sequence[str]) -> Sequence[WeightUpdate]:
+        """The update as each of them is to get it: from where, and from whom, may differ."""
+
+    async def send(self, update: WeightUpdate, receivers: Sequence[str]) -> None:
+        """Move it to them while they load it; returns at once where they come for it."""
+
+    async def catch_up(self, version: int | None) -> Sequence[WeightUpdate]:
+        """What brings an engine that holds `version` of this life, or nothing of it, to the newest that is held."""
+
+
 class ForkingEngine(Engine, Protocol):
     """An engine that can go on from the middle of a rollout without computing what came before again."""
 

@@ -1,6 +1,6 @@
-"""All tensors of a model in one flat buffer per dtype, each parameter a view of its place there.
+"""All tensors of a model in one memory, those of one dtype next to each other, each parameter a view of its place there.
 
-New weights are then one copy, their checksums one kernel, and projections that read the same input (query, key and value)
+New weights are then one copy, their checksums one kernel per dtype, and projections that read the same input (query, key and value)
 lie next to each other, so that one matrix product can read them as one matrix without a second copy of them.
 """
 
@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
+
+    from headrace.types import Manifest
 
     Allocate = Callable[[int, torch.device], Tensor]
     """From a number of bytes and a device to that many bytes there, as uint8, beginning at a multiple of `ALIGNMENT`."""
@@ -68,8 +70,12 @@ class Arena:
         self.device = device
         self._allocate = allocate
         self._holders: dict[str, Tensor] = {}
-        self.flat = {dtype: self._buffer(dtype) for dtype in dict.fromkeys(slot.dtype for slot in self.slots.values())}
+        regions, num_bytes = _regions(self.slots.values())
+        self.memory = self._buffer(num_bytes)
+        """All of it as bytes: the same slots give the same layout anywhere, so that this is also how weights travel."""
+        self.flat = {dtype: self.memory[start:stop].view(dtype) for dtype, (start, stop) in regions.items()}
         """All tensors of one dtype, with the padding between them, in one dimension."""
+        self._clear_padding()
         self.views = {name: self.flat[slot.dtype][slot.start : slot.stop].view(slot.shape) for name, slot in slots.items()}
         """Each tensor by the name `named_tensors` gives it; tied ones under their first name."""
 
@@ -85,7 +91,7 @@ class Arena:
         devices = {tensor.device for tensor in holders.values()}
         if len(devices) > 1 or any(device.type == "meta" for device in devices):
             raise ArenaError(f"an arena is on one device and holds real tensors; this model's are on {_listed(devices)}")
-        arena = cls(_lay_out(holders), device=devices.pop() if devices else torch.device("cpu"), allocate=allocate)
+        arena = cls(_lay_out_held(holders), device=devices.pop() if devices else torch.device("cpu"), allocate=allocate)
         arena._holders = holders
         for name, holder in holders.items():
             arena.views[name].copy_(holder)
@@ -99,7 +105,7 @@ class Arena:
 
     @property
     def num_bytes(self) -> int:
-        return sum(flat.numel() * flat.element_size() for flat in self.flat.values())
+        return self.memory.numel()
 
     def joined(self, names: Sequence[str]) -> Tensor | None:
         """One view over tensors that lie next to each other in this order, stacked along their first dimension.
@@ -118,6 +124,7 @@ class Arena:
 
     def exchange(self, other: Arena) -> None:
         """Take the other's memory and give it ours; the model runs on what it held. Touches no element."""
+        self.memory, other.memory = other.memory, self.memory
         self.flat, other.flat = other.flat, self.flat
         self.views, other.views = other.views, self.views
         for name, holder in self._holders.items():
@@ -125,32 +132,47 @@ class Arena:
 
     @torch.no_grad()
     def copy_from(self, other: Arena) -> None:
-        """Take what the other holds, one copy per dtype; every address stays valid."""
-        for dtype, flat in self.flat.items():
-            flat.copy_(other.flat[dtype])
+        """Take what the other holds, in one copy; every address stays valid."""
+        self.memory.copy_(other.memory)
 
     def strayed(self) -> str | None:
         """The first tensor of the model that no longer lies here, because the model was moved after it was adopted."""
         return next((name for name, holder in self._holders.items() if holder.data_ptr() != self.views[name].data_ptr()), None)
 
-    def _buffer(self, dtype: torch.dtype) -> Tensor:
-        """The flat buffer of one dtype, its padding zero."""
-        ends = sorted({(slot.start, slot.stop) for slot in self.slots.values() if slot.dtype == dtype})
-        size = max(_aligned(stop, dtype) for _, stop in ends)
-        num_bytes = size * dtype.itemsize
-        buffer = (self._allocate or _allocate)(num_bytes, self.device)
+    def _buffer(self, num_bytes: int) -> Tensor:
+        buffer = (self._allocate or allocate_bytes)(num_bytes, self.device)
         if buffer.dtype != torch.uint8 or buffer.shape != (num_bytes,) or buffer.data_ptr() % ALIGNMENT:
             raise ArenaError(
                 f"allocate({num_bytes}, {self.device}) gave {buffer.dtype} of shape {tuple(buffer.shape)} at address "
                 f"{buffer.data_ptr():#x}; an arena needs that many contiguous bytes of uint8 at a multiple of {ALIGNMENT}"
             )
-        flat = buffer.view(dtype)
-        for _, stop in ends:
-            flat[stop : _aligned(stop, dtype)].zero_()
-        return flat
+        return buffer
+
+    def _clear_padding(self) -> None:
+        for dtype, stop in {(slot.dtype, slot.stop) for slot in self.slots.values()}:
+            end = _aligned(stop, dtype)
+            if end > stop:
+                self.flat[dtype][stop:end].zero_()
 
 
-def _allocate(num_bytes: int, device: torch.device) -> Tensor:
+def _regions(slots: Iterable[Slot]) -> tuple[dict[torch.dtype, tuple[int, int]], int]:
+    """Where the tensors of each dtype lie, in bytes, and how many there are in all."""
+    ends: dict[torch.dtype, int] = {}
+    for slot in slots:
+        ends[slot.dtype] = max(ends.get(slot.dtype, 0), _aligned(slot.stop, slot.dtype))
+    regions, start = {}, 0
+    for dtype in sorted(ends, key=str):
+        regions[dtype] = (start, start + ends[dtype] * dtype.itemsize)
+        start = regions[dtype][1]
+    return regions, start
+
+
+def arena_bytes(slots: Mapping[str, Slot]) -> int:
+    """How large an arena of this layout is."""
+    return _regions(slots.values())[1]
+
+
+def allocate_bytes(num_bytes: int, device: torch.device) -> Tensor:
     """From torch, whose memory on a CPU begins at multiples of 64 only."""
     buffer = torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8, device=device)
     skipped = -buffer.data_ptr() % ALIGNMENT
@@ -163,23 +185,43 @@ def _aligned(element: int, dtype: torch.dtype) -> int:
     return -(-element // unit) * unit
 
 
-def _lay_out(tensors: Mapping[str, Tensor]) -> dict[str, Slot]:
-    """A place for every tensor; those that are the same memory get the same place."""
+def lay_out(manifest: Manifest) -> dict[str, Slot]:
+    """A place for every tensor of an update: where `Arena.adopt` puts those of a model that has the same ones, if none of
+    them share their memory."""
+    dtypes = {name: getattr(torch, name, None) for name in set(manifest.dtypes)}
+    for name, dtype in dtypes.items():
+        if not isinstance(dtype, torch.dtype):
+            raise ArenaError(f"dtype {name!r} is not one that torch knows")
+    return _lay_out(
+        (name, dtypes[dtype], shape, name)
+        for name, dtype, shape in zip(manifest.names, manifest.dtypes, manifest.shapes, strict=True)
+    )
+
+
+def _lay_out_held(tensors: Mapping[str, Tensor]) -> dict[str, Slot]:
+    """A place for every tensor of a model; those that are the same memory get the same place."""
     _check_overlaps(tensors)
+    return _lay_out(
+        (name, tensor.dtype, tuple(tensor.shape), _memory(tensor) if tensor.numel() else name)
+        for name, tensor in tensors.items()
+    )
+
+
+def _lay_out(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...], Hashable]]) -> dict[str, Slot]:
+    """From (name, dtype, shape, whatever is equal for those that are to share a place)."""
+    tensors = list(tensors)
     slots: dict[str, Slot] = {}
-    starts: dict[object, int] = {}
+    starts: dict[Hashable, int] = {}
     sizes: dict[torch.dtype, int] = {}
-    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].ndim < 2):
-        dtype = tensor.dtype
-        memory = _memory(tensor) if tensor.numel() else name
+    for name, dtype, shape, memory in sorted(tensors, key=lambda tensor: len(tensor[2]) < 2):
         if memory not in starts:
             starts[memory] = sizes.get(dtype, 0)
-            sizes[dtype] = _aligned(starts[memory] + tensor.numel(), dtype)
-        slots[name] = Slot(dtype, tuple(tensor.shape), starts[memory])
-    return {name: slots[name] for name in tensors}
+            sizes[dtype] = _aligned(starts[memory] + math.prod(shape), dtype)
+        slots[name] = Slot(dtype, shape, starts[memory])
+    return {name: slots[name] for name, *_ in tensors}
 
 
-def _memory(tensor: Tensor) -> object:
+def _memory(tensor: Tensor) -> Hashable:
     """Equal for tensors that are the same elements in the same order, whatever shape a contiguous one is given."""
     if tensor.is_contiguous():
         return tensor.data_ptr(), tensor.dtype, tensor.numel()

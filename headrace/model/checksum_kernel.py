@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
+
+    from headrace.model.arena import Arena
+    from headrace.types import Array
 
 _BLOCK = 4096
 """Words a program reads: 32 KiB."""
@@ -48,27 +52,61 @@ def _sum_kernel(
             tl.store(is_odd + tensor, 1)
 
 
-def inspect_flat(flat: Tensor, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[bool]]:
-    """(checksum, whether all numbers are finite) of each tensor, given as (first, one past the last) element of `flat`.
+class FlatTables:
+    """Which blocks belong to which tensor of an arena, on its device; good for every arena of the same layout.
 
     Every tensor begins at a multiple of eight bytes and is followed by zeros up to the next one. Integers are finite.
     """
-    size = flat.element_size()
+
+    def __init__(self, arena: Arena) -> None:
+        self._device = arena.memory.device
+        self._num_tensors = len(arena.slots)
+        self._tables: dict[torch.dtype, tuple[Tensor, ...]] = {}
+        places: list[int] = []
+        for dtype in arena.flat:
+            slots = {place: slot for place, slot in enumerate(arena.slots.values()) if slot.dtype == dtype}
+            spans = [(slot.start, slot.stop) for slot in slots.values()]
+            self._tables[dtype] = _table(spans, dtype.itemsize, self._device)
+            places += slots
+        self._order = np.argsort(np.asarray(places, dtype=np.int64))
+
+    def inspect(self, arena: Arena) -> tuple[Array, Array]:
+        """(checksums as uint64, whether each holds a number that is not finite), in the order of its slots."""
+        found = torch.zeros(2, self._num_tensors, dtype=torch.int64, device=self._device)
+        first = 0
+        for dtype, table in self._tables.items():
+            stop = first + len(table[0])
+            _launch(arena.flat[dtype], table, found[0, first:stop], found[1, first:stop])
+            first = stop
+        sums, is_odd = found.cpu().numpy()[:, self._order]
+        return (sums & 0x7FFFFFFFFFFFFFFF).astype(np.uint64), is_odd != 0
+
+
+def inspect_flat(flat: Tensor, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[bool]]:
+    """(checksum, whether all numbers are finite) of each tensor, given as (first, one past the last) element of `flat`."""
+    sums, is_odd = torch.zeros(2, len(spans), dtype=torch.int64, device=flat.device)
+    _launch(flat, _table(spans, flat.element_size(), flat.device), sums, is_odd)
+    return [total & 0x7FFFFFFFFFFFFFFF for total in sums.tolist()], [not odd for odd in is_odd.tolist()]
+
+
+def _table(spans: Sequence[tuple[int, int]], size: int, device: torch.device) -> tuple[Tensor, ...]:
+    """First word and number of words of each tensor, the tensor each block belongs to, and the first block of each tensor."""
     starts = torch.tensor([start * size // _WORD for start, _ in spans], dtype=torch.int64)
     sizes = torch.tensor([-(-(stop - start) * size // _WORD) for start, stop in spans], dtype=torch.int64)
     blocks = (sizes + _BLOCK - 1) // _BLOCK
     owners = torch.repeat_interleave(torch.arange(len(spans), dtype=torch.int32), blocks)
     firsts = (blocks.cumsum(0) - blocks).to(torch.int32)
-    sums = torch.zeros(len(spans), dtype=torch.int64, device=flat.device)
-    is_odd = torch.zeros(len(spans), dtype=torch.int32, device=flat.device)
+    return tuple(part.to(device) for part in (starts, sizes, owners, firsts))
+
+
+def _launch(flat: Tensor, table: tuple[Tensor, ...], sums: Tensor, is_odd: Tensor) -> None:
+    owners = table[2]
     if len(owners):
-        table = [part.to(flat.device) for part in (starts, sizes, owners, firsts)]
         exponents, below, signs = _lanes(flat.dtype)
         _sum_kernel[(len(owners),)](
             flat.view(torch.int64), *table, sums, is_odd,
             EXPONENTS=exponents, BELOW_SIGNS=below, SIGNS=signs, BLOCK=_BLOCK, num_warps=8,
         )  # fmt: skip
-    return [total & 0x7FFFFFFFFFFFFFFF for total in sums.tolist()], [not odd for odd in is_odd.tolist()]
 
 
 def _lanes(dtype: torch.dtype) -> tuple[int, int, int]:

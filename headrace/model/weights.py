@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
-from headrace.model.arena import Arena, held_tensors
-from headrace.types import TensorInfo
+from headrace.errors import SyncError
+from headrace.model.arena import Arena, held_tensors, lay_out
+from headrace.types import Manifest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from torch import Tensor, nn
 
-    from headrace.types import WeightUpdate
+    from headrace.model.arena import Slot
+    from headrace.types import Array, TensorInfo, WeightUpdate
 
 
 _WORDS_ON_CPU = 1 << 17
@@ -25,7 +28,7 @@ _CHECKED_NUMBERS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 """Dtypes whose numbers must be finite; torch has no arithmetic on a CPU for smaller ones."""
 
 
-class WeightError(RuntimeError):
+class WeightError(SyncError):
     """Weights did not arrive as they were sent; whoever receives them stays on its old version."""
 
 
@@ -55,40 +58,58 @@ def checksum(tensor: Tensor) -> int:
     return int(torch.stack(sums).sum()) & 0x7FFFFFFFFFFFFFFF
 
 
-def describe(name: str, tensor: Tensor) -> TensorInfo:
-    return _info(name, tensor, checksum(tensor))
+def make_manifest(tensors: Iterable[tuple[str, Tensor]]) -> Manifest:
+    """What a sender holds."""
+    named = dict(tensors)
+    return describe(named).with_checksums(np.asarray([checksum(tensor) for tensor in named.values()], dtype=np.uint64))
 
 
-def _info(name: str, tensor: Tensor, total: int) -> TensorInfo:
-    return TensorInfo(
-        name=name,
-        shape=tuple(tensor.shape),
-        dtype=str(tensor.dtype).removeprefix("torch."),
-        num_bytes=tensor.numel() * tensor.element_size(),
-        checksum=total,
+def describe(tensors: Mapping[str, Tensor]) -> Manifest:
+    """Their names, dtypes and shapes; the checksums are left at 0."""
+    return Manifest.of_shapes(
+        list(tensors),
+        [_name(tensor.dtype) for tensor in tensors.values()],
+        [tuple(tensor.shape) for tensor in tensors.values()],
+        num_bytes=np.asarray([tensor.numel() * tensor.element_size() for tensor in tensors.values()], dtype=np.int64),
+        checksums=np.zeros(len(tensors), dtype=np.uint64),
     )
 
 
-def make_manifest(tensors: Iterable[tuple[str, Tensor]]) -> tuple[TensorInfo, ...]:
-    """What a sender holds."""
-    return tuple(describe(name, tensor) for name, tensor in tensors)
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
-def inspect_arena(arena: Arena) -> tuple[tuple[TensorInfo, ...], str | None]:
-    """What an arena holds, and the first of its tensors with a number that is not finite; on a GPU one launch per dtype."""
-    if arena.device.type != "cuda":
-        return make_manifest(arena.views.items()), _first_odd(arena)
-    from headrace.model.checksum_kernel import inspect_flat
+class Inspector:
+    """Looks at arenas of one layout: what each tensor's checksum is, and which is the first that holds a number that is not
+    finite. On a GPU that is one launch per dtype, over tables made once."""
 
-    totals: dict[str, int] = {}
-    is_finite: dict[str, bool] = {}
-    for dtype, flat in arena.flat.items():
-        slots = {name: slot for name, slot in arena.slots.items() if slot.dtype == dtype}
-        found = inspect_flat(flat, [(slot.start, slot.stop) for slot in slots.values()])
-        totals.update(zip(slots, found[0], strict=True))
-        is_finite.update(zip(slots, found[1], strict=True))
-    receipt = tuple(_info(name, tensor, totals[name]) for name, tensor in arena.views.items())
-    return receipt, next((name for name in arena.views if not is_finite[name]), None)
+    def __init__(self, arena: Arena) -> None:
+        self._slots = arena.slots
+        self._look: Callable[[Arena], tuple[Array, str | None]] = self._look_on_cpu
+        if arena.device.type == "cuda":
+            from headrace.model.checksum_kernel import FlatTables
+
+            self._tables = FlatTables(arena)
+            self._look = self._look_on_gpu
+
+    def look(self, arena: Arena) -> tuple[Array, str | None]:
+        """(checksums [tensors] in the order of its slots, the name of the first odd tensor or None)."""
+        return self._look(arena)
+
+    def _look_on_cpu(self, arena: Arena) -> tuple[Array, str | None]:
+        sums = np.asarray([checksum(view) for view in arena.views.values()], dtype=np.uint64)
+        return sums, _first_odd(arena)
+
+    def _look_on_gpu(self, arena: Arena) -> tuple[Array, str | None]:
+        sums, is_odd = self._tables.inspect(arena)
+        first = int(is_odd.argmax()) if is_odd.any() else None
+        return sums, None if first is None else list(self._slots)[first]
+
+
+def inspect_arena(arena: Arena) -> tuple[Manifest, str | None]:
+    """What an arena holds, and the first of its tensors with a number that is not finite."""
+    sums, odd = Inspector(arena).look(arena)
+    return describe(arena.views).with_checksums(sums), odd
 
 
 def _first_odd(arena: Arena) -> str | None:
@@ -115,6 +136,35 @@ def _is_finite(tensor: Tensor) -> bool:
     return bool(low.isfinite() & high.isfinite())
 
 
+class Incoming:
+    """The second set of a model's weights as whoever brings new ones sees it: bytes in the layout of the update's manifest."""
+
+    def __init__(self, arena: Arena, *, running: Arena, check: Callable[[], None]) -> None:
+        self._arena, self._running = arena, running
+        self.num_bytes, self.views = arena.num_bytes, arena.views
+        self.check = check
+        """Raises if the update was given up here."""
+
+    def write(self, start: int, piece: Tensor) -> None:
+        """Copy bytes to where they belong; done with `piece` when it returns."""
+        self.check()
+        memory = self._arena.memory
+        if not 0 <= start <= start + len(piece) <= len(memory):
+            raise SyncError(f"{len(piece)} bytes arrived for place {start} of {len(memory)}")
+        memory[start : start + len(piece)].copy_(piece)
+        if memory.is_cuda:
+            torch.cuda.current_stream(memory.device).synchronize()
+
+    def take_running(self) -> list[Tensor]:
+        """Begin from the weights that run now. The flat buffers, one per dtype in the order of their names, to be changed."""
+        if self._arena.slots == self._running.slots:
+            self._arena.copy_from(self._running)
+        else:
+            for name, view in self._arena.views.items():
+                view.copy_(self._running.views[name])
+        return [self._arena.flat[dtype] for dtype in sorted(self._arena.flat, key=str)]
+
+
 class SpareWeights:
     """A second set of a model's tensors: filled and checked beside the running one, then exchanged for it.
 
@@ -122,7 +172,7 @@ class SpareWeights:
     running set is overwritten in place, so that whatever holds its addresses stays valid (CUDA graphs do).
 
     The running set is the model's arena: one it already has, or one that is made here. The second set is made by the first
-    `fill`.
+    update.
     """
 
     def __init__(self, model: nn.Module, *, arena: Arena | None = None, in_place: bool | None = None) -> None:
@@ -130,36 +180,60 @@ class SpareWeights:
         """What the model runs on, before an exchange and after."""
         self._in_place = self.arena.device.type == "cuda" if in_place is None else in_place
         self._staging: Arena | None = None
+        self._inspector: Inspector | None = None
+        self._own = describe(self.arena.views)
+        self._laid_out: tuple[Manifest, dict[str, Slot]] | None = None
+        """The last update's tensors and where they lie in its bytes: those of the next are the same."""
         self._is_whole = False
+        self._is_given_up = False
         self._beside = _Beside(self.arena.device)
 
     @property
     def num_bytes(self) -> int:
-        """Memory the second set takes from the first `fill` on."""
+        """Memory the second set takes from the first update on."""
         return self.arena.num_bytes
 
     @torch.no_grad()
-    def fill(self, tensors: Iterable[tuple[str, Tensor]], update: WeightUpdate) -> tuple[TensorInfo, ...]:
-        """Copy an update in and hash what is now held; raises where that is not what was sent. The receipt."""
-        self._is_whole = False
+    def receive(self, update: WeightUpdate, bring: Callable[[Incoming], None]) -> Manifest:
+        """Have `bring` write an update's bytes, and hash what is now held; raises where that is not what was sent. The
+        receipt."""
+        self._is_whole = self._is_given_up = False
         self._check_arena(update)
-        expected = self._check_manifest(update)
+        self._check_manifest(update)
         with self._beside.working():
             staging = self._staging = self._staging or self.arena.like()
-            arrived = set()
-            for name, tensor in tensors:
-                _check_like(name, tensor, expected, update)
-                staging.views[name].copy_(tensor)
-                arrived.add(name)
-            _check_none_missing(expected.keys() - arrived, update)
-            receipt, odd = inspect_arena(staging)
-        for info in receipt:
-            if info != expected[info.name]:
-                raise WeightError(f"version {update.version}: tensor {info.name!r} differs from what was sent")
+            slots = self._slots_of(update.manifest)
+            arena = staging if slots == staging.slots else Arena(slots, device=staging.device)
+            bring(Incoming(arena, running=self.arena, check=lambda: self._check_wanted(update)))
+            if arena is not staging:  # tensors that share their memory here travel apart
+                for name, view in arena.views.items():
+                    staging.views[name].copy_(view)
+            inspector = self._inspector = self._inspector or Inspector(staging)
+            sums, odd = inspector.look(staging)
+        receipt = self._own.with_checksums(sums)
+        self._check_receipt(receipt, update)
         if odd is not None:
             raise WeightError(f"version {update.version}: tensor {odd!r} holds NaN or infinity, and was sent so")
         self._is_whole = True
         return receipt
+
+    def fill(self, tensors: Iterable[tuple[str, Tensor]], update: WeightUpdate) -> Manifest:
+        """The same from tensors by name."""
+
+        def bring(incoming: Incoming) -> None:
+            expected = {info.name: info for info in update.manifest}
+            arrived = set()
+            for name, tensor in tensors:
+                _check_like(name, tensor, expected, update)
+                incoming.views[name].copy_(tensor)
+                arrived.add(name)
+            _check_none_missing(expected.keys() - arrived, update)
+
+        return self.receive(update, bring)
+
+    def give_up(self) -> None:
+        """Have an update that is being received in another thread end with an error at its next piece."""
+        self._is_given_up = True
 
     def exchange(self) -> None:
         """What was filled is what the model runs from now on."""
@@ -172,9 +246,18 @@ class SpareWeights:
             self.arena.exchange(self._staging)
 
     def release(self) -> None:
-        """Give the second set's memory back; the next `fill` makes it anew."""
+        """Give the second set's memory back; the next update makes it anew."""
         self._beside.settle()
         self._staging, self._is_whole = None, False
+
+    def _slots_of(self, manifest: Manifest) -> dict[str, Slot]:
+        if self._laid_out is None or not self._laid_out[0].is_like(manifest):
+            self._laid_out = manifest, lay_out(manifest)
+        return self._laid_out[1]
+
+    def _check_wanted(self, update: WeightUpdate) -> None:
+        if self._is_given_up:
+            raise SyncError(f"version {update.version} was given up here")
 
     def _check_arena(self, update: WeightUpdate) -> None:
         strayed = self.arena.strayed() if self._in_place else None
@@ -184,21 +267,29 @@ class SpareWeights:
                 f"would not reach it; adopt the model after it is moved, not before"
             )
 
-    def _check_manifest(self, update: WeightUpdate) -> dict[str, TensorInfo]:
+    def _check_manifest(self, update: WeightUpdate) -> None:
         """What is announced must be what this model holds, before anything is copied."""
-        expected = {info.name: info for info in update.manifest}
-        views = self.arena.views
-        for name, info in expected.items():
-            if name not in views:
-                raise WeightError(f"version {update.version}: tensor {name!r} is not one this model holds")
-            own = _info(name, views[name], info.checksum)
-            if info != own:
+        if update.manifest.is_like(self._own):
+            return
+        own = {info.name: info for info in self._own}
+        for info in update.manifest:
+            if info.name not in own:
+                raise WeightError(f"version {update.version}: tensor {info.name!r} is not one this model holds")
+            held = own[info.name]
+            if (info.shape, info.dtype, info.num_bytes) != (held.shape, held.dtype, held.num_bytes):
                 raise WeightError(
-                    f"version {update.version}: tensor {name!r} is {info.dtype} {list(info.shape)} there, "
-                    f"and {own.dtype} {list(own.shape)} in this model"
+                    f"version {update.version}: tensor {info.name!r} is {info.dtype} {list(info.shape)} there, "
+                    f"and {held.dtype} {list(held.shape)} in this model"
                 )
-        _check_none_missing(views.keys() - expected.keys(), update)
-        return expected
+        _check_none_missing(own.keys() - set(update.manifest.names), update)
+
+    def _check_receipt(self, receipt: Manifest, update: WeightUpdate) -> None:
+        if receipt == update.manifest:
+            return
+        expected = {info.name: info for info in update.manifest}
+        for info in receipt:
+            if info != expected[info.name]:
+                raise WeightError(f"version {update.version}: tensor {info.name!r} differs from what was sent")
 
 
 def _check_like(name: str, tensor: Tensor, expected: dict[str, TensorInfo], update: WeightUpdate) -> None:
@@ -206,10 +297,10 @@ def _check_like(name: str, tensor: Tensor, expected: dict[str, TensorInfo], upda
     info = expected.get(name)
     if info is None:
         raise WeightError(f"version {update.version}: tensor {name!r} arrived and was not announced")
-    if _info(name, tensor, info.checksum) != info:
+    if (_name(tensor.dtype), tuple(tensor.shape)) != (info.dtype, info.shape):
         raise WeightError(
             f"version {update.version}: tensor {name!r} was announced as {info.dtype} {list(info.shape)} and arrived as "
-            f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+            f"{_name(tensor.dtype)} {list(tensor.shape)}"
         )
 
 

@@ -53,9 +53,16 @@ class ProcessTimeline(Timeline):
         delayed = self._delays.take(span)
         self.totals["descheduled"] += delayed
         self.totals[self._state] += span - delayed
-        if len(self._spans) < _KEPT_SPANS:
-            self._spans.append((self._state, self._since, now))
+        self._keep(self._state, self._since, now)
         self._since = now
+
+    def _note(self, name: str, start: float, stop: float) -> None:
+        with self._lock:
+            self._keep(name, start, stop)
+
+    def _keep(self, name: str, start: float, stop: float) -> None:
+        if len(self._spans) < _KEPT_SPANS:
+            self._spans.append((name, start, stop))
 
 
 class _RunDelay:

@@ -17,6 +17,8 @@ STATES = {
     "scorer": ("score", "wait", "descheduled"),
 }
 """`descheduled`: could run, but the processor was somewhere else. `evaluate`: the trainer waits for a held-out evaluation."""
+BESIDE = "beside "
+"""Begins the names of spans that are not states."""
 IDLE = {"engine": "wait-gate", "trainer": "wait-batch", "scorer": "wait"}
 WAITING = frozenset({"wait-gate", "wait-weights", "wait-batch", "wait", "evaluate", "descheduled"})
 
@@ -80,6 +82,15 @@ class Timeline:
             if self._depth[state] == 0:
                 self.enter(self._before.pop(state))
 
+    @contextlib.contextmanager
+    def beside(self, what: str) -> Iterator[None]:
+        """Something that another thread does meanwhile: drawn in the trace on a track of its own, no part of the budget."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._note(BESIDE + what, start, time.perf_counter())
+
     async def wait(self, state: str, signal: Signal) -> None:
         """In `state` until the signal is raised, and descheduled from then until this coroutine really runs."""
         if signal.is_set():
@@ -104,9 +115,12 @@ class Timeline:
     def _close(self, now: float) -> None:
         if now > self._since:
             self.totals[self._state] += now - self._since
-            if self._on_span is not None:
-                self._on_span(self.role, self._state, self._since, now)
+            self._note(self._state, self._since, now)
             self._since = now
+
+    def _note(self, name: str, start: float, stop: float) -> None:
+        if self._on_span is not None:
+            self._on_span(self.role, name, start, stop)
 
 
 def bound_by(budget: dict[str, dict[str, float]]) -> tuple[str, float]:

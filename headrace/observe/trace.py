@@ -6,10 +6,13 @@ import json
 import time
 from typing import TYPE_CHECKING
 
+from headrace.observe.spans import BESIDE
+
 if TYPE_CHECKING:
     from pathlib import Path
 
-_THREADS = {"engine": 1, "trainer": 2, "scorer": 3}
+_THREADS = {"engine": 1, "trainer": 2, "scorer": 3, "engine: weights": 4, "trainer: weights": 5}
+"""A role's own track, and one for what happens beside it."""
 _SHORTEST = 50e-6
 """Seconds; shorter spans are counted in the budget but not drawn."""
 
@@ -42,9 +45,9 @@ class Trace:
         """One span, in `perf_counter` seconds."""
         if stop - start >= _SHORTEST and not state.startswith("wait"):
             at = round((self._origin + start) * 1e6, 1)
-            self._event(
-                {"name": state, "ph": "X", "pid": 1, "tid": _THREADS[role], "ts": at, "dur": round((stop - start) * 1e6, 1)}
-            )
+            track = _THREADS[f"{role}: weights" if state.startswith(BESIDE) else role]
+            name = state.removeprefix(BESIDE)
+            self._event({"name": name, "ph": "X", "pid": 1, "tid": track, "ts": at, "dur": round((stop - start) * 1e6, 1)})
 
     def mark(self, name: str) -> None:
         """A moment on every track: a version was published."""

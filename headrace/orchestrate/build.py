@@ -18,7 +18,7 @@ from headrace.orchestrate.publish import make_canary
 from headrace.orchestrate.roles import Around, Roles, TrainerHere
 from headrace.score import RewardScorer
 from headrace.settings import ConfigError
-from headrace.sync import MemorySync
+from headrace.sync import MemoryTransport, WeightSync
 from headrace.train import DeviceTrainer, resolve_loss
 
 if TYPE_CHECKING:
@@ -91,6 +91,14 @@ def place_of(device: str, role: str, index: int = 0) -> str:
     return "cuda:0" if role == "trainer" else f"cuda:{1 + index % (count - 1)}"
 
 
+def choose_transport(recipe: Recipe) -> str:
+    """`sync.transport` between processes, with `auto` resolved."""
+    if recipe.sync.transport != "auto":
+        return recipe.sync.transport
+    shares_one = choose_device(recipe) == "cuda" and torch.cuda.device_count() == 1
+    return "cuda_ipc" if shares_one else "shared_memory"
+
+
 def build_core(recipe: Recipe, model_path: str, *, name: str, device: str) -> EngineCore:
     model = load_model(model_path, dtype=recipe.model.dtype, device=device, exact=recipe.exact)
     return EngineCore(
@@ -129,7 +137,7 @@ def build_roles(recipe: Recipe, model_path: str, given: UserInputs, *, observer:
     """Everything in this process: the model is loaded twice, once to generate and once to train."""
     device = choose_device(recipe)
     around = build_around(recipe, model_path, given)
-    sync = MemorySync(lineage)
+    sync = WeightSync(lineage, MemoryTransport(device), payload=recipe.sync.payload)
     core = build_core(recipe, model_path, name="engine-0", device=device)
     engine = NativeEngine(core, sync=sync, timeline=observer.timeline("engine"))
     trainer = build_trainer(recipe, model_path, device=device)

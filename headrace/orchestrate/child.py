@@ -26,8 +26,7 @@ from headrace.model.load import load_tokenizer
 from headrace.observe import ProcessTimeline
 from headrace.orchestrate.build import build_core, build_trainer, choose_device, place_of, set_threads, stop_tokens
 from headrace.stream import Peer, Stream, StreamClosed, connect, describe_error
-from headrace.sync import Lineage, SharedMemorySync
-from headrace.sync.shared import remove_segments, shared_folder
+from headrace.sync import Ends, Lineage, WeightSync
 from headrace.train.worker import TrainerWorker
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ class Process:
         self._order = order
         self.name, self.role = str(order["name"]), str(order["role"])
         self._timeline = ProcessTimeline(self.role)
-        self._sync: SharedMemorySync | None = None
+        self._sync: WeightSync | None = None
         self._worker: EngineWorker | TrainerWorker | None = None
         self._reading: asyncio.Task[None] | None = None
         self._failure: asyncio.Future[None] | None = None
@@ -77,12 +76,11 @@ class Process:
 
     def clean_up(self) -> None:
         """Leave no shared memory and no socket behind, whoever went first."""
-        if self._sync is not None and self.role == "trainer":
+        if self._sync is not None:
             self._sync.close()
         if self._is_told_to_end or not _is_gone(int(self._order["launcher"])):
             return
-        folder, prefix = self._order["shared"]
-        remove_segments(Path(folder), prefix)  # the trainer may have been killed too
+        Ends(**self._order["leftovers"]).remove_leftovers()  # the trainer may have been killed too
         kind, _, path = str(self._order["address"]).partition(":")
         if kind == "unix":
             shutil.rmtree(Path(path).parent, ignore_errors=True)
@@ -96,14 +94,15 @@ class Process:
         return {"state": state, "report": self._timeline.report()}
 
     async def _build(
-        self, recipe: dict[str, Any], model: str, lineage: dict[str, Any], prefix: str, index: int
+        self, recipe: dict[str, Any], model: str, lineage: dict[str, Any], ends: dict[str, Any], index: int
     ) -> dict[str, Any]:
         """Load the model and take up the role. The answer is what the launcher needs to know of it."""
         settings = make_recipe(recipe)
-        life = Lineage(lineage["id"], lineage["ancestors"])
-        self._sync = SharedMemorySync(life, prefix=prefix, folder=shared_folder(settings.sync.folder))
         set_threads(settings, self.role)
         device = place_of(choose_device(settings), self.role, index)
+        transport = Ends(**ends).make(is_sender=self.role == "trainer", device=device)
+        life = Lineage(lineage["id"], lineage["ancestors"])
+        self._sync = WeightSync(life, transport, payload=settings.sync.payload, name=self.name)
         log.info("%s on %s, model %s, process %d", self.name, device, model, os.getpid())
         if self.role == "engine":
             return await self._build_engine(settings, model, device, self._sync)
@@ -112,7 +111,7 @@ class Process:
         self._control.calls.update(self._worker.calls())
         return {"device": device}
 
-    async def _build_engine(self, recipe: Recipe, model: str, device: str, sync: SharedMemorySync) -> dict[str, Any]:
+    async def _build_engine(self, recipe: Recipe, model: str, device: str, sync: WeightSync) -> dict[str, Any]:
         core = await asyncio.to_thread(build_core, recipe, model, name=self.name, device=device)
         engine = ThreadedEngine(core, sync=sync, timeline=self._timeline)
         worker = self._worker = EngineWorker(engine, timeline=self._timeline)
@@ -124,7 +123,7 @@ class Process:
         self._reading = asyncio.ensure_future(data.run())
         self._reading.add_done_callback(self._on_data_closed)
         worker.attach(data)
-        return {"device": device, "stop_ids": list(stop_tokens(core.model, load_tokenizer(model)))}
+        return {"device": device, "stop_ids": list(stop_tokens(core.model, load_tokenizer(model))), "relay": sync.relay}
 
     def _fail_as(self, died: Future[None]) -> None:
         self._fail(died.exception())

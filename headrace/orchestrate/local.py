@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headrace.orchestrate.build import build_around
+from headrace.orchestrate.build import build_around, choose_transport
 from headrace.orchestrate.roles import Roles, TrainerThere
+from headrace.orchestrate.source import TrainerSource
 from headrace.orchestrate.supervise import Supervisor
 from headrace.score import RewardWorkers
-from headrace.sync.shared import check_room, shared_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,7 +51,7 @@ class LocalProcesses:
         """Connect and build all of them at once; the first that fails is what is raised. With the roles comes what ends the
         watch over them."""
         recipe = self.processes.recipe
-        check_room(shared_folder(recipe.sync.folder), weight_bytes(model_path, recipe))
+        self.processes.ends(choose_transport(recipe)).check(weight_bytes(model_path, recipe))
         supervisor = Supervisor(self.processes, model=model_path, lineage=lineage, timelines=observer.mirrored(), say=say)
         before = sys.getswitchinterval()
         sys.setswitchinterval(_SWITCH_SECONDS)
@@ -76,9 +76,12 @@ class LocalProcesses:
                 task.cancel()
             close()
             raise
+        trainer = TrainerThere(self.trainer, canary=around.canary, deadline=recipe.deadline)
+        courier = supervisor.pool.courier
+        courier.source, courier.patience = TrainerSource(trainer, relays=supervisor.relays), recipe.sync.patience
         roles = Roles(
             engine=supervisor.pool,
-            trainer=TrainerThere(self.trainer, canary=around.canary, deadline=recipe.deadline),
+            trainer=trainer,
             around=around,
             stop_ids=tuple(told[0]["stop_ids"]),
             services=(supervisor.watch,),

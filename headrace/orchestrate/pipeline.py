@@ -76,6 +76,8 @@ class Run:
         """Held by every engine: the gate counts from this one."""
         self.publication: asyncio.Task[None] | None = None
         self.canary_difference = 0.0
+        self.failed_syncs = 0
+        """Updates that were refused, and sent again."""
         self.leg_end = recipe.steps
         self.is_stopping = False
         self.ledger = Ledger()

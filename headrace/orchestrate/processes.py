@@ -12,13 +12,13 @@ import signal
 import subprocess
 import sys
 import threading
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import IO, TYPE_CHECKING, Any
 
 from headrace.model.load import ModelError
 from headrace.settings import ConfigError
 from headrace.stream import Listener, Peer, RemoteError, StreamClosed
-from headrace.sync.shared import remove_segments, shared_folder
+from headrace.sync import Ends
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -136,9 +136,21 @@ class Processes:
                     child.process.stdin.close()
         if self._listener is not None:
             self._listener.close()
-        remove_segments(shared_folder(self.recipe.sync.folder), self.prefix)
+        self.ends("shared_memory").remove_leftovers()
         for log in self._open_logs:
             log.close()
+
+    def ends(self, transport: str) -> Ends:
+        """What every process of the run must know to sync weights."""
+        sync = self.recipe.sync
+        return Ends(
+            transport=transport,
+            folder=sync.folder,
+            prefix=self.prefix,
+            host=sync.host,
+            token=self._token,
+            deadline=sync.deadline,
+        )
 
     def open_log(self, name: str) -> IO[str]:
         """logs/NAME.log, to be added to until the run ends."""
@@ -177,7 +189,7 @@ class Processes:
             "address": self._listener.address,
             "token": self._token,
             "launcher": os.getpid(),
-            "shared": [str(shared_folder(self.recipe.sync.folder)), self.prefix],
+            "leftovers": asdict(self.ends("shared_memory")),
             "path": [path or os.getcwd() for path in sys.path],
         }
         assert child.process.stdin is not None

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from headrace.errors import SyncError
 from headrace.partial import Interrupt, interrupt_of
+from headrace.train.worker import Superseded
 from headrace.types import Batch, Call, FinishReason, Rollout, Sampling, Source
 
 if TYPE_CHECKING:
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from headrace.types import Array, WeightUpdate
 
 _CANARY_TOKENS = 32
+_ATTEMPTS = 3
+"""To bring one version to the engines."""
 
 
 class CanaryError(RuntimeError):
@@ -52,16 +56,26 @@ async def publish(run: Run, publishing: Awaitable[Published] | None = None) -> N
 
 
 async def _deliver(run: Run, publishing: Awaitable[Published], interrupt: Interrupt) -> None:
-    """A version counts as held when every engine has hashed what it runs and found it to be what was sent. An engine that
-    refuses stays on its old version."""
+    """A version counts as held when engines have hashed what they run and found it to be what was sent. One that refuses stays
+    on its old version, and the version is sent again, whole; unless the trainer has moved on, and the next is on its way."""
     published = await publishing
-    update = published.update
-    try:
-        await run.engine.load(update, interrupt=interrupt)
-        run.canary_difference = await _try_canary(run, published)
-    except BaseException:
-        await run.trainer.abort(update)
-        raise
+    for attempt in range(1, _ATTEMPTS + 1):
+        update = published.update
+        try:
+            await run.engine.load(update, interrupt=interrupt)
+            run.canary_difference = await _try_canary(run, published)
+        except BaseException as error:
+            await run.trainer.abort(update)
+            if not isinstance(error, SyncError) or attempt == _ATTEMPTS:
+                raise
+            run.failed_syncs += 1
+            run.observer.screen.say(f"version {update.version} did not reach every engine: {error}\n  it is sent again, whole")
+        else:
+            break
+        try:
+            published = await run.trainer.publish(update.version, whole=True)
+        except Superseded:
+            return
     await run.trainer.release(update)
     run.held_version = update.version
     run.room.set()

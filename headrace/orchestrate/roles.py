@@ -7,13 +7,14 @@ import builtins
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from headrace.model.weights import make_manifest
+from headrace.errors import SyncError
 from headrace.orchestrate.publish import Published
 from headrace.packed import pack_batch
 from headrace.stream import RemoteError, StreamClosed
+from headrace.train.worker import Superseded
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Generator
+    from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
     from pathlib import Path
 
     from headrace.engine import Engine
@@ -52,8 +53,15 @@ class TrainerRole(Protocol):
     def step(self, batch: Batch, *, learning_rate: float) -> Awaitable[dict[str, float]]:
         """Gradient and optimizer step of one batch, and what was seen. Steps are taken in the order they are asked for."""
 
-    def publish(self, version: int) -> Awaitable[Published]:
-        """The weights made ready for the engines as `version`. No later step changes them before they are."""
+    def publish(self, version: int, *, whole: bool = False) -> Awaitable[Published]:
+        """The weights made ready for the engines as `version`. No later step changes them before they are. `whole`: once more,
+        after a failure, with nothing taken for granted; fails if the weights have moved on."""
+
+    async def send(self, update: WeightUpdate, receivers: Sequence[str]) -> None:
+        """Move it to engines that do not come for it, while they receive it."""
+
+    async def catch_up(self, version: int | None) -> list[WeightUpdate]:
+        """What brings an engine that holds `version`, or nothing of this life, to the newest that is held."""
 
     async def release(self, update: WeightUpdate) -> None:
         """Every engine holds it."""
@@ -95,12 +103,15 @@ class TrainerHere:
             self.num_steps += 1
             return seen | self._trainer.optim_step(learning_rate)
 
-    async def publish(self, version: int) -> Published:
+    async def publish(self, version: int, *, whole: bool = False) -> Published:
         canary = self._trainer.forward(self._canary)[0]
-        tensors = list(self._trainer.tensors())
-        update = self._sync.offer(version, make_manifest(tensors))
-        await self._sync.send(update, tensors)
-        return Published(update, canary)
+        return Published(self._sync.offer(version, self._trainer.tensors(), whole=whole), canary)
+
+    async def send(self, update: WeightUpdate, receivers: Sequence[str]) -> None:
+        """The engine is here, and comes for it."""
+
+    async def catch_up(self, version: int | None) -> list[WeightUpdate]:
+        return self._sync.catch_up(version)
 
     async def release(self, update: WeightUpdate) -> None:
         self._sync.release(update)
@@ -155,8 +166,14 @@ class TrainerThere:
         self.num_steps += 1
         return self._ask("step", dict, batch=pack_batch(batch), learning_rate=learning_rate)
 
-    def publish(self, version: int) -> Awaitable[Published]:
-        return self._ask("publish", lambda answer: Published(**answer), version=version, canary=self._canary)
+    def publish(self, version: int, *, whole: bool = False) -> Awaitable[Published]:
+        return self._ask("publish", lambda answer: Published(**answer), version=version, canary=self._canary, whole=whole)
+
+    async def send(self, update: WeightUpdate, receivers: Sequence[str]) -> None:
+        await self._answer(self._begin("send", update=update, receivers=list(receivers)))
+
+    async def catch_up(self, version: int | None) -> list[WeightUpdate]:
+        return list(await self._answer(self._begin("catch_up", version=version)))
 
     async def release(self, update: WeightUpdate) -> None:
         await self._answer(self._begin("release", update=update))
@@ -212,6 +229,8 @@ class TrainerThere:
                 raise answer
             return await answer
         except RemoteError as error:
+            if error.kind in ("SyncError", "Superseded"):  # whoever publishes knows what to do
+                raise (SyncError if error.kind == "SyncError" else Superseded)(error.message) from error
             raise self._child.failed(error) from error
         except StreamClosed as error:
             raise await self._child.explain() from error

@@ -26,7 +26,7 @@ from headrace.orchestrate.build import decoder_of, pick_device, stop_tokens
 from headrace.orchestrate.checkpoint import FORMAT, MANIFEST
 from headrace.orchestrate.stop import StopRequest
 from headrace.settings import ConfigError
-from headrace.sync import Lineage, MemorySync
+from headrace.sync import Lineage, MemoryTransport, WeightSync
 
 if TYPE_CHECKING:
     import socket
@@ -140,7 +140,7 @@ def _application(
 @contextlib.contextmanager
 def _decoding(core: EngineCore) -> Iterator[ThreadedEngine]:
     """The engine, decoding in a thread of its own while the block runs."""
-    engine = ThreadedEngine(core, sync=MemorySync(Lineage.new()), timeline=Timeline("engine"))
+    engine = ThreadedEngine(core, sync=WeightSync(Lineage.new(), MemoryTransport()), timeline=Timeline("engine"))
     engine.start()
     try:
         yield engine

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from headrace.engine.member import Member
 from headrace.engine.pool import EnginePool
 from headrace.model.load import ModelError
+from headrace.orchestrate.build import choose_transport
 from headrace.orchestrate.processes import Child, Processes, RoleFailed
 from headrace.settings import ConfigError, to_dict
 from headrace.stream import Peer, RemoteError, Stream, StreamClosed
@@ -42,6 +44,8 @@ class Supervisor:
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._tasks: set[asyncio.Task[Any]] = set()
         self.pool = EnginePool()
+        self.relays: dict[str, str] = {}
+        """Where each engine hands weights on, where it does."""
         self.num_restarts = 0
 
     async def watch(self) -> None:
@@ -69,6 +73,7 @@ class Supervisor:
         try:
             told = await self._build(child, index=index)
             await self._take_data(child, member, arriving["data"])
+            self.relays[child.name] = str(told["relay"])
             await self.pool.join(member)
         except StreamClosed as error:
             raise await child.explain() from error
@@ -125,7 +130,7 @@ class Supervisor:
                 recipe=to_dict(self._recipe),
                 model=self._model,
                 lineage={"id": self._lineage.id, "ancestors": self._lineage.ancestors},
-                prefix=self._processes.prefix,
+                ends=asdict(self._processes.ends(choose_transport(self._recipe))),
                 index=index,
             )
         except TimeoutError as error:

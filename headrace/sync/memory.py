@@ -1,43 +1,60 @@
-"""The transport inside one process: the engine reads the trainer's own tensors."""
+"""The transport inside one process: the engine copies out of the room that the trainer's weights were packed into."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headrace.sync.protocol import Lineage, SyncError
-from headrace.types import WeightUpdate
+import torch
+
+from headrace.errors import SyncError
+from headrace.model.arena import allocate_bytes
+from headrace.sync.buffers import Rooms
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
-    from headrace.types import TensorInfo
+    from headrace.sync.transport import Target
+    from headrace.types import Plain
 
 
-class MemorySync:
-    """Nothing is copied on the way; the trainer must not step between `send` and `release`, and does not."""
+class MemoryRoom:
+    """In torch's own memory, on any device."""
 
-    def __init__(self, lineage: Lineage, *, policy: str = "policy") -> None:
-        self.lineage = lineage
-        self._policy = policy
-        self._held: dict[int, list[tuple[str, Tensor]]] = {}
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.tensor = allocate_bytes(num_bytes, device)
 
-    def offer(self, version: int, manifest: Iterable[TensorInfo]) -> WeightUpdate:
-        return WeightUpdate(
-            policy=self._policy, lineage=self.lineage.id, version=version, transport="memory", manifest=tuple(manifest)
-        )
+    def drop(self) -> None:
+        """It goes when nobody holds it."""
 
-    async def send(self, update: WeightUpdate, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        self._held[update.version] = list(tensors)
 
-    def receive(self, update: WeightUpdate) -> Iterator[tuple[str, Tensor]]:
-        if update.version not in self._held:
-            raise SyncError(f"version {update.version} is not on offer; it was released or never sent")
-        yield from self._held[update.version]
+class MemoryTransport:
+    """Both ends are the same object."""
 
-    def release(self, update: WeightUpdate) -> None:
-        self._held.pop(update.version, None)
+    name = "memory"
 
-    def abort(self, update: WeightUpdate) -> None:
-        self.release(update)
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        place = torch.device(device)
+        self._rooms = Rooms(lambda num_bytes: MemoryRoom(num_bytes, place))
+
+    def room(self, key: str, num_bytes: int) -> Tensor:
+        return self._rooms.take(key, num_bytes).tensor[:num_bytes]
+
+    def post(self, key: str, views: Mapping[str, Tensor]) -> dict[str, Plain]:
+        return {"key": key}
+
+    def push(self, key: str, receivers: Sequence[str]) -> None:
+        """The receiver comes for it."""
+
+    def fetch(self, place: Mapping[str, Plain], target: Target, *, receiver: str) -> None:
+        parcel = self._rooms.parcel(str(place.get("key")))
+        if parcel is None:
+            raise SyncError("it is not on offer any more, or never was")
+        target.write(0, parcel)
+
+    def free(self, key: str) -> None:
+        self._rooms.free(key)
+
+    def close(self) -> None:
+        self._rooms.close()

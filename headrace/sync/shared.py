@@ -1,36 +1,37 @@
-"""The transport on one host: two segments of shared memory in turn, and a notice that one is full.
+"""The transport on one host: segments of shared memory, and a notice that one is full.
 
 A segment is a file in memory (`/dev/shm`), all of it reserved when it is made, so that a full one is an error with a name
-and not a crash later. The trainer's process writes and owns them; engines map them and copy. The newest version stays
-readable until the one after the next is written, so that an engine that comes back can still be brought up to date.
+and not a crash later. The trainer's process writes and owns them; engines map them and copy, and keep the mapping, since a
+segment that is freed is written again for the next parcel under another name.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import itertools
 import mmap
 import os
 import shutil
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from headrace.sync.protocol import Lineage, SyncError
-from headrace.types import WeightUpdate
+from headrace.errors import SyncError
+from headrace.sync.buffers import Rooms
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
-    from headrace.types import TensorInfo
+    from headrace.sync.transport import Target
+    from headrace.types import Plain
 
 SEGMENTS = 2
-_ALIGNED = 64
+"""Alive at a time, at most, while weights travel whole: the newest stays readable while the next is written."""
+_MOST_MAPPED = 4
 
 
 def shared_folder(wanted: str = "") -> Path:
@@ -59,138 +60,118 @@ def _too_small(folder: Path, num_bytes: int, free: int) -> str:
     )
 
 
-@dataclass
-class _Segment:
-    """One that this process writes."""
+class Segment:
+    """One that this process writes. Its name changes with the parcel in it."""
 
-    mapped: mmap.mmap
-    inode: int
-    version: int = -1
-    """Last written into it."""
-
-    def is_at(self, path: Path) -> bool:
-        """Whether whoever opens the path finds it: what cleans up temporary files may have been there."""
+    def __init__(self, path: Path, num_bytes: int) -> None:
+        self.path = path
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
-            found = path.stat()
-        except OSError:
-            return False
-        return found.st_ino == self.inode and found.st_size == len(self.mapped)
+            os.posix_fallocate(descriptor, 0, num_bytes)  # reserved now: a full memory is ENOSPC here, not SIGBUS later
+            self._mapped = mmap.mmap(descriptor, num_bytes)
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            free = shutil.disk_usage(path.parent).free
+            raise SyncError(f"{_too_small(path.parent, num_bytes, free)} ({error.strerror})") from error
+        finally:
+            os.close(descriptor)
+        self.tensor = torch.frombuffer(self._mapped, dtype=torch.uint8)
+
+    def rename(self, path: Path) -> None:
+        """Whoever looks for the parcel that was in it finds nothing, whoever has it open sees what comes next."""
+        try:
+            self.path.rename(path)
+        except FileNotFoundError as error:  # what cleans up temporary files may have been there
+            raise SyncError(f"{self.path} was removed by someone else") from error
+        self.path = path
+
+    def drop(self) -> None:
+        self.path.unlink(missing_ok=True)
+        del self.tensor
+        with contextlib.suppress(BufferError):  # a view is still held; the memory goes with the last one
+            self._mapped.close()
 
 
-class SharedMemorySync:
-    """A `WeightSync` between processes of one host. Both ends are made with the same prefix; only the sender closes it."""
+class SharedMemoryTransport:
+    """Both ends are made with the same prefix and folder; only the sender's close removes segments."""
 
-    def __init__(self, lineage: Lineage, *, prefix: str, folder: Path, policy: str = "policy") -> None:
-        self.lineage = lineage
-        self._policy = policy
+    name = "shared_memory"
+
+    def __init__(self, *, prefix: str, folder: Path) -> None:
         self._folder, self._prefix = folder, prefix
-        self._segments: dict[Path, _Segment] = {}
+        self._numbers = itertools.count()
+        self._rooms = Rooms(lambda num_bytes: Segment(self._spare_path(), max(num_bytes, 1)))
+        self._mapped: dict[int, Tensor] = {}
+        """By inode, the last used last: a mapping that was read before is read at the speed of memory."""
 
-    def offer(self, version: int, manifest: Iterable[TensorInfo]) -> WeightUpdate:
-        return WeightUpdate(
-            policy=self._policy,
-            lineage=self.lineage.id,
-            version=version,
-            transport="shared_memory",
-            manifest=tuple(manifest),
-        )
+    # The sender's end
 
-    async def send(self, update: WeightUpdate, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy into the segment of this version, in a thread; whoever steps the weights waits for it."""
-        await asyncio.to_thread(self._write, update, tensors)
+    def room(self, key: str, num_bytes: int) -> Tensor:
+        room = self._rooms.take(key, num_bytes)
+        if not room.path.exists():  # removed by someone else: nobody could open it
+            self._rooms.free(key)
+            self._rooms.close_spare()
+            room = self._rooms.take(key, num_bytes)
+        return room.tensor[:num_bytes]
 
-    def receive(self, update: WeightUpdate) -> Iterator[tuple[str, Tensor]]:
-        """Views of the segment, each good until the next is asked for."""
-        path = self._path(update)
+    def post(self, key: str, views: Mapping[str, Tensor]) -> dict[str, Plain]:
+        found = self._rooms.find(key)
+        if found is None:
+            raise SyncError("there is no room for it any more")
+        segment, num_bytes = found
+        segment.rename(self._path(key))
+        return {"key": key, "bytes": num_bytes}
+
+    def push(self, key: str, receivers: Sequence[str]) -> None:
+        """Receivers come for it."""
+
+    def free(self, key: str) -> None:
+        found = self._rooms.find(key)
+        if found is not None:
+            with contextlib.suppress(SyncError):
+                found[0].rename(self._spare_path())
+            self._rooms.free(key)
+
+    def close(self) -> None:
+        self._rooms.close()
+        self._mapped.clear()
+
+    def _path(self, key: str) -> Path:
+        return self._folder / f"{self._prefix}-{key}"
+
+    def _spare_path(self) -> Path:
+        return self._folder / f"{self._prefix}-spare{next(self._numbers)}"
+
+    # The receiver's end
+
+    def fetch(self, place: Mapping[str, Plain], target: Target, *, receiver: str) -> None:
+        key = str(place.get("key"))
+        path = self._path(key)
+        if "/" in key or not isinstance(place.get("bytes"), int):
+            raise SyncError(f"{place} is no place in shared memory")
         try:
             file = path.open("r+b")
         except OSError as error:
-            raise SyncError(f"version {update.version} is not on offer: {path} cannot be read: {error.strerror}") from error
+            raise SyncError(f"it is not on offer: {path} cannot be read: {error.strerror}") from error
         with file:
-            if os.fstat(file.fileno()).st_size < _size(update):
-                raise SyncError(f"version {update.version}: {path} is smaller than its manifest says")
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        for info, start in _places(update):
-            yield info.name, _view(mapped, info, start)
-        with contextlib.suppress(BufferError):  # a view is still held; it goes with the last one
-            mapped.close()
+            mapped = self._map(file.fileno())
+        if len(mapped) < target.num_bytes or place["bytes"] != target.num_bytes:
+            raise SyncError(f"{path} holds {place['bytes']} bytes and {target.num_bytes} were announced")
+        target.write(0, mapped[: target.num_bytes])
 
-    def release(self, update: WeightUpdate) -> None:
-        """Nothing to free: the segment is written again by the version after the next."""
-
-    def abort(self, update: WeightUpdate) -> None:
-        """Take its segment away; called at the sender's end."""
-        path = self._path(update)
-        segment = self._segments.get(path)
-        if segment is not None and segment.version == update.version:  # a later one may lie there by now
-            self._remove(path)
-
-    def close(self) -> None:
-        """Give the memory back; called by the sender when the run ends."""
-        for path in list(self._segments):
-            self._remove(path)
-
-    def _remove(self, path: Path) -> None:
-        segment = self._segments.pop(path, None)
-        if segment is not None:
-            with contextlib.suppress(BufferError):
-                segment.mapped.close()
-        path.unlink(missing_ok=True)
-
-    def _path(self, update: WeightUpdate) -> Path:
-        return self._folder / f"{self._prefix}-{update.version % SEGMENTS}"
-
-    @torch.no_grad()
-    def _write(self, update: WeightUpdate, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        segment = self._segment(self._path(update), _size(update))
-        segment.version = update.version
-        for (info, start), (name, tensor) in zip(_places(update), tensors, strict=True):
-            if name != info.name:
-                raise SyncError(f"version {update.version}: tensor {name!r} came where {info.name!r} was announced")
-            _view(segment.mapped, info, start).copy_(tensor)
-
-    def _segment(self, path: Path, size: int) -> _Segment:
-        known = self._segments.get(path)
-        if known is not None and len(known.mapped) >= size and known.is_at(path):
-            return known
-        self._remove(path)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            os.posix_fallocate(descriptor, 0, max(size, 1))  # reserved now: a full memory is ENOSPC here, not SIGBUS later
-            segment = _Segment(mmap.mmap(descriptor, max(size, 1)), os.fstat(descriptor).st_ino)
-        except OSError as error:
-            path.unlink(missing_ok=True)
-            free = shutil.disk_usage(self._folder).free
-            raise SyncError(f"{_too_small(self._folder, size, free)} ({error.strerror})") from error
-        finally:
-            os.close(descriptor)
-        self._segments[path] = segment
-        return segment
+    def _map(self, descriptor: int) -> Tensor:
+        status = os.fstat(descriptor)
+        mapped = self._mapped.pop(status.st_ino, None)
+        if mapped is None or len(mapped) != status.st_size:
+            size = max(status.st_size, 1)
+            mapped = torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8) if status.st_size else torch.empty(0)
+        self._mapped[status.st_ino] = mapped
+        while len(self._mapped) > _MOST_MAPPED:
+            self._mapped.pop(next(iter(self._mapped)))
+        return mapped
 
 
 def remove_segments(folder: Path, prefix: str) -> None:
     """What a sender that was killed could not give back."""
     for path in folder.glob(f"{prefix}-*"):
         path.unlink(missing_ok=True)
-
-
-def _places(update: WeightUpdate) -> Iterator[tuple[TensorInfo, int]]:
-    """Each tensor with where it begins."""
-    start = 0
-    for info in update.manifest:
-        yield info, start
-        start += -(-info.num_bytes // _ALIGNED) * _ALIGNED
-
-
-def _size(update: WeightUpdate) -> int:
-    return sum(-(-info.num_bytes // _ALIGNED) * _ALIGNED for info in update.manifest)
-
-
-def _view(mapped: mmap.mmap, info: TensorInfo, start: int) -> Tensor:
-    dtype = getattr(torch, info.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        raise SyncError(f"tensor {info.name!r} has dtype {info.dtype!r}, which torch does not know")
-    if not info.num_bytes:
-        return torch.empty(info.shape, dtype=dtype)
-    flat = torch.frombuffer(mapped, dtype=torch.uint8, count=info.num_bytes, offset=start)
-    return flat.view(dtype).reshape(info.shape)

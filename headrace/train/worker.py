@@ -1,7 +1,8 @@
 """A trainer process's end of its stream.
 
-Computing has a thread of its own, and calls reach it in the order they were made. Publishing copies and hashes the weights
-beside the next forward and backward pass, which do not change them; the optimizer step waits for the copy.
+Computing has a thread of its own, and calls reach it in the order they were made. Publishing reads the weights beside the
+next forward and backward pass, which do not change them; the optimizer step waits until they are read, and runs beside the
+rest of it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from headrace.model.weights import make_manifest
 from headrace.packed import unpack_batch
 
 if TYPE_CHECKING:
@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from headrace.types import Array, Batch, WeightUpdate
 
 T = TypeVar("T")
+
+
+class Superseded(RuntimeError):
+    """A version is asked for again, and the weights have moved on."""
 
 
 class TrainerWorker:
@@ -39,12 +43,17 @@ class TrainerWorker:
         """What was offered last is held by the engines, or given up."""
         self._is_held.set()
         self._is_abandoned = False
+        self._num_steps = 0
+        self._published: dict[int, int] = {}
+        """Optimizer steps taken before each version was offered."""
 
     def calls(self) -> dict[str, Callable[..., Awaitable[Any]]]:
         return {
             "forward": self._forward,
             "step": self._step,
             "publish": self._publish,
+            "send": self._send,
+            "catch_up": self._catch_up,
             "release": self._release,
             "abort": self._abort,
             "abandon": self._abandon,
@@ -65,6 +74,7 @@ class TrainerWorker:
     def _one_step(self, batch: Batch, learning_rate: float) -> dict[str, float]:
         seen = self._trainer.forward_backward(batch)
         self._wait_for_readers()
+        self._num_steps += 1
         return seen | self._trainer.optim_step(learning_rate)
 
     def _wait_for_readers(self) -> None:
@@ -72,17 +82,16 @@ class TrainerWorker:
             with self._timeline.during("publish"):
                 self._may_change.wait()
 
-    async def _publish(self, version: int, canary: Any) -> dict[str, Any]:  # noqa: ANN401
-        """Answers when the weights lie ready; until then the next step may compute but not change them. One update is under
-        way at a time: the next waits until the engines hold the one before."""
-        logprobs = await self._compute("publish", lambda: self._hold_still(canary))
+    async def _publish(self, version: int, canary: Any, whole: bool = False) -> dict[str, Any]:  # noqa: ANN401
+        """Answers when the weights lie ready; until they are read the next step may compute but not change them. One update is
+        under way at a time: the next waits until the engines hold the one before. `whole`: once more, after a failure."""
+        logprobs = await self._compute("publish", lambda: self._hold_still(version, canary, is_again=whole))
         try:
             await self._is_held.wait()
             if self._is_abandoned:
                 raise RuntimeError(f"version {version} is not published: the run ends")
-            update = await asyncio.to_thread(lambda: self._sync.offer(version, make_manifest(self._trainer.tensors())))
             self._is_held.clear()
-            await self._sync.send(update, self._trainer.tensors())
+            update = await asyncio.to_thread(self._offer, version, whole)
         except BaseException:
             self._is_held.set()  # nobody will hear of it
             raise
@@ -90,17 +99,34 @@ class TrainerWorker:
             self._may_change.set()
         return {"update": update, "canary": logprobs}
 
-    def _hold_still(self, canary: Any) -> Array:  # noqa: ANN401
+    def _hold_still(self, version: int, canary: Any, *, is_again: bool) -> Array:  # noqa: ANN401
+        if is_again and self._published.get(version) != self._num_steps:
+            raise Superseded(f"version {version} is not published again: the weights have moved on")
+        self._published = {version: self._num_steps}
         logprobs = self._trainer.forward(unpack_batch(canary))[0]
         self._may_change.clear()
         return logprobs
 
+    def _offer(self, version: int, whole: bool) -> WeightUpdate:
+        with self._timeline.beside(f"offer {version}"):
+            return self._sync.offer(version, self._trainer.tensors(), whole=whole, on_read=self._may_change.set)
+
+    async def _send(self, update: WeightUpdate, receivers: list[str]) -> None:
+        def send() -> None:
+            with self._timeline.beside(f"send {update.version}"):
+                self._sync.send(update, receivers)
+
+        await asyncio.to_thread(send)
+
+    async def _catch_up(self, version: int | None) -> list[WeightUpdate]:
+        return await asyncio.to_thread(self._sync.catch_up, version)
+
     async def _release(self, update: WeightUpdate) -> None:
-        self._sync.release(update)
+        await asyncio.to_thread(self._sync.release, update)
         self._is_held.set()
 
     async def _abort(self, update: WeightUpdate) -> None:
-        self._sync.abort(update)
+        await asyncio.to_thread(self._sync.abort, update)
         self._is_held.set()
 
     async def _abandon(self) -> None:

@@ -84,7 +84,7 @@ class EngineCore:
         self.num_drawn = 0
         self._weights: list[Memory] = []
         """Where the weights lie on a GPU."""
-        self._kept: dict[torch.dtype, Tensor] | None = None
+        self._kept: Tensor | None = None
         """The weights, while they sleep in the host's memory."""
         self.is_asleep = False
         self.arena = Arena.adopt(model, allocate=self._allocate if next(model.parameters()).is_cuda else None)
@@ -214,7 +214,7 @@ class EngineCore:
         self.cache.memory.give_back()
         self.is_asleep = True
         if weights and self._weights:
-            self._kept = {dtype: flat.cpu() for dtype, flat in self.arena.flat.items()}
+            self._kept = self.arena.memory.cpu()
             for memory in self._weights:
                 memory.give_back()
 
@@ -225,8 +225,7 @@ class EngineCore:
         if self._kept is not None:
             for memory in self._weights:
                 memory.take()
-            for dtype, flat in self.arena.flat.items():
-                flat.copy_(self._kept[dtype])
+            self.arena.memory.copy_(self._kept)
             self._kept = None
         self.cache.memory.take()
         self.runner.settle()

@@ -17,7 +17,7 @@ from headrace.model.packing import score as score_packed
 from headrace.model.weights import SpareWeights, WeightError
 from headrace.observe import Signal
 from headrace.partial import Interrupt
-from headrace.types import FinishReason
+from headrace.types import FinishReason, Payload
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -179,7 +179,21 @@ class NativeEngine:
 
     def _stage(self, update: WeightUpdate) -> None:
         """Beside the weights that run; what differs from its manifest goes no further."""
-        self._spare.fill(self._sync.receive(update), update)
+        self._check_order(update)
+        with self._timeline.beside(f"receive {update.version}"):
+            self._spare.receive(update, lambda incoming: self._sync.receive(update, incoming))
+
+    def _check_order(self, update: WeightUpdate) -> None:
+        """Versions come one after another; a difference is taken only on top of what it was made from."""
+        core, version = self.core, update.version
+        if update.payload is Payload.ADAPTER:
+            raise WeightError(f"version {version} is an adapter, and this engine runs none")
+        held = core.version if update.lineage == core.lineage else None
+        if held is not None and version < held:
+            raise WeightError(f"version {version} came late: version {held} is held already")
+        if update.payload is Payload.DELTA and held != update.base_version:
+            has = f"version {core.version} of life {core.lineage!r} is held" if core.lineage else "nothing of it is held"
+            raise WeightError(f"version {version} is a difference from version {update.base_version}, and {has}")
 
     def _swap(self, update: WeightUpdate) -> None:
         self.core.exchange_weights(self._spare)

@@ -214,7 +214,7 @@ class ThreadedEngine(NativeEngine):
 
     async def load(self, update: WeightUpdate, *, interrupt: Interrupt = Interrupt.KEEP) -> None:
         async with self._loading:
-            await _to_its_end(asyncio.to_thread(self._stage, update))
+            await _to_its_end(asyncio.to_thread(self._stage, update), give_up=self._spare.give_up)
             if interrupt is Interrupt.DRAIN and not self._is_paused:
                 await self._drain()
             await self.between_steps(lambda: self._exchange(update, interrupt))
@@ -245,11 +245,12 @@ class ThreadedEngine(NativeEngine):
         self.post(act)
 
 
-async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
-    """Wait for what a thread does; cancelled, wait all the same, since the thread goes on."""
+async def _to_its_end(work: Coroutine[Any, Any, None], *, give_up: Callable[[], None]) -> None:
+    """Wait for what a thread does; cancelled, tell it, and wait all the same."""
     task = asyncio.ensure_future(work)
     try:
         await asyncio.shield(task)
     except asyncio.CancelledError:
+        give_up()
         await asyncio.wait([task])
         raise

@@ -7,13 +7,13 @@ the driver's virtual memory calls. What was there is lost in between.
 from __future__ import annotations
 
 import ctypes
-import functools
 
 import torch
 from torch import Tensor
 
+from headrace.cuda_driver import Bytes, call
+
 _PINNED, _DEVICE, _READ_WRITE = 1, 1, 3
-_OUT_OF_MEMORY = 2
 """Of CUmemAllocationType, CUmemLocationType and CUmemAccess_flags."""
 
 
@@ -35,19 +35,6 @@ class _Access(ctypes.Structure):
     _fields_ = [("location", _Location), ("flags", ctypes.c_int)]
 
 
-@functools.cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
-
-
-def _call(name: str, *arguments: object) -> None:
-    status = getattr(_driver(), name)(*arguments)
-    if status:
-        if status == _OUT_OF_MEMORY:
-            raise torch.OutOfMemoryError("the GPU has too little free memory; lower engine.kv_blocks or model.context")
-        raise RuntimeError(f"{name} answered {status}")
-
-
 class Region:
     """So many bytes of a GPU's memory, as a tensor of bytes."""
 
@@ -57,20 +44,14 @@ class Region:
         self._location = _Location(_DEVICE, number)
         self._properties = _Properties(kind=_PINNED, location=self._location)
         granularity = ctypes.c_size_t()
-        _call("cuMemGetAllocationGranularity", ctypes.byref(granularity), ctypes.byref(self._properties), ctypes.c_int(0))
+        call("cuMemGetAllocationGranularity", ctypes.byref(granularity), ctypes.byref(self._properties), ctypes.c_int(0))
         self.num_bytes = -(-max(num_bytes, 1) // granularity.value) * granularity.value
         self._address, self._handle = ctypes.c_uint64(), ctypes.c_uint64()
         size, nothing = ctypes.c_size_t(self.num_bytes), ctypes.c_uint64(0)
-        _call("cuMemAddressReserve", ctypes.byref(self._address), size, ctypes.c_size_t(0), nothing, nothing)
+        call("cuMemAddressReserve", ctypes.byref(self._address), size, ctypes.c_size_t(0), nothing, nothing)
         self.is_held = False
         self.take()
-        self.__cuda_array_interface__ = {
-            "shape": (num_bytes,),
-            "typestr": "|u1",
-            "data": (self._address.value, False),
-            "version": 3,
-        }
-        self.tensor: Tensor = torch.as_tensor(self, device=device)
+        self.tensor: Tensor = torch.as_tensor(Bytes(self._address.value, num_bytes), device=device)
         self.tensor.zero_()
 
     def take(self) -> None:
@@ -78,10 +59,10 @@ class Region:
         if self.is_held:
             return
         size, nothing = ctypes.c_size_t(self.num_bytes), ctypes.c_uint64(0)
-        _call("cuMemCreate", ctypes.byref(self._handle), size, ctypes.byref(self._properties), nothing)
-        _call("cuMemMap", self._address, size, ctypes.c_size_t(0), self._handle, nothing)
+        call("cuMemCreate", ctypes.byref(self._handle), size, ctypes.byref(self._properties), nothing)
+        call("cuMemMap", self._address, size, ctypes.c_size_t(0), self._handle, nothing)
         access = _Access(self._location, _READ_WRITE)
-        _call("cuMemSetAccess", self._address, size, ctypes.byref(access), ctypes.c_size_t(1))
+        call("cuMemSetAccess", self._address, size, ctypes.byref(access), ctypes.c_size_t(1))
         self.is_held = True
 
     def give_back(self) -> None:
@@ -89,13 +70,13 @@ class Region:
         if not self.is_held:
             return
         torch.cuda.synchronize()
-        _call("cuMemUnmap", self._address, ctypes.c_size_t(self.num_bytes))
-        _call("cuMemRelease", self._handle)
+        call("cuMemUnmap", self._address, ctypes.c_size_t(self.num_bytes))
+        call("cuMemRelease", self._handle)
         self.is_held = False
 
     def close(self) -> None:
         """Give the address up too."""
         self.give_back()
         if self._address.value:
-            _call("cuMemAddressFree", self._address, ctypes.c_size_t(self.num_bytes))
+            call("cuMemAddressFree", self._address, ctypes.c_size_t(self.num_bytes))
             self._address = ctypes.c_uint64(0)
