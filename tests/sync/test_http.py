@@ -265,7 +265,7 @@ def test_a_child_goes_on_without_its_parent(made, sender, end):
         began = time.monotonic()
         parent.send_signal(end)
         bucket = child.end()
-        assert time.monotonic() - began < (1.0 if end == signal.SIGKILL else 3.0)
+        assert (time.monotonic() - began < 1.9) == (end == signal.SIGKILL)
     assert torch.equal(bucket.flat, content)
     assert bucket.starts == list(range(0, LONG, PIECE))
     assert sender.bytes_served - served <= LONG - 15 * PIECE + (1 << 20), "it did not begin again"
@@ -608,7 +608,7 @@ def test_buffers_serve_one_key_after_the_other(made, sender):
 
 def test_memory_is_not_used_again_while_somebody_reads_it(sender):
     """Somebody connects, asks, and takes nothing: `free` cuts them off and the memory serves the next."""
-    post(sender, "v1", 64 << 20)
+    content, _ = post(sender, "v1", 64 << 20)
     before = sender._shelf.find("v1").buffer.data_ptr()
     host, port = "127.0.0.1", int(sender.url.rpartition(":")[2])
     with socket.create_connection((host, port)) as stuck:
@@ -625,9 +625,9 @@ def test_memory_is_not_used_again_while_somebody_reads_it(sender):
         assert time.monotonic() - began < 1.0
         room = sender.room("v2", 64 << 20)
         assert room.data_ptr() == before
-        room.zero_()
-        sender.free("v2")
-        assert sender.bytes_served == served
+        room.copy_(~content)
+        read = b"".join(iter(lambda: stuck.recv(1 << 20), b"")).partition(b"\r\n\r\n")[2]
+        assert 0 < len(read) < 64 << 20 and read == bytes(content[: len(read)].numpy()), "nothing of the next"
 
 
 def descriptors():
@@ -689,14 +689,14 @@ def test_a_tree_without_branches_is_refused():
 
 @settings(max_examples=60)
 @given(num_bytes=st.integers(1, 40_000), seed=st.integers(0, 99), data=st.data())
-def test_a_sum_sees_one_bit_a_shift_and_an_exchange(num_bytes, seed, data):
+def test_a_sum_sees_one_bit_a_gap_and_an_exchange(num_bytes, seed, data):
     piece = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
     total = piece_sum(piece)
     assert piece_sum(piece.clone()) == total
     flipped = piece.clone()
     flipped[data.draw(st.integers(0, num_bytes - 1))] ^= 1 << data.draw(st.integers(0, 7))
     assert piece_sum(flipped) != total
-    if num_bytes > 16:
-        assert piece_sum(piece.roll(8)) != total or torch.equal(piece.roll(8), piece)
+    if piece[:8].any():
+        assert piece_sum(torch.cat([piece[8:], piece.new_zeros(min(8, num_bytes))])) != total, "some are missing"
     if num_bytes >= 8192:
         assert piece_sum(torch.cat([piece[4096:8192], piece[:4096], piece[8192:]])) != total
