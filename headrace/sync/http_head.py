@@ -1,0 +1,74 @@
+"""Heads of requests and answers: bounded in size, strict in form, and proof that either end knows the run's token."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import socket
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+TICK = 0.1
+"""Seconds; whoever waits on a socket looks up this often."""
+MAX_HEAD = 8192
+"""Bytes of a request's or an answer's first line and headers."""
+_END = b"\r\n\r\n"
+
+
+class BadHead(ValueError):
+    """What came is no head, or none of ours."""
+
+
+class LongHead(BadHead):
+    """It goes on for longer than is read."""
+
+
+def read_head(connection: socket.socket, look: Callable[[], None]) -> tuple[str, dict[str, str]]:
+    """The first line, and the headers by name in lower case; nothing past them is taken from the socket.
+
+    `look` is called while nothing comes and ends the wait by raising.
+    """
+    head = bytearray()
+    while not head.endswith(_END):
+        look()
+        try:
+            ahead = connection.recv(MAX_HEAD - len(head), socket.MSG_PEEK)
+        except TimeoutError:
+            continue
+        if not ahead:
+            raise ConnectionError("closed the connection")
+        found = (head + ahead).find(_END)
+        num_ours = len(ahead) if found < 0 else found + len(_END) - len(head)
+        head += connection.recv(num_ours)
+        if len(head) >= MAX_HEAD and not head.endswith(_END):
+            raise LongHead(f"sent more than {MAX_HEAD} bytes of headers")
+    return _parse(bytes(head[: -len(_END)]))
+
+
+def _parse(head: bytes) -> tuple[str, dict[str, str]]:
+    try:
+        first, *lines = head.decode("ascii").split("\r\n")
+    except UnicodeDecodeError as error:
+        raise BadHead("sent headers that are not ASCII") from error
+    headers: dict[str, str] = {}
+    for line in lines:
+        name, colon, value = line.partition(":")
+        if not colon or not name or name != name.strip() or name.lower() in headers:
+            raise BadHead("sent headers that cannot be read")
+        headers[name.lower()] = value.strip()
+    return first, headers
+
+
+def write_head(first: str, headers: Mapping[str, str | int]) -> bytes:
+    return "\r\n".join([first, *(f"{name}: {value}" for name, value in headers.items()), "", ""]).encode("ascii")
+
+
+def proof(token: str, *parts: str) -> str:
+    """That whoever wrote this knows the token, and meant these parts."""
+    return hmac.new(token.encode(), "\0".join(("parcels", *parts)).encode(), hashlib.sha256).hexdigest()
+
+
+def is_proven(claim: str, token: str, *parts: str) -> bool:
+    return hmac.compare_digest(claim.encode(), proof(token, *parts).encode())
