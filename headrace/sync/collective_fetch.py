@@ -122,7 +122,7 @@ class _Fetch:
         self._values: dict[str, bytes] = {}
         """Set by the other members of the group, before and while this one forms it."""
         self._told: set[str] = set()
-        """Keys of our own that the sender has."""
+        """Keys that this one has set in the group it forms, and told the sender of."""
 
     def run(self) -> None:
         try:
@@ -157,6 +157,7 @@ class _Fetch:
             deadline=self._fetcher.deadline,
         )
         group.mailbox.put(self._values)
+        self._told = set()
         group.form(lambda seconds: self._look(min(seconds, 0.02)))
         return group
 

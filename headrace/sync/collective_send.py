@@ -217,6 +217,8 @@ class Sender:
             with self._changed:
                 turn.check(self._deadline)
         self._moved(turn)
+        with self._changed:  # buckets may go on and on though the push is given up
+            turn.check(self._deadline)
 
     def _confirm(self, turn: Round) -> None:
         with self._changed:
