@@ -1,0 +1,251 @@
+"""A group of processes that broadcast to each other, apart from any group that a trainer has: gloo on CPU, NCCL on GPUs.
+
+The process group is made directly, over a store of ours, so that the default group of `torch.distributed` is never touched.
+What each backend does when a peer fails, and how it is ended from outside, is settled here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from headrace.errors import SyncError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import Tensor
+
+_SLICE = 0.1
+"""Seconds between two looks at whether to go on."""
+_POLL = 0.0005
+"""Seconds between two looks at a GPU's work, which cannot be waited for with a limit."""
+_NCCL_TIMEOUT = timedelta(hours=24)
+_ENVIRONMENT = threading.Lock()
+
+
+class Mailbox(Store):
+    """One rank's copy of the store through which a group finds itself. Others' values are put in by whoever hears of them.
+
+    Every wait of the process group for its peers' addresses is a wait here, so `stop` ends it from outside.
+    """
+
+    def __init__(self, *, patience: float, on_set: Callable[[], None]) -> None:
+        super().__init__()
+        self._patience, self._on_set = patience, on_set
+        self._changed = threading.Condition()
+        self._values: dict[str, bytes] = {}
+        self._own: set[str] = set()
+        self._stopped = ""
+
+    def put(self, values: Mapping[str, bytes]) -> None:
+        """What others have set."""
+        with self._changed:
+            self._values.update(values)
+            self._changed.notify_all()
+
+    def all(self) -> dict[str, bytes]:
+        with self._changed:
+            return dict(self._values)
+
+    def own(self) -> dict[str, bytes]:
+        """What this rank has set, for the others."""
+        with self._changed:
+            return {key: self._values[key] for key in self._own}
+
+    def stop(self, reason: str) -> None:
+        with self._changed:
+            self._stopped = reason
+            self._changed.notify_all()
+
+    # What the process group calls, from its own threads
+
+    def set(self, key: str, value: str | bytes) -> None:
+        with self._changed:
+            self._values[key] = value.encode() if isinstance(value, str) else bytes(value)
+            self._own.add(key)
+            self._changed.notify_all()
+        self._on_set()
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        with self._changed:
+            return self._values[key]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        until = time.monotonic() + (self._patience if timeout is None else min(self._patience, timeout.total_seconds()))
+        with self._changed:
+            while not self._values.keys() >= set(keys):
+                if self._stopped or time.monotonic() > until:
+                    raise RuntimeError(self._stopped or f"no word of {', '.join(keys)}")
+                self._changed.wait(_SLICE)
+
+    def check(self, keys: list[str]) -> bool:
+        with self._changed:
+            return self._values.keys() >= set(keys)
+
+    def has_extended_api(self) -> bool:
+        return False
+
+
+class Group:
+    """Rank `rank` of `size`. `form` it, then `broadcast` from rank 0; `abort` whatever happens."""
+
+    def __init__(
+        self,
+        number: int,
+        *,
+        rank: int,
+        size: int,
+        device: torch.device,
+        host: str,
+        deadline: float,
+        on_set: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.number = number
+        self.rank, self.size = rank, size
+        self.device = device
+        self.mailbox = Mailbox(patience=deadline, on_set=on_set)
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._host, self._deadline = host, deadline
+        self._backend: Any = None
+        self._is_aborted = False
+        self._lock = threading.Lock()
+        """Between who forms and who aborts."""
+        self._failure: Exception | None = None
+        self._forming: threading.Thread | None = None
+        self._staging: list[Tensor] = []
+
+    def form(self, pump: Callable[[float], None]) -> None:
+        """Find the others. `pump(seconds)` is called meanwhile: it carries what the mailboxes hold, and raises to give up."""
+        self._forming = threading.Thread(target=self._form, name="headrace-collective-form", daemon=True)
+        self._forming.start()
+        while self._forming.is_alive():
+            pump(_SLICE)
+        if self._failure is not None:
+            raise SyncError(f"the group did not form: {self._failure}") from self._failure
+
+    def wait_formed(self, seconds: float) -> bool:
+        """Whether forming has ended within so long; for a pump that has nothing else to wait for."""
+        assert self._forming is not None
+        self._forming.join(seconds)
+        return not self._forming.is_alive()
+
+    def broadcast(self, piece: Tensor) -> Any:  # noqa: ANN401
+        """Begin; `done` says when it has ended. At rank 0 `piece` is read, elsewhere it is written."""
+        assert piece.device.type == self.device.type, "gloo is never given a GPU's memory, NCCL never the host's"
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor, options.asyncOp = 0, 0, True
+        backend = self._backend
+        if backend is None:
+            raise SyncError("the group was thrown away")
+        with self.on_stream():
+            return backend.broadcast([piece], options)
+
+    def done(self, work: Any, seconds: float) -> bool:  # noqa: ANN401
+        """Whether it has ended within so long. Raises RuntimeError if it failed."""
+        if self.stream is not None:  # a GPU's `wait` is the stream's, not ours
+            until = time.monotonic() + seconds
+            while not work.is_completed():
+                if time.monotonic() > until:
+                    return False
+                time.sleep(_POLL)
+            with self.on_stream():
+                work.wait()
+            return True
+        try:
+            work.wait(timedelta(seconds=seconds))
+        except RuntimeError:
+            if not work.is_completed():
+                return False  # the limit passed; the work goes on
+            work.wait()  # it has ended since, or it failed: then this raises what it failed of
+        return True
+
+    def on_stream(self) -> contextlib.AbstractContextManager[object]:
+        return torch.cuda.stream(self.stream) if self.stream is not None else contextlib.nullcontext()
+
+    def staging(self, num_bytes: int) -> list[Tensor]:
+        """Two buffers to receive into in turn, kept with the group."""
+        if not self._staging or self._staging[0].numel() < num_bytes:
+            self._staging = [torch.empty(num_bytes, dtype=torch.uint8, device=self.device) for _ in range(2)]
+        return self._staging
+
+    def abort(self, reason: str) -> None:
+        """End everything that runs and throw the group away. Does not wait for peers."""
+        self.mailbox.stop(reason)
+        with self._lock:
+            self._is_aborted = True
+            backend, self._backend = self._backend, None
+        if backend is not None:
+            self._end(backend)
+
+    def join(self, seconds: float) -> None:
+        """Wait for the thread that formed it, after `abort`."""
+        if self._forming is not None:
+            self._forming.join(seconds)
+
+    def _form(self) -> None:
+        try:
+            backend = self._nccl() if self.stream is not None else self._gloo()
+            with self._lock:
+                self._backend = None if self._is_aborted else backend
+            if self._is_aborted:
+                self._end(backend)
+            elif self.stream is not None:  # NCCL's communicator is made by the first call, which waits for the others
+                work = self.broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device))
+                while not self._is_aborted and not self.done(work, _SLICE):
+                    pass
+        except Exception as error:  # noqa: BLE001 - any failure of the backend is the group's, told in `form`
+            self._failure = error
+
+    def _end(self, backend: Any) -> None:  # noqa: ANN401
+        if self.stream is None:
+            _end_gloo(backend, peer=1 - min(self.rank, 1), size=self.size)
+        else:  # ncclCommAbort can wait for a kernel to leave the GPU: not in the caller's thread
+            threading.Thread(target=backend.abort, name="headrace-collective-abort", daemon=True).start()
+
+    def _gloo(self) -> Any:  # noqa: ANN401
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = timedelta(seconds=self._deadline + 1.0)  # ours comes first, and can name who is late
+        options._threads = 2
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
+        return dist.ProcessGroupGloo(self.mailbox, self.rank, self.size, options)
+
+    def _nccl(self) -> Any:  # noqa: ANN401
+        """Its watchdog ends the whole process on a late or failed call unless told, by the environment, not to; the setting
+        is read when a group is made, so it is ours for that moment only and a trainer's own groups keep theirs."""
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = _NCCL_TIMEOUT
+        torch.cuda.set_device(self.device)  # of this thread, which forms and ends
+        with _ENVIRONMENT, _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
+            return dist.ProcessGroupNCCL(self.mailbox, self.rank, self.size, options)
+
+
+def _end_gloo(backend: Any, *, peer: int, size: int) -> None:  # noqa: ANN401
+    """`ProcessGroupGloo.abort` does nothing (torch 2.11 and 2.13). A receive that runs out of time closes every connection of
+    its group, and that ends all that runs on them: so begin one that nobody will answer, and give it a millisecond."""
+    if size == 1:
+        return
+    with contextlib.suppress(RuntimeError):  # that it failed is what it is for
+        backend.recv([torch.empty(1, dtype=torch.uint8)], peer, 1 << 20).wait(timedelta(milliseconds=1))
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str) -> Any:  # noqa: ANN401
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
