@@ -17,10 +17,14 @@ from headrace.engine.worker import EngineWorker
 from headrace.model.load import load_model
 from headrace.observe import ProcessTimeline
 from headrace.stream import Listener, Peer, Stream, connect
-from headrace.sync import Lineage, SharedMemorySync
+from headrace.sync import Lineage, SharedMemoryTransport, WeightSync
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
+
+    from torch import Tensor
+
+    from headrace.types import WeightUpdate
 
 TOKEN = "t" * 64
 
@@ -63,7 +67,7 @@ class Pooled:
 
     pool: EnginePool
     model_path: str
-    sync: SharedMemorySync
+    sync: WeightSync
     folder: Path
     listener: Listener
     decode: Callable[[list[int]], str] | None = None
@@ -76,7 +80,8 @@ class Pooled:
         name = name or f"engine-{len(self.far)}"
         core = EngineCore(load_model(self.model_path), name=name, slots=slots, context=context, decode=self.decode)
         timeline, life = ProcessTimeline("engine"), Lineage("life")
-        engine = ThreadedEngine(core, sync=SharedMemorySync(life, prefix="w", folder=self.folder), timeline=timeline)
+        sync = WeightSync(life, SharedMemoryTransport(prefix="w", folder=self.folder), name=name)
+        engine = ThreadedEngine(core, sync=sync, timeline=timeline)
         worker = EngineWorker(engine, timeline=timeline)
         near, ends = {}, {}
         for channel in ("control", "data"):
@@ -95,6 +100,10 @@ class Pooled:
         worker.attach(data)
         self.far.append(far)
         return far
+
+    def parcel(self, update: WeightUpdate) -> Tensor:
+        """The bytes of an update, where engines will read them: to be harmed."""
+        return parcel_of(self.sync, update)
 
     async def join(self, *, slots: int = 4, context: int = 96) -> Far:
         far = await self.start(slots=slots, context=context)
@@ -122,17 +131,23 @@ class Pooled:
         self.sync.close()
 
 
+def parcel_of(sync: WeightSync, update: WeightUpdate) -> Tensor:
+    """The bytes of an update at its sender, of transports that keep them in rooms."""
+    parcel = sync._transport._rooms.parcel(str(update.place["key"]))  # type: ignore[attr-defined]
+    assert parcel is not None
+    return parcel
+
+
 @contextlib.asynccontextmanager
 async def pooled(
     model_path: str,
     *,
-    sync: type[SharedMemorySync] = SharedMemorySync,
     decode: Callable[[list[int]], str] | None = None,
 ) -> AsyncIterator[Pooled]:
     """An empty pool."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        sender = sync(Lineage("life"), prefix="w", folder=folder)
+        sender = WeightSync(Lineage("life"), SharedMemoryTransport(prefix="w", folder=folder))
         listener = await Listener.on_this_host(token=TOKEN)
         bench = Pooled(EnginePool(), model_path, sender, folder, listener, decode)
         try:

@@ -109,9 +109,15 @@ class StubTrainer:
         self.num_rollouts += len(batch.rollouts)
         return {"loss": 0.0, "mismatch": 0.0, "mismatch_max": 0.0}
 
-    async def publish(self, version: int) -> Published:
+    async def publish(self, version: int, *, whole: bool = False) -> Published:
         update = WeightUpdate(policy="policy", lineage=self._lineage.id, version=version)
         return Published(update, np.zeros(1, dtype=np.float32))
+
+    async def send(self, update: WeightUpdate, receivers: Sequence[str]) -> None:
+        """Nothing is sent."""
+
+    async def catch_up(self, version: int | None) -> list[WeightUpdate]:
+        return []
 
     async def release(self, update: WeightUpdate) -> None:
         """Nothing was sent."""

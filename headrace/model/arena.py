@@ -1,7 +1,7 @@
 """All tensors of a model in one memory, those of one dtype next to each other, each parameter a view of its place there.
 
-New weights are then one copy, their checksums one kernel per dtype, and projections that read the same input (query, key and value)
-lie next to each other, so that one matrix product can read them as one matrix without a second copy of them.
+New weights are then one copy, their checksums one kernel per dtype, and projections that read the same input (query, key and
+value) lie next to each other, so that one matrix product can read them as one matrix without a second copy of them.
 """
 
 from __future__ import annotations

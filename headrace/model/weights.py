@@ -32,6 +32,16 @@ class WeightError(SyncError):
     """Weights did not arrive as they were sent; whoever receives them stays on its old version."""
 
 
+def check_order(update: WeightUpdate, *, lineage: str, version: int) -> None:
+    """Versions come one after another; a difference is taken only on top of what it was made from."""
+    held = version if update.lineage == lineage else None
+    if held is not None and update.version < held:
+        raise WeightError(f"version {update.version} came late: version {held} is held already")
+    if update.base_version is not None and held != update.base_version:
+        has = f"version {version} of life {lineage!r} is held" if lineage else "nothing is held"
+        raise WeightError(f"version {update.version} is a difference from version {update.base_version}, and {has}")
+
+
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every parameter and persistent buffer once, tied ones under their first name."""
     for name, tensor in held_tensors(model):

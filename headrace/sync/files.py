@@ -104,7 +104,9 @@ class FilesTransport:
             if size != num_bytes:
                 if time.monotonic() > until:
                     found = "is not there" if size is None else f"has {size} bytes"
-                    raise SyncError(f"{path} {found} after {self._deadline:g} s (sync.deadline); {num_bytes} bytes were announced")
+                    raise SyncError(
+                        f"{path} {found} after {self._deadline:g} s (sync.deadline); {num_bytes} bytes were announced"
+                    )
                 target.check()
                 time.sleep(_LOOK_SECONDS)
 

@@ -10,27 +10,25 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from pooled import pooled
+from pooled import parcel_of, pooled
 
 from headrace.engine import Engine, EngineState, PromptTooLong, UnusablePrompt
 from headrace.engine.native import NativeEngine
 from headrace.engine.native.core import EngineCore, Step
 from headrace.engine.native.threaded import ThreadedEngine
 from headrace.engine.protocol import NotFinite
+from headrace.model.arena import Arena, lay_out
 from headrace.model.load import load_model, load_tokenizer
 from headrace.model.weights import make_manifest, named_tensors
 from headrace.observe import ProcessTimeline, Timeline
 from headrace.orchestrate.build import decoder_of
 from headrace.partial import Interrupt
-from headrace.sync import Lineage, MemorySync, SharedMemorySync, SyncError, WeightSync
-from headrace.sync import shared as segments
+from headrace.sync import Lineage, MemoryTransport, SyncError, WeightSync
 from headrace.types import FinishReason, Rollout, Sampling, Source
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+    from collections.abc import AsyncIterator, Awaitable, Callable
     from contextlib import AbstractAsyncContextManager
-
-    from headrace.types import WeightUpdate
 
     Decode = Callable[[list[int]], str]
 
@@ -50,8 +48,7 @@ class Bench:
 
     async def publish(self, version: int, *, interrupt: Interrupt = Interrupt.KEEP, is_paused: bool = True) -> None:
         """To an engine that is paused meanwhile, or by `load` alone."""
-        update = self.sync.offer(version, make_manifest(named_tensors(self.model)))
-        await self.sync.send(update, named_tensors(self.model))
+        update = self.sync.offer(version, named_tensors(self.model))
         if is_paused:
             await self.engine.pause(interrupt)
             await self.engine.load(update)
@@ -74,7 +71,7 @@ def make_core(model_path: str, slots: int, decode: Decode | None) -> EngineCore:
 @contextlib.asynccontextmanager
 async def native(model_path: str, slots: int, decode: Decode | None) -> AsyncIterator[Bench]:
     """In this thread, beside whoever calls it."""
-    sync = MemorySync(Lineage("life"))
+    sync = WeightSync(Lineage("life"), MemoryTransport())
     engine = NativeEngine(make_core(model_path, slots, decode), sync=sync, timeline=Timeline("engine"))
     serving = asyncio.ensure_future(engine.serve())
     try:
@@ -88,7 +85,7 @@ async def native(model_path: str, slots: int, decode: Decode | None) -> AsyncIte
 @contextlib.asynccontextmanager
 async def threaded(model_path: str, slots: int, decode: Decode | None) -> AsyncIterator[Bench]:
     """In a thread of its own."""
-    sync = MemorySync(Lineage("life"))
+    sync = WeightSync(Lineage("life"), MemoryTransport())
     engine = ThreadedEngine(make_core(model_path, slots, decode), sync=sync, timeline=ProcessTimeline("engine"))
     engine.start()
     try:
@@ -98,23 +95,10 @@ async def threaded(model_path: str, slots: int, decode: Decode | None) -> AsyncI
         assert not engine.died.done(), engine.died.exception()
 
 
-class AsGiven(SharedMemorySync):
-    """Writes what it is given into the places there are, in order; what has no place of its own is left out."""
-
-    def _write(self, update: WeightUpdate, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        segment = self._segment(self._path(update), segments._size(update))
-        segment.version = update.version
-        names = {info.name for info in update.manifest}
-        for (info, start), (name, tensor) in zip(segments._places(update), tensors, strict=False):
-            if name in names:
-                count = min(tensor.numel(), info.num_bytes // tensor.element_size())
-                segments._view(segment.mapped, info, start).reshape(-1)[:count].copy_(tensor.reshape(-1)[:count])
-
-
 @contextlib.asynccontextmanager
 async def pool(model_path: str, slots: int, decode: Decode | None) -> AsyncIterator[Bench]:
     """In a pool of one, over sockets and shared memory."""
-    async with pooled(model_path, sync=AsGiven, decode=decode) as bench:
+    async with pooled(model_path, decode=decode) as bench:
         far = await bench.join(slots=slots, context=CONTEXT)
         yield Bench(bench.pool, load_model(model_path), bench.sync, far.core)
 
@@ -409,18 +393,17 @@ def test_a_faulty_update_is_refused_and_the_old_version_stays(run, fault):
         rollout = await bench.engine.generate(prompt(), Sampling(max_tokens=10))
         before = (await bench.engine.score([rollout]))[0]
         bench.nudge()
-        update = bench.sync.offer(1, make_manifest(named_tensors(bench.model)))
-        tensors = [(name, tensor.clone()) for name, tensor in named_tensors(bench.model)]
+        tensors = list(named_tensors(bench.model))
         name, tensor = tensors[3]
         if fault == "dropped":
             del tensors[3]
-        elif fault == "flipped":
-            tensor.view(torch.int32).reshape(-1)[1] ^= 1
         elif fault == "renamed":
             tensors[3] = (name + "x", tensor)
-        else:
+        elif fault == "reshaped":
             tensors[3] = (name, tensor[:-1])
-        await bench.sync.send(update, tensors)
+        update = bench.sync.offer(1, tensors)
+        if fault == "flipped":
+            parcel_of(bench.sync, update)[5] ^= 1
         with pytest.raises(RuntimeError, match="version 1"):
             await bench.engine.load(update)
         bench.sync.abort(update)
@@ -590,9 +573,15 @@ def test_weights_that_are_not_numbers_fail_what_runs_and_good_ones_serve_again(r
 def test_an_update_that_holds_nan_is_refused_and_the_old_weights_serve(run):
     async def check(bench: Bench) -> None:
         expected = await bench.engine.generate(prompt(), Sampling(max_tokens=10, seed=2))
+        update = bench.sync.offer(1, named_tensors(bench.model))
         spoil(bench.model)
-        update = bench.sync.offer(1, make_manifest(named_tensors(bench.model)))
-        await bench.sync.send(update, named_tensors(bench.model))
+        with pytest.raises(SyncError, match="NaN or infinity; such weights are not published"):
+            bench.sync.offer(1, named_tensors(bench.model))
+        spoiled = make_manifest(named_tensors(bench.model))
+        image = Arena(lay_out(spoiled), device=torch.device("cpu"), allocate=lambda *_: parcel_of(bench.sync, update))
+        for name, tensor in named_tensors(bench.model):
+            image.views[name].copy_(tensor)
+        update = dataclasses.replace(update, manifest=spoiled)  # by a sender that does not look
         with pytest.raises(RuntimeError, match=r"version 1.*NaN"):
             await bench.engine.load(update)
         bench.sync.abort(update)

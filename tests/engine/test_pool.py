@@ -14,10 +14,10 @@ import torch
 from pooled import Far, Pooled, pooled
 
 from headrace.engine import PromptTooLong, worker
+from headrace.errors import SyncError
 from headrace.model.load import load_model
-from headrace.model.weights import make_manifest, named_tensors
+from headrace.model.weights import named_tensors
 from headrace.partial import Interrupt
-from headrace.stream import RemoteError
 from headrace.types import FinishReason, Rollout, Sampling
 
 if TYPE_CHECKING:
@@ -86,9 +86,7 @@ class Policy:
         with torch.no_grad():
             for _, tensor in named_tensors(self._model):
                 tensor.mul_(1.01)
-        update = self._bench.sync.offer(version, make_manifest(named_tensors(self._model)))
-        await self._bench.sync.send(update, named_tensors(self._model))
-        return update
+        return self._bench.sync.offer(version, named_tensors(self._model))
 
     async def publish(self, version: int) -> None:
         await self._bench.pool.load(await self.send(version))
@@ -357,8 +355,8 @@ def test_an_update_that_is_refused_is_wanted_no_more(tiny_model):
         policy, far = Policy(bench), await bench.join()
         await policy.publish(0)
         update = await policy.send(1)
-        bench.sync._segments[bench.sync._path(update)].mapped[100] ^= 1
-        with pytest.raises(RemoteError, match=r"version 1: tensor .* differs from what was sent"):
+        bench.parcel(update)[100] ^= 1
+        with pytest.raises(SyncError, match=r"version 1: tensor .* differs from what was sent"):
             await bench.pool.load(update)
         bench.sync.abort(update)
         late = await bench.join()

@@ -23,10 +23,10 @@ from headrace.engine.server.address import bind, url_of
 from headrace.engine.server.app import MAX_BODY, listening, make_app
 from headrace.engine.server.parameters import NEUTRAL
 from headrace.model.load import load_model, load_tokenizer
-from headrace.model.weights import make_manifest, named_tensors
+from headrace.model.weights import named_tensors
 from headrace.observe import Timeline
 from headrace.partial import Interrupt
-from headrace.sync import Lineage, MemorySync
+from headrace.sync import Lineage, MemoryTransport, WeightSync
 from headrace.types import FinishReason, Rollout, Sampling
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ NAME = "tiny"
 
 
 @contextlib.contextmanager
-def decoding(core: EngineCore, sync: MemorySync) -> Iterator[ThreadedEngine]:
+def decoding(core: EngineCore, sync: WeightSync) -> Iterator[ThreadedEngine]:
     """The engine under the server, in a thread of its own as `headrace serve` has it."""
     engine = ThreadedEngine(core, sync=sync, timeline=Timeline("engine"))
     engine.start()
@@ -56,7 +56,7 @@ class Bench:
 
     engine: Engine
     core: EngineCore
-    sync: MemorySync
+    sync: WeightSync
     tokenizer: Any
     url: str
     client: AsyncOpenAI
@@ -85,8 +85,7 @@ class Bench:
     async def publish(self, version: int, interrupt: Interrupt) -> None:
         """New weights, the same as the old."""
         tensors = [(name, tensor.clone()) for name, tensor in named_tensors(self.core.model)]
-        update = self.sync.offer(version, make_manifest(tensors))
-        await self.sync.send(update, tensors)
+        update = self.sync.offer(version, tensors)
         await self.engine.pause(interrupt)
         await self.engine.load(update)
         await self.engine.resume()
@@ -109,7 +108,7 @@ def serving(model: str) -> Callable[..., Any]:
 
     def runner(test: Callable[[Bench], Awaitable[Any]], *, slots: int = 8, **options: Any) -> Any:
         async def main() -> Any:
-            sync = MemorySync(Lineage("life"))
+            sync = WeightSync(Lineage("life"), MemoryTransport())
             core = EngineCore(load_model(model), name="engine-0", slots=slots, context=CONTEXT)
             tokenizer = options.pop("tokenizer", None) or load_tokenizer(model)
             wrap = options.pop("wrap", lambda engine: engine)
@@ -773,7 +772,7 @@ def test_shutting_down_ends_open_streams(tiny_model):
         listener = bind("127.0.0.1", 0, has_token=False)
         url = url_of(listener)
         options = {"model_name": NAME, "stop_ids": (END,), "context": CONTEXT, "vocabulary": 102}
-        with decoding(core, MemorySync(Lineage("life"))) as engine:
+        with decoding(core, WeightSync(Lineage("life"), MemoryTransport())) as engine:
             client = AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
             async with asyncio.timeout(10), listening(make_app(engine, load_tokenizer(tiny_model), **options), listener):
                 extra = {"ignore_eos": True}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,20 +15,21 @@ import torch
 
 from headrace.config import TrainSettings
 from headrace.model.load import load_model, load_tokenizer
-from headrace.model.weights import make_manifest, named_tensors
+from headrace.model.weights import SpareWeights, make_manifest, named_tensors
 from headrace.observe import ProcessTimeline
 from headrace.orchestrate.publish import make_canary
 from headrace.packed import pack_batch
-from headrace.sync import Lineage, MemorySync, SharedMemorySync, SyncError
+from headrace.sync import Lineage, MemoryTransport, SharedMemoryTransport, SyncError, WeightSync, weight_sync
 from headrace.train import DeviceTrainer
-from headrace.train.worker import TrainerWorker
+from headrace.train.worker import Superseded, TrainerWorker
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Iterator
+    from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
     from torch import Tensor
 
+    from headrace.model.arena import Arena
     from headrace.types import Array, Batch, WeightUpdate
 
 CANARY = make_canary(np.arange(6, 20))
@@ -67,20 +70,35 @@ class Noting:
         self.weight += 100
 
 
-class Slow(MemorySync):
-    """Copies when it is let to, and only then."""
+class Slow(WeightSync):
+    """Reads the weights when it is let to, and only then."""
 
     def __init__(self) -> None:
-        super().__init__(Lineage("life"))
-        self.may_send, self.sent, self.is_sending = asyncio.Event(), {}, asyncio.Event()
+        super().__init__(Lineage("life"), MemoryTransport())
+        self.may_read, self.read, self.is_reading = threading.Event(), {}, threading.Event()
+        self.may_finish = threading.Event()
+        self.may_finish.set()
         self.failure: Exception | None = None
 
-    async def send(self, update: WeightUpdate, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        self.is_sending.set()
-        await self.may_send.wait()
+    def offer(
+        self, version: int, tensors: Iterable[tuple[str, Tensor]], *, on_read: Callable[[], None], **settings: Any
+    ) -> WeightUpdate:
+        self.is_reading.set()
+        self.may_read.wait()
         if self.failure is not None:
             raise self.failure
-        self.sent[update.version] = {name: tensor.clone() for name, tensor in tensors}
+
+        def has_read() -> None:
+            self.read[version] = {name: tensor.clone() for name, tensor in tensors}
+            on_read()
+            self.may_finish.wait()
+
+        tensors = list(tensors)
+        return super().offer(version, tensors, on_read=has_read, **settings)
+
+
+async def is_set(event: threading.Event) -> None:
+    assert await asyncio.to_thread(event.wait, 10)
 
 
 @dataclasses.dataclass
@@ -113,19 +131,50 @@ def test_publishing_overlaps_the_next_pass_and_the_optimizer_waits_for_the_copy(
     async def check(bench: Bench) -> None:
         publishing = bench.begin("publish", version=1, canary=PACKED)
         stepping = bench.begin("step", batch=LESSON, learning_rate=0.5)
-        await bench.sync.is_sending.wait()
+        await is_set(bench.sync.is_reading)
         assert await bench.asked(2) == ["forward", "forward_backward"]
         await asyncio.sleep(0.1)
         assert not stepping.done() and not publishing.done()
         assert bench.timeline.report()["state"] == "publish", "that is what the trainer waits for"
-        bench.sync.may_send.set()
+        bench.sync.may_read.set()
         published = await publishing
         assert published["update"].version == 1 and len(published["canary"]) == len(CANARY.rollouts[0])
         assert await stepping == {"loss": 1.0, "learning_rate": 0.5}
         assert bench.trainer.asked == ["forward", "forward_backward", "optim_step"]
-        assert torch.equal(bench.sync.sent[1]["weight"], torch.zeros(4)) and bench.trainer.weight[0] == 1
+        assert torch.equal(bench.sync.read[1]["weight"], torch.zeros(4)) and bench.trainer.weight[0] == 1
         totals = bench.timeline.report()["totals"]
         assert totals["publish"] > 0.09 and totals["compute"] < 0.09
+
+    run(check)
+
+
+def test_the_optimizer_steps_while_what_was_read_is_hashed_and_moved():
+    async def check(bench: Bench) -> None:
+        bench.sync.may_read.set()
+        bench.sync.may_finish.clear()
+        publishing = bench.begin("publish", version=1, canary=PACKED)
+        assert await bench.begin("step", batch=LESSON, learning_rate=0.5) == {"loss": 1.0, "learning_rate": 0.5}
+        assert not publishing.done() and bench.trainer.weight[0] == 1
+        bench.sync.may_finish.set()
+        assert (await publishing)["update"].version == 1
+        assert torch.equal(bench.sync.read[1]["weight"], torch.zeros(4))
+        assert any(name == "beside offer 1" for name, *_ in bench.timeline.report()["spans"])
+
+    run(check)
+
+
+def test_a_version_is_offered_again_only_while_its_weights_are_there():
+    async def check(bench: Bench) -> None:
+        bench.sync.may_read.set()
+        first = (await bench.begin("publish", version=1, canary=PACKED))["update"]
+        await bench.begin("abort", update=first)
+        again = (await bench.begin("publish", version=1, canary=PACKED, whole=True))["update"]
+        assert again.manifest == first.manifest and again.place["key"] != first.place["key"]
+        await bench.begin("abort", update=again)
+        await bench.begin("step", batch=LESSON, learning_rate=0.5)
+        with pytest.raises(Superseded, match="version 1"):
+            await bench.begin("publish", version=1, canary=PACKED, whole=True)
+        assert (await bench.begin("publish", version=2, canary=PACKED))["update"].version == 2
 
     run(check)
 
@@ -134,24 +183,24 @@ def test_a_checkpoint_is_not_loaded_under_a_publication():
     async def check(bench: Bench) -> None:
         publishing = bench.begin("publish", version=1, canary=PACKED)
         loading = bench.begin("load", folder="nowhere")
-        await bench.sync.is_sending.wait()
+        await is_set(bench.sync.is_reading)
         assert await bench.asked(1) == ["forward"]
-        bench.sync.may_send.set()
+        bench.sync.may_read.set()
         await asyncio.gather(publishing, loading)
-        assert torch.equal(bench.sync.sent[1]["weight"], torch.zeros(4)) and bench.trainer.weight[0] == 100
+        assert torch.equal(bench.sync.read[1]["weight"], torch.zeros(4)) and bench.trainer.weight[0] == 100
 
     run(check)
 
 
-@pytest.mark.parametrize("fault", ["send", "offer", "canary"])
+@pytest.mark.parametrize("fault", ["read", "offer", "canary"])
 def test_a_publication_that_fails_lets_the_optimizer_go(fault, monkeypatch):
     async def check(bench: Bench) -> None:
-        bench.sync.may_send.set()
-        bench.sync.failure = SyncError("no room") if fault == "send" else None
+        bench.sync.may_read.set()
+        bench.sync.failure = SyncError("no room") if fault == "read" else None
         with monkeypatch.context() as patch:
-            if fault != "send":
+            if fault != "read":
 
-                def fails(*_: object) -> None:
+                def fails(*_: object, **__: object) -> None:
                     raise SyncError("no room")
 
                 patch.setattr(bench.sync if fault == "offer" else bench.trainer, {"canary": "forward"}.get(fault, fault), fails)
@@ -170,7 +219,7 @@ def test_one_update_is_under_way_at_a_time():
     """The next is not written before the engines hold the one before: it might be written over what they still read."""
 
     async def check(bench: Bench) -> None:
-        bench.sync.may_send.set()
+        bench.sync.may_read.set()
         first = (await bench.begin("publish", version=1, canary=PACKED))["update"]
         second = bench.begin("publish", version=2, canary=PACKED)
         await asyncio.sleep(0.05)
@@ -183,7 +232,7 @@ def test_one_update_is_under_way_at_a_time():
 
 def test_calls_are_done_in_the_order_they_were_made():
     async def check(bench: Bench) -> None:
-        bench.sync.may_send.set()
+        bench.sync.may_read.set()
         step = {"batch": LESSON, "learning_rate": 0.1}
         calls = [
             bench.begin("step", **step),
@@ -197,7 +246,7 @@ def test_calls_are_done_in_the_order_they_were_made():
         await asyncio.gather(*calls)
         one_step = ["forward_backward", "optim_step"]
         assert bench.trainer.asked == [*one_step, "save", "forward", "forward", "save", *one_step, "load"]
-        assert torch.equal(bench.sync.sent[1]["weight"], torch.ones(4))
+        assert torch.equal(bench.sync.read[1]["weight"], torch.ones(4))
 
     run(check)
 
@@ -219,18 +268,16 @@ def test_what_a_call_raises_is_the_callers_and_the_next_goes_on():
 def test_a_version_is_published_bit_for_bit_although_the_next_step_was_begun_at_once(tiny_model, tmp_path, monkeypatch):
     """With the trainer and the transport of a real run, and a copy that takes its time."""
     trainer = DeviceTrainer(load_model(tiny_model), tokenizer=load_tokenizer(tiny_model), settings=TrainSettings())
-    sender, receiver = (SharedMemorySync(Lineage("life"), prefix="w", folder=tmp_path) for _ in range(2))
-    write = sender._write
+    sender, receiver = (WeightSync(Lineage("life"), SharedMemoryTransport(prefix="w", folder=tmp_path)) for _ in range(2))
+    pack, spare = weight_sync._pack, SpareWeights(load_model(tiny_model))
 
-    def slowly(update: WeightUpdate, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        def parts() -> Iterator[tuple[str, Tensor]]:
-            for pair in tensors:
-                time.sleep(0.002)
-                yield pair
+    def slowly(image: Arena, tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            time.sleep(0.002)
+            image.views[name].copy_(tensor)
+        pack(image, tensors)
 
-        write(update, parts())
-
-    monkeypatch.setattr(sender, "_write", slowly)
+    monkeypatch.setattr(weight_sync, "_pack", slowly)
 
     async def main() -> None:
         calls = TrainerWorker(trainer, sync=sender, timeline=ProcessTimeline("trainer")).calls()
@@ -242,7 +289,7 @@ def test_a_version_is_published_bit_for_bit_although_the_next_step_was_begun_at_
             await stepping
             update = published["update"]
             assert update.manifest == before, version
-            assert make_manifest(receiver.receive(update)) == before, version
+            assert spare.receive(update, partial(receiver.receive, update)) == before, version
             await calls["release"](update=update)
             before = make_manifest(named_tensors(trainer.model))
             assert before != update.manifest, "the step changed nothing"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 from headrace.engine.native.core import EngineCore, Request
 from headrace.engine.protocol import EngineState, Increment
 from headrace.model.packing import score as score_packed
-from headrace.model.weights import SpareWeights, WeightError
+from headrace.model.weights import SpareWeights, WeightError, check_order
 from headrace.observe import Signal
 from headrace.partial import Interrupt
 from headrace.types import FinishReason, Payload
@@ -179,21 +179,11 @@ class NativeEngine:
 
     def _stage(self, update: WeightUpdate) -> None:
         """Beside the weights that run; what differs from its manifest goes no further."""
-        self._check_order(update)
+        if update.payload is Payload.ADAPTER:
+            raise WeightError(f"version {update.version} is an adapter, and this engine runs none")
+        check_order(update, lineage=self.core.lineage, version=self.core.version)
         with self._timeline.beside(f"receive {update.version}"):
             self._spare.receive(update, lambda incoming: self._sync.receive(update, incoming))
-
-    def _check_order(self, update: WeightUpdate) -> None:
-        """Versions come one after another; a difference is taken only on top of what it was made from."""
-        core, version = self.core, update.version
-        if update.payload is Payload.ADAPTER:
-            raise WeightError(f"version {version} is an adapter, and this engine runs none")
-        held = core.version if update.lineage == core.lineage else None
-        if held is not None and version < held:
-            raise WeightError(f"version {version} came late: version {held} is held already")
-        if update.payload is Payload.DELTA and held != update.base_version:
-            has = f"version {core.version} of life {core.lineage!r} is held" if core.lineage else "nothing of it is held"
-            raise WeightError(f"version {version} is a difference from version {update.base_version}, and {has}")
 
     def _swap(self, update: WeightUpdate) -> None:
         self.core.exchange_weights(self._spare)

@@ -21,7 +21,7 @@ from headrace.engine.protocol import NotFinite
 from headrace.model.load import prepare
 from headrace.observe import Timeline
 from headrace.partial import Interrupt
-from headrace.sync import Lineage, MemorySync
+from headrace.sync import Lineage, MemoryTransport, WeightSync
 from headrace.types import FinishReason, Rollout, Sampling
 
 BLOCK = 4
@@ -231,7 +231,7 @@ ACTIONS = {
 def test_what_ends_between_two_steps_is_told_though_none_follows(name: str) -> None:
     """Whoever settles what is under way may end the last rollout there is: its end must not wait for the next step."""
     core = make_core(kernels=True)
-    engine = ThreadedEngine(core, sync=MemorySync(Lineage("life")), timeline=Timeline("engine"))
+    engine = ThreadedEngine(core, sync=WeightSync(Lineage("life"), MemoryTransport()), timeline=Timeline("engine"))
     done: dict[str, Rollout] = {}
     is_told = threading.Event()
     posted: list[str] = []
