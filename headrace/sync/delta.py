@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from headrace.sync.delta_code import Integers
 
-CHUNK = 1 << 21
+CHUNK = 1 << 22
 """Elements. Part of the format."""
 _CHUNKS_ON_GPU = 8
 """Compared by one launch, and decoded before any of them is written."""
@@ -122,11 +122,11 @@ def apply(blob: Tensor, flats: Sequence[Tensor], *, threads: int | None = None) 
     held = [(_CODES[flat.dtype], flat.numel()) for flat in flats]
     if layout != held:
         raise SyncError("a delta is of weights in another layout than those held: versions differ in dtypes or sizes")
-    bits = [flat.view(_BITS[flat.dtype]) for flat in flats]
+    bits = [flat.detach().view(_BITS[flat.dtype]) for flat in flats]
     with _Threads(threads) as workers:
-        on_cpu = [chunk for chunk in chunks if not bits[chunk.flat].is_cuda]
+        on_cpu = [chunk for chunk in chunks if not _is_on_gpu(bits[chunk.flat])]
         list(workers.map(lambda chunk: _apply_on_cpu(chunk, bits[chunk.flat].numpy()), on_cpu))
-        on_gpu = (chunk for chunk in chunks if bits[chunk.flat].is_cuda)
+        on_gpu = (chunk for chunk in chunks if _is_on_gpu(bits[chunk.flat]))
         while several := list(islice(on_gpu, _CHUNKS_ON_GPU)):
             decoded = list(workers.map(lambda chunk: _decode(chunk, bits[chunk.flat].itemsize), several))
             for chunk, found in zip(several, decoded, strict=True):
@@ -145,6 +145,10 @@ def stats(blob: Tensor) -> Stats:
     )
 
 
+def _is_on_gpu(tensor: Tensor) -> bool:
+    return tensor.is_cuda
+
+
 def _check_flat(flat: Tensor) -> None:
     if flat.ndim != 1 or flat.dtype not in _BITS or not flat.is_contiguous():
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _BITS)
@@ -157,7 +161,7 @@ def _check_flat(flat: Tensor) -> None:
 def _write_flat(base: Tensor, now: Tensor, workers: _Threads) -> Iterator[tuple[bytes, bytes]]:
     """Each chunk's line of the directory, and its content."""
     old, new = base.detach().view(_BITS[base.dtype]), now.detach().view(_BITS[now.dtype])
-    if not new.is_cuda:
+    if not _is_on_gpu(new):
         pieces = zip(_cut(old.numpy()), _cut(new.numpy()), strict=True)
         yield from workers.map(lambda pair: _write_chunk(find(*pair), torch.from_numpy(pair[1])), pieces)
         return
@@ -236,8 +240,7 @@ def _apply_on_cpu(chunk: _Chunk, bits: Integers) -> None:
     found, held = _decode(chunk, bits.itemsize), bits[chunk.start : chunk.start + chunk.size]
     if isinstance(found, tuple):
         positions, added = found
-        np.add.reduce(held[:len(held)//4*4].view(np.int64))
-        added += held[positions]
+        added += held.take(positions)
         _check_now(chunk, added)
         held[positions] = added
     elif found is not None:
