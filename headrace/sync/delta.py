@@ -192,7 +192,7 @@ def _write_chunk(changes: Changes, whole: Tensor) -> tuple[bytes, bytes]:
     kind, content = _Kind.CHANGES, write_changes(changes)
     if len(content) >= whole.nbytes:
         kind, content = _Kind.WHOLE, whole.cpu().numpy().tobytes()
-    return _ENTRY.pack(kind, count, len(content), zlib.crc32(content), zlib.crc32(changes.now)), content
+    return _ENTRY.pack(kind, count, len(content), zlib.crc32(content), zlib.crc32(changes.now.data)), content
 
 
 def _parse(blob: Tensor) -> tuple[list[tuple[int, int]], list[_Chunk]]:
@@ -200,7 +200,7 @@ def _parse(blob: Tensor) -> tuple[list[tuple[int, int]], list[_Chunk]]:
     is before anything of that length is made."""
     if blob.dtype != torch.uint8 or blob.ndim != 1:
         raise SyncError(f"a delta is bytes in one dimension, not {blob.dtype} {list(blob.shape)}")
-    data = memoryview(blob.detach().cpu().contiguous().numpy()).toreadonly()
+    data = blob.detach().cpu().contiguous().numpy().data.toreadonly()
     reader = Reader(data)
     magic, num_flats = _HEAD.unpack(reader.take(_HEAD.size))
     if magic != _MAGIC:
@@ -214,11 +214,12 @@ def _parse(blob: Tensor) -> tuple[list[tuple[int, int]], list[_Chunk]]:
         raise SyncError("a delta arrived damaged: its directory does not have the checksum it was sent with")
     if any(code not in _CODES.values() for code, _ in layout):
         raise SyncError("a delta is of a dtype this version does not know")
-    places = ((flat, start, min(CHUNK, size - start)) for flat, (_, size) in enumerate(layout) for start in range(0, size, CHUNK))
+    places = ((flat, start) for flat, (_, size) in enumerate(layout) for start in range(0, size, CHUNK))
     chunks = []
-    for (flat, start, size), entry in zip(places, _ENTRY.iter_unpack(entries), strict=True):
-        kind, num_changed, length, content_checksum, now_checksum = entry
-        chunks.append(_Chunk(flat, start, size, kind, num_changed, content_checksum, now_checksum, reader.take(length)))
+    for (flat, start), entry in zip(places, _ENTRY.iter_unpack(entries), strict=True):
+        kind, num_changed, length, checksum, now_checksum = entry
+        size = min(CHUNK, layout[flat][1] - start)
+        chunks.append(_Chunk(flat, start, size, kind, num_changed, checksum, now_checksum, reader.take(length)))
     reader.close()
     return layout, chunks
 
@@ -260,7 +261,7 @@ def _apply_on_device(chunk: _Chunk, found: tuple[Integers, Integers] | Integers 
 
 
 def _check_now(chunk: _Chunk, now: Integers) -> None:
-    if chunk.now_checksum != zlib.crc32(now):
+    if chunk.now_checksum != zlib.crc32(now.data):
         raise SyncError("a delta was made against other weights than those held: it does not give the ones it was made for")
 
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from headrace.errors import SyncError
 
@@ -222,7 +221,7 @@ def _deflate(octets: Integers) -> list[bytes]:
 def _codes(octets: Integers) -> bytes:
     """Huffman codes and runs. No window is searched: there is nothing to be found in it."""
     coder = zlib.compressobj(1, zlib.DEFLATED, -zlib.MAX_WBITS, 9, zlib.Z_RLE)
-    return coder.compress(octets) + coder.flush()
+    return coder.compress(octets.data) + coder.flush()
 
 
 def _inflate(reader: Reader, size: int) -> Integers:
