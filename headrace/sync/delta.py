@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from headrace.sync.delta_code import Integers
 
-CHUNK = 1 << 21
+CHUNK = 1 << 22
 """Elements. Part of the format."""
 _CHUNKS_ON_GPU = 8
 """Compared by one launch, and decoded before any of them is written."""
@@ -122,11 +122,11 @@ def apply(blob: Tensor, flats: Sequence[Tensor], *, threads: int | None = None) 
     held = [(_CODES[flat.dtype], flat.numel()) for flat in flats]
     if layout != held:
         raise SyncError("a delta is of weights in another layout than those held: versions differ in dtypes or sizes")
-    bits = [flat.view(_BITS[flat.dtype]) for flat in flats]
+    bits = [flat.detach().view(_BITS[flat.dtype]) for flat in flats]
     with _Threads(threads) as workers:
-        on_cpu = [chunk for chunk in chunks if not bits[chunk.flat].is_cuda]
+        on_cpu = [chunk for chunk in chunks if not _is_on_gpu(bits[chunk.flat])]
         list(workers.map(lambda chunk: _apply_on_cpu(chunk, bits[chunk.flat].numpy()), on_cpu))
-        on_gpu = (chunk for chunk in chunks if bits[chunk.flat].is_cuda)
+        on_gpu = (chunk for chunk in chunks if _is_on_gpu(bits[chunk.flat]))
         while several := list(islice(on_gpu, _CHUNKS_ON_GPU)):
             decoded = list(workers.map(lambda chunk: _decode(chunk, bits[chunk.flat].itemsize), several))
             for chunk, found in zip(several, decoded, strict=True):
@@ -145,6 +145,10 @@ def stats(blob: Tensor) -> Stats:
     )
 
 
+def _is_on_gpu(tensor: Tensor) -> bool:
+    return tensor.is_cuda
+
+
 def _check_flat(flat: Tensor) -> None:
     if flat.ndim != 1 or flat.dtype not in _BITS or not flat.is_contiguous():
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _BITS)
@@ -157,7 +161,7 @@ def _check_flat(flat: Tensor) -> None:
 def _write_flat(base: Tensor, now: Tensor, workers: _Threads) -> Iterator[tuple[bytes, bytes]]:
     """Each chunk's line of the directory, and its content."""
     old, new = base.detach().view(_BITS[base.dtype]), now.detach().view(_BITS[now.dtype])
-    if not new.is_cuda:
+    if not _is_on_gpu(new):
         pieces = zip(_cut(old.numpy()), _cut(new.numpy()), strict=True)
         yield from workers.map(lambda pair: _write_chunk(find(*pair), torch.from_numpy(pair[1])), pieces)
         return
@@ -188,7 +192,7 @@ def _write_chunk(changes: Changes, whole: Tensor) -> tuple[bytes, bytes]:
     kind, content = _Kind.CHANGES, write_changes(changes)
     if len(content) >= whole.nbytes:
         kind, content = _Kind.WHOLE, whole.cpu().numpy().tobytes()
-    return _ENTRY.pack(kind, count, len(content), zlib.crc32(content), zlib.crc32(changes.now)), content
+    return _ENTRY.pack(kind, count, len(content), zlib.crc32(content), zlib.crc32(changes.now.data)), content
 
 
 def _parse(blob: Tensor) -> tuple[list[tuple[int, int]], list[_Chunk]]:
@@ -196,7 +200,7 @@ def _parse(blob: Tensor) -> tuple[list[tuple[int, int]], list[_Chunk]]:
     is before anything of that length is made."""
     if blob.dtype != torch.uint8 or blob.ndim != 1:
         raise SyncError(f"a delta is bytes in one dimension, not {blob.dtype} {list(blob.shape)}")
-    data = memoryview(blob.detach().cpu().contiguous().numpy()).toreadonly()
+    data = blob.detach().cpu().contiguous().numpy().data.toreadonly()
     reader = Reader(data)
     magic, num_flats = _HEAD.unpack(reader.take(_HEAD.size))
     if magic != _MAGIC:
@@ -210,11 +214,12 @@ def _parse(blob: Tensor) -> tuple[list[tuple[int, int]], list[_Chunk]]:
         raise SyncError("a delta arrived damaged: its directory does not have the checksum it was sent with")
     if any(code not in _CODES.values() for code, _ in layout):
         raise SyncError("a delta is of a dtype this version does not know")
-    places = ((flat, start, min(CHUNK, size - start)) for flat, (_, size) in enumerate(layout) for start in range(0, size, CHUNK))
+    places = ((flat, start) for flat, (_, size) in enumerate(layout) for start in range(0, size, CHUNK))
     chunks = []
-    for (flat, start, size), entry in zip(places, _ENTRY.iter_unpack(entries), strict=True):
-        kind, num_changed, length, content_checksum, now_checksum = entry
-        chunks.append(_Chunk(flat, start, size, kind, num_changed, content_checksum, now_checksum, reader.take(length)))
+    for (flat, start), entry in zip(places, _ENTRY.iter_unpack(entries), strict=True):
+        kind, num_changed, length, checksum, now_checksum = entry
+        size = min(CHUNK, layout[flat][1] - start)
+        chunks.append(_Chunk(flat, start, size, kind, num_changed, checksum, now_checksum, reader.take(length)))
     reader.close()
     return layout, chunks
 
@@ -236,8 +241,7 @@ def _apply_on_cpu(chunk: _Chunk, bits: Integers) -> None:
     found, held = _decode(chunk, bits.itemsize), bits[chunk.start : chunk.start + chunk.size]
     if isinstance(found, tuple):
         positions, added = found
-        np.add.reduce(held[:len(held)//4*4].view(np.int64))
-        added += held[positions]
+        added += held.take(positions)
         _check_now(chunk, added)
         held[positions] = added
     elif found is not None:
@@ -257,7 +261,7 @@ def _apply_on_device(chunk: _Chunk, found: tuple[Integers, Integers] | Integers 
 
 
 def _check_now(chunk: _Chunk, now: Integers) -> None:
-    if chunk.now_checksum != zlib.crc32(now):
+    if chunk.now_checksum != zlib.crc32(now.data):
         raise SyncError("a delta was made against other weights than those held: it does not give the ones it was made for")
 
 

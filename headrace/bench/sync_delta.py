@@ -1,0 +1,214 @@
+"""How small and how fast the difference between two versions is, for `headrace bench sync`.
+
+The versions are those of a trainer: float32 weights that AdamW steps with real gradients and real moments, each step seen as
+engines would get it, in bfloat16. How many weights a step changes there depends on its learning rate, so there is a case for
+each of several, and one more for the rate at which about one weight in a hundred changes; that one has the goals.
+
+A model that was saved in bfloat16 starts with every weight in the middle of what rounds to it. Its first steps change fewer
+weights than later ones, and mostly small ones, by more.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+from transformers.utils import logging as transformers_logging
+
+from headrace.bench.engine_loads import SMALL, SMOLLM2_135M, write_random_model
+from headrace.bench.mismatch import TEXTS
+from headrace.bench.table import Row
+from headrace.config import TrainSettings
+from headrace.model.load import load_model, load_tokenizer, served_dtype
+from headrace.model.tiny import build_tokenizer
+from headrace.model.weights import named_tensors
+from headrace.sync import delta
+from headrace.train.trainer import DeviceTrainer
+from headrace.types import Batch, Call, FinishReason, Rollout, Sampling, Source
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from headrace.types import Array
+
+LEARNING_RATES = (1e-7, 3e-7, 1e-6, 3e-6, 1e-5)
+WANTED_SHARE = 0.01
+"""Of weights changed, where the goals are set."""
+_ROLLOUTS, _LENGTH = 8, 48
+
+
+@dataclass(frozen=True)
+class Case:
+    """One step, and its difference."""
+
+    learning_rate: float
+    stats: delta.Stats
+    encode_seconds: float
+    apply_seconds: float
+    copy_seconds: float
+    """Of all weights, in the same memory, with as many threads."""
+
+    @property
+    def changed(self) -> float:
+        return self.stats.num_changed / self.stats.num_elements
+
+    @property
+    def ratio(self) -> float:
+        return self.stats.full_bytes / self.stats.num_bytes
+
+    @property
+    def share(self) -> float:
+        """Of a copy's bandwidth, of encoding and applying together."""
+        return self.copy_seconds / (self.encode_seconds + self.apply_seconds)
+
+
+def measure(*, model: str | None, quick: bool) -> list[Row]:
+    """Of a model in a folder, or of a random one in the shape of SmolLM2-135M; `quick` takes a small one and fewer turns."""
+    transformers_logging.disable_progress_bar()
+    steps = _Steps.of_folder(model) if model is not None else _Steps.of_shape(SMALL if quick else SMOLLM2_135M)
+    steps.warm_up(2 if quick else 6)
+    turns = 3 if quick else 11
+    cases = [_measure_case(steps, rate, turns) for rate in (LEARNING_RATES[1::2] if quick else LEARNING_RATES)]
+    cases.append(_measure_case(steps, _rate_for(cases, WANTED_SHARE), turns))
+    rows = [row for case in cases[:-1] for row in _rows(steps.name, case)]
+    return rows + _rows(steps.name, cases[-1], has_goals=not quick)
+
+
+def _rows(name: str, case: Case, *, has_goals: bool = False) -> list[Row]:
+    title = f"delta of {name}, lr {case.learning_rate:.2g}"
+    full = case.stats.full_bytes / 1e9
+    return [
+        Row(f"{title}: weights changed", 100 * case.changed, "%"),
+        Row(f"{title}: full ÷ delta", case.ratio, "×", "≥ 120" if has_goals else ""),
+        Row(f"{title}: size per changed weight", 8 * case.stats.num_bytes / max(case.stats.num_changed, 1), "bits"),
+        Row(f"{title}: encode", full / case.encode_seconds, "GB/s", peers={"copy": full / case.copy_seconds}),
+        Row(f"{title}: apply", full / case.apply_seconds, "GB/s", peers={"copy": full / case.copy_seconds}),
+        Row(f"{title}: both, share of a copy's speed", case.share, "share", "≥ 0.25" if has_goals else ""),
+    ]
+
+
+def _rate_for(cases: Sequence[Case], share: float) -> float:
+    """The learning rate that changes this share of the weights, by a straight line through the logarithms of what was seen."""
+    rates = np.log([case.learning_rate for case in cases])
+    shares = np.log([max(case.changed, 1e-9) for case in cases])
+    order = np.argsort(np.abs(shares - math.log(share)))[:2]
+    slope = np.diff(rates[order])[0] / (np.diff(shares[order])[0] or 1.0)
+    wanted = rates[order[0]] + slope * (math.log(share) - shares[order[0]])
+    return float(np.clip(np.exp(wanted), LEARNING_RATES[0] / 10, 10 * LEARNING_RATES[-1]))
+
+
+def _measure_case(steps: _Steps, learning_rate: float, turns: int) -> Case:
+    """Take one step, and time its difference beside a plain copy, turn about."""
+    base = steps.wire()
+    steps.step(learning_rate)
+    now = steps.wire()
+    pairs = list(zip(base, now, strict=True))
+    held = [flat.clone() for flat in base]
+    seconds: dict[str, list[float]] = {"copy": [], "encode": [], "apply": []}
+    blob = delta.encode(pairs)
+    for _ in range(turns):
+        seconds["copy"].append(_timed(lambda: [kept.copy_(flat) for kept, flat in zip(held, base, strict=True)]))
+        seconds["encode"].append(_timed(lambda: delta.encode(pairs)))
+        seconds["apply"].append(_timed(lambda: delta.apply(blob, held)))
+    if not all(torch.equal(kept.view(torch.uint8), flat.view(torch.uint8)) for kept, flat in zip(held, now, strict=True)):
+        raise RuntimeError(f"the delta of a step at learning rate {learning_rate:g} does not give the weights after it")
+    medians = {f"{name}_seconds": statistics.median(seen) for name, seen in seconds.items()}
+    return Case(learning_rate, delta.stats(blob), **medians)
+
+
+def _timed(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+class _Steps:
+    """A trainer of float32 weights on the CPU, and what it would publish."""
+
+    def __init__(self, folder: str, texts: Sequence[Array], *, name: str) -> None:
+        self._settings = TrainSettings()
+        self._model = load_model(folder, dtype="float32")
+        self._trainer = DeviceTrainer(self._model, tokenizer=build_tokenizer(), settings=self._settings)
+        self._texts = texts
+        self._random = np.random.default_rng(0)
+        count = sum(tensor.numel() for _, tensor in named_tensors(self._model))
+        self.name = f"{name}, {count / 1e6:.3g}M weights"
+
+    @classmethod
+    def of_folder(cls, folder: str) -> _Steps:
+        """Steps on text, as a model that was trained would take them."""
+        tokenizer = cast("Any", load_tokenizer(folder))
+        return cls(folder, [np.array(tokenizer(text)["input_ids"], dtype=np.int32) for text in TEXTS], name="the model given")
+
+    @classmethod
+    def of_shape(cls, shape: dict[str, Any]) -> _Steps:
+        texts = np.random.default_rng(0).integers(1, shape["vocab_size"], (_ROLLOUTS, _LENGTH), dtype=np.int32)
+        with tempfile.TemporaryDirectory() as folder:
+            write_random_model(shape, Path(folder), dtype="float32")
+            return cls(folder, list(texts), name="a random model")
+
+    def warm_up(self, steps: int) -> None:
+        """Until the optimizer's moments are of several gradients."""
+        for _ in range(steps):
+            self.step(self._settings.learning_rate)
+
+    def step(self, learning_rate: float) -> None:
+        """A policy gradient over the second half of each text, with advantages as a group has them."""
+        advantages = self._random.normal(size=len(self._texts))
+        advantages = (advantages - advantages.mean()) / advantages.std()
+        rollouts = [_rollout(number, text) for number, text in enumerate(self._texts)]
+        trained = sum(int(rollout.loss_mask.sum()) for rollout in rollouts)
+        batch = Batch.from_columns(
+            rollouts,
+            advantages=np.repeat(advantages, [len(rollout) for rollout in rollouts]).astype(np.float32),
+            weights=np.full(sum(map(len, rollouts)), 1 / trained, dtype=np.float32),
+            loss="reinforce",
+            version=0,
+        )
+        self._trainer.forward_backward(batch)
+        self._trainer.optim_step(learning_rate)
+
+    def wire(self) -> list[Tensor]:
+        """The weights as a bfloat16 engine holds them, one flat tensor per dtype."""
+        flats: dict[torch.dtype, list[Tensor]] = {}
+        for _, tensor in named_tensors(self._model):
+            dtype = served_dtype(self._model, tensor, torch.bfloat16)
+            flats.setdefault(dtype, []).append(tensor.to(dtype).reshape(-1))
+        return [torch.cat(parts) for parts in flats.values()]
+
+
+def _rollout(number: int, token_ids: Array) -> Rollout:
+    """A text as if its second half had been drawn."""
+    start, stop = len(token_ids) // 2, len(token_ids)
+    drawn = np.arange(stop) >= start
+    call = Call(
+        start=start,
+        stop=stop,
+        engine="bench",
+        sampling=Sampling(max_tokens=stop - start),
+        finish_reason=FinishReason.LENGTH,
+        started=0.0,
+        finished=0.0,
+    )
+    return Rollout(
+        id=str(number),
+        episode="",
+        group="",
+        index=0,
+        token_ids=token_ids,
+        source=np.where(drawn, Source.SAMPLED, Source.PROMPT).astype(np.int8),
+        loss_mask=drawn,
+        logprobs=np.zeros(stop, dtype=np.float32),
+        versions=np.where(drawn, 0, -1).astype(np.int32),
+        calls=(call,),
+        finish_reason=FinishReason.LENGTH,
+    )
