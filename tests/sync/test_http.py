@@ -327,6 +327,27 @@ def test_children_stay_with_a_parent_that_looks_for_another_source(made, sender,
     assert sender.bytes_served == LONG
 
 
+def test_two_engines_of_one_relay_fetch_the_same_parcel(made, sender):
+    content, place = post(sender)
+    relay = made(is_relay=True)
+    for job in [Job(relay, place, receiver=f"engine-{index}") for index in range(4)]:
+        assert torch.equal(job.end().flat, content)
+    assert torch.equal(Job(made(), {**place, "sources": [relay.url, "http://127.0.0.1:9"]}).end().flat, content)
+
+
+def test_what_cannot_be_written_is_no_fault_of_the_source(made, sender):
+    """It must not be tried again from the next byte on."""
+    _, place = post(sender)
+    bucket = Bucket(LONG)
+
+    def write(start, piece):
+        raise OSError(28, "No space left on device")
+
+    bucket.write = write
+    with pytest.raises(SyncError, match=r"cannot be written: .*No space left"):
+        Job(made(), place, bucket).end()
+
+
 def test_damaged_bytes_come_again_from_the_next_source(made, sender):
     content, place = post(sender)
     proxy = made(Proxy, sender.url, flips=itertools.repeat(2 * PIECE))
