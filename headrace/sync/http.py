@@ -86,6 +86,8 @@ class HttpTransport:
         self._shelf = Shelf()
         self._pieces = Memory()
         self._fetching: set[Fetch] = set()
+        self._relaying: set[str] = set()
+        """Keys of parcels that are coming and handed on meanwhile."""
         self._changed = threading.Condition()
         self._is_closed = False
         self._server: ParcelServer | None = None
@@ -164,18 +166,26 @@ class HttpTransport:
         if not self._is_relay:
             return self._run(found, target, receiver, into=None)
         with self._changed:
-            fetched_now = {fetch.place.key for fetch in self._fetching}
-        for key in self._shelf.held():
-            if key not in fetched_now:
-                self._shelf.drop(key)
-        if found.key in fetched_now:  # for another engine of this process; that one is handed on
+            coming, is_first = set(self._relaying), found.key not in self._relaying
+            self._relaying.add(found.key)
+        if not is_first:  # it comes for another engine of this process already, and that one is handed on
             return self._run(found, target, receiver, into=None)
-        parcel = self._shelf.add(found.key, found.num_bytes, is_offered=True)
+        try:
+            self._relay(found, target, receiver, coming=coming)
+        finally:
+            with self._changed:
+                self._relaying.discard(found.key)
+
+    def _relay(self, place: Place, target: Target, receiver: str, *, coming: set[str]) -> None:
+        for key in self._shelf.held():
+            if key not in coming:
+                self._shelf.drop(key)
+        parcel = self._shelf.add(place.key, place.num_bytes, is_offered=True)
         try:
             with parcel.in_use():
-                self._run(found, target, receiver, into=parcel)
+                self._run(place, target, receiver, into=parcel)
         except BaseException:
-            self._shelf.drop(found.key, only=parcel)
+            self._shelf.drop(place.key, only=parcel)
             raise
 
     def _run(self, place: Place, target: Target, receiver: str, *, into: Parcel | None) -> None:

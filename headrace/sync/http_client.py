@@ -285,6 +285,9 @@ class Fetch:
             raise _Refused(reason) if faults >= _MOST_FAULTS else ConnectionError(reason)
         if self._into is not None:
             self._into.advance(start + len(piece))
-        self._target.write(start, piece)
+        try:
+            self._target.write(start, piece)
+        except OSError as error:  # not to be taken for one of the source's
+            raise self._failed(f"it cannot be written: {error}") from error
         self._moved = time.monotonic()
         self._look()

@@ -80,6 +80,8 @@ class ParcelServer:
     def close(self) -> None:
         """Whoever is being answered is cut off; the shelf is closed first, so nobody waits for more of a parcel."""
         self._is_closed.set()
+        with contextlib.suppress(OSError):  # wakes the one that accepts, where the system does that; else it looks up soon
+            self._listening.shutdown(socket.SHUT_RDWR)
         self._accepting.join()
         self._listening.close()
         for thread in self._threads:

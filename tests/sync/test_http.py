@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 
 from headrace.errors import SyncError
 from headrace.sync.http import HttpTransport, relay_places
+from headrace.sync.http_head import proof, write_head
 from headrace.sync.http_server import authorization
 from headrace.sync.parcels import piece_sum
 
@@ -86,11 +87,12 @@ class Job(threading.Thread):
 
 class Proxy:
     """Stands before a server and spoils what it sends: `cuts` are the bytes after which one connection after the other is
-    dropped, `flips` the bytes (of a connection) that are changed, and past `hold` bytes nothing goes on until `gate` opens."""
+    dropped, `flips` the bytes (of a connection) that are changed, and past `hold` bytes nothing goes on until `gate` opens.
+    With `drip` no more than so many bytes go on at a time, fifty times a second."""
 
-    def __init__(self, url, *, cuts=(), flips=(), hold=None):
+    def __init__(self, url, *, cuts=(), flips=(), hold=None, drip=0):
         self.upstream = int(url.rpartition(":")[2])
-        self.cuts, self.flips, self.hold = iter(cuts), iter(flips), hold
+        self.cuts, self.flips, self.hold, self.drip = iter(cuts), iter(flips), hold, drip
         self.gate = threading.Event()
         self.ranges: list[str] = []
         self.num_down = 0
@@ -118,7 +120,8 @@ class Proxy:
     def down(self, server, client, cut, flip):
         passed = 0
         with contextlib.suppress(OSError), server, client:
-            while some := bytearray(server.recv(1 << 15)):
+            while some := bytearray(server.recv(self.drip or 1 << 15)):
+                time.sleep(0.02 if self.drip else 0)
                 if self.hold is not None and passed + len(some) > self.hold:
                     self.gate.wait(30)
                 if flip is not None and passed <= flip < passed + len(some):
@@ -188,7 +191,7 @@ def test_a_parcel_arrives_whole_and_in_order(made, sender, num_bytes, is_relay):
     bucket = Job(made(is_relay=is_relay), json.loads(json.dumps(place))).end()  # a place is plain data
     assert torch.equal(bucket.flat, content)
     assert bucket.starts == list(range(0, num_bytes, PIECE))
-    assert sender.bytes_served == num_bytes
+    soon(lambda: sender.bytes_served == num_bytes)
 
 
 SENDER = """
@@ -265,7 +268,7 @@ def test_a_child_goes_on_without_its_parent(made, sender, end):
         began = time.monotonic()
         parent.send_signal(end)
         bucket = child.end()
-        assert (time.monotonic() - began < 1.9) == (end == signal.SIGKILL)
+        assert end == signal.SIGSTOP or time.monotonic() - began < 1.9
     assert torch.equal(bucket.flat, content)
     assert bucket.starts == list(range(0, LONG, PIECE))
     assert sender.bytes_served - served <= LONG - 15 * PIECE + (1 << 20), "it did not begin again"
@@ -296,7 +299,7 @@ def test_a_child_reads_while_its_parent_still_receives(made, sender):
     proxy.gate.set()
     for job in (parent, child):
         assert torch.equal(job.end().flat, content)
-    assert relay.bytes_served == LONG
+    soon(lambda: relay.bytes_served == LONG)
 
 
 @pytest.mark.parametrize("num_bytes", [0, LONG])
@@ -308,8 +311,9 @@ def test_nobody_in_a_tree_serves_more_than_its_fan_out(made, sender, num_bytes):
     jobs = [Job(relay, place) for relay, place in reversed(pairs)]  # children first: they wait for their parents
     for job in jobs:
         assert torch.equal(job.end().flat, content)
-    assert sender.bytes_served == 2 * num_bytes
-    assert [relay.bytes_served // max(num_bytes, 1) for relay in relays] == ([2, 2, 1, 0, 0, 0, 0] if num_bytes else [0] * 7)
+    served = [num_bytes * copies for copies in (2, 2, 2, 1, 0, 0, 0, 0)]
+    soon(lambda: sum(end.bytes_served for end in (sender, *relays)) == 7 * num_bytes)
+    assert [end.bytes_served for end in (sender, *relays)] == served
 
 
 def test_children_stay_with_a_parent_that_looks_for_another_source(made, sender, silent):
@@ -320,7 +324,29 @@ def test_children_stay_with_a_parent_that_looks_for_another_source(made, sender,
     jobs = [Job(parent, places[1]), Job(child, places[2])]
     for job in jobs:
         assert torch.equal(job.end().flat, content)
-    assert sender.bytes_served == parent.bytes_served == LONG
+    soon(lambda: sender.bytes_served + parent.bytes_served == 2 * LONG)
+    assert sender.bytes_served == LONG
+
+
+def test_two_engines_of_one_relay_fetch_the_same_parcel(made, sender):
+    content, place = post(sender)
+    relay = made(is_relay=True)
+    for job in [Job(relay, place, receiver=f"engine-{index}") for index in range(4)]:
+        assert torch.equal(job.end().flat, content)
+    assert torch.equal(Job(made(), {**place, "sources": [relay.url, "http://127.0.0.1:9"]}).end().flat, content)
+
+
+def test_what_cannot_be_written_is_no_fault_of_the_source(made, sender):
+    """It must not be tried again from the next byte on."""
+    _, place = post(sender)
+    bucket = Bucket(LONG)
+
+    def write(start, piece):
+        raise OSError(28, "No space left on device")
+
+    bucket.write = write
+    with pytest.raises(SyncError, match=r"cannot be written: .*No space left"):
+        Job(made(), place, bucket).end()
 
 
 def test_damaged_bytes_come_again_from_the_next_source(made, sender):
@@ -347,13 +373,14 @@ def test_bytes_that_stay_damaged_are_refused(made, sender):
 def test_what_the_sender_frees_midway_ends_everywhere(made, sender):
     _, place = post(sender, num_bytes=64 << 20)
     relay = made(is_relay=True)
-    parent, child = Job(relay, place), Job(made(), {**place, "sources": [relay.url, sender.url]})
-    parent.bucket.gate.clear()
+    bucket = Bucket(64 << 20)
+    bucket.gate.clear()
+    parent, child = Job(relay, place, bucket), Job(made(), {**place, "sources": [relay.url, sender.url]})
     soon(lambda: child.bucket.at)
     began = time.monotonic()
     sender.free("v1")
     assert time.monotonic() - began < 1.0
-    parent.bucket.gate.set()
+    bucket.gate.set()
     for job in (parent, child):
         with pytest.raises(SyncError, match="sender has freed it"):
             job.end()
@@ -420,11 +447,24 @@ def test_silent_sources_are_passed_over(made, sender, silent):
 
 
 def test_slow_progress_is_progress(made, sender):
-    content, place = post(sender, num_bytes=8 * PIECE)
-    bucket = Bucket(8 * PIECE)
+    content, place = post(sender, num_bytes=4 * PIECE)
+    bucket = Bucket(4 * PIECE)
     write = bucket.write
-    bucket.write = lambda start, piece: (time.sleep(0.2), write(start, piece))
+    bucket.write = lambda start, piece: (time.sleep(0.6), write(start, piece))
     assert torch.equal(Job(made(deadline=0.5), place, bucket).end().flat, content)
+
+
+def test_a_target_is_looked_at_while_bytes_trickle_in(made, sender):
+    _, place = post(sender)
+    proxy = made(Proxy, sender.url, drip=500)
+    job = Job(made(deadline=1.0), {**place, "sources": [proxy.url]})
+    time.sleep(1.5)
+    assert job.is_alive() and not job.bucket.starts
+    job.bucket.given_up = SyncError("enough")
+    began = time.monotonic()
+    with pytest.raises(SyncError, match="enough"):
+        job.end()
+    assert time.monotonic() - began < 1.0
 
 
 # Who may ask, and for what
@@ -564,6 +604,28 @@ def test_an_impostor_is_refused(made, sender, answer, reason):
         with pytest.raises(SyncError, match=reason):
             job.end()
         listening.shutdown(socket.SHUT_RDWR)
+    assert not job.bucket.starts
+
+
+@pytest.mark.parametrize(("length", "span"), [(9, "0-9/10"), (11, "0-9/10"), (10, "0-9/11"), (10, "1-10/10"), (10, "")])
+def test_one_that_knows_the_token_and_sends_another_length_is_refused(made, sender, length, span):
+    _, place = post(sender, num_bytes=10)
+    content_range = f"bytes {span}" if span else ""
+
+    def answer(listening):
+        connection, _ = listening.accept()
+        connection.recv(1000)
+        connection.sendall(b"HTTP/1.1 401 No\r\nContent-Length: 0\r\nWWW-Authenticate: Headrace 00\r\n\r\n")
+        nonce = connection.recv(1000).decode().split("Authorization: Headrace ")[1].split()[0]
+        given = proof(TOKEN, "answer", nonce, "/parcels/v1", "206", str(length), content_range)
+        headers = {"Content-Length": length, "Headrace-Proof": given, **({"Content-Range": content_range} if span else {})}
+        connection.sendall(write_head("HTTP/1.1 206 Partial Content", headers) + b"x" * length)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=answer, args=(listening,), daemon=True).start()
+        job = Job(made(), {**place, "sources": [f"http://127.0.0.1:{listening.getsockname()[1]}"]})
+        with pytest.raises(SyncError, match="another length"):
+            job.end()
     assert not job.bucket.starts
 
 
