@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from headrace.sync.collective_desk import Message
+    from headrace.sync.collective_group import Move
     from headrace.sync.transport import Target
     from headrace.types import Plain
 
@@ -165,12 +166,12 @@ class _Fetch:
         place = self._place
         sizes = [min(place.bucket, place.bytes - start) for start in range(0, place.bytes, place.bucket)]
         buffers = group.staging(sizes[0])
-        under_way: collections.deque[Any] = collections.deque()
+        under_way: collections.deque[Move] = collections.deque()
         try:
             under_way.extend(group.broadcast(buffers[k % 2][:size]) for k, size in enumerate(sizes[:2]))
             for k, size in enumerate(sizes):
-                work = under_way.popleft()
-                while not group.done(work, _SLICE):
+                move = under_way.popleft()
+                while not group.done(move, _SLICE):
                     self._look(0.0)
                 with group.on_stream():
                     self._target.write(k * place.bucket, buffers[k % 2][:size])
