@@ -165,18 +165,18 @@ class _Fetch:
     def _receive(self, group: Group) -> None:
         place = self._place
         sizes = [min(place.bucket, place.bytes - start) for start in range(0, place.bytes, place.bucket)]
-        buffers = group.staging(sizes[0])
+        buffers, depth = group.staging(sizes[0]), group.depth
         under_way: collections.deque[Move] = collections.deque()
         try:
-            under_way.extend(group.broadcast(buffers[k % 2][:size]) for k, size in enumerate(sizes[:2]))
+            under_way.extend(group.broadcast(buffers[k % depth][:size]) for k, size in enumerate(sizes[:depth]))
             for k, size in enumerate(sizes):
                 move = under_way.popleft()
                 while not group.done(move, _SLICE):
                     self._look(0.0)
                 with group.on_stream():
-                    self._target.write(k * place.bucket, buffers[k % 2][:size])
-                if k + 2 < len(sizes):
-                    under_way.append(group.broadcast(buffers[k % 2][: sizes[k + 2]]))
+                    self._target.write(k * place.bucket, buffers[k % depth][:size])
+                if k + depth < len(sizes):
+                    under_way.append(group.broadcast(buffers[k % depth][: sizes[k + depth]]))
                 self._num_written = k + 1
                 self._moved_at = time.monotonic()
                 self._look(0.0)

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+CPU_DEPTH, GPU_DEPTH = 4, 2
+"""Buckets on their way at a time. gloo is woken for each at every rank, and two do not hide that."""
 _SLICE = 0.1
 """Seconds between two looks at whether to go on."""
 _POLL = 0.0005
@@ -123,6 +125,7 @@ class Group:
         self.device = device
         self.mailbox = Mailbox(patience=deadline, on_set=on_set)
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.depth = GPU_DEPTH if self.stream is not None else CPU_DEPTH
         self._host, self._deadline = host, deadline
         self._backend: Any = None
         self._is_aborted = False
@@ -191,9 +194,9 @@ class Group:
         return torch.cuda.stream(self.stream) if self.stream is not None else contextlib.nullcontext()
 
     def staging(self, num_bytes: int) -> list[Tensor]:
-        """Two buffers to receive into in turn, kept with the group."""
+        """As many buffers to receive into in turn as buckets are on their way, kept with the group."""
         if not self._staging or self._staging[0].numel() < num_bytes:
-            self._staging = [torch.empty(num_bytes, dtype=torch.uint8, device=self.device) for _ in range(2)]
+            self._staging = [torch.empty(num_bytes, dtype=torch.uint8, device=self.device) for _ in range(self.depth)]
         return self._staging
 
     def abort(self, reason: str) -> None:
@@ -236,7 +239,7 @@ class Group:
     def _gloo(self) -> Any:  # noqa: ANN401
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timedelta(seconds=self._deadline + 1.0)  # ours comes first, and can name who is late
-        options._threads = 2
+        options._threads = self.depth
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
         return dist.ProcessGroupGloo(self.mailbox, self.rank, self.size, options)
 

@@ -194,7 +194,6 @@ class Sender:
             self._moved(turn)
 
     def _move(self, turn: Round) -> None:
-        """Two buckets are on their way at a time."""
         group = turn.group
         assert group is not None
         if turn.parcel.written is not None:
@@ -203,7 +202,7 @@ class Sender:
         try:
             for piece in turn.parcel.buffer.split(self._bucket):
                 under_way.append(group.broadcast(piece))
-                if len(under_way) == 2:
+                if len(under_way) == group.depth:
                     self._finish(turn, group, under_way.popleft())
             while under_way:
                 self._finish(turn, group, under_way.popleft())
