@@ -1,9 +1,9 @@
 """The collective transport: one parcel to many receivers by broadcasts over NCCL (GPU) or gloo (CPU), in buckets.
 
 The sender is rank 0 of a group that is the transport's own, the receivers of a push are the other ranks; a trainer's groups
-are not touched. The parcel lies packed in one buffer and goes in buckets, two at a time; a receiver writes one to its target
-while the next comes. The group is kept while the receivers are the same. Whatever fails, it is thrown away at both ends, and
-the next push forms a new one.
+are not touched. The parcel lies packed in one buffer and goes in buckets, a few at a time; a receiver writes one to its target
+while the next ones come. The group is kept while the receivers are the same. Whatever fails, it is thrown away at both ends,
+and the next push forms a new one.
 
     sender                                    receiver
     room, post ──── place, by the caller ───► fetch
@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from headrace.types import Plain
 
 GPU_BUCKET = 64 << 20
-CPU_BUCKET = 16 << 20
+CPU_BUCKET = 4 << 20
+"""Bytes."""
 
 
 class CollectiveTransport:

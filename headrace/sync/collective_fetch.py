@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from headrace.sync.collective_desk import Message
+    from headrace.sync.collective_group import Move
     from headrace.sync.transport import Target
     from headrace.types import Plain
 
@@ -164,18 +165,18 @@ class _Fetch:
     def _receive(self, group: Group) -> None:
         place = self._place
         sizes = [min(place.bucket, place.bytes - start) for start in range(0, place.bytes, place.bucket)]
-        buffers = group.staging(sizes[0])
-        under_way: collections.deque[Any] = collections.deque()
+        buffers, depth = group.staging(sizes[0]), group.depth
+        under_way: collections.deque[Move] = collections.deque()
         try:
-            under_way.extend(group.broadcast(buffers[k % 2][:size]) for k, size in enumerate(sizes[:2]))
+            under_way.extend(group.broadcast(buffers[k % depth][:size]) for k, size in enumerate(sizes[:depth]))
             for k, size in enumerate(sizes):
-                work = under_way.popleft()
-                while not group.done(work, _SLICE):
+                move = under_way.popleft()
+                while not group.done(move, _SLICE):
                     self._look(0.0)
                 with group.on_stream():
-                    self._target.write(k * place.bucket, buffers[k % 2][:size])
-                if k + 2 < len(sizes):
-                    under_way.append(group.broadcast(buffers[k % 2][: sizes[k + 2]]))
+                    self._target.write(k * place.bucket, buffers[k % depth][:size])
+                if k + depth < len(sizes):
+                    under_way.append(group.broadcast(buffers[k % depth][: sizes[k + depth]]))
                 self._num_written = k + 1
                 self._moved_at = time.monotonic()
                 self._look(0.0)

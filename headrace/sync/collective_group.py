@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+CPU_DEPTH, GPU_DEPTH = 4, 2
+"""Buckets on their way at a time. gloo is woken for each at every rank, and two do not hide that."""
 _SLICE = 0.1
 """Seconds between two looks at whether to go on."""
 _POLL = 0.0005
@@ -96,6 +98,14 @@ class Mailbox(Store):
         return False
 
 
+class Move:
+    """A broadcast that was begun. Its group can take back what it is to the backend, so that whoever keeps an error, and with
+    it the frames that waited, does not keep a dead group's connections open."""
+
+    def __init__(self, work: Any) -> None:  # noqa: ANN401
+        self.work = work
+
+
 class Group:
     """Rank `rank` of `size`. `form` it, then `broadcast` from rank 0; `abort` whatever happens."""
 
@@ -115,6 +125,7 @@ class Group:
         self.device = device
         self.mailbox = Mailbox(patience=deadline, on_set=on_set)
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.depth = GPU_DEPTH if self.stream is not None else CPU_DEPTH
         self._host, self._deadline = host, deadline
         self._backend: Any = None
         self._is_aborted = False
@@ -122,6 +133,7 @@ class Group:
         """Between who forms and who aborts."""
         self._failure: Exception | None = None
         self._forming: threading.Thread | None = None
+        self._moves: list[Move] = []
         self._staging: list[Tensor] = []
 
     def form(self, pump: Callable[[float], None]) -> None:
@@ -139,7 +151,7 @@ class Group:
         self._forming.join(seconds)
         return not self._forming.is_alive()
 
-    def broadcast(self, piece: Tensor) -> Any:  # noqa: ANN401
+    def broadcast(self, piece: Tensor) -> Move:
         """Begin; `done` says when it has ended. At rank 0 `piece` is read, elsewhere it is written."""
         assert piece.device.type == self.device.type, "gloo is never given a GPU's memory, NCCL never the host's"
         options = dist.BroadcastOptions()
@@ -148,10 +160,19 @@ class Group:
         if backend is None:
             raise SyncError("the group was thrown away")
         with self.on_stream():
-            return backend.broadcast([piece], options)
+            move = Move(backend.broadcast([piece], options))
+        self._moves.append(move)
+        return move
 
-    def done(self, work: Any, seconds: float) -> bool:  # noqa: ANN401
+    def done(self, move: Move, seconds: float) -> bool:
         """Whether it has ended within so long. Raises RuntimeError if it failed."""
+        is_done = self._is_over(move.work, seconds)
+        if is_done:
+            self._moves.remove(move)
+            move.work = None
+        return is_done
+
+    def _is_over(self, work: Any, seconds: float) -> bool:  # noqa: ANN401
         if self.stream is not None:  # a GPU's `wait` is the stream's, not ours
             until = time.monotonic() + seconds
             while not work.is_completed():
@@ -173,9 +194,9 @@ class Group:
         return torch.cuda.stream(self.stream) if self.stream is not None else contextlib.nullcontext()
 
     def staging(self, num_bytes: int) -> list[Tensor]:
-        """Two buffers to receive into in turn, kept with the group."""
+        """As many buffers to receive into in turn as buckets are on their way, kept with the group."""
         if not self._staging or self._staging[0].numel() < num_bytes:
-            self._staging = [torch.empty(num_bytes, dtype=torch.uint8, device=self.device) for _ in range(2)]
+            self._staging = [torch.empty(num_bytes, dtype=torch.uint8, device=self.device) for _ in range(self.depth)]
         return self._staging
 
     def abort(self, reason: str) -> None:
@@ -184,6 +205,9 @@ class Group:
         with self._lock:
             self._is_aborted = True
             backend, self._backend = self._backend, None
+        moves, self._moves = self._moves, []
+        for move in moves:
+            move.work = None
         if backend is not None:
             self._end(backend)
 
@@ -200,8 +224,8 @@ class Group:
             if self._is_aborted:
                 self._end(backend)
             elif self.stream is not None:  # NCCL's communicator is made by the first call, which waits for the others
-                work = self.broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device))
-                while not self._is_aborted and not self.done(work, _SLICE):
+                first = self.broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device))
+                while not self._is_aborted and not self.done(first, _SLICE):
                     pass
         except Exception as error:  # noqa: BLE001 - any failure of the backend is the group's, told in `form`
             self._failure = error
@@ -215,7 +239,7 @@ class Group:
     def _gloo(self) -> Any:  # noqa: ANN401
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timedelta(seconds=self._deadline + 1.0)  # ours comes first, and can name who is late
-        options._threads = 2
+        options._threads = self.depth
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
         return dist.ProcessGroupGloo(self.mailbox, self.rank, self.size, options)
 

@@ -87,7 +87,7 @@ class Round:
         """How far it is, for a message."""
         if len(self.visits) < len(self.receivers):
             return f"{len(self.visits)} of {len(self.receivers)} receivers are here"
-        parts = (f"{visit.receiver} {visit.num_written}" for visit in self.visits.values())
+        parts = (f"{name} {self.visits[name].num_written}" for name in self.receivers)
         return f"of {self.num_buckets} buckets written: {', '.join(parts)}"
 
     def _late(self, deadline: float) -> str:

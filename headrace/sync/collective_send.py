@@ -8,7 +8,7 @@ import itertools
 import secrets
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace.sync.collective_desk import Line, Message
+    from headrace.sync.collective_group import Move
     from headrace.types import Plain
 
 _ALIGNED = 256
@@ -193,16 +194,15 @@ class Sender:
             self._moved(turn)
 
     def _move(self, turn: Round) -> None:
-        """Two buckets are on their way at a time."""
         group = turn.group
         assert group is not None
         if turn.parcel.written is not None:
             group.stream.wait_event(turn.parcel.written)  # type: ignore[union-attr]
-        under_way: collections.deque[Any] = collections.deque()
+        under_way: collections.deque[Move] = collections.deque()
         try:
             for piece in turn.parcel.buffer.split(self._bucket):
                 under_way.append(group.broadcast(piece))
-                if len(under_way) == 2:
+                if len(under_way) == group.depth:
                     self._finish(turn, group, under_way.popleft())
             while under_way:
                 self._finish(turn, group, under_way.popleft())
@@ -212,8 +212,8 @@ class Sender:
             self._verdict(turn)
             raise SyncError(f"{turn.parcel.key}: the group broke down ({turn.standing()}): {error}") from error
 
-    def _finish(self, turn: Round, group: Group, work: Any) -> None:  # noqa: ANN401
-        while not group.done(work, _SLICE):
+    def _finish(self, turn: Round, group: Group, move: Move) -> None:
+        while not group.done(move, _SLICE):
             with self._changed:
                 turn.check(self._deadline)
         self._moved(turn)

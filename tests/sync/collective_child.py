@@ -14,7 +14,6 @@ import torch
 from headrace.errors import SyncError
 from headrace.sync.collective import CollectiveTransport
 
-
 _turn = 0
 """The command that is carried out; answers to an earlier one are nobody's."""
 
