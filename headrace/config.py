@@ -200,13 +200,22 @@ class StalenessSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class PartialSettings:
-    """What happens to rollouts in flight when the weights change."""
+    """What happens to rollouts in flight when the weights change, and to those unfinished when a batch is whole."""
 
     interrupt: Literal["keep", "retract", "drain", "abort"] = "keep"
     """`keep`: swap between two decode steps and go on. `retract`: swap, drop keys and values, compute each prefix again and go
     on. `drain`: finish them first. `abort`: stop them, swap, and resume each from its prefix."""
     kv: Literal["keep", "recompute"] = "keep"
     """With `keep`: whether rollouts go on over the keys and values they have, or `recompute` them, which is `retract`."""
+    cancel: Literal["never", "over_age"] = "never"
+    """`over_age`: give up groups in flight that hold a token too old for every batch to come, and submit others instead.
+    `never`: let them finish; staleness.reject drops them then."""
+    oversample: float = 1.0
+    """Groups submitted for each that a batch needs. A batch is trained as soon as it is whole; the unfinished go on before
+    anything new begins. In a synchronous run they are stopped, as `interrupt` says, until the new weights are held."""
+
+    def __post_init__(self) -> None:
+        _check(1 <= self.oversample < math.inf, "oversample", self.oversample, "a number ≥ 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -402,10 +411,45 @@ class Recipe:
             raise ConfigError(f"buffer.kind = '{buffer.kind}': nothing can run ahead with staleness.max_lag = 0; set it to 1")
         if self.exact:
             self._check_exact()
+        if self.partial.cancel == "over_age":
+            self._check_cancel()
+        if self.partial.oversample > 1:
+            self._check_oversample()
         if self.sampling.max_tokens >= self.model.context > 0:
             raise ConfigError(
                 f"sampling.max_tokens = {self.sampling.max_tokens}: leaves no room for a prompt in model.context = "
                 f"{self.model.context}"
+            )
+
+    def _check_cancel(self) -> None:
+        """It gives up what would be rejected later: where nothing could be, it cannot mean anything."""
+        setting, staleness = "partial.cancel = 'over_age'", self.staleness
+        if not staleness.reject:
+            raise ConfigError(f"{setting}: nothing is over age with staleness.reject = false; set it to true")
+        if self.exact:
+            raise ConfigError(f"{setting}: what is cancelled depends on timing, which exact = true does not allow")
+        if self.order == "submission" and staleness.gate:
+            raise ConfigError(
+                f"{setting}: trained in submission order behind the gate, no group grows older than staleness.max_lag = "
+                f"{staleness.max_lag}; set buffer.order = 'completion'"
+            )
+        if self.buffer_kind == "synchronous" and self.partial.oversample == 1:
+            raise ConfigError(f"{setting}: in a synchronous run nothing is in flight when a batch is trained; leave it 'never'")
+
+    def _check_oversample(self) -> None:
+        setting, staleness = f"partial.oversample = {self.partial.oversample:g}", self.staleness
+        if self.exact:
+            raise ConfigError(f"{setting}: which groups are trained depends on timing, which exact = true does not allow")
+        if not staleness.gate and self.buffer_kind != "synchronous":
+            raise ConfigError(f"{setting}: with staleness.gate = false submission is not counted by batches; set gate = true")
+        if self.order == "submission":
+            raise ConfigError(f"{setting}: buffer.order = 'submission' waits for the slow groups; set it to 'completion'")
+        if self.partial.interrupt == "drain":
+            raise ConfigError(f"{setting}: partial.interrupt = 'drain' waits for the unfinished; set it to 'abort' or 'keep'")
+        if staleness.max_lag == 0 and staleness.reject and self.partial.cancel == "never":
+            raise ConfigError(
+                f"{setting}: what goes on after a batch holds tokens of an older version, and staleness.max_lag = 0 rejects "
+                f"them; set max_lag to 1 with buffer.kind = 'synchronous', or give them up with partial.cancel = 'over_age'"
             )
 
     def _check_processes(self) -> None:
@@ -460,6 +504,16 @@ class Recipe:
         return {"synchronous": 1, "one_ahead": 1, "bounded": max(depth, 1), "stream": None}[self.buffer_kind]
 
     @property
+    def extra_groups(self) -> int:
+        """Groups submitted beyond those that the batches within `gate_depth` need (`partial.oversample`)."""
+        return math.ceil(round(self.partial.oversample * self.groups_per_batch, 6)) - self.groups_per_batch
+
+    @property
+    def stops_when_whole(self) -> bool:
+        """Whether generation stops while a batch is trained: in a synchronous run that has more begun than a batch needs."""
+        return self.buffer_kind == "synchronous" and self.extra_groups > 0
+
+    @property
     def gate_depth(self) -> int | None:
         """Versions that submission may run ahead of training; None where it is not gated."""
         if self.buffer_kind == "synchronous":
@@ -493,10 +547,11 @@ class Recipe:
         if self.gate_depth is None:
             rows.append("gate       none: submission runs ahead as far as the buffer lets it (staleness.gate = false)")
         else:
-            rows.append(
-                f"gate       at most ({self.gate_depth} + 1) × {groups} = {(self.gate_depth + 1) * groups} tasks submitted and "
-                f"untrained (staleness.max_lag = {self.staleness.max_lag})"
-            )
+            extra = self.extra_groups
+            more, most = f" + {extra}" if extra else "", (self.gate_depth + 1) * groups + extra
+            why = f"staleness.max_lag = {self.staleness.max_lag}{', partial.oversample' if extra else ''}"
+            sizes = f"({self.gate_depth} + 1) × {groups}{more} = {most}"
+            rows.append(f"gate       at most {sizes} tasks submitted and untrained ({why})")
         waiting = self.batches_waiting
         held = "no bound" if waiting is None else f"{waiting} × {groups} = {waiting * groups} groups wait at most"
         rows.append(f"buffer     {self.buffer_kind}: {held}, trained in {self.order} order")

@@ -28,7 +28,7 @@ import numpy as np
 from headrace.bench.stubs import StubTrainer
 from headrace.bench.table import Row, show, write
 from headrace.config import make_recipe
-from headrace.engine import EngineState, Increment
+from headrace.engine import EngineState, Increment, InFlight
 from headrace.engine.lengthen import lengthen
 from headrace.observe import Observer
 from headrace.observe.spans import WAITING
@@ -341,6 +341,9 @@ class InstantEngine:
 
     async def state(self) -> EngineState:
         return EngineState(self._version, self._lineage, 0, 0, 1, 1, self._drawn)
+
+    async def in_flight(self) -> list[InFlight]:
+        return []  # nothing is ever half drawn
 
 
 class Unchanging(InstantEngine):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
-from headrace.engine import EngineState
+from headrace.engine import EngineState, InFlight
 from headrace.orchestrate.publish import Published
 from headrace.partial import Interrupt
 from headrace.types import Call, FinishReason, Rollout, Sampling, Source, WeightUpdate
@@ -88,6 +88,9 @@ class StubEngine:
 
     async def state(self) -> EngineState:
         return EngineState(self._version, self._lineage, len(self._asked), 0, self._in_flight, 0, self.num_answered)
+
+    async def in_flight(self) -> list[InFlight]:
+        return []  # nothing is ever half drawn
 
 
 class StubTrainer:

@@ -4,6 +4,6 @@ Generation lengthens a rollout. Tokens go in and tokens come out, each with its 
 really drawn from and the policy version that drew it; nobody but the engine writes either.
 """
 
-from headrace.engine.protocol import Engine, EngineState, Increment, PromptTooLong, UnusablePrompt
+from headrace.engine.protocol import Engine, EngineState, Increment, InFlight, PromptTooLong, UnusablePrompt
 
-__all__ = ["Engine", "EngineState", "Increment", "PromptTooLong", "UnusablePrompt"]
+__all__ = ["Engine", "EngineState", "InFlight", "Increment", "PromptTooLong", "UnusablePrompt"]

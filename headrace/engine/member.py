@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headrace.engine.lengthen import lengthen
-from headrace.engine.protocol import Increment, NotFinite, PromptTooLong, UnusablePrompt
+from headrace.engine.protocol import Increment, InFlight, NotFinite, PromptTooLong, UnusablePrompt
 from headrace.errors import SyncError
 from headrace.packed import pack_rollouts, pack_samplings, unpack_rollouts
 from headrace.stream import RemoteError, StreamClosed
@@ -114,7 +114,7 @@ class Member:
 
     def partial(self, request: PoolRequest) -> Rollout:
         """A rollout as far as it is known to have come."""
-        first, last = request.grown[0], request.grown[-1]
+        first, last = request.grown[0], request.grown[-1]  # the life it began in, and what is known last
         token_ids = np.concatenate([each.token_ids for each in request.grown])
         start = len(request.rollout)
         call = Call(
@@ -134,7 +134,17 @@ class Member:
             versions=np.concatenate([each.versions for each in request.grown]),
             masks=[row for each in request.grown for row in each.masks],
             policy=last.policy,
-            lineage=last.lineage,
+            lineage=first.lineage,
+        )
+
+    def in_flight(self, request: PoolRequest) -> InFlight:
+        """What is known of one that was sent here."""
+        grown = request.grown
+        return InFlight.of(
+            request.rollout,
+            num_drawn=sum(len(each.token_ids) for each in grown),
+            first=int(grown[0].versions[0]) if grown else -1,
+            partial=lambda: self.partial(request),
         )
 
     def _take_pull(self, count: int) -> None:
@@ -167,7 +177,7 @@ class Member:
                 masks=[] if mask is None else [mask.row(row) for row in range(len(mask.offsets) - 1)],
                 started=float(value["started"][place]),
                 policy=value["policy"],
-                lineage=value["lineage"],
+                lineage=value["lineages"][place],
             )
             request.grown.append(grown)
             if request.increments is not None:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import OrderedDict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from headrace.engine.courier import Courier, holds
 from headrace.engine.member import Member, PoolRequest
-from headrace.engine.protocol import EngineState, Increment
+from headrace.engine.protocol import EngineState, Increment, InFlight
 from headrace.errors import SyncError
 from headrace.packed import pack_rollouts
 from headrace.partial import Interrupt
@@ -38,8 +39,10 @@ class EnginePool:
     def __init__(self) -> None:
         self.members: list[Member] = []
         self.courier = Courier(on_lost=self.lose)
+        self._first: OrderedDict[int, PoolRequest] = OrderedDict()
+        """For whoever has room: what was begun before, and goes on before anything new begins."""
         self._waiting: OrderedDict[int, PoolRequest] = OrderedDict()
-        """For whoever has room."""
+        """For whoever has room then."""
         self._bound: dict[Member, OrderedDict[int, PoolRequest]] = {}
         """For one engine alone: forks of what it generated."""
         self._pinned: dict[str, Member | None] = {}
@@ -107,17 +110,13 @@ class EnginePool:
         member.is_lost = True
         if member in self.members:
             self.members.remove(member)
-        for request in reversed(self._bound.pop(member, OrderedDict()).values()):
-            self._put_first(request)
-        again: list[PoolRequest] = []
+        self._first |= self._bound.pop(member, OrderedDict())
         for request in member.requests.values():
             if request.grown or request.increments is not None:
                 _abort(request, member)
             else:
-                again.append(request)
+                self._first[request.key] = request
         member.requests.clear()
-        for request in reversed(again):
-            self._put_first(request)
         self.wake()
 
     # The protocol
@@ -209,6 +208,16 @@ class EnginePool:
             tokens=sum(state["tokens"] for state in states),
         )
 
+    async def in_flight(self) -> list[InFlight]:
+        """By what the engines have told, which they do every second."""
+        waiting = (request for queue in self._queues for request in queue.values())
+        found = [InFlight.of(each.rollout, num_drawn=0, first=-1, partial=partial(_asked, each)) for each in waiting]
+        return found + [member.in_flight(request) for member in self.members for request in member.requests.values()]
+
+    @property
+    def _queues(self) -> list[OrderedDict[int, PoolRequest]]:
+        return [*self._bound.values(), self._first, self._waiting]
+
     @property
     def versions(self) -> dict[str, int]:
         """What each engine holds."""
@@ -216,7 +225,7 @@ class EnginePool:
 
     @property
     def _num_waiting(self) -> int:
-        return len(self._waiting) + sum(map(len, self._bound.values()))
+        return sum(map(len, self._queues))
 
     def wake(self) -> None:
         """Something may be sent: soon, so that what comes together goes together."""
@@ -232,9 +241,11 @@ class EnginePool:
             if m.credit > 0 and not m.is_behind and m.data is not None and m.data.stream.backlog < _MOST_BACKLOG
         ]
         for place, member in enumerate(open_members):
-            share = -(-len(self._waiting) // (len(open_members) - place))
+            share = -(-(len(self._first) + len(self._waiting)) // (len(open_members) - place))
             requests = _take_first(self._bound.get(member), member.credit)
-            requests += _take_first(self._waiting, min(member.credit - len(requests), share))
+            share = min(share, member.credit - len(requests))
+            resumed = _take_first(self._first, share)
+            requests += resumed + _take_first(self._waiting, share - len(resumed))
             if requests:
                 self._send(member, requests)
 
@@ -253,17 +264,13 @@ class EnginePool:
         if home is not None and not home.is_lost:
             self._bound.setdefault(home, OrderedDict())[request.key] = request
         elif request.rollout.finish_reason is FinishReason.ABORT:
-            self._put_first(request)  # interrupted: it goes on before anything new begins
+            self._first[request.key] = request  # interrupted: it goes on before anything new begins, and after those before it
         else:
             self._waiting[request.key] = request
         self.wake()
 
-    def _put_first(self, request: PoolRequest) -> None:
-        self._waiting[request.key] = request
-        self._waiting.move_to_end(request.key, last=False)
-
     def _cancel(self, request: PoolRequest) -> None:
-        if any(queue.pop(request.key, None) is not None for queue in (self._waiting, *self._bound.values())):
+        if any(queue.pop(request.key, None) is not None for queue in self._queues):
             return
         for member in self.members:
             if member.requests.pop(request.key, None) is not None:
@@ -301,6 +308,10 @@ class EnginePool:
 
 def _take_first(queue: OrderedDict[int, PoolRequest] | None, most: int) -> list[PoolRequest]:
     return [queue.popitem(last=False)[1] for _ in range(min(most, len(queue)))] if queue else []
+
+
+def _asked(request: PoolRequest) -> Rollout:
+    return request.rollout
 
 
 def _abort(request: PoolRequest, member: Member) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
 
     from headrace.partial import Interrupt
     from headrace.types import Array, FinishReason, Rollout, Sampling, WeightUpdate
@@ -49,6 +49,28 @@ class EngineState:
     """Drawn since it was made: a clock that only moves when work does."""
 
 
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A generate call that has not ended, as far as it is known where it was made."""
+
+    rollout: Rollout
+    """As it was when it was asked for."""
+    num_drawn: int
+    """Tokens this call is known to have drawn."""
+    oldest: int | None
+    """The oldest version that one of its tokens, drawn in this call or before, is known to be of; None if there is none."""
+    partial: Callable[[], Rollout]
+    """What a fault would leave of it now: with `ABORT`, or as it was asked for where nothing is known to be drawn."""
+
+    @classmethod
+    def of(cls, rollout: Rollout, *, num_drawn: int, first: int, partial: Callable[[], Rollout]) -> InFlight:
+        """`first`: the version of the first token drawn. Engines never go back, so no later one is older, and none of an
+        earlier call is younger."""
+        before = rollout.oldest_version if rollout.calls else -1
+        oldest = before if before >= 0 else first if num_drawn else None
+        return cls(rollout, num_drawn, oldest, partial if num_drawn else lambda: rollout)
+
+
 class Engine(Protocol):
     """Lengthens rollouts. All calls may be made at any time, from one event loop."""
 
@@ -78,6 +100,10 @@ class Engine(Protocol):
 
     async def state(self) -> EngineState:
         """A look at it, for the run line and for health."""
+
+    async def in_flight(self) -> list[InFlight]:
+        """The generate calls that have not ended. Nothing is stopped for it, and of engines in other processes it says what
+        they have told. Called when a batch has been begun, to cancel what is over age, and for checkpoints."""
 
 
 class WeightSource(Protocol):

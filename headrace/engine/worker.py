@@ -134,7 +134,7 @@ class EngineWorker:
                 "started": np.asarray([each.request.started for each in grown]),
                 "masks": masks,
                 "policy": core.policy,
-                "lineage": core.lineage,
+                "lineages": [each.lineage for each in grown],
             },
         )
 

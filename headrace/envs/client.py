@@ -6,6 +6,7 @@ import dataclasses
 import json
 from typing import TYPE_CHECKING, Any, Protocol
 
+from headrace.partial import goes_on_from
 from headrace.settings import ConfigError
 from headrace.types import FinishReason, Rollout
 
@@ -94,9 +95,20 @@ class EngineClient:
     """A `Client` over an engine."""
 
     def __init__(
-        self, engine: Engine, encoder: PromptEncoder, *, episode: str, group: str, index: int, sampling: Sampling
+        self,
+        engine: Engine,
+        encoder: PromptEncoder,
+        *,
+        episode: str,
+        group: str,
+        index: int,
+        sampling: Sampling,
+        partials: dict[str, Rollout] | None = None,
     ) -> None:
+        """`partials` has half-finished rollouts by their id. One that begins with the prompt a call is made for is gone on
+        with; one that the weights interrupted lies there until its call ends."""
         self._engine, self._encoder = engine, encoder
+        self._partials = {} if partials is None else partials
         self.episode: str = episode
         self.group: str = group
         self._index = index
@@ -110,12 +122,22 @@ class EngineClient:
         return shared.renamed(id=self.episode + suffix, episode=self.episode, group=self.group, index=self._index)
 
     async def generate(self, rollout: Rollout) -> Rollout:
-        start, asked = len(rollout), self._sampling
-        rollout = await self._engine.generate(rollout, asked)
-        while rollout.finish_reason is FinishReason.ABORT:
-            done = len(rollout) - start
-            left = dataclasses.replace(asked, max_tokens=asked.max_tokens - done, min_tokens=max(0, asked.min_tokens - done))
-            rollout = await self._engine.generate(rollout, left)
+        start, asked, partials, id = len(rollout), self._sampling, self._partials, rollout.id
+        partial = partials.pop(id, None)
+        if partial is None or not goes_on_from(rollout, partial):
+            rollout = await self._engine.generate(rollout, asked)
+        else:
+            rollout = partial
+        try:
+            while rollout.finish_reason is FinishReason.ABORT:
+                partials[id] = rollout
+                done = len(rollout) - start
+                left = dataclasses.replace(
+                    asked, max_tokens=asked.max_tokens - done, min_tokens=max(0, asked.min_tokens - done)
+                )
+                rollout = await self._engine.generate(rollout, left)
+        finally:
+            partials.pop(id, None)
         return rollout
 
     def text(self, rollout: Rollout) -> str:

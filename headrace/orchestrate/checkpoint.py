@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 
 from headrace import wire
 from headrace.buffer import Group
+from headrace.orchestrate.unfinished import UnfinishedGroup
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 MANIFEST = "manifest.json"
 BUFFER = "buffer.wire"
+PARTIAL = "partial.wire"
 FORMAT = 1
 
 
@@ -51,6 +53,14 @@ class Checkpoint:
         with (self.folder / BUFFER).open("rb") as file:
             return [Group(number=entry["number"], episodes=tuple(entry["episodes"])) for entry in wire.read_frames(file)]
 
+    def unfinished(self) -> list[UnfinishedGroup]:
+        """The groups that were in flight; none in a checkpoint from before they were kept."""
+        path = self.folder / PARTIAL
+        if not path.exists():
+            return []
+        with path.open("rb") as file:
+            return [UnfinishedGroup.of(entry) for entry in wire.read_frames(file)]
+
 
 class CheckpointStore:
     """The checkpoints of one run."""
@@ -65,9 +75,13 @@ class CheckpointStore:
         write_weights: Callable[[Path], Awaitable[None]],
         groups: Iterable[Group],
         manifest: dict[str, Any],
+        unfinished: Iterable[UnfinishedGroup] = (),
     ) -> Path:
         """Write `step-{version}`; the old ones past `keep` go only once it is safely there."""
-        waiting = [{"number": group.number, "episodes": list(group.episodes)} for group in groups]
+        waiting = {
+            BUFFER: [{"number": group.number, "episodes": list(group.episodes)} for group in groups],
+            PARTIAL: [group.entry() for group in unfinished],
+        }
         manifest = {"format": FORMAT, "version": version, **manifest}
         try:
             return await self._write(self._folder, version, write_weights, waiting, manifest)
@@ -83,7 +97,7 @@ class CheckpointStore:
         parent: Path,
         version: int,
         write_weights: Callable[[Path], Awaitable[None]],
-        waiting: list[dict[str, Any]],
+        waiting: dict[str, list[dict[str, Any]]],
         manifest: dict[str, Any],
     ) -> Path:
         target, temporary = parent / f"step-{version}", parent / f".step-{version}.tmp"
@@ -91,7 +105,8 @@ class CheckpointStore:
         try:
             temporary.mkdir(parents=True)
             await write_weights(temporary)
-            (temporary / BUFFER).write_bytes(b"".join(wire.encode(entry) for entry in waiting))
+            for name, entries in waiting.items():
+                (temporary / name).write_bytes(b"".join(wire.encode(entry) for entry in entries))
             files = {str(path.relative_to(temporary)): _fingerprint(path) for path in _files(temporary)}
             (temporary / MANIFEST).write_text(json.dumps({**manifest, "files": files}, indent=1))
             for path in [*temporary.rglob("*"), temporary]:

@@ -228,8 +228,8 @@ class _Run:
             await session.restore(checkpoint)
             self.screen.say(
                 f"resumed    version {checkpoint.version} of {recipe.steps} from {checkpoint.folder}: weights, optimizer, "
-                f"{len(session.run.buffer)} groups waiting, {len(session.run.pending)} to submit again, "
-                f"task {session.run.tasks.position}"
+                f"{len(session.run.buffer)} groups waiting, {len(session.run.pending)} in flight with "
+                f"{len(session.run.flight.partials)} rollouts half drawn, task {session.run.tasks.position}"
             )
         self.seconds["setup"] += time.perf_counter() - began
         return session

@@ -48,7 +48,10 @@ async def generate(run: Run) -> NoReturn:
     while True:
         work = await run.work.get()
         await run.places.acquire()
-        run.spawn(_run_episode(run, work))
+        if run.is_wanted(work.group):
+            run.begin_episode(work, _run_episode(run, work))
+        else:
+            run.places.release()  # cancelled while it waited
 
 
 async def _run_episode(run: Run, work: Work) -> None:
@@ -60,10 +63,7 @@ async def _run_episode(run: Run, work: Work) -> None:
         raise
     except Exception as error:  # noqa: BLE001  (whatever an environment raises fails its episode, not the run)
         episode = run.failed_episode(work, InfraAbort(f"the environment raised {type(error).__name__}: {error}"))
-    finally:
-        run.places.release()
-    run.finished.put(episode if episode.attempts == work.attempt else episode.replace(attempts=work.attempt))
-    run.note_progress()
+    run.finish(episode if episode.attempts == work.attempt else episode.replace(attempts=work.attempt))
 
 
 async def score(run: Run) -> NoReturn:
@@ -78,12 +78,15 @@ async def score(run: Run) -> NoReturn:
 
 
 async def _score(run: Run, episodes: list[Episode]) -> None:
+    episodes = [episode for episode in episodes if run.is_wanted(episode.group)]
     generated = [episode for episode in episodes if episode.outcome is None]
     run.scoring += len(generated)
     with run.scorer_timeline.during("score"):
         judged = await run.scorer.score(generated) if generated else []
     run.scoring -= len(generated)
     for episode in [*(e for e in episodes if e.outcome is not None), *judged]:
+        if not run.is_wanted(episode.group):
+            continue  # cancelled while it was scored
         if isinstance(episode.outcome, InfraAbort) and run.try_again(episode):
             continue
         group = run.collect(episode)
@@ -106,6 +109,7 @@ async def train(run: Run) -> None:
             run.version += 1
             run.settle_trained(begun, seen)
             await publish(run, begun.publishing)
+            await run.go_on()
             run.room.set()
             await run.after_version()
             begun = await ahead if ahead is not None else await _begin(run, run.version)
@@ -119,5 +123,7 @@ async def _begin(run: Run, version: int) -> Begun | None:
             break
         run.reject_stale(version)
         if run.buffer.ready.is_set():
-            return await run.begin(version)
+            begun = await run.begin(version)
+            await run.leave_unfinished(version)
+            return begun
     return None

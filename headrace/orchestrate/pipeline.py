@@ -13,7 +13,9 @@ from headrace.envs import EngineClient
 from headrace.observe import Signal
 from headrace.orchestrate.accounting import Ledger
 from headrace.orchestrate.batching import make_batches
+from headrace.orchestrate.unfinished import Flight
 from headrace.orchestrate.work import Begun, FinishedEpisodes, PendingGroup, Work, request_seed
+from headrace.partial import interrupt_of
 from headrace.staleness import Gate, too_old
 from headrace.train import PROXIMAL, learning_rate
 from headrace.types import Episode, InfraAbort, Invalid, Sampling, Scored
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from headrace.config import Recipe
     from headrace.observe import Observer
     from headrace.orchestrate.roles import Roles
+    from headrace.orchestrate.unfinished import UnfinishedGroup
     from headrace.sync import Lineage
     from headrace.types import Batch, Outcome, Plain
 
@@ -81,7 +84,12 @@ class Run:
         self.leg_end = recipe.steps
         self.is_stopping = False
         self.ledger = Ledger()
-        self.gate = Gate(depth=recipe.gate_depth, groups_per_batch=recipe.groups_per_batch, steps=recipe.steps)
+        self.gate = Gate(
+            depth=recipe.gate_depth,
+            groups_per_batch=recipe.groups_per_batch,
+            steps=recipe.steps,
+            extra=recipe.extra_groups,
+        )
         waiting = recipe.batches_waiting
         self.buffer = GroupBuffer(
             batch=recipe.groups_per_batch,
@@ -104,6 +112,7 @@ class Run:
         self.work: asyncio.Queue[Work] = asyncio.Queue()
         self.places = asyncio.Semaphore(self._num_places)
         self.finished = FinishedEpisodes()
+        self.flight = Flight(self.engine)
         self.wasted_tokens = 0
         self.scoring = 0
         self._spawned: set[asyncio.Task[Any]] = set()
@@ -114,15 +123,25 @@ class Run:
     def attach(self, tasks: asyncio.TaskGroup) -> None:
         """Tasks spawned from now on belong to this group, and their failure is its failure."""
         self._tasks = tasks
+        self.flight.is_over = False
         self.note_progress()
         self.places = asyncio.Semaphore(self._num_places)
 
     def spawn(self, coroutine: Coroutine[None, None, T]) -> asyncio.Task[T]:
         assert self._tasks is not None
-        task = self._tasks.create_task(coroutine)
+        task = self._tasks.create_task(self.noted(coroutine))
         self._spawned.add(task)
         task.add_done_callback(self._spawned.discard)
         return task
+
+    async def noted(self, coroutine: Coroutine[None, None, T]) -> T:
+        """What the coroutine returns. If it fails, what is in flight is noted before the other tasks hear of it and end."""
+        try:
+            return await coroutine
+        except Exception:
+            with contextlib.suppress(Exception):  # the engine itself may be what failed: then nothing half drawn is kept
+                await self.flight.end()
+            raise
 
     async def published(self) -> None:
         """Every engine holds the newest version that was trained."""
@@ -140,15 +159,12 @@ class Run:
         self.buffer.ready.set()
 
     def forget_in_flight(self) -> None:
-        """The leg's tasks are gone: what they held will be submitted again if the run goes on."""
+        """The leg's tasks are gone: what they held goes on, from what was noted of it, if the run does."""
         self.work = asyncio.Queue()
-        self.finished = FinishedEpisodes()
         self.scoring = 0
         self.publication = None
-        for pending in self.pending.values():
-            pending.episodes.clear()
-        if self.pending:
-            self.resubmit()
+        self.flight.forget_calls()
+        self._queue_again()
 
     def waiting_tokens(self) -> int:
         """Sampled tokens in the buffer."""
@@ -202,18 +218,63 @@ class Run:
         for work in works:
             self.work.put_nowait(work)
 
-    def resubmit(self) -> None:
-        """Queue again what was in flight when a checkpoint was written; ids, and so random numbers, are the same."""
-        for group, pending in self.pending.items():
-            for index in range(self.recipe.train.group_size):
-                self.work.put_nowait(Work(pending.task, group, pending.number, index))
+    def take_up(self, groups: list[UnfinishedGroup]) -> None:
+        """Go on with the groups that were in flight when a checkpoint was written, and are `pending` again."""
+        staleness = self.recipe.staleness
+        for saved in groups:
+            group = saved.as_of(self.version, lineage=self.lineage, max_lag=staleness.max_lag if staleness.reject else None)
+            self.wasted_tokens += saved.num_sampled - group.num_sampled
+            for episode in group.episodes:
+                if episode.outcome is None:
+                    self.flight.unscored[episode.id] = episode
+                else:
+                    self.pending[episode.group].episodes.append(episode)
+            self.flight.partials |= {rollout.id: rollout for rollout in group.rollouts}
+        self._queue_again()
+
+    def _queue_again(self) -> None:
+        """Queue what is pending and has not ended, what is half drawn first; ids, and so random numbers, are the same."""
+        self.finished, flight = FinishedEpisodes(), self.flight
+        for episode in flight.unscored.values():
+            self.finished.put(episode)
+        size = self.recipe.train.group_size
+        works = [Work(p.task, group, p.number, index) for group, p in self.pending.items() for index in range(size)]
+        ended = flight.unscored.keys() | {episode.id for pending in self.pending.values() for episode in pending.episodes}
+        for work in sorted(works, key=lambda work: work.episode not in flight.partials):
+            if work.episode not in ended:
+                self.work.put_nowait(work)
 
     # generate
 
     def client(self, work: Work) -> EngineClient:
         episode = work.episode
         sampling = self._sampling.with_seed(request_seed(self.recipe.seed, episode))
-        return EngineClient(self.engine, self.encoder, episode=episode, group=work.group, index=work.index, sampling=sampling)
+        return EngineClient(
+            self.engine,
+            self.encoder,
+            episode=episode,
+            group=work.group,
+            index=work.index,
+            sampling=sampling,
+            partials=self.flight.partials,
+        )
+
+    def is_wanted(self, group: str) -> bool:
+        """Whether a group is in flight; one that was cancelled is not, though parts of it may still be on their way."""
+        return group in self.pending
+
+    def begin_episode(self, work: Work, episode: Coroutine[None, None, None]) -> None:
+        """Run one in a task of its own, in the place that was taken for it."""
+        places, task = self.places, self.spawn(episode)
+        task.add_done_callback(lambda _: places.release())  # not in the coroutine: one cancelled at once never begins
+        self.flight.begin(work.episode, task)
+
+    def finish(self, episode: Episode) -> None:
+        """An episode has ended; it is to be scored."""
+        if self.is_wanted(episode.group):
+            self.flight.finish(episode)
+            self.finished.put(episode)
+        self.note_progress()
 
     def failed_episode(self, work: Work, outcome: Outcome) -> Episode:
         """What an environment that raised leaves behind."""
@@ -226,6 +287,7 @@ class Run:
         if episode.attempts >= MAX_ATTEMPTS:
             return False
         self.wasted_tokens += sum(rollout.num_sampled for rollout in episode.rollouts)
+        self.flight.unscored.pop(episode.id, None)
         pending = self.pending[episode.group]
         index = int(episode.id.rpartition("/")[2])
         self.work.put_nowait(Work(pending.task, episode.group, pending.number, index, episode.attempts + 1))
@@ -234,6 +296,7 @@ class Run:
     def collect(self, episode: Episode) -> Group | None:
         """The episode's group, once it is whole and can be trained."""
         pending = self.pending[episode.group]
+        self.flight.unscored.pop(episode.id, None)
         pending.episodes.append(episode)
         if len(pending.episodes) < self.recipe.train.group_size:
             return None
@@ -282,6 +345,32 @@ class Run:
                 self.ledger.settle(group.ids, "rejected", reason)
                 self._drop(group.number, list(group.episodes))
 
+    async def leave_unfinished(self, version: int) -> None:
+        """The batch of `version` has been taken: do with what is not in it as `partial` says. In a synchronous run that has
+        more in flight, generation stops here, and goes on in `go_on`."""
+        if self.recipe.stops_when_whole:
+            await self.engine.pause(interrupt_of(self.recipe.partial.interrupt, kv=self.recipe.partial.kv))
+        if self.recipe.partial.cancel == "over_age" and version + 1 < self.recipe.steps:
+            max_lag = self.recipe.staleness.max_lag
+            for group, tokens in (await self.flight.over_age(self.pending, next_version=version + 1, max_lag=max_lag)).items():
+                self._cancel(group, tokens)
+
+    async def go_on(self) -> None:
+        """The next version is published: where generation was stopped it goes on, the unfinished first."""
+        if self.recipe.stops_when_whole:
+            await self.published()
+            await self.engine.resume()
+
+    def _cancel(self, group: str, tokens: int) -> None:
+        """Its slots are free, the books say why, and another may be submitted. `tokens`: drawn and not collected."""
+        pending = self.pending.pop(group)
+        ids = [f"{group}/{index}" for index in range(self.recipe.train.group_size)]
+        self.flight.cancel(ids)
+        self.ledger.settle(ids, "rejected", "lag, cancelled in flight")
+        self.wasted_tokens += tokens
+        self._drop(pending.number, pending.episodes)
+        self._group_done.set()
+
     async def begin(self, version: int) -> Begun:
         """Take a batch out of the buffer and ask the trainer for its steps; it has been asked when this returns."""
         begun = Begun(version, self.buffer.take(), steps_before=self.trainer.num_steps)
@@ -304,7 +393,8 @@ class Run:
 
     def may_run_ahead(self, version: int) -> bool:
         """Whether a version may begin before the one before it has ended: not where the trainer must rest in between."""
-        return not self.trainer.is_here and version < self.leg_end and not self.rests_at(version)
+        is_in_turn = self.trainer.is_here or self.recipe.stops_when_whole
+        return not is_in_turn and version < self.leg_end and not self.rests_at(version)
 
     @contextlib.contextmanager
     def settled_on_failure(self) -> Iterator[None]:

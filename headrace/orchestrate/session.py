@@ -106,7 +106,7 @@ class Session:
         )
 
     async def restore(self, checkpoint: Checkpoint) -> None:
-        """Take everything from a checkpoint; what was in flight then is submitted again."""
+        """Take everything from a checkpoint; what was in flight then goes on from what was drawn of it."""
         run, manifest = self.run, checkpoint.manifest
         await run.trainer.load(checkpoint.folder)
         run.version = run.held_version = self._saved_version = checkpoint.version
@@ -123,7 +123,7 @@ class Session:
             buffered=[id for group in groups for id in group.ids],
             in_flight=[f"{group}/{index}" for group in run.pending for index in range(size)],
         )
-        run.resubmit()
+        run.take_up(checkpoint.unfinished())
         restore_random_state(manifest["random"])
 
     async def train(self) -> None:
@@ -151,17 +151,19 @@ class Session:
         try:
             async with asyncio.TaskGroup() as tasks:
                 run.attach(tasks)
-                services = [tasks.create_task(service()) for service in (*self.roles.services, run.watch)]
+                services = [tasks.create_task(run.noted(service())) for service in (*self.roles.services, run.watch)]
                 await publish(run)
                 await run.published()  # nothing is drawn before the engines hold this life's weights
                 if run.version == 0 and self.progress.success_before is None:
                     await self._evaluate_first()
-                background = [tasks.create_task(loop(run)) for loop in (loops.feed, loops.generate, loops.score)]
-                await loops.train(run)
+                beside = (loops.feed, loops.generate, loops.score)
+                background = [tasks.create_task(run.noted(loop(run))) for loop in beside]
+                await run.noted(loops.train(run))
                 await run.published()
                 await self._write_notes()
                 if self.recipe.exact and run.version == run.leg_end:
                     await run.drained()
+                await run.flight.end()
                 run.cancel_spawned()
                 for task in (*services, *background):
                     task.cancel()
@@ -278,6 +280,7 @@ class Session:
         await self._write_notes()
         self.progress.wasted_tokens += run.wasted_tokens
         run.wasted_tokens = 0
+        unfinished = await run.flight.unfinished(run.pending)  # with the manifest: whatever moves meanwhile is in neither
         manifest = {
             "lineage": self.lineage.id,
             "ancestors": self.lineage.ancestors,
@@ -293,7 +296,11 @@ class Session:
         }
         try:
             self.checkpoint_folder = await self.store.save(
-                run.version, write_weights=run.trainer.save, groups=run.buffer.groups(), manifest=manifest
+                run.version,
+                write_weights=run.trainer.save,
+                groups=run.buffer.groups(),
+                unfinished=unfinished,
+                manifest=manifest,
             )
         except CheckpointError:
             self._saved_version = run.version  # rescued elsewhere: a second try would fare no better

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from headrace.observe import Signal
+from headrace.types import Scored
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable
@@ -39,6 +40,13 @@ class PendingGroup:
     number: int
     task: dict[str, Plain]
     episodes: list[Episode] = field(default_factory=list)
+    """Those with an outcome."""
+
+    @property
+    def oldest(self) -> int | None:
+        """The oldest version of what would be trained of it as it is; None if nothing would."""
+        scored = (episode for episode in self.episodes if isinstance(episode.outcome, Scored))
+        return min((r.oldest_version for episode in scored for r in episode.rollouts if r.num_sampled), default=None)
 
 
 class FinishedEpisodes:

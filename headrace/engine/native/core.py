@@ -22,7 +22,7 @@ from headrace.engine.native.plain import PlainRunner
 from headrace.engine.native.request import Growth, Request, Step
 from headrace.engine.native.scheduler import Scheduler
 from headrace.engine.native.work import Slots
-from headrace.engine.protocol import Increment, NotFinite, PromptTooLong, UnusablePrompt
+from headrace.engine.protocol import Increment, InFlight, NotFinite, PromptTooLong, UnusablePrompt
 from headrace.model.arena import Arena
 from headrace.model.head import Head
 from headrace.model.load import ModelError
@@ -194,6 +194,7 @@ class EngineCore:
     def abort_running(self) -> None:
         """End every rollout that has begun where it is, with `ABORT`."""
         self.settle()
+        self.scheduler.keep_slots(self.num_begun)
         for request in [*self.scheduler.running.values(), *self.scheduler.retracted]:
             if request.slot >= 0 or request in self.scheduler.retracted:  # ended, one takes its followers with it
                 self._finish(request, FinishReason.ABORT)
@@ -239,7 +240,12 @@ class EngineCore:
         self.runner.in_order(spare.exchange)
 
     def changed_weights(self, *, policy: str, lineage: str, version: int) -> None:
-        """What is drawn from now on is drawn by these weights."""
+        """What is drawn from now on is drawn by these weights. Where they begin another life of the trainer, what has drawn
+        something keeps the name of the life it drew it in: `lengthen` says why."""
+        if lineage != self.lineage:
+            for request in [*self.scheduler.running.values(), *self.scheduler.retracted]:
+                if request.lineage is None and len(self.scheduler.drawings(request).token_ids):
+                    request.lineage = self.lineage
         self.policy, self.lineage, self.version = policy, lineage, version
         self.scheduler.new_weights((lineage, version))
 
@@ -255,10 +261,23 @@ class EngineCore:
                 part = (request.slot, slice(start, stop))
                 masks = request.masks[request.told :]
                 request.told = stop - len(request.rollout)
-                grown.append(
-                    Growth(request, slots.tokens[part].copy(), slots.logprobs[part].copy(), slots.versions[part].copy(), masks)
-                )
+                drawn = (slots.tokens[part].copy(), slots.logprobs[part].copy(), slots.versions[part].copy())
+                grown.append(Growth(request, *drawn, masks, self._lineage_of(request)))
         return grown
+
+    def in_flight(self) -> list[InFlight]:
+        """Every request that has not ended."""
+        scheduler = self.scheduler
+        return [self._in_flight(each) for each in (*scheduler.running.values(), *scheduler.retracted, *scheduler.waiting())]
+
+    def _in_flight(self, request: Request) -> InFlight:
+        versions = self.scheduler.drawings(request).versions
+        return InFlight.of(
+            request.rollout,
+            num_drawn=len(versions),
+            first=int(versions[0]) if len(versions) else -1,
+            partial=lambda: self._lengthen(request, FinishReason.ABORT),
+        )
 
     def step(self) -> Step:
         """Launch what comes next, and take in what was drawn as many steps ago as the runner is ahead."""
@@ -378,8 +397,11 @@ class EngineCore:
             masks=request.masks,
             expert_routing=self._routing(request, stop),
             policy=self.policy,
-            lineage=self.lineage,
+            lineage=self._lineage_of(request),
         )
+
+    def _lineage_of(self, request: Request) -> str:
+        return self.lineage if request.lineage is None else request.lineage
 
     def _routing(self, request: Request, length: int) -> Array | None:
         """[tokens, MoE layers, top k] of a request's tokens, as kept with its blocks; unknown where nothing was computed."""

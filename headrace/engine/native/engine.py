@@ -12,7 +12,7 @@ import contextlib
 from typing import TYPE_CHECKING, NoReturn
 
 from headrace.engine.native.core import EngineCore, Request
-from headrace.engine.protocol import EngineState, Increment
+from headrace.engine.protocol import EngineState, Increment, InFlight
 from headrace.model.packing import score as score_packed
 from headrace.model.weights import SpareWeights, WeightError, check_order
 from headrace.observe import Signal
@@ -149,6 +149,9 @@ class NativeEngine:
 
     async def state(self) -> EngineState:
         return self._state()
+
+    async def in_flight(self) -> list[InFlight]:
+        return self.core.in_flight()
 
     def _interrupt(self, interrupt: Interrupt) -> None:
         """Do with what is in flight as `interrupt` says, at once."""

@@ -44,6 +44,8 @@ class Request:
     masks: list[Array] = field(default_factory=list)
     told: int = 0
     """New tokens of it that `growth` has given out."""
+    lineage: str | None = None
+    """The life of the trainer its first token was drawn in, once that is over; None while it goes on."""
     leads: Beginning | None = None
     """The prompt it computes for whoever else begins with it."""
 
@@ -66,6 +68,8 @@ class Growth:
     logprobs: Array
     versions: Array
     masks: list[Array]
+    lineage: str
+    """The life of the trainer its first token was drawn in."""
 
 
 @dataclass(frozen=True, slots=True)

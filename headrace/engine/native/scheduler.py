@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from headrace.types import Array
 
 
+_KEPT_SECONDS = 0.25
+"""How long slots are kept for rollouts that were aborted: what they take to the launcher and back, many times over."""
+
+
 class Scheduler:
     """Owns the slots and the blocks. It computes nothing and draws nothing."""
 
@@ -57,17 +61,36 @@ class Scheduler:
         """Admissions are numbered; the highest is retracted first."""
         self._turns = itertools.count()
         self._is_decoding = np.zeros(slots, dtype=bool)
+        self._num_kept, self._kept_until = 0, 0.0
 
     # What waits
 
     def submit(self, request: Request) -> None:
         is_interrupted = request.rollout.finish_reason is FinishReason.ABORT  # it goes on before anything new begins
+        if is_interrupted:
+            self._num_kept = max(0, self._num_kept - 1)
         (self._resumed if is_interrupted else self._new)[request] = None
+
+    def keep_slots(self, count: int) -> None:
+        """So many rollouts were aborted, and are about to be resumed by whoever asked for them: until they are, nothing new
+        takes their slots. Those who do not come back have them kept for `_KEPT_SECONDS`."""
+        self._num_kept, self._kept_until = count, time.monotonic() + _KEPT_SECONDS
+
+    @property
+    def is_keeping_slots(self) -> bool:
+        """Whether something new would begin, were it not for rollouts that are yet to be resumed."""
+        is_kept = 0 < len(self._free_slots) <= self._num_kept and time.monotonic() < self._kept_until
+        return is_kept and bool(self._new) and not self._resumed and not self.retracted
 
     def withdraw(self, request: Request) -> None:
         """Forget one that waits."""
         for queue in (self.retracted, self._resumed, self._new):
             queue.pop(request, None)
+
+    def waiting(self) -> Iterator[Request]:
+        """Requests that have not begun, in the order they will."""
+        yield from self._resumed
+        yield from self._new
 
     @property
     def num_waiting(self) -> int:
@@ -121,7 +144,7 @@ class Scheduler:
     def _admit(self, runner: Runner) -> None:
         while self._free_slots:
             queue = self.retracted or ((self._resumed or self._new) if self.is_admitting else None)
-            if not queue:
+            if not queue or (queue is self._new and self.is_keeping_slots):
                 return
             request = next(iter(queue))
             if not self._place(request, runner):

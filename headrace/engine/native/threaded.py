@@ -7,6 +7,8 @@ New weights are copied and hashed beside the running ones by a thread of their o
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import functools
 import threading
 from collections import deque
 from concurrent.futures import Future
@@ -14,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from headrace.engine.native.core import Request
 from headrace.engine.native.engine import NativeEngine
-from headrace.engine.protocol import EngineState, Increment
+from headrace.engine.protocol import EngineState, Increment, InFlight
 from headrace.partial import Interrupt
 from headrace.types import FinishReason
 
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from headrace.types import Array, Rollout, Sampling, WeightUpdate
 
 T = TypeVar("T")
+_COME_BACK_SECONDS = 0.001
 
 
 class EngineDied(RuntimeError):
@@ -98,6 +101,9 @@ class ThreadedEngine(NativeEngine):
                 self._timeline.split("prefill", share=step.prompt_rows / max(step.prompt_rows + step.decode_rows, 1))
                 self._timeline.count(occupied=step.decode_rows, slots=self.core.num_slots)
                 self.after_step()
+                if not step.decode_rows + step.prompt_rows and self.core.scheduler.is_keeping_slots:
+                    self._bell.wait(_COME_BACK_SECONDS)  # for those just aborted; their coming rings it
+                    self._bell.clear()
         except BaseException as error:  # noqa: BLE001  (told to whoever watches `died`; a thread has nobody to raise to)
             self.died.set_exception(error)
 
@@ -232,6 +238,15 @@ class ThreadedEngine(NativeEngine):
         """A look from outside: numbers a step old, and never behind one."""
         return self._state()
 
+    async def in_flight(self) -> list[InFlight]:
+        """Their partial rollouts are made at once: the core is the decode thread's."""
+
+        def look() -> list[InFlight]:
+            calls = self.core.in_flight()
+            return [dataclasses.replace(call, partial=functools.partial(_same, call.partial())) for call in calls]
+
+        return await self.between_steps(look)
+
     def submit(self, requests: Sequence[Request], on_refused: Callable[[Request, ValueError], None]) -> None:
         """Queue many at once; those that cannot be generated are told to `on_refused`, in the decode thread."""
 
@@ -243,6 +258,10 @@ class ThreadedEngine(NativeEngine):
                     on_refused(request, error)
 
         self.post(act)
+
+
+def _same(rollout: Rollout) -> Rollout:
+    return rollout
 
 
 async def _to_its_end(work: Coroutine[Any, Any, None], *, give_up: Callable[[], None]) -> None:
