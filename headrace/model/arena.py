@@ -188,14 +188,18 @@ def _aligned(element: int, dtype: torch.dtype) -> int:
 def lay_out(manifest: Manifest) -> dict[str, Slot]:
     """A place for every tensor of an update: where `Arena.adopt` puts those of a model that has the same ones, if none of
     them share their memory."""
-    dtypes = {name: getattr(torch, name, None) for name in set(manifest.dtypes)}
-    for name, dtype in dtypes.items():
-        if not isinstance(dtype, torch.dtype):
-            raise ArenaError(f"dtype {name!r} is not one that torch knows")
+    dtypes = {name: _dtype(name) for name in set(manifest.dtypes)}
     return _lay_out(
         (name, dtypes[dtype], shape, name)
         for name, dtype, shape in zip(manifest.names, manifest.dtypes, manifest.shapes, strict=True)
     )
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ArenaError(f"dtype {name!r} is not one that torch knows")
+    return dtype
 
 
 def _lay_out_held(tensors: Mapping[str, Tensor]) -> dict[str, Slot]:

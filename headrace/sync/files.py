@@ -1,4 +1,4 @@
-"""The transport over any filesystem that sender and receivers share: a safetensors file, renamed when it is whole, and a notice.
+"""The transport over any filesystem that both ends share: a safetensors file, renamed when it is whole, and a notice.
 
 Whoever else reads safetensors can read it: the tensors have the names and shapes of the model's.
 """
@@ -9,7 +9,7 @@ import json
 import re
 import struct
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -111,7 +111,7 @@ class FilesTransport:
                 time.sleep(_LOOK_SECONDS)
 
 
-def _copy(file: safe_open, target: Target) -> None:
+def _copy(file: Any, target: Target) -> None:  # noqa: ANN401  (the library types none of it)
     there = set(file.keys())
     for name, view in target.views.items():
         if name not in there:
@@ -136,7 +136,7 @@ def write_safetensors(path: Path, views: Mapping[str, Tensor]) -> None:
         file.write(struct.pack("<Q", len(encoded)) + encoded)
         for view in views.values():
             if view.numel():
-                file.write(memoryview(view.contiguous().reshape(-1).view(torch.uint8).numpy()))
+                file.write(view.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def remove_files(folder: Path, prefix: str) -> None:

@@ -16,8 +16,10 @@ class Target(Protocol):
     """Where a receiver wants the bytes: a buffer it owns, on whatever device it likes."""
 
     num_bytes: int
-    views: Mapping[str, Tensor]
-    """The same buffer as named tensors. All of it but padding is in one of them."""
+
+    @property
+    def views(self) -> Mapping[str, Tensor]:
+        """The same buffer as named tensors. All of it but padding is in one of them."""
 
     def write(self, start: int, piece: Tensor) -> None:
         """Copy `piece`, one dimension of uint8, to the bytes from `start` on. It is done with `piece` when it returns."""

@@ -24,7 +24,7 @@ from headrace.types import Payload, WeightUpdate
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from headrace.model.arena import Slot
     from headrace.model.weights import Incoming
@@ -62,6 +62,10 @@ class WeightSync:
         """Differences one on top of the other, the last of them held."""
         self._newest: WeightUpdate | None = None
         """The last that was released; an engine that comes late is brought there."""
+        self._home: Arena | None = None
+        """Weights that receivers read where they are."""
+        self._when_over: dict[str, Callable[[], None]] = {}
+        """By key: what to call when nobody reads them any more."""
         self._lock = threading.RLock()
         self._beside = _Beside()
 
@@ -72,30 +76,49 @@ class WeightSync:
 
     # The sender's end
 
+    def adopt(self, model: nn.Module) -> Arena:
+        """Lay a model's weights into memory that receivers can read themselves, where the transport has such on the model's
+        device: offered from there, no byte of them is copied here."""
+        is_home = False
+
+        def allocate(num_bytes: int, device: torch.device) -> Tensor:
+            nonlocal is_home
+            room = self._transport.room(_HOME, num_bytes)
+            is_home = room.device == device
+            return room if is_home else allocate_bytes(num_bytes, device)
+
+        arena = Arena.adopt(model, allocate)
+        if is_home:
+            self._home = arena
+        else:
+            self._transport.free(_HOME)
+        return arena
+
     @torch.no_grad()
     def offer(
         self,
         version: int,
-        tensors: Iterable[tuple[str, Tensor]],
+        tensors: Iterable[tuple[str, Tensor]] | Arena,
         *,
         adapter: dict[str, Plain] | None = None,
         whole: bool = False,
         on_read: Callable[[], None] = lambda: None,
     ) -> WeightUpdate:
-        """Take the weights as they are now and have them ready to be fetched. `on_read` is called as soon as they may change.
+        """Take the weights as they are now and have them ready to be fetched. `on_read` is called as soon as they may change:
+        before this returns, or, where receivers read an adopted arena itself, when the update is released or given up.
 
         Called by the trainer's side when a version has been trained. An adapter is a shorter iterator, with its
         configuration. `whole`: no difference, whatever the setting; a second attempt is always so.
         """
-        named = dict(tensors)
         key = f"{version}-{next(self._attempts)}"
+        weights = tensors if isinstance(tensors, Arena) else dict(tensors)
         try:
-            with self._lock, self._beside.working(_device(named)):
-                layout = self._lay_out(named)
-                image, room = self._image(layout, named, key)
-                _pack(image, named)
-                self._beside.settle()
-                on_read()
+            with self._lock, self._beside.working(_device(weights)):
+                layout = self._lay_out(weights)
+                image, room = self._take(layout, weights, key)
+                if image is not weights:
+                    self._beside.settle()
+                    on_read()
                 manifest = layout.hash(image)
                 body, base = image.memory, None
                 if self._payload is Payload.DELTA and adapter is None:
@@ -106,6 +129,10 @@ class WeightSync:
                     room = self._transport.room(key, len(body))
                     room.copy_(body)
                     self._beside.settle()
+                    if image is weights:
+                        on_read()
+                elif image is self._home:
+                    self._when_over[key] = on_read
                 update = WeightUpdate(
                     policy=self._policy,
                     lineage=self.lineage.id,
@@ -137,6 +164,7 @@ class WeightSync:
                 self._held, self._next = self._next, self._held
                 self._held.version, self._next.key = update.version, ""
             self._newest = self._offered[key]
+            self._when_over.pop(key, _nothing)()
             self._chain = [*self._chain, self._newest] if update.payload is Payload.DELTA else []
             self._chain = self._chain[-_MOST_DELTAS:]
             kept = {_key(each) for each in (*self._chain, self._newest)}
@@ -209,23 +237,36 @@ class WeightSync:
 
     # Images and parcels
 
-    def _lay_out(self, tensors: Mapping[str, Tensor]) -> _Layout:
-        manifest = describe(tensors)
-        if self._layout is None or not self._layout.manifest.is_like(manifest):
-            self._layout = _Layout(manifest, lay_out(manifest))
+    def _lay_out(self, tensors: Mapping[str, Tensor] | Arena) -> _Layout:
+        known = self._layout
+        if isinstance(tensors, Arena):
+            if known is None or known.slots is not tensors.slots:
+                known = _Layout(describe(tensors.views), tensors.slots)
+        else:
+            manifest = describe(tensors)
+            if known is None or not known.manifest.is_like(manifest):
+                known = _Layout(manifest, lay_out(manifest))
+        if known is not self._layout:
+            self._layout = known
             self._held, self._next = _Image(), _Image()  # of another shape: there is nothing to take a difference from
-        return self._layout
+        return known
 
-    def _image(self, layout: _Layout, tensors: Mapping[str, Tensor], key: str) -> tuple[Arena, Tensor | None]:
-        """An image to pack into, and the room if that is where it lies: it does if weights travel whole and the room is on
-        their device."""
+    def _take(self, layout: _Layout, tensors: Mapping[str, Tensor] | Arena, key: str) -> tuple[Arena, Tensor | None]:
+        """The image, and the room if that is where it lies: it does if weights travel whole and the room is on their device.
+        An arena is its own image, unless a difference is to be taken from it later."""
         device = _device(tensors)
         if self._payload is not Payload.DELTA:
+            if isinstance(tensors, Arena):
+                return tensors, tensors.memory if tensors is self._home else None
             room = self._transport.room(key, layout.num_bytes)
             if room.device.type == device.type:
-                return Arena(layout.slots, device=room.device, allocate=lambda *_: room), room
+                image = Arena(layout.slots, device=room.device, allocate=lambda *_: room)
+                _pack(image, tensors)
+                return image, room
+            self._transport.free(key)
         if self._next.arena is None or self._next.arena.device != device:
             self._next.arena = Arena(layout.slots, device=device)
+        _pack(self._next.arena, tensors)
         return self._next.arena, None
 
     def _difference(self, image: Arena, version: int) -> tuple[Tensor, int | None]:
@@ -238,9 +279,12 @@ class WeightSync:
         return (blob, base) if len(blob) < image.num_bytes else (image.memory, None)
 
     def _post(self, update: WeightUpdate, key: str, room: Tensor, slots: Mapping[str, Slot]) -> WeightUpdate:
-        is_whole = update.payload is not Payload.DELTA
-        views = Arena(slots, device=room.device, allocate=lambda *_: room).views if is_whole else {_DELTA: room}
-        place = self._transport.post(key, views)
+        if self._home is not None and room is self._home.memory:
+            place = self._transport.post(_HOME, self._home.views)
+        elif update.payload is Payload.DELTA:
+            place = self._transport.post(key, {_DELTA: room})
+        else:
+            place = self._transport.post(key, Arena(slots, device=room.device, allocate=lambda *_: room).views)
         update = replace(update, place={**place, "key": key, "parcel": len(room)})
         self._offered[key] = update
         return update
@@ -248,10 +292,17 @@ class WeightSync:
     def _free(self, key: str) -> None:
         self._offered.pop(key, None)
         self._transport.free(key)
+        self._when_over.pop(key, _nothing)()
 
 
+_HOME = "home"
+"""The key of an adopted arena."""
 _DELTA = "delta"
 """What a difference is called among named tensors."""
+
+
+def _nothing() -> None:
+    """Nobody waits."""
 
 
 @dataclass
@@ -321,18 +372,21 @@ class _Beside:
             self._stream.synchronize()
 
 
-def _device(tensors: Mapping[str, Tensor]) -> torch.device:
+def _device(tensors: Mapping[str, Tensor] | Arena) -> torch.device:
+    if isinstance(tensors, Arena):
+        return tensors.device
     return next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
 
 
-def _pack(image: Arena, tensors: Mapping[str, Tensor]) -> None:
+def _pack(image: Arena, tensors: Mapping[str, Tensor] | Arena) -> None:
     """Copy into an image, in as few launches as there can be."""
-    views = [image.views[name] for name in tensors]
-    if image.device.type == "cuda":
-        torch._foreach_copy_(views, list(tensors.values()))
+    if isinstance(tensors, Arena):
+        image.copy_from(tensors)
+    elif image.device.type == "cuda":
+        torch._foreach_copy_([image.views[name] for name in tensors], list(tensors.values()))
     else:
-        for view, tensor in zip(views, tensors.values(), strict=True):
-            view.copy_(tensor)
+        for name, tensor in tensors.items():
+            image.views[name].copy_(tensor)
 
 
 def _key(update: WeightUpdate) -> str:

@@ -1,5 +1,5 @@
-"""What can go wrong with weights on their way, on every transport and with every payload: each time it is found, no engine is on
-a version it should not be, the next attempt succeeds, and nothing is left behind. Prints the matrix of what was found.
+"""What can go wrong with weights on their way, on every transport and with every payload: each time it is found, no engine is
+on a version it should not be, the next attempt succeeds, and nothing is left behind. Prints the matrix of what was found.
 
 A transport inside one process has no ends to kill. Weights on a GPU are tried where there is one.
 """
@@ -244,7 +244,7 @@ def test_two_updates_in_the_wrong_order(ended):
     sender.sync.release(second)  # as if some other engine held it
     third = sender.offer(3)
     if ended.payload == Payload.DELTA:
-        with pytest.raises(SyncError, match="version 3 is a difference from version 2, and version 1 .* is held") as caught:
+        with pytest.raises(SyncError, match=r"version 3 is a difference from version 2, and version 1 .* is held") as caught:
             near.receiver.load(third)
         assert near.held[0] == 1
         for update in sender.sync.catch_up(1):

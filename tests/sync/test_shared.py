@@ -144,7 +144,7 @@ def test_the_newest_version_stays_readable_while_the_next_is_written_into_other_
     one = ends.send(1, tensors[1])
     assert equal(ends.receive(zero), tensors[0]) and equal(ends.receive(one), tensors[1])
     ends.sender.release(one)
-    with pytest.raises(SyncError, match="version 0 .* is not on offer"):
+    with pytest.raises(SyncError, match=r"version 0 .* is not on offer"):
         ends.receive(zero)
     inodes = {path.stat().st_ino for path in ends.folder.iterdir()}
     two = ends.send(2, tensors[2])
