@@ -25,11 +25,12 @@ BENCHES = {
     "learn": "does the quickstart learn, over several seeds",
     "controller": "what the launcher itself costs per rollout, 10,000 in flight",
     "overlap": "generation and training side by side, against the slower of them alone",
+    "sync": "new weights to the engines: every transport, with and without a difference, against a plain copy",
     "engine": "the native engine's tokens a second, against the memory's limit, transformers and vLLM",
 }
 """Each is a module of `headrace.bench` with a `run(*, quick, json_file)`."""
-BENCH_OPTIONS = {"seeds": "learn", "model": "engine"}
-"""Options that only one benchmark has."""
+BENCH_OPTIONS = {"seeds": ("learn",), "model": ("engine", "sync")}
+"""Options that only some benchmarks have."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -107,7 +108,10 @@ def make_parser() -> argparse.ArgumentParser:
     bench.add_argument("--json", type=Path, help="write the figures to this file")
     bench.add_argument("--quick", action="store_true", help="under a minute on 2 cores; shows that it runs, not the figure")
     bench.add_argument("--seeds", type=int, help="of learn: how many seeds, from 0; 5 if not given")
-    bench.add_argument("--model", help="of engine: a Hugging Face folder to measure logprobs with, and on CPU speed too")
+    bench.add_argument(
+        "--model",
+        help="of engine: a Hugging Face folder to measure logprobs with, and on CPU speed too; of sync: to take steps with",
+    )
     bench.set_defaults(run=_bench)
     return parser
 
@@ -271,8 +275,8 @@ def _serve(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
 def _bench(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
     given = {name: getattr(options, name) for name in BENCH_OPTIONS if getattr(options, name) is not None}
     for name, value in given.items():
-        if options.name != BENCH_OPTIONS[name]:
-            raise ConfigError(f"--{name} = {value}: only `headrace bench {BENCH_OPTIONS[name]}` has {name}")
+        if options.name not in BENCH_OPTIONS[name]:
+            raise ConfigError(f"--{name} = {value}: only `headrace bench {' or '.join(BENCH_OPTIONS[name])}` has {name}")
     if options.model is not None and not Path(options.model).is_dir():
         raise ConfigError(f"--model = {options.model}: the folder does not exist")
     module = importlib.import_module(f"headrace.bench.{options.name}")
