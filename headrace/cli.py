@@ -110,7 +110,7 @@ def make_parser() -> argparse.ArgumentParser:
     bench.add_argument("--seeds", type=int, help="of learn: how many seeds, from 0; 5 if not given")
     bench.add_argument(
         "--model",
-        help="of engine: a Hugging Face folder to measure logprobs with, and on CPU speed too; of sync: to take steps with",
+        help="of engine and sync: a Hugging Face folder to measure with, too",
     )
     bench.set_defaults(run=_bench)
     return parser

@@ -1,8 +1,8 @@
 """`headrace bench sync`: weights on their way from a trainer's process to an engine's, over every transport there is here.
 
-The receiver is a process of its own that does what an engine does: it writes the bytes beside what it runs, hashes them, compares
-them with the manifest and exchanges them. Transports take turns, and a plain copy of as many bytes with them; figures are
-medians. On a GPU the model has the shape of Qwen3-0.6B, on a CPU that of SmolLM2-135M, both in bfloat16.
+The receiver is a process of its own that does what an engine does: it writes the bytes beside what it runs, hashes them,
+compares them with the manifest and exchanges them. Transports take turns, and a plain copy of as many bytes with them; figures
+are medians. On a GPU the model has the shape of Qwen3-0.6B, on a CPU that of SmolLM2-135M, both in bfloat16.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import threading
 import time
 from collections import defaultdict
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +32,8 @@ from headrace.sync import Ends, Lineage, WeightSync
 from headrace.sync.shared import shared_folder
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from headrace.types import WeightUpdate
 
 _DEADLINE = 60.0

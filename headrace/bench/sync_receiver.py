@@ -1,4 +1,4 @@
-"""An engine's end of a weight sync, alone in a process: `python -m headrace.bench.sync_receiver`, told what to do line by line."""
+"""An engine's end of a weight sync, alone in a process that is told what to do on its input."""
 
 from __future__ import annotations
 

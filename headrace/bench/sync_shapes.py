@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -13,7 +13,7 @@ from headrace.model.load import served_dtype
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
     "SmolLM2-135M": {
         "model_type": "llama",
         "hidden_size": 576,
@@ -49,10 +49,10 @@ SHAPES = {
 
 
 def make_model(shape: str, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
-    """In the dtypes an engine would load it in; every process that makes one of a shape has the same tensors, if not the same numbers."""
+    """In the dtypes an engine would load it in. Every process makes the same tensors of a shape, if not the same numbers."""
     config = transformers.AutoConfig.for_model(**SHAPES[shape])
     with torch.device(device):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     for _, tensor in held_tensors(model):
         tensor.data = tensor.data.to(served_dtype(model, tensor, dtype))
     return model.eval()
