@@ -55,4 +55,5 @@ def make_model(shape: str, device: torch.device, dtype: torch.dtype = torch.bflo
         model: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     for _, tensor in held_tensors(model):
         tensor.data = tensor.data.to(served_dtype(model, tensor, dtype))
-    return model.eval()
+    model.eval()
+    return model

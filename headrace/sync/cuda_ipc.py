@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import weakref
 from typing import TYPE_CHECKING
 
 import torch
@@ -46,6 +47,7 @@ class ExportedRoom:
         self.handle = ctypes.string_at(ctypes.byref(handle), _HANDLE_BYTES).hex()
         self.device = device
         self.tensor = torch.as_tensor(Bytes(self._address.value, num_bytes), device=device)
+        _EXPORTED[self.handle] = self
 
     def drop(self) -> None:
         """Receivers that have it open keep what they opened until they close it."""
@@ -53,6 +55,10 @@ class ExportedRoom:
             torch.cuda.synchronize(self.device)
             call("cuMemFree_v2", self._address)
             self._address = ctypes.c_uint64(0)
+
+
+_EXPORTED: weakref.WeakValueDictionary[str, ExportedRoom] = weakref.WeakValueDictionary()
+"""By handle: a process cannot open its own."""
 
 
 class OpenedRoom:
@@ -121,7 +127,7 @@ class CudaIpcTransport:
         target.write(0, self._open(handle, size, torch.device("cuda", gpu))[: target.num_bytes])
 
     def _open(self, handle: str, size: int, device: torch.device) -> Tensor:
-        room = self._opened.get(handle)
+        room: ExportedRoom | OpenedRoom | None = _EXPORTED.get(handle) or self._opened.get(handle)
         if room is None:
             try:
                 room = self._opened[handle] = OpenedRoom(handle, size, device)

@@ -280,3 +280,21 @@ def test_modules_in_the_working_directory_do_not_stand_in_for_the_librarys(tmp_p
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [path for path in sys.path if path])
     assert local_run(tmp_path / "run", steps=1, held_out=None).summary["status"] == "finished"
+
+
+# Weights on their way
+
+
+@pytest.mark.parametrize("payload", ["full", "delta"])
+@pytest.mark.parametrize("transport", ["shared_memory", "files", "http", "collective"])
+def test_every_transport_and_payload_trains_the_same_weights(tmp_path, transport, payload):
+    """At lag 0 the result depends on nothing but the recipe: what engines held was what was trained."""
+    settings = {"exact": True, "staleness": {"max_lag": 0}, "steps": 3, "checkpoint": {"every": 3}}
+    reference = small_run(tmp_path / "inline", **settings)
+    sync = {"transport": transport, "payload": payload, "deadline": 20.0}
+    local = local_run(tmp_path / "local", sync=sync, engine={"slots": 8, "count": 2}, **settings)
+    ours, theirs = (run.folder / "checkpoints" / "step-3" for run in (local, reference))
+    assert same_weights(ours, theirs)
+    assert not children() and not leftovers()
+    names = [event["name"] for event in json.loads((local.folder / "trace.json").read_text())]
+    assert "offer 3" in names and names.count("receive 3") == 2, "the trace shows what happens beside the steps"
