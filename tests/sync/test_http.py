@@ -22,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.errors import SyncError
+from headrace.sync import parcels
 from headrace.sync.http import HttpTransport, relay_places
 from headrace.sync.http_head import proof, write_head
 from headrace.sync.http_server import authorization
@@ -690,6 +691,35 @@ def test_memory_is_not_used_again_while_somebody_reads_it(sender):
         room.copy_(~content)
         read = b"".join(iter(lambda: stuck.recv(1 << 20), b"")).partition(b"\r\n\r\n")[2]
         assert 0 < len(read) < 64 << 20 and read == bytes(content[: len(read)].numpy()), "nothing of the next"
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_memory_waits_for_its_last_user_and_is_never_shared(monkeypatch, leaves):
+    monkeypatch.setattr(parcels, "_LEAVE_SECONDS", SOON if leaves else 0.3)
+    shelf, left, entered = parcels.Shelf(), threading.Event(), threading.Event()
+    parcel = shelf.add("v1", 1000, is_offered=True)
+
+    def use():
+        with parcel.in_use():
+            entered.set()
+            left.wait(SOON)
+
+    user, freeing = threading.Thread(target=use), threading.Thread(target=shelf.drop, args=("v1",))
+    user.start()
+    assert entered.wait(SOON)
+    freeing.start()
+    soon(lambda: parcel.is_over)
+    freeing.join(0.1)
+    assert freeing.is_alive()
+    if leaves:
+        left.set()
+    freeing.join(SOON)
+    assert not freeing.is_alive()
+    assert (shelf.add("v2", 1000, is_offered=True).buffer is parcel.buffer) == leaves
+    with pytest.raises(SyncError, match="freed"), parcel.in_use():
+        pass
+    left.set()
+    user.join(SOON)
 
 
 def descriptors():
