@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, overload
 
 import numpy as np
 
-from headrace.validate import Array, check_kind, frozen
+from headrace.validate import Array, check_kind, frozen, trusted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -29,6 +29,9 @@ class TensorInfo:
         object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
         if self.num_bytes < 0:
             raise ValueError(f"tensor {self.name!r}: {self.num_bytes} bytes")
+
+
+_LAYOUT = ("names", "dtypes", "ranks", "sizes", "num_bytes")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -113,14 +116,10 @@ class Manifest(Sequence[TensorInfo]):
 
     def with_checksums(self, checksums: Array) -> Manifest:
         """The same tensors, holding something else."""
-        return Manifest(
-            names=self.names,
-            dtypes=self.dtypes,
-            ranks=self.ranks,
-            sizes=self.sizes,
-            num_bytes=self.num_bytes,
-            checksums=checksums,
-        )
+        column = _whole_numbers(checksums, np.uint64, "checksums")
+        if len(column) != len(self):
+            raise ValueError(f"manifest: {len(column)} checksums of {len(self)} tensors")
+        return trusted(Manifest, {name: getattr(self, name) for name in _LAYOUT} | {"checksums": column})
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Manifest):

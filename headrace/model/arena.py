@@ -70,6 +70,7 @@ class Arena:
         self.device = device
         self._allocate = allocate
         self._holders: dict[str, Tensor] = {}
+        self._places: list[int] | None = None
         regions, num_bytes = _regions(self.slots.values())
         self.memory = self._buffer(num_bytes)
         """All of it as bytes: the same slots give the same layout anywhere, so that this is also how weights travel."""
@@ -125,6 +126,7 @@ class Arena:
     def exchange(self, other: Arena) -> None:
         """Take the other's memory and give it ours; the model runs on what it held. Touches no element."""
         self.memory, other.memory = other.memory, self.memory
+        self._places = other._places = None
         self.flat, other.flat = other.flat, self.flat
         self.views, other.views = other.views, self.views
         for name, holder in self._holders.items():
@@ -137,7 +139,12 @@ class Arena:
 
     def strayed(self) -> str | None:
         """The first tensor of the model that no longer lies here, because the model was moved after it was adopted."""
-        return next((name for name, holder in self._holders.items() if holder.data_ptr() != self.views[name].data_ptr()), None)
+        places = self._places
+        if places is None:
+            places = self._places = [view.data_ptr() for view in self.views.values()]
+        if [holder.data_ptr() for holder in self._holders.values()] == places:
+            return None
+        return next(name for name, holder in self._holders.items() if holder.data_ptr() != self.views[name].data_ptr())
 
     def _buffer(self, num_bytes: int) -> Tensor:
         buffer = (self._allocate or allocate_bytes)(num_bytes, self.device)

@@ -162,7 +162,7 @@ class Incoming:
         if not 0 <= start <= start + len(piece) <= len(memory):
             raise SyncError(f"{len(piece)} bytes arrived for place {start} of {len(memory)}")
         memory[start : start + len(piece)].copy_(piece)
-        if memory.is_cuda:
+        if memory.is_cuda and not piece.is_cuda:  # what is on a GPU stays as it is until the receipt
             torch.cuda.current_stream(memory.device).synchronize()
 
     def take_running(self) -> list[Tensor]:
@@ -192,8 +192,8 @@ class SpareWeights:
         self._staging: Arena | None = None
         self._inspector: Inspector | None = None
         self._own = describe(self.arena.views)
-        self._laid_out: tuple[Manifest, dict[str, Slot]] | None = None
-        """The last update's tensors and where they lie in its bytes: those of the next are the same."""
+        self._laid_out: tuple[Manifest, dict[str, Slot] | None] | None = None
+        """The last update's tensors, and where they lie in its bytes if not as here: those of the next are the same."""
         self._is_whole = False
         self._is_given_up = False
         self._beside = _Beside(self.arena.device)
@@ -209,11 +209,10 @@ class SpareWeights:
         receipt."""
         self._is_whole = self._is_given_up = False
         self._check_arena(update)
-        self._check_manifest(update)
+        slots = self._slots_of(update)
         with self._beside.working():
             staging = self._staging = self._staging or self.arena.like()
-            slots = self._slots_of(update.manifest)
-            arena = staging if slots == staging.slots else Arena(slots, device=staging.device)
+            arena = staging if slots is None else Arena(slots, device=staging.device)
             bring(Incoming(arena, running=self.arena, check=lambda: self._check_wanted(update)))
             if arena is not staging:  # tensors that share their memory here travel apart
                 for name, view in arena.views.items():
@@ -260,9 +259,13 @@ class SpareWeights:
         self._beside.settle()
         self._staging, self._is_whole = None, False
 
-    def _slots_of(self, manifest: Manifest) -> dict[str, Slot]:
+    def _slots_of(self, update: WeightUpdate) -> dict[str, Slot] | None:
+        """Where an update's tensors lie in its bytes, or None if that is where they lie here."""
+        manifest = update.manifest
         if self._laid_out is None or not self._laid_out[0].is_like(manifest):
-            self._laid_out = manifest, lay_out(manifest)
+            self._check_manifest(update)
+            slots = lay_out(manifest)
+            self._laid_out = manifest, None if slots == self.arena.slots else slots
         return self._laid_out[1]
 
     def _check_wanted(self, update: WeightUpdate) -> None:
