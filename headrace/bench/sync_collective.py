@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from headrace.bench.sync_collective_peer import DEADLINE, broadcast_each, naive_group
+from headrace.bench.sync_collective_peer import DEADLINE, broadcast_each, naive_group, total
 from headrace.bench.table import Row, show
 from headrace.errors import SyncError
 from headrace.sync.collective import CollectiveTransport
@@ -94,7 +94,7 @@ class _Ways:
         self._receivers, self._sizes = receivers, sizes
         self._transport = CollectiveTransport(deadline=DEADLINE, bucket=bucket)
         self.buffer = self._transport.room("weights", sum(sizes))
-        self.buffer.random_(0, 256)
+        self.buffer.view(torch.int64).random_()
         store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=DEADLINE), wait_for_workers=False)
         with socket.create_server(("127.0.0.1", 0)) as listener:
             receivers.tell("join", store=store.port, raw=listener.getsockname()[1])
@@ -131,11 +131,9 @@ class _Ways:
     def check(self, name: str) -> None:
         """Whether all receivers hold what was sent; then they forget it."""
         self._receivers.tell("total")
-        expected = int(self.buffer.sum(dtype=torch.int64))
+        expected = total(self.buffer)
         if any(answer["total"] != expected for answer in self._receivers.wait()):
             raise SyncError(f"what {name} brought is not what was sent")
-        self._receivers.tell("clear")
-        self._receivers.wait()
 
     def close(self) -> None:
         self._transport.close()

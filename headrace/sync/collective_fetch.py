@@ -159,7 +159,7 @@ class _Fetch:
         )
         group.mailbox.put(self._values)
         self._told = set()
-        group.form(lambda seconds: self._look(min(seconds, 0.02)))
+        group.form(lambda seconds: self._look(min(seconds, 0.02)), key=self._place.key)
         return group
 
     def _receive(self, group: Group) -> None:

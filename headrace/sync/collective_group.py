@@ -136,14 +136,15 @@ class Group:
         self._moves: list[Move] = []
         self._staging: list[Tensor] = []
 
-    def form(self, pump: Callable[[float], None]) -> None:
-        """Find the others. `pump(seconds)` is called meanwhile: it carries what the mailboxes hold, and raises to give up."""
+    def form(self, pump: Callable[[float], None], *, key: str) -> None:
+        """Find the others, for the sake of that parcel. `pump(seconds)` is called meanwhile: it carries what the mailboxes
+        hold, and raises to give up."""
         self._forming = threading.Thread(target=self._form, name="headrace-collective-form", daemon=True)
         self._forming.start()
         while self._forming.is_alive():
             pump(_SLICE)
         if self._failure is not None:
-            raise SyncError(f"the group did not form: {self._failure}") from self._failure
+            raise SyncError(f"{key}: the group did not form: {self._failure}") from self._failure
 
     def wait_formed(self, seconds: float) -> bool:
         """Whether forming has ended within so long; for a pump that has nothing else to wait for."""
@@ -166,7 +167,13 @@ class Group:
 
     def done(self, move: Move, seconds: float) -> bool:
         """Whether it has ended within so long. Raises RuntimeError if it failed."""
-        is_done = self._is_over(move.work, seconds)
+        failure = ""
+        try:
+            is_done = self._is_over(move.work, seconds)
+        except RuntimeError as error:
+            failure = str(error)
+        if failure:  # raised anew: the frames of the first one hold the work
+            raise RuntimeError(failure)
         if is_done:
             self._moves.remove(move)
             move.work = None

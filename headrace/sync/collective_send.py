@@ -190,7 +190,7 @@ class Sender:
                 turn.check(self._deadline)
 
         if is_new:
-            turn.group.form(pump)
+            turn.group.form(pump, key=turn.parcel.key)
             self._moved(turn)
 
     def _move(self, turn: Round) -> None:

@@ -15,7 +15,7 @@ ONE_RANK = """
 import os, threading, time, torch
 from headrace.sync.collective_group import Group
 group = Group(1, rank=0, size=1, device=torch.device("cuda", 0), host="127.0.0.1", deadline=20.0)
-group.form(lambda seconds: group.wait_formed(seconds))
+group.form(lambda seconds: group.wait_formed(seconds), key="k")
 assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ
 assert not torch.distributed.is_initialized()
 data = torch.arange(1 << 20, device="cuda").to(torch.uint8)
@@ -77,7 +77,7 @@ for key in ("first", "second"):
     sender.free(key)
     print(f"{key}: {time.monotonic() - began:.1f} s")
 print("\\n".join(errors))
-assert len(errors) == 4, errors
+assert len(errors) == 4 and all("Duplicate GPU" in error for error in errors), errors
 empty = sender.room("empty", 0)
 place = sender.post("empty", {})
 thread = threading.Thread(target=fetch, args=(receiver, place, "a"))

@@ -408,7 +408,7 @@ def test_nothing_is_left_after_close(pool):
     for child in (b, sender):
         child.tell("close")
         answer = child.wait_for("after")
-        assert answer["names"] == [] and answer["after"] == answer["before"], child.name
+        assert (answer["names"], answer["after"]) == ([], answer["before"]), child.name
         assert answer["seconds"] < 1.0
         child.process.stdin.close()
         assert child.process.wait(timeout=5) == 0
