@@ -1,10 +1,24 @@
-"""Which elements of a piece differ, by how much, and both as few bytes: the arithmetic of `headrace.sync.delta`.
+"""Which elements of a chunk differ, by how much, and both in few bytes: the arithmetic of `headrace.sync.delta`.
 
-A difference is written as numbers: how many elements were passed over before each changed one, and the distance of its new
-bits from the old ones, counted in units of the last place, least first: -1, +1, -2, +2 and so on. Most are small. Each is
-written as four bits; what does not fit there follows in streams of whole bytes. Two such halves make a byte, and zlib gives
-the frequent bytes short codes: that costs a quarter of the time of coding every number by itself and comes as near to the
-entropy. Of large gaps the low bits are as good as random: they are written as they are.
+A difference is two lists of numbers: how many elements were passed over before each changed one, and how far its new bits are
+from the old ones, in units of the last place, numbered from the least: -1, +1, -2, +2 and so on. Most numbers are small. Each
+is written in two or four bits; of those that do not fit, the rest follows in streams of bytes, lowest byte first. Several small
+numbers share a byte, and zlib gives frequent bytes short codes: fewer bytes to code than numbers, and nearer to the entropy
+than a code for each. Of large gaps the low bits are as good as random and are written as they are, four to a stream.
+
+The content of a chunk, in order:
+
+    shift                  1 byte: how many low bits of the gaps are written as they are, a multiple of 4
+    low bits               for each 4 of them: two numbers to a byte, no length
+    gaps >> shift          numbers
+    distances              numbers
+
+    numbers                1 byte: bits of small numbers (2 or 4), stream, 1 byte: how many streams follow, those streams
+    stream                 4 bytes: its length, and that many bytes: raw deflate, or as they are where that length is the
+                           size the reader expects
+
+How many bytes a stream becomes is never read but always known: from the number of changes, and for the streams of what did not
+fit from how many small numbers are at their largest.
 """
 
 from __future__ import annotations
@@ -25,11 +39,11 @@ if TYPE_CHECKING:
     Integers = NDArray[Any]
 
 _WIDTHS = (2, 4)
-"""Bits of small numbers."""
+"""Bits of small numbers. The largest that they can hold says: this much or more."""
 _WIDEST_GAP = 32
 """The mean gap from which four more low bits are written apart. The next such step is at 16 times it."""
 _LARGEST_SHIFT = 28
-_SAMPLE = 1 << 11
+_SAMPLE = 1 << 10
 """Bytes, from the middle of a stream."""
 _WORTHWHILE = 0.9
 """What a stream must shrink to. Codes cost about as much time as everything else that is done with the numbers."""
@@ -43,7 +57,7 @@ class Changes:
     """What differs in a run of elements."""
 
     positions: Integers
-    """[n] of the changed elements, ascending; int64, or uint32 where the run is short enough."""
+    """[n] int64 of the changed elements, ascending."""
     base: Integers
     """[n] their old bits, int16 or int32."""
     now: Integers
@@ -52,18 +66,19 @@ class Changes:
 
 def find(base: Integers, now: Integers) -> Changes:
     """Compare bits on a CPU, a piece that stays in its caches at a time."""
-    pieces = [_find_piece(base, now, start) for start in range(0, len(base), _PIECE)]
+    mask = np.empty(min(_PIECE, len(base)) * base.itemsize // 8, np.bool_)  # one for all: fresh memory is slow
+    pieces = [_find_piece(base, now, start, mask) for start in range(0, len(base), _PIECE)]
     joined = [np.concatenate(parts) for parts in zip(*pieces, strict=True)]
     return Changes(*joined)
 
 
-def _find_piece(base: Integers, now: Integers, start: int) -> tuple[Integers, Integers, Integers]:
+def _find_piece(base: Integers, now: Integers, start: int, mask: NDArray[np.bool_]) -> tuple[Integers, Integers, Integers]:
     """Eight bytes at once, then only the lanes of those words that differ."""
     old, new = base[start : start + _PIECE], now[start : start + _PIECE]
     power = 1 if base.itemsize == 4 else 2
     whole = len(old) >> power << power
     old_words, new_words = old[:whole].view(np.int64), new[:whole].view(np.int64)
-    words = _nonzero(old_words != new_words)
+    words = _nonzero(np.not_equal(old_words, new_words, out=mask[: len(old_words)]))
     old_lanes, new_lanes = old_words.take(words).view(old.dtype), new_words.take(words).view(old.dtype)
     picked = np.flatnonzero(old_lanes != new_lanes)
     positions = _places(words, picked, power)
@@ -116,7 +131,7 @@ def write_changes(changes: Changes) -> bytes:
     unsigned = np.dtype(f"u{changes.now.itemsize}")
     difference = changes.now - changes.base
     numbers = ((difference << 1) ^ (difference >> bits)).view(unsigned) - unsigned.type(1)
-    is_small = 4 * np.count_nonzero(numbers < 3) > 3 * len(numbers)
+    is_small = 4 * np.count_nonzero(numbers < 3) > 3 * len(numbers)  # late in a run; early, small weights move by more
     parts += _write_numbers(numbers, 2 if is_small else 4)
     return b"".join(parts)
 
