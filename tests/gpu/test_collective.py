@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 ONE_RANK = """
 import os, threading, time, torch
-from headrace.sync.collective_group import Group
+from headrace.sync.collective.group import Group
 group = Group(1, rank=0, size=1, device=torch.device("cuda", 0), host="127.0.0.1", deadline=20.0)
 group.form(lambda seconds: group.wait_formed(seconds), key="k")
 assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.errors import SyncError
-from headrace.sync import delta, delta_code
+from headrace.sync.delta import codec as delta
+from headrace.sync.delta import numbers
 from tests.strategies import quick, seeds
 
 BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}
@@ -60,7 +61,7 @@ def carried(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a few hundred elements are several chunks of several pieces."""
     monkeypatch.setattr(delta, "CHUNK", 96)
-    monkeypatch.setattr(delta_code, "_PIECE", 40)
+    monkeypatch.setattr(numbers, "_PIECE", 40)
 
 
 @pytest.fixture(params=["cpu", "as on a GPU"])
@@ -92,7 +93,7 @@ def versions(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
 def test_any_two_versions_are_carried_bit_for_bit(device: str, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(delta, "CHUNK", 96)
-        patch.setattr(delta_code, "_PIECE", 40)
+        patch.setattr(numbers, "_PIECE", 40)
         if device != "cpu":
             patch.setattr(delta, "_is_on_gpu", lambda tensor: True)
             patch.setattr(delta, "_CHUNKS_ON_GPU", 2)

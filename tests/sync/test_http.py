@@ -22,11 +22,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.errors import SyncError
-from headrace.sync import parcels
-from headrace.sync.http import HttpTransport, relay_places
-from headrace.sync.http_head import proof, write_head
-from headrace.sync.http_server import authorization
-from headrace.sync.parcels import piece_sum
+from headrace.sync.http import HttpTransport, parcels, relay_places
+from headrace.sync.http.head import proof, write_head
+from headrace.sync.http.parcels import piece_sum
+from headrace.sync.http.server import authorization
 
 TOKEN = "a token of this run"
 PIECE = 64 << 10

@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from headrace.errors import SyncError
-from headrace.sync.collective_desk import Desk
-from headrace.sync.collective_group import Group
-from headrace.sync.collective_round import Parcel, Round, Visit
+from headrace.sync.collective.desk import Desk
+from headrace.sync.collective.group import Group
+from headrace.sync.collective.round import Parcel, Round, Visit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
-    from headrace.sync.collective_desk import Line, Message
-    from headrace.sync.collective_group import Move
+    from headrace.sync.collective.desk import Line, Message
+    from headrace.sync.collective.group import Move
     from headrace.types import Plain
 
 _ALIGNED = 256

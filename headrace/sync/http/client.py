@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from headrace.errors import SyncError
-from headrace.sync.http_head import TICK, BadHead, is_proven, read_head, write_head
-from headrace.sync.http_server import authorization, path_of
-from headrace.sync.parcels import piece_sum
+from headrace.sync.http.head import TICK, BadHead, is_proven, read_head, write_head
+from headrace.sync.http.parcels import piece_sum
+from headrace.sync.http.server import authorization, path_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import Tensor
 
-    from headrace.sync.parcels import Parcel
+    from headrace.sync.http.parcels import Parcel
     from headrace.sync.transport import Target
     from headrace.types import Plain
 

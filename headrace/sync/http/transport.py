@@ -17,9 +17,9 @@ import threading
 from typing import TYPE_CHECKING
 
 from headrace.errors import SyncError
-from headrace.sync.http_client import Fetch, Place
-from headrace.sync.http_server import ParcelServer
-from headrace.sync.parcels import Memory, Parcel, Shelf, piece_sum
+from headrace.sync.http.client import Fetch, Place
+from headrace.sync.http.parcels import Memory, Parcel, Shelf, piece_sum
+from headrace.sync.http.server import ParcelServer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

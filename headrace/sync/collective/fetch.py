@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from headrace.errors import SyncError
-from headrace.sync.collective_desk import Caller
-from headrace.sync.collective_group import Group
+from headrace.sync.collective.desk import Caller
+from headrace.sync.collective.group import Group
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     import torch
 
-    from headrace.sync.collective_desk import Message
-    from headrace.sync.collective_group import Move
+    from headrace.sync.collective.desk import Message
+    from headrace.sync.collective.group import Move
     from headrace.sync.transport import Target
     from headrace.types import Plain
 

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote, unquote
 
 from headrace.errors import SyncError
-from headrace.sync.http_head import TICK, BadHead, LongHead, is_proven, proof, read_head, write_head
+from headrace.sync.http.head import TICK, BadHead, LongHead, is_proven, proof, read_head, write_head
 
 if TYPE_CHECKING:
-    from headrace.sync.parcels import Parcel, Shelf
+    from headrace.sync.http.parcels import Parcel, Shelf
 
 _HEAD_SECONDS = 10.0
 _SEND_BYTES = 1 << 20

@@ -7,7 +7,7 @@ and the next push forms a new one.
 
     sender                                    receiver
     room, post ──── place, by the caller ───► fetch
-    push: gathers ◄─── "I am here" ────────── (a line to the sender's desk: `collective_desk`)
+    push: gathers ◄─── "I am here" ────────── (a line to the sender's desk: `desk`)
           forms   ───  rank, size ──────────►
           buckets ═══  group ═══════════════► writes, and says how far it is several times a second
           returns ◄─── "I have it" ──────────
@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from headrace.sync.collective_fetch import Fetcher
-from headrace.sync.collective_send import Sender
+from headrace.sync.collective.fetch import Fetcher
+from headrace.sync.collective.send import Sender
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -11,8 +11,8 @@ from headrace.errors import SyncError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from headrace.sync.collective_desk import Line
-    from headrace.sync.collective_group import Group
+    from headrace.sync.collective.desk import Line
+    from headrace.sync.collective.group import Group
 
 
 @dataclass

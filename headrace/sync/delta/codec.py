@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from headrace.errors import SyncError
-from headrace.sync.delta_code import Changes, Reader, find, find_on_device, read_changes, write_changes
+from headrace.sync.delta.numbers import Changes, Reader, find, find_on_device, read_changes, write_changes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from headrace.sync.delta_code import Integers
+    from headrace.sync.delta.numbers import Integers
 
 CHUNK = 1 << 22
 """Elements. Part of the format."""
