@@ -25,10 +25,11 @@ BENCHES = {
     "learn": "does the quickstart learn, over several seeds",
     "controller": "what the launcher itself costs per rollout, 10,000 in flight",
     "overlap": "generation and training side by side, against the slower of them alone",
+    "partial": "what each interrupt costs: tokens wasted, stall, keys and values recomputed, lag",
     "engine": "the native engine's tokens a second, against the memory's limit, transformers and vLLM",
 }
 """Each is a module of `headrace.bench` with a `run(*, quick, json_file)`."""
-BENCH_OPTIONS = {"seeds": "learn", "model": "engine"}
+BENCH_OPTIONS = {"seeds": "learn", "model": "engine", "device": "partial"}
 """Options that only one benchmark has."""
 
 
@@ -108,6 +109,9 @@ def make_parser() -> argparse.ArgumentParser:
     bench.add_argument("--quick", action="store_true", help="under a minute on 2 cores; shows that it runs, not the figure")
     bench.add_argument("--seeds", type=int, help="of learn: how many seeds, from 0; 5 if not given")
     bench.add_argument("--model", help="of engine: a Hugging Face folder to measure logprobs with, and on CPU speed too")
+    bench.add_argument(
+        "--device", choices=["auto", "cpu", "cuda"], help="of partial: auto, the GPU if there is one, if not given"
+    )
     bench.set_defaults(run=_bench)
     return parser
 
