@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 class StepEnd:
     """One step."""
 
+    began: float
     at: float
     """When it ended."""
     decode_rows: int
@@ -71,10 +72,11 @@ class EngineWatch:
 
     def _step(self) -> Step:
         is_admitting, updates, away = self._core.is_admitting, self._updates, len(self._away)
+        began = time.perf_counter()
         step: Step = self._inner["step"]()
         if self._is_on:
             back = 1.0 - len(self._away) / away if away else 1.0
-            end = StepEnd(time.perf_counter(), step.decode_rows, step.prompt_rows, is_admitting, updates, back)
+            end = StepEnd(began, time.perf_counter(), step.decode_rows, step.prompt_rows, is_admitting, updates, back)
             self._steps.append(end)
         return step
 
@@ -124,8 +126,8 @@ def usual_step(steps: Sequence[StepEnd]) -> float:
 
 
 def stalls_of(steps: Sequence[StepEnd], *, usual: float) -> list[float]:
-    """Seconds lost by each update that steps were seen before and after: until all that decoded before it, and has not ended,
-    decodes again."""
+    """Seconds lost by each update that steps were seen before and after: until the step in which all that decoded before it,
+    and has not ended, decodes again. That step itself is no loss, whatever new prompts it computes beside."""
     places = [place for place in range(1, len(steps)) if steps[place].updates > steps[place - 1].updates]
     stalls = []
     for place, last in itertools.pairwise([*places, len(steps)]):
@@ -135,9 +137,11 @@ def stalls_of(steps: Sequence[StepEnd], *, usual: float) -> list[float]:
         before = max(steps[start - 1].decode_rows, 1)
         lost = 0.0
         for index in range(start, last):
-            share = min(1.0, steps[index].decode_rows / before) if index < place else steps[index].back
-            lost += max(0.0, steps[index].at - steps[index - 1].at - usual * share)
-            if index >= place and steps[index].back == 1.0:
+            step, ended = steps[index], steps[index - 1].at
+            if index >= place and step.back == 1.0:
+                lost += step.began - ended
                 break
+            share = min(1.0, step.decode_rows / before) if index < place else step.back
+            lost += max(0.0, step.at - ended - usual * share)
         stalls.append(lost)
     return stalls
