@@ -119,7 +119,7 @@ def make_plan(device: str, *, quick: bool) -> Plan:
         mean=48,
         cap=384,
         seconds=0.1,
-        versions=8 if quick else 24,
+        versions=5 if quick else 24,
         turns=1 if quick else 5,
     )
 

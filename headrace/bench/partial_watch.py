@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import time
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ class StepEnd:
     """Made before it."""
     back: float = 1.0
     """Of the rollouts that decoded before the last update and have not ended, the share that decode in this step."""
+    ready: float = math.inf
+    """When the last update was done, and the engine free to step; what it does before this step then is to take in work."""
 
 
 class EngineWatch:
@@ -51,6 +54,7 @@ class EngineWatch:
     def _clear(self) -> None:
         self._steps: list[StepEnd] = []
         self._updates = self._recomputed = 0
+        self._ready = math.inf
         self._decoding: set[str] = set()
         self._away: set[str] = set()
         """What decoded before the last update, and has not since."""
@@ -76,7 +80,8 @@ class EngineWatch:
         step: Step = self._inner["step"]()
         if self._is_on:
             back = 1.0 - len(self._away) / away if away else 1.0
-            end = StepEnd(began, time.perf_counter(), step.decode_rows, step.prompt_rows, is_admitting, updates, back)
+            rows = (step.decode_rows, step.prompt_rows)
+            end = StepEnd(began, time.perf_counter(), *rows, is_admitting, updates, back, self._ready)
             self._steps.append(end)
         return step
 
@@ -84,6 +89,7 @@ class EngineWatch:
         self._updates += 1
         self._away = set(self._decoding)
         self._inner["changed_weights"](**names)
+        self._ready = time.perf_counter()
 
     def _plan(self, runner: Runner) -> Work | None:
         work: Work | None = self._inner["plan"](runner)
@@ -139,7 +145,7 @@ def stalls_of(steps: Sequence[StepEnd], *, usual: float) -> list[float]:
         for index in range(start, last):
             step, ended = steps[index], steps[index - 1].at
             if index >= place and step.back == 1.0:
-                lost += step.began - ended
+                lost += max(0.0, min(step.began, step.ready if index == place else math.inf) - ended)
                 break
             share = min(1.0, step.decode_rows / before) if index < place else step.back
             lost += max(0.0, step.at - ended - usual * share)

@@ -16,10 +16,12 @@ from headrace.cli import main
 
 
 def steps(*rows: tuple) -> list[StepEnd]:
-    """(ended, decoded, admitting, updates, back), each begun when the one before it ended unless a sixth says when."""
+    """(ended, decoded, admitting, updates, back), each begun when the one before it ended unless a sixth says when; a seventh
+    is when the engine was ready."""
     ends = []
-    for at, decoded, is_admitting, updates, back, *began in rows:
-        ends.append(StepEnd(began[0] if began else ends[-1].at if ends else 0.0, at, decoded, 0, is_admitting, updates, back))
+    for at, decoded, is_admitting, updates, back, *more in rows:
+        began = more[0] if more else ends[-1].at if ends else 0.0
+        ends.append(StepEnd(began, at, decoded, 0, is_admitting, updates, back, *more[1:]))
     return ends
 
 
@@ -27,8 +29,8 @@ def test_what_is_kept_stalls_for_the_time_without_a_step():
     seen = steps(
         (1.0, 8, True, 0, 1.0),
         (2.0, 8, True, 0, 1.0),
-        (3.3, 8, True, 1, 1.0, 2.25),  # the exchange took a quarter; that the step was a little slower is not its doing
-        (4.3, 8, True, 1, 1.0),
+        (3.8, 8, True, 1, 1.0, 2.7, 2.25),  # the exchange took a quarter; new work and a slower step are not its doing
+        (4.8, 8, True, 1, 1.0),
     )
     assert usual_step(seen) == 1.0 and stalls_of(seen, usual=1.0) == pytest.approx([0.25])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from collections import Counter
@@ -12,12 +13,16 @@ from helpers import small_run
 from test_runs import books_close, run_and_kill
 
 from headrace import wire
+from headrace.bench.stubs import answer
+from headrace.engine import InFlight
 from headrace.envs import EngineClient, SingleTurn
 from headrace.observe.inspect import read_rollouts
 from headrace.orchestrate.accounting import Ledger
 from headrace.orchestrate.pipeline import Run
 from headrace.orchestrate.stop import StopRequest
-from headrace.types import Episode, FinishReason, Source
+from headrace.orchestrate.unfinished import Flight
+from headrace.orchestrate.work import PendingGroup
+from headrace.types import Episode, FinishReason, InfraAbort, Invalid, Rollout, Scored, Source
 
 LONG_TAIL = {
     "model": {"context": 128},
@@ -126,6 +131,36 @@ def test_an_episode_that_will_not_be_cancelled_is_not_counted_twice(tmp_path, mo
     result = small_run(tmp_path / "run", steps=16, **settings, **LONG_TAIL)
     assert result.summary["dropped_because"]["rejected: lag, cancelled in flight"] > 0 and books_close(result.summary)
     assert result.summary["accounting"]["trained"] == 16 * 8 and checks
+
+
+def test_a_group_is_as_old_as_its_oldest_token_that_may_be_trained():
+    def episode(id: str, version: int, outcome=None) -> Episode:
+        rollouts = (answer(0, version=version).replace(id=id, group=id.partition("/")[0]),)
+        return Episode(id=id, group=id.partition("/")[0], task={}, rollouts=rollouts, outcome=outcome)
+
+    class Engine:
+        async def in_flight(self):
+            prompt = Rollout.from_prompt([1, 2], id="young/0", episode="young/0", group="young")
+            grown = prompt.renamed(id="grown/0", episode="grown/0", group="grown", index=0)
+            unknown = prompt.renamed(id="unknown/0", episode="unknown/0", group="unknown", index=0)
+            other = prompt.renamed(id="eval3/0", episode="eval3/0", group="eval3/0", index=0)
+            return [
+                InFlight.of(prompt, num_drawn=3, first=4, partial=lambda: prompt),
+                InFlight.of(grown, num_drawn=7, first=3, partial=lambda: grown),
+                InFlight.of(unknown, num_drawn=0, first=-1, partial=lambda: unknown),
+                InFlight.of(other, num_drawn=7, first=0, partial=lambda: other),
+            ]
+
+    flight = Flight(Engine())  # type: ignore[arg-type]
+    names = ("young", "grown", "unknown", "scored", "invalid", "unscored", "failed", "resumed", "empty")
+    pending = {name: PendingGroup(number, {}) for number, name in enumerate(names)}
+    pending["scored"].episodes.append(episode("scored/0", 3, Scored(1.0)))
+    pending["invalid"].episodes.append(episode("invalid/0", 3, Invalid("no answer")))
+    flight.unscored = {id: episode(id, 3, outcome) for id, outcome in (("unscored/0", None), ("failed/0", InfraAbort("")))}
+    flight.partials = {"resumed/0": answer(0, version=3).replace(id="resumed/0", group="resumed")}
+    found = asyncio.run(flight.over_age(pending, next_version=6, max_lag=2))
+    assert found == {"grown": 7, "scored": 0, "unscored": 10, "resumed": 10}
+    assert asyncio.run(flight.over_age(pending, next_version=5, max_lag=2)) == {}
 
 
 # More than a batch needs
@@ -359,8 +394,6 @@ def test_an_environment_with_turns_is_run_again_from_its_start(tmp_path, monkeyp
     settings = {**LONG_TAIL, "steps": 8, "staleness": {"max_lag": 6}, "environment": TwoTurns()}
     settings["sampling"] = {"max_tokens": 48}
     unfinished: list[str] = []
-    from headrace.orchestrate.unfinished import Flight
-
     half_drawn = Flight._half_drawn
 
     async def noting(self):
@@ -399,7 +432,7 @@ def test_a_checkpoint_from_before_they_were_kept_is_resumed(tmp_path, monkeypatc
 
 SLOW = {
     "model": {"context": 512, "hidden_size": 96, "num_heads": 3, "num_layers": 3},
-    "sampling": {"max_tokens": 480},
+    "sampling": {"max_tokens": 480, "min_tokens": 240},
     "engine": {"slots": 16},
     "train": {"batch": 8, "group_size": 2},
     "held_out": None,
