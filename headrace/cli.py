@@ -26,10 +26,11 @@ BENCHES = {
     "controller": "what the launcher itself costs per rollout, 10,000 in flight",
     "overlap": "generation and training side by side, against the slower of them alone",
     "sync": "new weights to the engines: every transport, with and without a difference, against a plain copy",
+    "partial": "what each interrupt costs: tokens wasted, stall, keys and values recomputed, lag",
     "engine": "the native engine's tokens a second, against the memory's limit, transformers and vLLM",
 }
 """Each is a module of `headrace.bench` with a `run(*, quick, json_file)`."""
-BENCH_OPTIONS = {"seeds": ("learn",), "model": ("engine", "sync")}
+BENCH_OPTIONS = {"seeds": ("learn",), "model": ("engine", "sync"), "device": ("partial",)}
 """Options that only some benchmarks have."""
 
 
@@ -108,9 +109,9 @@ def make_parser() -> argparse.ArgumentParser:
     bench.add_argument("--json", type=Path, help="write the figures to this file")
     bench.add_argument("--quick", action="store_true", help="under a minute on 2 cores; shows that it runs, not the figure")
     bench.add_argument("--seeds", type=int, help="of learn: how many seeds, from 0; 5 if not given")
+    bench.add_argument("--model", help="of engine and sync: a Hugging Face folder to measure with, too")
     bench.add_argument(
-        "--model",
-        help="of engine and sync: a Hugging Face folder to measure with, too",
+        "--device", choices=["auto", "cpu", "cuda"], help="of partial: auto, the GPU if there is one, if not given"
     )
     bench.set_defaults(run=_bench)
     return parser

@@ -175,6 +175,38 @@ def test_every_section_is_documented() -> None:
         ({"exact": True, "engine.block_size": 32}, "engine.block_size = 32: exact = true needs 16"),
         ({"exact": True, "buffer.kind": "stream", "staleness.gate": False}, "staleness.gate = false: exact = true"),
         ({"sampling.max_tokens": 64, "model.context": 64}, "sampling.max_tokens = 64: leaves no room for a prompt"),
+        ({"partial.oversample": 0.9}, "partial.oversample = 0.9: must be a number ≥ 1"),
+        ({"partial.oversample": float("inf")}, "partial.oversample = inf"),
+        (
+            {"partial.cancel": "over_age", "staleness.reject": False},
+            "partial.cancel = 'over_age': nothing is over age with staleness.reject = false",
+        ),
+        ({"partial.cancel": "over_age", "exact": True}, "partial.cancel = 'over_age': what is cancelled depends on timing"),
+        (
+            {"partial.cancel": "over_age", "buffer.order": "submission"},
+            "partial.cancel = 'over_age': trained in submission order behind the gate, no group grows older than",
+        ),
+        (
+            {"partial.cancel": "over_age", "staleness.max_lag": 0},
+            "partial.cancel = 'over_age': in a synchronous run nothing is in flight when a batch is trained",
+        ),
+        ({"partial.oversample": 1.5, "exact": True}, "partial.oversample = 1.5: which groups are trained depends on timing"),
+        (
+            {"partial.oversample": 1.5, "staleness.gate": False},
+            "partial.oversample = 1.5: with staleness.gate = false submission is not counted by batches",
+        ),
+        (
+            {"partial.oversample": 1.5, "buffer.order": "submission"},
+            "partial.oversample = 1.5: buffer.order = 'submission' waits for the slow groups",
+        ),
+        (
+            {"partial.oversample": 1.5, "partial.interrupt": "drain"},
+            "partial.oversample = 1.5: partial.interrupt = 'drain' waits for the unfinished",
+        ),
+        (
+            {"partial.oversample": 1.5, "staleness.max_lag": 0},
+            "partial.oversample = 1.5: what goes on after a batch holds tokens of an older version, and staleness.max_lag = 0",
+        ),
         ({"device": "gpu"}, "device = 'gpu': must be one of 'auto', 'cpu', 'cuda'"),
         ({"observe.sinks": ["wandb", "tensorbord"]}, "observe.sinks.1 = 'tensorbord'"),
     ],
@@ -398,3 +430,27 @@ def test_an_override_of_another_command_is_refused(capsys) -> None:
         main(["inspect", "runs/x", "--steps=3"])
     assert end.value.code == 2
     assert "unrecognized arguments: --steps=3" in capsys.readouterr().err
+
+
+# More than a batch needs
+
+
+@pytest.mark.parametrize(
+    ("settings", "extra", "stops"),
+    [
+        ({}, 0, False),
+        ({"partial.oversample": 1.25}, 8, False),
+        ({"partial.oversample": 1.01}, 1, False),
+        ({"partial.oversample": 2}, 32, False),
+        ({"partial.oversample": 1.5, "buffer.kind": "synchronous"}, 16, True),
+        ({"partial": {"oversample": 1.5, "cancel": "over_age"}, "staleness.max_lag": 0}, 16, True),
+        ({"partial.oversample": 1.5, "staleness": {"max_lag": 0, "reject": False}}, 16, True),
+        ({"buffer.kind": "synchronous"}, 0, False),
+    ],
+)
+def test_oversampling_is_a_number_of_groups(settings: dict, extra: int, stops: bool) -> None:
+    recipe = make_recipe(settings)
+    assert (recipe.groups_per_batch, recipe.extra_groups, recipe.stops_when_whole) == (32, extra, stops)
+    gate = next(row for row in recipe.derivation() if row.startswith("gate"))
+    most = (recipe.gate_depth + 1) * 32 + extra
+    assert f"= {most} tasks submitted and untrained" in gate and ("partial.oversample" in gate) == (extra > 0)

@@ -24,6 +24,10 @@ class NotFinite(RuntimeError):
     """The model's logits for a rollout are not numbers: its weights or its input make it overflow."""
 
 
+class EngineAsleep(RuntimeError):
+    """It was asked to finish what is in flight, and has no memory to do it with until it is woken."""
+
+
 @dataclass(frozen=True, slots=True)
 class Increment:
     """What one decode step added to a streamed rollout."""
@@ -88,7 +92,7 @@ class Engine(Protocol):
         current weights and each sampled token's own temperature and sampling mask."""
 
     async def pause(self, interrupt: Interrupt) -> None:
-        """Stop decoding, doing with what is in flight as `interrupt` says."""
+        """Stop decoding, doing with what is in flight as `interrupt` says. An engine that sleeps cannot drain, and says so."""
 
     async def resume(self) -> None:
         """Decode again; requests made while paused were queued."""

@@ -140,5 +140,9 @@ class EngineClient:
             partials.pop(id, None)
         return rollout
 
+    def limit(self, max_tokens: int) -> None:
+        """Let its calls draw no more than this."""
+        self._sampling = dataclasses.replace(self._sampling, max_tokens=max_tokens)
+
     def text(self, rollout: Rollout) -> str:
         return self._encoder.decode(rollout)

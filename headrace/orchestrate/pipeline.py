@@ -127,9 +127,15 @@ class Run:
         self.note_progress()
         self.places = asyncio.Semaphore(self._num_places)
 
-    def spawn(self, coroutine: Coroutine[None, None, T]) -> asyncio.Task[T]:
+    def attached(self, coroutine: Coroutine[None, None, T]) -> asyncio.Task[T]:
+        """A task of this leg."""
         assert self._tasks is not None
         task = self._tasks.create_task(self.noted(coroutine))
+        task.add_done_callback(lambda _: coroutine.close())  # a task that is cancelled at once has not begun it
+        return task
+
+    def spawn(self, coroutine: Coroutine[None, None, T]) -> asyncio.Task[T]:
+        task = self.attached(coroutine)
         self._spawned.add(task)
         task.add_done_callback(self._spawned.discard)
         return task

@@ -151,13 +151,13 @@ class Session:
         try:
             async with asyncio.TaskGroup() as tasks:
                 run.attach(tasks)
-                services = [tasks.create_task(run.noted(service())) for service in (*self.roles.services, run.watch)]
+                services = [run.attached(service()) for service in (*self.roles.services, run.watch)]
                 await publish(run)
                 await run.published()  # nothing is drawn before the engines hold this life's weights
                 if run.version == 0 and self.progress.success_before is None:
                     await self._evaluate_first()
                 beside = (loops.feed, loops.generate, loops.score)
-                background = [tasks.create_task(run.noted(loop(run))) for loop in beside]
+                background = [run.attached(loop(run)) for loop in beside]
                 await run.noted(loops.train(run))
                 await run.published()
                 await self._write_notes()

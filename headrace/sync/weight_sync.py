@@ -168,9 +168,9 @@ class WeightSync:
             self._chain = [*self._chain, self._newest] if update.payload is Payload.DELTA else []
             self._chain = self._chain[-_MOST_DELTAS:]
             kept = {_key(each) for each in (*self._chain, self._newest)}
-            for other in list(self._offered):
-                if other not in kept and self._offered[other].version <= update.version:
-                    self._free(other)
+            before = itertools.takewhile(lambda other: other != key, list(self._offered))
+            for other in [other for other in before if other not in kept]:
+                self._free(other)
 
     def abort(self, update: WeightUpdate) -> None:
         """Called when an update is given up: nobody can fetch it any more, and whoever is at it meets an error. What the

@@ -16,7 +16,7 @@ from headrace.engine import Engine, EngineState, PromptTooLong, UnusablePrompt
 from headrace.engine.native import NativeEngine
 from headrace.engine.native.core import EngineCore, Step
 from headrace.engine.native.threaded import ThreadedEngine
-from headrace.engine.protocol import NotFinite
+from headrace.engine.protocol import EngineAsleep, NotFinite
 from headrace.model.arena import Arena, lay_out
 from headrace.model.load import load_model, load_tokenizer
 from headrace.model.weights import make_manifest, named_tensors
@@ -732,5 +732,88 @@ def test_pins_do_not_outlive_the_memory_they_hold(run):
         forked = await bench.engine.generate(await bench.engine.fork(parent, 20, id="child"), Sampling(max_tokens=10, seed=8))
         assert sum(rows) == 20
         np.testing.assert_allclose((await bench.engine.score([forked]))[0][20:], forked.logprobs[20:], atol=1e-5)
+
+    run(check)
+
+
+@here
+def test_a_sleeping_engine_cannot_drain_and_says_so(run):
+    async def check(bench: Bench) -> None:
+        assert isinstance(bench.engine, NativeEngine)
+        await bench.engine.sleep()
+        await bench.engine.pause(Interrupt.DRAIN)
+        await bench.engine.resume()
+        await bench.engine.wake()
+        call = asyncio.ensure_future(bench.engine.generate(prompt(), Sampling(max_tokens=60, seed=4)))
+        await drawn(bench, 8)
+        await bench.engine.sleep()
+        with pytest.raises(EngineAsleep, match="engine-0 sleeps with 1 rollouts in flight; wake it"):
+            await bench.engine.pause(Interrupt.DRAIN)
+        await bench.engine.wake()
+        assert (await call).num_sampled == 60, "it goes on as if it had not been asked"
+
+    run(check)
+
+
+@here
+@pytest.mark.parametrize("interrupt", [Interrupt.DRAIN, Interrupt.ABORT])
+def test_a_paused_engine_does_with_what_is_in_flight_as_the_update_says(run, interrupt):
+    async def check(bench: Bench) -> None:
+        call = asyncio.ensure_future(bench.engine.generate(prompt(), Sampling(max_tokens=60, seed=4)))
+        await drawn(bench, 8)
+        await bench.engine.pause(Interrupt.KEEP)
+        bench.nudge()
+        await bench.publish(1, interrupt=interrupt, is_paused=False)
+        rollout = await call
+        assert set(rollout.versions[rollout.is_sampled].tolist()) == {0}
+        assert rollout.finish_reason is (FinishReason.ABORT if interrupt is Interrupt.ABORT else FinishReason.LENGTH)
+        late = asyncio.ensure_future(bench.engine.generate(prompt(), Sampling(max_tokens=3)))
+        await asyncio.sleep(0.05)
+        assert not late.done(), "it stays paused"
+        await bench.engine.resume()
+        assert set((await late).versions[6:].tolist()) == {1}
+
+    run(check)
+
+
+@here
+def test_what_is_in_flight_can_be_looked_at(run):
+    async def check(bench: Bench) -> None:
+        asked = [(prompt(f"r{i}", seed=i), Sampling(max_tokens=50, seed=i)) for i in range(5)]
+        expected = await asyncio.gather(*(bench.engine.generate(*each) for each in asked))
+        calls = [asyncio.ensure_future(bench.engine.generate(*each)) for each in asked]
+        await drawn(bench, 20)
+        for _ in range(2):
+            found = {each.rollout.id: each for each in await bench.engine.in_flight()}
+            assert found.keys() == {f"r{i}" for i in range(5)} and found["r4"].oldest is None
+            assert found["r4"].partial() is found["r4"].rollout
+            for before in expected[:4]:
+                look = found[before.id]
+                partial = look.partial()
+                assert look.oldest == 0 and partial.finish_reason is FinishReason.ABORT
+                assert len(look.rollout) == 6 and partial.num_sampled >= look.num_drawn > 0
+                assert np.array_equal(partial.token_ids, before.token_ids[: len(partial)])
+            assert isinstance(bench.engine, NativeEngine)
+            await bench.engine.pause(Interrupt.RETRACT)  # retracted ones are in flight too
+        await bench.engine.resume()
+        for rollout, before in zip(await asyncio.gather(*calls), expected, strict=True):
+            assert np.array_equal(rollout.token_ids, before.token_ids), "nothing was stopped for it"
+        assert await bench.engine.in_flight() == []
+
+    run(check)
+
+
+@here
+def test_a_rollout_kept_into_another_life_names_the_life_it_began_in(run):
+    async def check(bench: Bench) -> None:
+        calls = [asyncio.ensure_future(bench.engine.generate(prompt(f"r{i}"), Sampling(max_tokens=60))) for i in range(5)]
+        await drawn(bench, 8)
+        bench.sync.lineage = Lineage("next")
+        bench.nudge()
+        await bench.publish(0)
+        done = await asyncio.gather(*calls)
+        assert [rollout.lineage for rollout in done] == ["life"] * 4 + ["next"]
+        again = await bench.engine.generate(prompt("new"), Sampling(max_tokens=3))
+        assert again.lineage == "next"
 
     run(check)

@@ -14,11 +14,12 @@ import torch
 from pooled import Far, Pooled, pooled
 
 from headrace.engine import PromptTooLong, worker
+from headrace.engine.lengthen import lengthen
 from headrace.errors import SyncError
 from headrace.model.load import load_model
 from headrace.model.weights import named_tensors
 from headrace.partial import Interrupt
-from headrace.types import FinishReason, Rollout, Sampling
+from headrace.types import Call, FinishReason, Rollout, Sampling
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -282,6 +283,95 @@ def test_a_report_read_after_its_engine_was_lost_is_not_counted_again(tiny_model
         bench.pool.lose(far.member)
         report({"totals": {}})
         assert far.reports == [{"totals": {}}]
+
+    run(check, tiny_model)
+
+
+# The front of the line
+
+
+def aborted(name: str, *, seed: int) -> Rollout:
+    whole = prompt(name, seed=seed)
+    call = Call(start=6, stop=7, engine="e", sampling=Sampling(), finish_reason=FinishReason.ABORT, started=0.0, finished=0.0)
+    return lengthen(
+        whole,
+        call,
+        token_ids=np.array([9], dtype=np.int32),
+        logprobs=np.array([-1.0], dtype=np.float32),
+        versions=np.array([2], dtype=np.int32),
+        masks=[],
+        policy="policy",
+        lineage="life",
+    )
+
+
+def test_interrupted_rollouts_go_first_in_the_order_they_come(tiny_model):
+    async def check(bench: Pooled) -> None:
+        names = ["new-0", "old-0", "old-1", "new-1", "old-2", "old-3"]
+        rollouts = [aborted(n, seed=i) if n.startswith("old") else prompt(n, seed=i) for i, n in enumerate(names)]
+        calls = [asyncio.ensure_future(bench.pool.generate(rollout, Sampling(max_tokens=4))) for rollout in rollouts]
+        await asyncio.sleep(0)
+        assert (await bench.pool.state()).waiting == 6
+        far = await bench.start(slots=2, context=96)
+        order: list[str] = []
+        submit = far.core.submit
+        far.core.submit = lambda request: (order.append(request.rollout.id), submit(request))  # type: ignore[method-assign]
+        await bench.pool.join(far.member)
+        await asyncio.gather(*calls)
+        assert order == ["old-0", "old-1", "old-2", "old-3", "new-0", "new-1"]
+
+    run(check, tiny_model)
+
+
+def test_at_a_swap_with_abort_nothing_new_takes_the_slots_of_those_interrupted(tiny_model):
+    """They go to the launcher and back; what the engine has waiting would begin meanwhile."""
+
+    async def resumed(bench: Pooled, rollout: Rollout) -> Rollout:
+        rollout = await bench.pool.generate(rollout, Sampling(max_tokens=60))
+        while rollout.finish_reason is FinishReason.ABORT:
+            rollout = await bench.pool.generate(rollout, Sampling(max_tokens=66 - len(rollout)))
+        return rollout
+
+    async def check(bench: Pooled) -> None:
+        policy, far = Policy(bench), await bench.join(slots=2)
+        await policy.publish(0)
+        slow(far, 0.004)
+        calls = [asyncio.ensure_future(resumed(bench, prompt(f"r{i}", seed=i))) for i in range(4)]
+        await until(lambda: far.core.num_drawn > 10 and far.core.num_waiting == 2)
+        assert {request.rollout.id for request in far.core.scheduler.running.values()} == {"r0", "r1"}
+        await bench.pool.load(await policy.send(1), interrupt=Interrupt.ABORT)
+        await until(lambda: far.core.num_running == 2)
+        assert {request.rollout.id for request in far.core.scheduler.running.values()} == {"r0", "r1"}
+        done = await asyncio.gather(*calls)
+        assert [len(rollout.calls) for rollout in done] == [2, 2, 1, 1] and all(len(rollout) == 66 for rollout in done)
+
+    run(check, tiny_model)
+
+
+def test_the_pool_knows_what_is_in_flight_as_far_as_it_was_told(tiny_model, monkeypatch):
+    monkeypatch.setattr(worker, "TELL_SECONDS", 0.02)
+
+    async def check(bench: Pooled) -> None:
+        waiting = asyncio.ensure_future(bench.pool.generate(aborted("old", seed=9), Sampling(max_tokens=60)))
+        await asyncio.sleep(0)
+        only = (await bench.pool.in_flight())[0]
+        assert (only.rollout.id, only.num_drawn, only.oldest) == ("old", 0, 2) and only.partial() is only.rollout
+        policy, far = Policy(bench), await bench.join(slots=3)
+        slow(far, 0.004)
+        await policy.publish(3)
+        calls = [asyncio.ensure_future(bench.pool.generate(prompt(f"r{i}", seed=i), Sampling(max_tokens=60))) for i in range(4)]
+        await until(lambda: sum(len(request.grown) > 1 for request in far.member.requests.values()) == 3)
+        found = {call.rollout.id: call for call in await bench.pool.in_flight()}
+        assert found.keys() == {"old", "r0", "r1", "r2", "r3"}
+        assert (found["old"].oldest, found["r0"].oldest, found["r3"].oldest) == (2, 3, None)
+        partial = found["r0"].partial()
+        assert partial.finish_reason is FinishReason.ABORT and partial.num_sampled >= found["r0"].num_drawn > 0
+        assert found["r3"].num_drawn == 0 and found["r3"].partial() is found["r3"].rollout
+        whole = await calls[0]
+        assert np.array_equal(partial.token_ids, whole.token_ids[: len(partial)])
+        assert np.array_equal(partial.versions, whole.versions[: len(partial)]) and partial.lineage == "life"
+        await asyncio.gather(waiting, *calls)
+        assert await bench.pool.in_flight() == []
 
     run(check, tiny_model)
 

@@ -118,6 +118,27 @@ def test_no_depth_is_bounded_by_the_end_of_the_run_alone() -> None:
     assert not gate.is_open(version=0, submitted=40, dropped=0)
 
 
+@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("seed", range(5))
+def test_extra_groups_are_a_number_and_never_add_up(depth: int, seed: int) -> None:
+    """However many batches go by and whichever groups are slow, (1 + d)·B + E are submitted and untrained at most."""
+    gate, chance = Gate(depth=depth, groups_per_batch=4, steps=40, extra=3), random.Random(seed)
+    submitted = dropped = version = done = most = 0
+    while version < 40:
+        while gate.is_open(version=version, submitted=submitted, dropped=dropped):
+            submitted += 1
+        untrained = submitted - dropped - 4 * version
+        most = max(most, untrained)
+        assert untrained <= (1 + depth) * 4 + 3
+        if chance.random() < 0.3 and untrained > done:
+            dropped += 1
+        else:
+            done = min(untrained, done + chance.randrange(4))
+        if done >= 4:
+            version, done = version + 1, done - 4
+    assert most == (1 + depth) * 4 + 3
+
+
 # Rejection
 
 

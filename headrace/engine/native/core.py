@@ -22,7 +22,7 @@ from headrace.engine.native.plain import PlainRunner
 from headrace.engine.native.request import Growth, Request, Step
 from headrace.engine.native.scheduler import Scheduler
 from headrace.engine.native.work import Slots
-from headrace.engine.protocol import Increment, InFlight, NotFinite, PromptTooLong, UnusablePrompt
+from headrace.engine.protocol import EngineAsleep, Increment, InFlight, NotFinite, PromptTooLong, UnusablePrompt
 from headrace.model.arena import Arena
 from headrace.model.head import Head
 from headrace.model.load import ModelError
@@ -232,6 +232,12 @@ class EngineCore:
         self.runner.settle()
         self.runner.rouse()
         self.is_asleep = False
+
+    def stop_admitting(self) -> None:
+        """Begin nothing new, so that what is in flight drains."""
+        if self.is_asleep and self.num_begun:
+            raise EngineAsleep(f"{self.name} sleeps with {self.num_begun} rollouts in flight; wake it, then they can drain")
+        self.is_admitting = False
 
     def exchange_weights(self, spare: SpareWeights) -> None:
         """Run what was filled, from the next step on."""

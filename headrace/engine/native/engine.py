@@ -96,7 +96,8 @@ class NativeEngine:
 
     async def pause(self, interrupt: Interrupt) -> None:
         if interrupt is Interrupt.DRAIN:
-            self.core.is_admitting, self._is_paused = False, False  # one that was paused must finish too
+            self.core.stop_admitting()
+            self._is_paused = False  # one that was paused must finish too
             while self.core.num_begun:
                 self._work.set()
                 self._drained.clear()
@@ -110,7 +111,7 @@ class NativeEngine:
 
     async def load(self, update: WeightUpdate, *, interrupt: Interrupt = Interrupt.KEEP) -> None:
         was_paused = self._is_paused
-        if interrupt is not Interrupt.KEEP and not was_paused:
+        if interrupt is not Interrupt.KEEP:  # also with one that was paused before: it may have been so with others in flight
             await self.pause(interrupt)
         try:
             with self._timeline.during("swap"):

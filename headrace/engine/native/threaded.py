@@ -181,7 +181,8 @@ class ThreadedEngine(NativeEngine):
         idle: Future[None] = Future()
 
         def stop_admitting() -> None:
-            self.core.is_admitting, self._is_paused = False, False  # one that was paused must finish too
+            self.core.stop_admitting()
+            self._is_paused = False  # one that was paused must finish too
             self._when_idle.append(idle)
 
         try:
@@ -221,8 +222,8 @@ class ThreadedEngine(NativeEngine):
     async def load(self, update: WeightUpdate, *, interrupt: Interrupt = Interrupt.KEEP) -> None:
         async with self._loading:
             await _to_its_end(asyncio.to_thread(self._stage, update), give_up=self._spare.give_up)
-            if interrupt is Interrupt.DRAIN and not self._is_paused:
-                await self._drain()
+            if interrupt is Interrupt.DRAIN:
+                await (self.pause(interrupt) if self._is_paused else self._drain())
             await self.between_steps(lambda: self._exchange(update, interrupt))
 
     def _exchange(self, update: WeightUpdate, interrupt: Interrupt) -> None:

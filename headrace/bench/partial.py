@@ -1,0 +1,367 @@
+"""`headrace bench partial`: what each interrupt costs, on the same long-tailed work.
+
+The loops, the gate, the buffer and the books are a run's own, and so is the engine with the weights it is sent. The trainer
+is a stand-in: a step takes it a fixed time, and it publishes one of two sets of weights in turn. Nothing but settings
+differs between one choice and the next; they take turns, and each figure is the median of its turns.
+
+The stall of an update is time in which slots that were decoding do not: from the moment admission stops for it (`drain`) or the
+weights change, until as many decode again. Of each interval between two steps, what a usual step would have taken for
+the slots it decoded is taken off. For `keep` that leaves the time without a decode step beyond a usual one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import statistics
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from headrace.bench.engine_loads import lognormal_lengths
+from headrace.bench.partial_watch import EngineWatch
+from headrace.bench.stubs import StubTrainer
+from headrace.bench.table import Row, missed, show, write
+from headrace.config import make_recipe
+from headrace.engine.native.threaded import ThreadedEngine
+from headrace.model.weights import named_tensors
+from headrace.observe import Observer, ProcessTimeline
+from headrace.orchestrate import loops
+from headrace.orchestrate.build import build_around, build_core, pick_device, set_threads
+from headrace.orchestrate.collector import few_collections
+from headrace.orchestrate.inputs import UserInputs
+from headrace.orchestrate.pipeline import Run
+from headrace.orchestrate.publish import Published, publish
+from headrace.orchestrate.roles import Roles
+from headrace.orchestrate.warmup import model_folder
+from headrace.sync import Lineage, MemoryTransport, WeightSync
+from headrace.types import Scored
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from headrace.config import Recipe
+    from headrace.envs import EngineClient
+    from headrace.orchestrate.work import Begun, Work
+    from headrace.types import Array, Batch, Episode, Rollout, WeightUpdate
+
+_WARM_VERSIONS = 2
+_SWITCH_SECONDS = 0.0002
+"""How long the decode thread may wait for the launcher's, which in a run is another process's. Python's own is 5 ms."""
+
+CHOICES: dict[str, dict[str, Any]] = {
+    "keep": {"partial.interrupt": "keep"},
+    "retract": {"partial.interrupt": "retract"},
+    "drain": {"partial.interrupt": "drain"},
+    "abort": {"partial.interrupt": "abort"},
+    "keep, cancel over age": {"partial.interrupt": "keep", "partial.cancel": "over_age"},
+    "in turn": {"buffer.kind": "synchronous"},
+    "in turn, oversample ×2 and recycle": {
+        "buffer.kind": "synchronous",
+        "partial.interrupt": "abort",
+        "partial.oversample": 2.0,
+    },
+}
+"""By name: what differs from the rest."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One machine's work."""
+
+    device: str
+    dtype: str
+    model: dict[str, Any]
+    slots: int
+    groups: int
+    """A batch takes."""
+    mean: int
+    """Tokens of a rollout, before the cap."""
+    cap: int
+    seconds: float
+    """A step of the stand-in trainer takes."""
+    versions: int
+    """Measured in one turn."""
+    turns: int
+    max_lag: int = 2
+    group_size: int = 4
+
+
+def make_plan(device: str, *, quick: bool) -> Plan:
+    """The GPU's or the CPU's; `quick` takes one short turn of each choice."""
+    if device == "cuda":
+        return Plan(
+            device=device,
+            dtype="bfloat16",
+            model={"hidden_size": 1024, "num_layers": 28, "num_heads": 16, "context": 1280},
+            slots=256,
+            groups=32,
+            mean=192,
+            cap=1024,
+            seconds=0.25,
+            versions=6 if quick else 16,
+            turns=1 if quick else 3,
+        )
+    return Plan(
+        device=device,
+        dtype="float32",
+        model={"hidden_size": 96, "num_layers": 2, "num_heads": 3, "context": 512},
+        slots=48,
+        groups=8,
+        mean=48,
+        cap=384,
+        seconds=0.1,
+        versions=5 if quick else 24,
+        turns=1 if quick else 5,
+    )
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one turn of one choice saw."""
+
+    seconds: float
+    trained: int
+    wasted: int
+    stalls: tuple[float, ...]
+    """Seconds, of each update."""
+    step: float
+    """Seconds between the ends of two usual decode steps."""
+    recomputed: int
+    """Tokens whose keys and values were computed a second time."""
+    lags: Array
+    """Of every token that was trained."""
+
+
+def run(*, quick: bool, json_file: Path | None, device: str = "auto") -> int:
+    """Status 1 if a goal is missed; `--quick` judges nothing."""
+    plan = make_plan(pick_device(device), quick=quick)
+    seen = asyncio.run(measure(plan))
+    rows = [row for name, turns in seen.items() for row in rows_of(name, turns)]
+    show("partial", rows)
+    if json_file is not None:
+        write("partial", rows, json_file)
+    lines = [] if quick else missed(rows)
+    for line in lines:
+        print(f"missed: {line}")
+    return 1 if lines else 0
+
+
+def rows_of(name: str, turns: Sequence[Turn]) -> list[Row]:
+    """The figures of one choice."""
+
+    def median(values: Sequence[float]) -> float:
+        return statistics.median(values) if values else 0.0
+
+    stalls = [median(turn.stalls) for turn in turns]
+    lags = np.concatenate([turn.lags for turn in turns])
+    p50, p90 = (float(np.percentile(lags, share)) for share in (50, 90))
+    return [
+        Row(f"{name}: tokens wasted", median([t.wasted / max(t.trained + t.wasted, 1) for t in turns]), "share"),
+        Row(f"{name}: stall per update", 1e3 * median(stalls), "ms"),
+        Row(
+            f"{name}: stall per update",
+            median([stall / turn.step for stall, turn in zip(stalls, turns, strict=True)]),
+            "decode steps",
+            goal="≤ 1" if name == "keep" else "",
+        ),
+        Row(f"{name}: KV recomputed per update", median([t.recomputed / max(len(t.stalls), 1) for t in turns]), "tokens"),
+        Row(f"{name}: lag, mean", float(lags.mean()), "versions"),
+        Row(f"{name}: lag, p50", p50, "versions"),
+        Row(f"{name}: lag, p90", p90, "versions"),
+        Row(f"{name}: lag, max", float(lags.max()), "versions"),
+        Row(f"{name}: trained", median([turn.trained / turn.seconds for turn in turns]), "tokens/s"),
+    ]
+
+
+async def measure(plan: Plan) -> dict[str, list[Turn]]:
+    """The choices in turn, as often as the plan says."""
+    seen: dict[str, list[Turn]] = {name: [] for name in CHOICES}
+    async with _rig(plan) as rig:
+        for number in range(plan.turns):
+            for name, settings in CHOICES.items():
+                seen[name].append(await rig.turn(_recipe(plan, settings), number))
+    return seen
+
+
+def _recipe(plan: Plan, settings: dict[str, Any]) -> Recipe:
+    return make_recipe(
+        {
+            "steps": 1_000_000,
+            "threads": max(1, (os.cpu_count() or 1) // 2),
+            "device": plan.device,
+            "model": {"path": "builtin:tiny", "dtype": plan.dtype, **plan.model},
+            "tasks": [{"source": "builtin:sort_digits"}],
+            "sampling": {"max_tokens": plan.cap},
+            "train": {"batch": plan.groups * plan.group_size, "group_size": plan.group_size},
+            "engine": {"slots": plan.slots},
+            "staleness": {"max_lag": plan.max_lag},
+            "sync": {"canary_limit": 1e9},  # the stand-in knows no logprobs
+            **settings,
+        }
+    )
+
+
+class LongTail(Run):
+    """A run whose rollouts have the length that their name says: the same ones for every choice."""
+
+    lengths: tuple[int, ...] = ()
+    turn = 0
+
+    def client(self, work: Work) -> EngineClient:
+        client = super().client(work)
+        place = (work.number * self.recipe.train.group_size + work.index + 977 * self.turn) % len(self.lengths)
+        client.limit(self.lengths[place])
+        return client
+
+    async def lost_tokens(self) -> int:
+        """Drawn for groups that were dropped, or will be: what is over age is lost already, cancelled or not."""
+        over_age = await self.flight.over_age(self.pending, next_version=self.version, max_lag=self.recipe.staleness.max_lag)
+        ended = (episode for group in over_age for episode in self.pending[group].episodes)
+        return (
+            self.wasted_tokens
+            + sum(over_age.values())
+            + sum(rollout.num_sampled for episode in ended for rollout in episode.rollouts)
+        )
+
+
+class Unscored(ThreadedEngine):
+    """It scores no canary between two steps: the stand-in has nothing to compare it with."""
+
+    async def score(self, rollouts: Sequence[Rollout]) -> list[Array]:
+        return [np.zeros(len(rollout), dtype=np.float32) for rollout in rollouts]
+
+
+class EvenScorer:
+    """Every rollout is as good as its length is even: an advantage, and no time."""
+
+    num_calls = 0
+
+    async def score(self, episodes: Sequence[Episode]) -> list[Episode]:
+        return [episode.replace(outcome=Scored(float(len(episode.rollouts[0]) % 2))) for episode in episodes]
+
+
+class StandIn(StubTrainer):
+    """Takes its time over a step, as a trainer in a process of its own does, and publishes two sets of weights in turn."""
+
+    is_here = False
+
+    def __init__(self, sync: WeightSync, tensors: list[tuple[str, Tensor]], *, seconds: float) -> None:
+        super().__init__(sync.lineage)
+        self.sync, self._seconds = sync, seconds
+        self._sets = [tensors, [(name, tensor * 1.001) for name, tensor in tensors]]
+
+    async def step(self, batch: Batch, *, learning_rate: float) -> dict[str, float]:
+        await asyncio.sleep(self._seconds)
+        return await super().step(batch, learning_rate=learning_rate)
+
+    async def publish(self, version: int, *, whole: bool = False) -> Published:
+        update = await asyncio.to_thread(self.sync.offer, version, self._sets[version % 2], whole=whole)
+        return Published(update, np.zeros(1, dtype=np.float32))
+
+    async def release(self, update: WeightUpdate) -> None:
+        self.sync.release(update)
+
+    async def abort(self, update: WeightUpdate) -> None:
+        self.sync.abort(update)
+
+
+@dataclass
+class _Rig:
+    """An engine that is made once and measured often."""
+
+    plan: Plan
+    watch: EngineWatch
+    roles: Roles
+    sync: WeightSync
+    lengths: tuple[int, ...]
+    _observer: Observer = field(default_factory=lambda: Observer(elsewhere=("engine", "trainer")))
+
+    async def turn(self, recipe: Recipe, number: int) -> Turn:
+        """One run of the loops, from its third version on."""
+        lags: list[Array] = []
+        began: list[tuple[float, int]] = []
+
+        def on_trained(begun: Begun, _: object) -> None:
+            if began:
+                versions = np.concatenate([rollout.versions for batch in begun.batches for rollout in batch.rollouts])
+                lags.append(begun.version - versions[versions >= 0])
+
+        async def after_version() -> None:
+            if measured.version == _WARM_VERSIONS:
+                began.append((time.perf_counter(), await measured.lost_tokens()))
+                self.watch.start()
+
+        self.sync.lineage = Lineage.new()  # versions begin anew
+        measured = LongTail(
+            recipe,
+            self.roles,
+            lineage=self.sync.lineage,
+            observer=self._observer,
+            on_trained=on_trained,
+            after_version=after_version,
+        )
+        measured.lengths, measured.turn, measured.leg_end = self.lengths, number, self.plan.versions + _WARM_VERSIONS
+        with few_collections():
+            seconds, wasted = await self._leg(measured)
+        stalls, step, recomputed = self.watch.result()
+        trained = np.concatenate(lags)
+        return Turn(seconds - began[0][0], len(trained), wasted - began[0][1], tuple(stalls), step, recomputed, trained)
+
+    async def _leg(self, measured: LongTail) -> tuple[float, int]:
+        """When it ended, and the tokens it had lost by then."""
+        async with asyncio.TaskGroup() as tasks:
+            measured.attach(tasks)
+            beside = [tasks.create_task(service()) for service in (*self.roles.services, measured.watch)]
+            await publish(measured)
+            await measured.published()
+            beside += [tasks.create_task(loop(measured)) for loop in (loops.feed, loops.generate, loops.score)]
+            await loops.train(measured)
+            ended = time.perf_counter()
+            self.watch.stop()
+            lost = await measured.lost_tokens()
+            await measured.published()
+            measured.cancel_spawned()
+            for task in beside:
+                task.cancel()
+        return ended, lost
+
+
+@contextlib.asynccontextmanager
+async def _rig(plan: Plan) -> AsyncIterator[_Rig]:
+    recipe, given = _recipe(plan, {}), UserInputs()
+    set_threads(recipe)
+    path = await asyncio.to_thread(model_folder, recipe, given, say=lambda _: None)
+    core = build_core(recipe, path, name="engine-0", device=plan.device)
+    core.wait_warm()
+    sync = WeightSync(Lineage.new(), MemoryTransport(plan.device))
+    engine = Unscored(core, sync=sync, timeline=ProcessTimeline("engine"))
+    tensors = [(name, tensor.detach().clone()) for name, tensor in named_tensors(core.model)]
+
+    async def watch_engine() -> None:
+        await asyncio.shield(asyncio.wrap_future(engine.died))
+
+    roles = Roles(
+        engine=engine,
+        trainer=StandIn(sync, tensors, seconds=plan.seconds),
+        around=dataclasses.replace(build_around(recipe, path, given), scorer=EvenScorer()),
+        stop_ids=(),  # so that every rollout has all its tokens
+        services=(watch_engine,),
+    )
+    lengths = lognormal_lengths(4096, mean=plan.mean, sigma=1.0, cap=plan.cap)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    engine.start()
+    try:
+        yield _Rig(plan, EngineWatch(core), roles, sync, lengths)
+    finally:
+        sys.setswitchinterval(before)
+        engine.close()
