@@ -143,11 +143,12 @@ async def pooled(
     model_path: str,
     *,
     decode: Callable[[list[int]], str] | None = None,
+    payload: str = "full",
 ) -> AsyncIterator[Pooled]:
     """An empty pool."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        sender = WeightSync(Lineage("life"), SharedMemoryTransport(prefix="w", folder=folder))
+        sender = WeightSync(Lineage("life"), SharedMemoryTransport(prefix="w", folder=folder), payload=payload)
         listener = await Listener.on_this_host(token=TOKEN)
         bench = Pooled(EnginePool(), model_path, sender, folder, listener, decode)
         try:

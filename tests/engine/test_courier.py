@@ -1,0 +1,252 @@
+"""One update to many engines: the slowest does not hold the others, and whoever comes late is brought up to date."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+from pooled import Far, Pooled, pooled
+
+from headrace.errors import SyncError
+from headrace.model.load import load_model
+from headrace.model.weights import make_manifest, named_tensors
+from headrace.partial import Interrupt
+from headrace.types import Payload, Rollout, Sampling
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from headrace.types import WeightUpdate
+
+
+class Source:
+    """The trainer's side, here; counts what it is asked for."""
+
+    def __init__(self, bench: Pooled) -> None:
+        self._bench = bench
+        self.sent: list[tuple[int, tuple[str, ...]]] = []
+        self.asked: list[list[WeightUpdate]] = []
+
+    def routes(self, update: WeightUpdate, receivers: Sequence[str]) -> Sequence[WeightUpdate]:
+        return [update] * len(receivers)
+
+    async def send(self, update: WeightUpdate, receivers: Sequence[str]) -> None:
+        self.sent.append((update.version, tuple(receivers)))
+
+    async def catch_up(self, version: int | None) -> Sequence[WeightUpdate]:
+        self.asked.append(self._bench.sync.catch_up(version))
+        return self.asked[-1]
+
+
+class Policy:
+    def __init__(self, bench: Pooled) -> None:
+        self.bench, self.model = bench, load_model(bench.model_path)
+        self.source = bench.pool.courier.source = Source(bench)
+
+    async def publish(self, version: int, *, interrupt: Interrupt = Interrupt.KEEP) -> WeightUpdate:
+        with torch.no_grad():
+            for _, tensor in named_tensors(self.model):
+                tensor.reshape(-1)[version :: 53] *= 1.01
+        update = self.bench.sync.offer(version, named_tensors(self.model))
+        await self.bench.pool.load(update, interrupt=interrupt)
+        self.bench.sync.release(update)
+        return update
+
+    def is_held_by(self, far: Far) -> bool:
+        return make_manifest(named_tensors(far.core.model)) == make_manifest(named_tensors(self.model))
+
+
+class Held:
+    """An engine that stops in the middle of receiving, until it is let go."""
+
+    def __init__(self, far: Far) -> None:
+        self.may_go, self.is_there = threading.Event(), threading.Event()
+        receive = far.engine._sync.receive
+
+        def held(update: WeightUpdate, incoming: object) -> None:
+            self.is_there.set()
+            assert self.may_go.wait(20)
+            receive(update, incoming)  # type: ignore[arg-type]
+
+        far.engine._sync.receive = held  # type: ignore[method-assign]
+
+
+def run(test: Callable[[Pooled], Awaitable[None]], model_path: str, *, payload: str = "full") -> None:
+    async def main() -> None:
+        torch.manual_seed(0)
+        async with pooled(model_path, payload=payload) as bench:
+            await asyncio.wait_for(test(bench), 60)
+
+    asyncio.run(main())
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+def prompts(count: int, name: str) -> list[Rollout]:
+    return [Rollout.from_prompt(np.arange(6, 14), id=f"{name}{index}") for index in range(count)]
+
+
+async def engines_of(bench: Pooled, name: str) -> set[str]:
+    rollouts = await asyncio.gather(*(bench.pool.generate(each, Sampling(max_tokens=4)) for each in prompts(12, name)))
+    return {rollout.calls[0].engine for rollout in rollouts}
+
+
+def test_the_slowest_engine_does_not_hold_the_others(tiny_model):
+    async def check(bench: Pooled) -> None:
+        policy, fast, slow = Policy(bench), await bench.join(), await bench.join()
+        bench.pool.courier.patience = 0.1
+        await policy.publish(1)
+        assert await engines_of(bench, "both") == {"engine-0", "engine-1"}
+        held = Held(slow)
+        await policy.publish(2)
+        assert bench.pool.versions == {"engine-0": 2, "engine-1": 1} and held.is_there.is_set()
+        await policy.publish(3)
+        assert (fast.core.version, slow.core.version) == (3, 1)
+        assert await engines_of(bench, "one") == {"engine-0"}, "whoever is behind begins nothing"
+        held.may_go.set()
+        await until(lambda: not slow.member.is_behind)
+        assert bench.pool.versions == {"engine-0": 3, "engine-1": 3} and policy.is_held_by(slow)
+        assert await engines_of(bench, "again") == {"engine-0", "engine-1"}
+        await policy.publish(4)
+        assert (fast.core.version, slow.core.version) == (4, 4)
+
+    run(check, tiny_model)
+
+
+def test_an_engine_that_drains_does_not_hold_one_that_is_empty(tiny_model):
+    """It has prefetched what it will hold, and goes on with what it has begun."""
+
+    async def check(bench: Pooled) -> None:
+        policy, busy = Policy(bench), await bench.join(context=4096)
+        bench.pool.courier.patience = 0.05
+        await policy.publish(1)
+        long = asyncio.ensure_future(bench.pool.generate(prompts(1, "long")[0], Sampling(max_tokens=3000)))
+        await until(lambda: busy.core.num_running == 1)
+        empty = await bench.join()
+        await policy.publish(2, interrupt=Interrupt.DRAIN)
+        assert (busy.core.version, empty.core.version) == (1, 2) and not long.done()
+        rollout = await long
+        assert (rollout.versions[rollout.is_sampled] == 1).all()
+        await until(lambda: not busy.member.is_behind)
+        assert busy.core.version == 2
+
+    run(check, tiny_model)
+
+
+def test_with_patience_all_of_them_hold_it(tiny_model):
+    async def check(bench: Pooled) -> None:
+        policy, _, slow = Policy(bench), await bench.join(), await bench.join()
+        await policy.publish(1)
+        held = Held(slow)
+        publishing = asyncio.ensure_future(policy.publish(2))
+        await asyncio.sleep(0.3)
+        assert not publishing.done()
+        held.may_go.set()
+        await publishing
+        assert bench.pool.versions == {"engine-0": 2, "engine-1": 2}
+        assert policy.source.sent[-1] == (2, ("engine-0", "engine-1"))
+
+    run(check, tiny_model)
+
+
+def test_an_engine_that_cannot_be_brought_up_to_date_is_hung_up_on(tiny_model):
+    async def check(bench: Pooled) -> None:
+        policy, fast, slow = Policy(bench), await bench.join(), await bench.join()
+        bench.pool.courier.patience = 0.05
+        await policy.publish(1)
+        attempts = 0
+
+        def fails(*_: object) -> None:
+            nonlocal attempts
+            attempts += 1
+            threading.Event().wait(0.3)
+            raise SyncError("the link is broken")
+
+        slow.engine._sync.receive = fails  # type: ignore[method-assign]
+        await policy.publish(2)
+        await until(lambda: slow.member.is_lost)
+        assert bench.pool.members == [fast.member] and attempts == 4 and slow.core.version == 1
+        await policy.publish(3)
+        assert fast.core.version == 3
+
+    run(check, tiny_model)
+
+
+# Differences
+
+
+def test_an_engine_that_missed_differences_replays_them_and_a_new_one_gets_all(tiny_model):
+    async def check(bench: Pooled) -> None:
+        policy, first, slow = Policy(bench), await bench.join(), await bench.join()
+        bench.pool.courier.patience = 0.05
+        assert (await policy.publish(1)).payload is Payload.FULL
+        held = Held(slow)
+        updates = [await policy.publish(version) for version in (2, 3, 4)]
+        assert [update.payload for update in updates] == [Payload.DELTA] * 3
+        assert [update.base_version for update in updates] == [1, 2, 3]
+        held.may_go.set()
+        await until(lambda: not slow.member.is_behind)
+        replayed = [update.version for update in policy.source.asked[-1]]
+        assert replayed == [3, 4] and all(update.payload is Payload.DELTA for update in policy.source.asked[-1])
+        late = await bench.join()
+        assert [update.payload for update in policy.source.asked[-1]] == [Payload.FULL]
+        for far in (first, slow, late):
+            assert far.core.version == 4 and policy.is_held_by(far)
+        await policy.publish(5)
+        assert all(far.core.version == 5 and policy.is_held_by(far) for far in (first, slow, late))
+
+    run(check, tiny_model, payload="delta")
+
+
+def test_differences_that_are_no_longer_kept_are_made_good_by_all_of_it(tiny_model):
+    async def check(bench: Pooled) -> None:
+        policy, _, slow = Policy(bench), await bench.join(), await bench.join()
+        bench.pool.courier.patience = 0.0
+        await policy.publish(1)
+        held = Held(slow)
+        for version in range(2, 24):
+            await policy.publish(version)
+        held.may_go.set()
+        await until(lambda: not slow.member.is_behind)
+        assert [update.payload for update in policy.source.asked[-1]] == [Payload.FULL]
+        assert slow.core.version == 23 and policy.is_held_by(slow)
+        assert len(bench.sync._offered) <= 18, "what nobody needs is freed"
+
+    run(check, tiny_model, payload="delta")
+
+
+@pytest.mark.parametrize("payload", ["full", "delta"])
+def test_after_a_refusal_the_version_is_sent_again_whole(tiny_model, payload):
+    async def check(bench: Pooled) -> None:
+        policy, one, other = Policy(bench), await bench.join(), await bench.join()
+        await policy.publish(1)
+        update = bench.sync.offer(2, named_tensors(policy.model))
+        receive = other.engine._sync.receive
+
+        def spoils(update: WeightUpdate, incoming: object) -> None:
+            receive(update, incoming)  # type: ignore[arg-type]
+            incoming.views["model.embed_tokens.weight"][3, 3] += 1  # type: ignore[attr-defined]
+
+        other.engine._sync.receive = spoils  # type: ignore[method-assign]
+        with pytest.raises(SyncError, match="version 2: tensor 'model.embed_tokens.weight' differs"):
+            await bench.pool.load(update)
+        bench.sync.abort(update)
+        assert (one.core.version, other.core.version) == (2, 1)
+        other.engine._sync.receive = receive  # type: ignore[method-assign]
+        again = bench.sync.offer(2, named_tensors(policy.model), whole=True)
+        assert again.payload is Payload.FULL
+        await bench.pool.load(again)
+        bench.sync.release(again)
+        assert (one.core.version, other.core.version) == (2, 2) and policy.is_held_by(other)
+        assert (await policy.publish(3)).payload is Payload(payload)
+        assert policy.is_held_by(one) and policy.is_held_by(other)
+
+    run(check, tiny_model, payload=payload)
