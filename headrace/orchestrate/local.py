@@ -86,6 +86,7 @@ class LocalProcesses:
             stop_ids=tuple(told[0]["stop_ids"]),
             services=(supervisor.watch,),
             describe=supervisor.describe,
+            versions=lambda: supervisor.pool.versions,
             refresh=supervisor.refresh,
         )
         return roles, close

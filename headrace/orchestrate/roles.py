@@ -14,7 +14,7 @@ from headrace.stream import RemoteError, StreamClosed
 from headrace.train.worker import Superseded
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
     from pathlib import Path
 
     from headrace.engine import Engine
@@ -271,5 +271,7 @@ class Roles:
     """What must run beside the loops: the engine's own loop here, or the watch over other processes."""
     describe: Callable[[], str] = str
     """Each process in words, for an error: what it is at and where its log is."""
+    versions: Callable[[], Mapping[str, int]] = dict
+    """What each engine holds, where there are several."""
     refresh: Callable[[], Awaitable[None]] = _nothing
     """Have every process say now how it has spent its time."""

@@ -258,6 +258,8 @@ class Session:
             "seconds": seconds,
             "occupancy": self.observer.occupancy,
             "canary": self.run.canary_difference,
+            "failed_syncs": self.run.failed_syncs,
+            **{f"held/{name}": version for name, version in self.run.roles.versions().items()},
             **{f"train/{name}": value for name, value in trainer.items()},
             **{f"rollouts/{name}": count for name, count in self.run.ledger.counts().items()},
         }

@@ -298,3 +298,5 @@ def test_every_transport_and_payload_trains_the_same_weights(tmp_path, transport
     assert not children() and not leftovers()
     names = [event["name"] for event in json.loads((local.folder / "trace.json").read_text())]
     assert "offer 3" in names and names.count("receive 3") == 2, "the trace shows what happens beside the steps"
+    last = read_metrics(local.folder / "metrics.jsonl")[-1]
+    assert {"held/engine-0", "held/engine-1"} <= last.keys() and last["failed_syncs"] == 0
