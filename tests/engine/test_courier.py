@@ -236,7 +236,7 @@ def test_after_a_refusal_the_version_is_sent_again_whole(tiny_model, payload):
             incoming.views["model.embed_tokens.weight"][3, 3] += 1  # type: ignore[attr-defined]
 
         other.engine._sync.receive = spoils  # type: ignore[method-assign]
-        with pytest.raises(SyncError, match="version 2: tensor 'model.embed_tokens.weight' differs"):
+        with pytest.raises(SyncError, match=r"version 2: tensor 'model\.embed_tokens\.weight' differs"):
             await bench.pool.load(update)
         bench.sync.abort(update)
         assert (one.core.version, other.core.version) == (2, 1)
