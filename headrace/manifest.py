@@ -1,15 +1,16 @@
-"""What a weight update consists of, tensor by tensor: kept as columns, since hundreds of them travel with every version."""
+"""What a weight update consists of, tensor by tensor: hundreds of them, and nearly always the same."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache
 from typing import TYPE_CHECKING, overload
 
 import numpy as np
 
-from headrace.validate import Array, check_kind, frozen, trusted
+from headrace.validate import Array, check_kind, frozen
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -31,95 +32,48 @@ class TensorInfo:
             raise ValueError(f"tensor {self.name!r}: {self.num_bytes} bytes")
 
 
-_LAYOUT = ("names", "dtypes", "ranks", "sizes", "num_bytes")
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Manifest(Sequence[TensorInfo]):
     """A sequence of `TensorInfo`, each made when it is looked at. Two are equal if all they say is."""
 
-    names: tuple[str, ...] = ()
-    dtypes: tuple[str, ...] = ()
-    ranks: Array
-    """[tensors] dimensions of each."""
-    sizes: Array
-    """[sum of ranks] the shapes, one after another."""
-    num_bytes: Array
-    """[tensors]"""
+    layout: str
+    """All but the checksums, as JSON: [[name, dtype, shape, bytes], …]. The same for every version of a model; read once."""
     checksums: Array
     """[tensors] uint64"""
 
     def __post_init__(self) -> None:
-        for name in ("names", "dtypes"):
-            column = tuple(getattr(self, name))
-            if not all(type(entry) is str for entry in column):
-                raise ValueError(f"manifest: {name} are strings")
-            object.__setattr__(self, name, column)
-        for name, kind in (("ranks", np.int64), ("sizes", np.int64), ("num_bytes", np.int64), ("checksums", np.uint64)):
-            object.__setattr__(self, name, _whole_numbers(getattr(self, name), kind, name))
-        columns = (self.names, self.dtypes, self.ranks, self.num_bytes, self.checksums)
-        if len({len(column) for column in columns}) > 1 or int(self.ranks.sum()) != len(self.sizes):
-            raise ValueError("manifest: its columns are not of one length")
+        check_kind(self.layout, str, "manifest: layout")
+        object.__setattr__(self, "checksums", _whole_numbers(self.checksums))
+        if len(self.checksums) != len(self.tensors.names):
+            raise ValueError(f"manifest: {len(self.checksums)} checksums of {len(self.tensors.names)} tensors")
 
     @classmethod
     def of(cls, infos: Iterable[TensorInfo]) -> Manifest:
-        """The same as columns."""
         infos = tuple(infos)
         for info in infos:
             check_kind(info, TensorInfo, "weight update: manifest")
-        return cls.of_shapes(
-            [info.name for info in infos],
-            [info.dtype for info in infos],
-            [info.shape for info in infos],
-            num_bytes=np.asarray([info.num_bytes for info in infos], dtype=np.int64),
-            checksums=np.asarray([info.checksum for info in infos], dtype=np.uint64),
-        )
+        layout = [[info.name, info.dtype, list(info.shape), info.num_bytes] for info in infos]
+        return cls(layout=json.dumps(layout), checksums=np.asarray([info.checksum for info in infos], dtype=np.uint64))
 
-    @classmethod
-    def of_shapes(
-        cls,
-        names: Sequence[str],
-        dtypes: Sequence[str],
-        shapes: Sequence[tuple[int, ...]],
-        *,
-        num_bytes: Array,
-        checksums: Array,
-    ) -> Manifest:
-        return cls(
-            names=tuple(names),
-            dtypes=tuple(dtypes),
-            ranks=np.asarray([len(shape) for shape in shapes], dtype=np.int64),
-            sizes=np.asarray([size for shape in shapes for size in shape], dtype=np.int64),
-            num_bytes=num_bytes,
-            checksums=checksums,
-        )
+    @property
+    def tensors(self) -> Tensors:
+        return _read(self.layout)
 
-    @cached_property
-    def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of each tensor."""
-        sizes, stops = self.sizes.tolist(), np.cumsum(self.ranks).tolist()
-        return tuple(tuple(sizes[stop - rank : stop]) for stop, rank in zip(stops, self.ranks.tolist(), strict=True))
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.tensors.names
 
     @property
     def total_bytes(self) -> int:
-        return int(self.num_bytes.sum())
+        return sum(self.tensors.num_bytes)
 
     def is_like(self, other: Manifest) -> bool:
         """Whether it names the same tensors in the same order, whatever they hold."""
-        return (
-            self.names == other.names
-            and self.dtypes == other.dtypes
-            and np.array_equal(self.ranks, other.ranks)
-            and np.array_equal(self.sizes, other.sizes)
-            and np.array_equal(self.num_bytes, other.num_bytes)
-        )
+        return self.layout == other.layout
 
     def with_checksums(self, checksums: Array) -> Manifest:
         """The same tensors, holding something else."""
-        column = _whole_numbers(checksums, np.uint64, "checksums")
-        if len(column) != len(self):
-            raise ValueError(f"manifest: {len(column)} checksums of {len(self)} tensors")
-        return trusted(Manifest, {name: getattr(self, name) for name in _LAYOUT} | {"checksums": column})
+        return Manifest(layout=self.layout, checksums=checksums)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Manifest):
@@ -127,10 +81,10 @@ class Manifest(Sequence[TensorInfo]):
         return self.is_like(other) and np.array_equal(self.checksums, other.checksums)
 
     def __hash__(self) -> int:
-        return hash((self.names, self.dtypes))
+        return hash(self.layout)
 
     def __len__(self) -> int:
-        return len(self.names)
+        return len(self.checksums)
 
     def __iter__(self) -> Iterator[TensorInfo]:
         return (self._info(index) for index in range(len(self)))
@@ -145,20 +99,51 @@ class Manifest(Sequence[TensorInfo]):
         return self._info(range(len(self))[index])
 
     def _info(self, index: int) -> TensorInfo:
+        tensors = self.tensors
         return TensorInfo(
-            name=self.names[index],
-            shape=self.shapes[index],
-            dtype=self.dtypes[index],
-            num_bytes=int(self.num_bytes[index]),
+            name=tensors.names[index],
+            shape=tensors.shapes[index],
+            dtype=tensors.dtypes[index],
+            num_bytes=tensors.num_bytes[index],
             checksum=int(self.checksums[index]),
         )
 
 
-def _whole_numbers(column: object, kind: type[np.integer], name: str) -> Array:
+@dataclass(frozen=True)
+class Tensors:
+    """What a layout says, as columns."""
+
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    num_bytes: tuple[int, ...]
+
+
+@lru_cache(maxsize=32)
+def _read(layout: str) -> Tensors:
+    try:
+        rows = json.loads(layout)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"manifest: its layout cannot be read: {error}") from error
+    if not isinstance(rows, list) or not all(map(_is_row, rows)):
+        raise ValueError("manifest: its layout is a list of name, dtype, shape and bytes")
+    names, dtypes, shapes, num_bytes = zip(*rows, strict=True) if rows else ((), (), (), ())
+    return Tensors(names, dtypes, tuple(map(tuple, shapes)), num_bytes)
+
+
+def _is_row(row: object) -> bool:
+    if not isinstance(row, list) or len(row) != 4:
+        return False
+    name, dtype, shape, num_bytes = row
+    numbers = [*shape, num_bytes] if isinstance(shape, list) else [-1]
+    return isinstance(name, str) and isinstance(dtype, str) and all(type(n) is int and n >= 0 for n in numbers)
+
+
+def _whole_numbers(column: object) -> Array:
     array = np.asarray(column)
-    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer) or (array < 0).any():
-        raise ValueError(f"manifest: {name} are whole numbers ≥ 0 in one dimension")
-    return frozen(array, kind, f"manifest: {name}")
+    if array.ndim != 1 or array.dtype.kind not in "iu" or (array.dtype.kind == "i" and (array < 0).any()):
+        raise ValueError("manifest: checksums are whole numbers ≥ 0 in one dimension")
+    return frozen(array, np.uint64, "manifest: checksums")
 
 
 NOTHING = Manifest.of(())

@@ -195,10 +195,10 @@ def _aligned(element: int, dtype: torch.dtype) -> int:
 def lay_out(manifest: Manifest) -> dict[str, Slot]:
     """A place for every tensor of an update: where `Arena.adopt` puts those of a model that has the same ones, if none of
     them share their memory."""
-    dtypes = {name: _dtype(name) for name in set(manifest.dtypes)}
+    tensors = manifest.tensors
     return _lay_out(
-        (name, dtypes[dtype], shape, name)
-        for name, dtype, shape in zip(manifest.names, manifest.dtypes, manifest.shapes, strict=True)
+        (name, _dtype(dtype), shape, name)
+        for name, dtype, shape in zip(tensors.names, tensors.dtypes, tensors.shapes, strict=True)
     )
 
 

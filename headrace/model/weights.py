@@ -10,7 +10,7 @@ import torch
 
 from headrace.errors import SyncError
 from headrace.model.arena import Arena, held_tensors, lay_out
-from headrace.types import Manifest
+from headrace.types import Manifest, TensorInfo
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from headrace.model.arena import Slot
-    from headrace.types import Array, TensorInfo, WeightUpdate
+    from headrace.types import Array, WeightUpdate
 
 
 _WORDS_ON_CPU = 1 << 17
@@ -76,12 +76,15 @@ def make_manifest(tensors: Iterable[tuple[str, Tensor]]) -> Manifest:
 
 def describe(tensors: Mapping[str, Tensor]) -> Manifest:
     """Their names, dtypes and shapes; the checksums are left at 0."""
-    return Manifest.of_shapes(
-        list(tensors),
-        [_name(tensor.dtype) for tensor in tensors.values()],
-        [tuple(tensor.shape) for tensor in tensors.values()],
-        num_bytes=np.asarray([tensor.numel() * tensor.element_size() for tensor in tensors.values()], dtype=np.int64),
-        checksums=np.zeros(len(tensors), dtype=np.uint64),
+    return Manifest.of(
+        TensorInfo(
+            name=name,
+            shape=tuple(tensor.shape),
+            dtype=_name(tensor.dtype),
+            num_bytes=tensor.numel() * tensor.element_size(),
+            checksum=0,
+        )
+        for name, tensor in tensors.items()
     )
 
 

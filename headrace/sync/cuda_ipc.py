@@ -103,7 +103,7 @@ class CudaIpcTransport:
         room, num_bytes = found
         torch.cuda.current_stream(self._device).synchronize()
         index = self._device.index if self._device.index is not None else torch.cuda.current_device()
-        return {"handle": room.handle, "room": len(room.tensor), "bytes": num_bytes, "gpu": index}
+        return {"key": key, "handle": room.handle, "room": len(room.tensor), "bytes": num_bytes, "gpu": index}
 
     def push(self, key: str, receivers: Sequence[str]) -> None:
         """Receivers come for it."""

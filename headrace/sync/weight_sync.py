@@ -285,7 +285,7 @@ class WeightSync:
             place = self._transport.post(key, {_DELTA: room})
         else:
             place = self._transport.post(key, Arena(slots, device=room.device, allocate=lambda *_: room).views)
-        update = replace(update, place={**place, "key": key, "parcel": len(room)})
+        update = replace(update, place={**place, "offer": key, "parcel": len(room)})
         self._offered[key] = update
         return update
 
@@ -390,4 +390,4 @@ def _pack(image: Arena, tensors: Mapping[str, Tensor] | Arena) -> None:
 
 
 def _key(update: WeightUpdate) -> str:
-    return str(update.place.get("key", ""))
+    return str(update.place.get("offer", ""))

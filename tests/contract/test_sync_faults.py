@@ -88,7 +88,7 @@ class Ended:
 
     def parcel(self, sender: Sender, update: WeightUpdate) -> Tensor | Path:
         """The bytes of an update, where receivers will read them."""
-        key = str(update.place["key"])
+        key = str(update.place["offer"])
         transport = sender.sync._transport
         if self.transport == "files":
             return self.folder / str(update.place["file"])

@@ -15,6 +15,7 @@ from headrace.errors import SyncError
 from headrace.model.load import load_model
 from headrace.model.weights import make_manifest, named_tensors
 from headrace.partial import Interrupt
+from headrace.sync import weight_sync
 from headrace.types import Payload, Rollout, Sampling
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class Policy:
     async def publish(self, version: int, *, interrupt: Interrupt = Interrupt.KEEP) -> WeightUpdate:
         with torch.no_grad():
             for _, tensor in named_tensors(self.model):
-                tensor.reshape(-1)[version :: 53] *= 1.01
+                tensor.reshape(-1)[version::53] *= 1.01
         update = self.bench.sync.offer(version, named_tensors(self.model))
         await self.bench.pool.load(update, interrupt=interrupt)
         self.bench.sync.release(update)
@@ -69,7 +70,7 @@ class Held:
 
         def held(update: WeightUpdate, incoming: object) -> None:
             self.is_there.set()
-            assert self.may_go.wait(20)
+            assert self.may_go.wait(50)
             receive(update, incoming)  # type: ignore[arg-type]
 
         far.engine._sync.receive = held  # type: ignore[method-assign]
@@ -206,19 +207,21 @@ def test_an_engine_that_missed_differences_replays_them_and_a_new_one_gets_all(t
     run(check, tiny_model, payload="delta")
 
 
-def test_differences_that_are_no_longer_kept_are_made_good_by_all_of_it(tiny_model):
+def test_differences_that_are_no_longer_kept_are_made_good_by_all_of_it(tiny_model, monkeypatch):
+    monkeypatch.setattr(weight_sync, "_MOST_DELTAS", 3)
+
     async def check(bench: Pooled) -> None:
         policy, _, slow = Policy(bench), await bench.join(), await bench.join()
         bench.pool.courier.patience = 0.0
         await policy.publish(1)
         held = Held(slow)
-        for version in range(2, 24):
+        for version in range(2, 8):
             await policy.publish(version)
         held.may_go.set()
         await until(lambda: not slow.member.is_behind)
         assert [update.payload for update in policy.source.asked[-1]] == [Payload.FULL]
-        assert slow.core.version == 23 and policy.is_held_by(slow)
-        assert len(bench.sync._offered) <= 18, "what nobody needs is freed"
+        assert slow.core.version == 7 and policy.is_held_by(slow)
+        assert len(bench.sync._offered) == 4, "three differences and all of it: what nobody needs is freed"
 
     run(check, tiny_model, payload="delta")
 

@@ -169,7 +169,7 @@ def test_a_version_is_offered_again_only_while_its_weights_are_there():
         first = (await bench.begin("publish", version=1, canary=PACKED))["update"]
         await bench.begin("abort", update=first)
         again = (await bench.begin("publish", version=1, canary=PACKED, whole=True))["update"]
-        assert again.manifest == first.manifest and again.place["key"] != first.place["key"]
+        assert again.manifest == first.manifest and again.place["offer"] != first.place["offer"]
         await bench.begin("abort", update=again)
         await bench.begin("step", batch=LESSON, learning_rate=0.5)
         with pytest.raises(Superseded, match="version 1"):
