@@ -11,7 +11,7 @@ from headrace.partial import Interrupt
 from headrace.stream import StreamClosed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from headrace.engine.member import Member
     from headrace.engine.protocol import WeightSource
@@ -32,10 +32,16 @@ class Courier:
         self._sending: set[asyncio.Future[None]] = set()
 
     async def deliver(
-        self, update: WeightUpdate, members: Sequence[Member], interrupt: Interrupt
+        self,
+        update: WeightUpdate,
+        members: Sequence[Member],
+        interrupt: Interrupt,
+        *,
+        following: Mapping[Member, asyncio.Future[None]] | None = None,
     ) -> dict[Member, asyncio.Future[None]]:
         """Have these load it, and whoever has it send it. Returns when all of them hold it, or the first do and patience is at
-        an end: then with those that are still at it. One that refuses it is an error."""
+        an end: then with those that are still at it. One that refuses it is an error. `following` are on their way to it
+        from behind; the first may be one of them."""
         names = [member.name for member in members]
         routes = [update] * len(members) if self.source is None else self.source.routes(update, names)
         loading = {
@@ -44,7 +50,7 @@ class Courier:
         }
         sending = self._send(update, names)
         try:
-            await _settled(loading.values(), self.patience)
+            await self._settled(update, {**(following or {}), **loading})
         except asyncio.CancelledError:
             for task in (*loading.values(), *sending):
                 task.cancel()
@@ -54,6 +60,17 @@ class Courier:
                 cause = next((task.exception() for task in sending if task.done() and not task.cancelled()), None)
                 raise load.exception() from cause  # type: ignore[misc]
         return {member: load for member, load in loading.items() if not load.done()}
+
+    async def _settled(self, update: WeightUpdate, loading: Mapping[Member, asyncio.Future[None]]) -> None:
+        """Until all of them are done, or one holds it or has refused it and the others have had their time."""
+        waiting, until = set(loading.values()), math.inf
+        while waiting:
+            left = None if until == math.inf else max(0.0, until - time.monotonic())
+            done, waiting = await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                return
+            if any(holds(member, update) for member in loading) or any(task.exception() for task in done):
+                until = min(until, time.monotonic() + self.patience)
 
     async def bring(self, member: Member, wanted: WeightUpdate) -> None:
         """One engine to what the others hold: by what it missed, where only a difference is on its way."""
@@ -91,14 +108,3 @@ class Courier:
 
 def holds(member: Member, update: WeightUpdate) -> bool:
     return member.version_of(update.lineage) == update.version
-
-
-async def _settled(tasks: Iterable[asyncio.Future[None]], patience: float) -> None:
-    """Until all of them are done, or one is and the others have had `patience` seconds more."""
-    waiting, until = set(tasks), math.inf
-    while waiting:
-        left = None if until == math.inf else max(0.0, until - time.monotonic())
-        done, waiting = await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-        if not done:
-            return
-        until = min(until, time.monotonic() + patience)

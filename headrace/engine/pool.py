@@ -8,6 +8,7 @@ rollout waits for one engine: the one that has its keys and values.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections import OrderedDict
 from functools import partial
@@ -53,7 +54,8 @@ class EnginePool:
         self._joined = asyncio.Event()
         self._is_paused = False
         self._is_flush_due = False
-        self._following: set[asyncio.Task[None]] = set()
+        self._following: dict[Member, asyncio.Future[None]] = {}
+        """Engines that were left behind, on their way to what the others hold."""
 
     # Who is in it; called by whoever supervises the processes
 
@@ -91,17 +93,19 @@ class EnginePool:
         """Waits for an engine that was left behind, and brings it to what the others hold by then. One that cannot be brought
         there is hung up on; whoever supervises it begins it anew."""
         await asyncio.wait([loading])
-        for _ in range(_ATTEMPTS):
-            try:
-                while self._wanted is not None and not holds(member, self._wanted):
-                    await self._bring(member, self._wanted)
-            except StreamClosed:
-                break
-            except (RemoteError, SyncError):
-                continue
-            member.is_behind = False
-            self.wake()
-            return
+        _ = loading.cancelled() or loading.exception()  # it is tried again, whatever it was
+        try:
+            for _ in range(_ATTEMPTS):
+                with contextlib.suppress(RemoteError, SyncError):
+                    while self._wanted is not None and not holds(member, self._wanted):
+                        await self._bring(member, self._wanted)
+                    member.is_behind = False
+                    self.wake()
+                    return
+        except StreamClosed:
+            pass
+        finally:
+            self._following.pop(member, None)
         self.lose(member)
         member.control.stream.close()
 
@@ -168,16 +172,15 @@ class EnginePool:
         the update is wanted no more, and nobody reads it any longer."""
         before, self._wanted = self._wanted, update
         try:
-            late = await self.courier.deliver(update, [m for m in self.members if not m.is_behind], interrupt)
+            active = [member for member in self.members if not member.is_behind]
+            late = await self.courier.deliver(update, active, interrupt, following=self._following)
         except BaseException:
             if self._wanted is update:
                 self._wanted = before
             raise
         for member, loading in late.items():
             member.is_behind = True
-            task = asyncio.ensure_future(self._follow(member, loading))
-            self._following.add(task)
-            task.add_done_callback(self._following.discard)
+            self._following[member] = asyncio.ensure_future(self._follow(member, loading))
         await self._any_member()
 
     async def fork(self, rollout: Rollout, at: int, *, id: str) -> Rollout:
