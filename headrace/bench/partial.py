@@ -101,13 +101,13 @@ def make_plan(device: str, *, quick: bool) -> Plan:
         return Plan(
             device=device,
             dtype="bfloat16",
-            model={"hidden_size": 1024, "num_layers": 28, "num_heads": 16, "context": 1280},
+            model={"hidden_size": 1024, "num_layers": 28, "num_heads": 16, "context": 1024},
             slots=256,
             groups=32,
-            mean=192,
-            cap=1024,
+            mean=160,
+            cap=768,
             seconds=0.25,
-            versions=6 if quick else 16,
+            versions=4 if quick else 8,
             turns=1 if quick else 3,
         )
     return Plan(
@@ -119,8 +119,8 @@ def make_plan(device: str, *, quick: bool) -> Plan:
         mean=48,
         cap=384,
         seconds=0.1,
-        versions=5 if quick else 24,
-        turns=1 if quick else 5,
+        versions=5 if quick else 10,
+        turns=1 if quick else 3,
     )
 
 
