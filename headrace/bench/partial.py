@@ -7,9 +7,9 @@ differs between one choice and the next; they take turns, and each figure is the
 The stall of an update is time in which slots that were decoding do not: from the moment admission stops for it (`drain`) or the
 weights change, until as many decode again. Of each interval between two steps, what a usual step would have taken for
 the slots it decoded is taken off. For `keep` that leaves the time without a decode step beyond a usual one. Engine and
-launcher share a process here, as they do not in a run: once the weights are exchanged the decode thread takes in what the
-launcher sends it at that very moment, groups that the new version lets in, and that is in the stall; a row beside it has the part
-before. There is no canary: a run scores one between two later steps.
+launcher share a process here, as they do not in a run: once the weights are exchanged the decode thread may have to wait for
+the launcher's, which is busy with the groups that the new version lets in, and that is in the stall; a row beside it has
+the part before. There is no canary: a run scores one between two later steps.
 """
 
 from __future__ import annotations

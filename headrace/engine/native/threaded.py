@@ -107,7 +107,7 @@ class ThreadedEngine(NativeEngine):
 
     def _empty_mail(self) -> None:
         if self._mail:
-            while self._mail:
+            for _ in range(len(self._mail)):  # what comes meanwhile waits a step: a burst of it must not hold up decoding
                 self._mail.popleft()()
             self.after_step()
 
