@@ -68,11 +68,12 @@ class EngineWatch:
         """And no further."""
         self._is_on = False
 
-    def result(self) -> tuple[list[float], float, int]:
-        """(the stall of each update, the usual time from step to step, tokens computed again)."""
+    def result(self) -> tuple[list[float], list[float], float, int]:
+        """(the stall of each update, the part of it before the engine could step again, the usual time from step to step,
+        tokens computed again)."""
         steps = [step for step in self._steps if step.decode_rows + step.prompt_rows]
         usual = usual_step(steps)
-        return stalls_of(steps, usual=usual), usual, self._recomputed
+        return stalls_of(steps, usual=usual), exchanges_of(steps), usual, self._recomputed
 
     def _step(self) -> Step:
         is_admitting, updates, away = self._core.is_admitting, self._updates, len(self._away)
@@ -131,6 +132,15 @@ def usual_step(steps: Sequence[StepEnd]) -> float:
     return statistics.median(between) if between else float("nan")
 
 
+def exchanges_of(steps: Sequence[StepEnd]) -> list[float]:
+    """Seconds from the last step before each update until the engine had made it and could step again."""
+    return [
+        after.ready - before.at
+        for before, after in itertools.pairwise(steps)
+        if after.updates > before.updates and after.ready < math.inf
+    ]
+
+
 def stalls_of(steps: Sequence[StepEnd], *, usual: float) -> list[float]:
     """Seconds lost by each update that steps were seen before and after: until the step in which all that decoded before it,
     and has not ended, decodes again. That step itself is no loss, whatever new prompts it computes beside."""
@@ -145,7 +155,7 @@ def stalls_of(steps: Sequence[StepEnd], *, usual: float) -> list[float]:
         for index in range(start, last):
             step, ended = steps[index], steps[index - 1].at
             if index >= place and step.back == 1.0:
-                lost += max(0.0, min(step.began, step.ready if index == place else math.inf) - ended)
+                lost += step.began - ended
                 break
             share = min(1.0, step.decode_rows / before) if index < place else step.back
             lost += max(0.0, step.at - ended - usual * share)

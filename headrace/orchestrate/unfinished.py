@@ -135,7 +135,8 @@ class Flight:
         ended: dict[str, list[Episode]] = {group: list(each.episodes) for group, each in pending.items()}
         drawn: dict[str, list[Rollout]] = {group: [] for group in pending}
         for episode in self.unscored.values():
-            ended[episode.group].append(episode)
+            if episode.outcome is None:  # one that the machinery failed is tried again, from its start
+                ended[episode.group].append(episode)
         has_ended = {episode.id for episodes in ended.values() for episode in episodes}
         for rollout in rollouts.values():
             if rollout.group in drawn and rollout.episode not in has_ended and is_resumable(rollout):

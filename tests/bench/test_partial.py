@@ -11,7 +11,7 @@ import pytest
 
 from headrace.bench import partial
 from headrace.bench.partial import CHOICES, Turn, make_plan, measure, rows_of
-from headrace.bench.partial_watch import StepEnd, stalls_of, usual_step
+from headrace.bench.partial_watch import StepEnd, exchanges_of, stalls_of, usual_step
 from headrace.cli import main
 
 
@@ -29,10 +29,11 @@ def test_what_is_kept_stalls_for_the_time_without_a_step():
     seen = steps(
         (1.0, 8, True, 0, 1.0),
         (2.0, 8, True, 0, 1.0),
-        (3.8, 8, True, 1, 1.0, 2.7, 2.25),  # the exchange took a quarter; new work and a slower step are not its doing
+        (3.8, 8, True, 1, 1.0, 2.75, 2.25),  # a quarter to exchange, half to take in work; a slower step is not its doing
         (4.8, 8, True, 1, 1.0),
     )
-    assert usual_step(seen) == 1.0 and stalls_of(seen, usual=1.0) == pytest.approx([0.25])
+    assert usual_step(seen) == 1.0 and stalls_of(seen, usual=1.0) == pytest.approx([0.75])
+    assert exchanges_of(seen) == pytest.approx([0.25])
 
 
 def test_what_is_computed_again_stalls_until_all_of_it_decodes():
@@ -60,7 +61,7 @@ def test_what_drains_stalls_as_its_slots_fall_empty():
 
 def test_figures_are_medians_of_turns_and_lags_those_of_all_tokens():
     turns = [
-        Turn(2.0, 100, wasted, (stall, 9.0, stall), step=0.5, recomputed=recomputed, lags=np.array(lags))
+        Turn(2.0, 100, wasted, (stall, 9.0, stall), (0.25,), step=0.5, recomputed=recomputed, lags=np.array(lags))
         for wasted, stall, recomputed, lags in [(100, 1.0, 30, [0, 0]), (0, 2.0, 60, [1, 1]), (25, 3.0, 90, [1, 9])]
     ]
     rows = {(row.name, row.unit): row for row in rows_of("keep", turns)}
@@ -70,6 +71,7 @@ def test_figures_are_medians_of_turns_and_lags_those_of_all_tokens():
         4,
         "≤ 1",
     )
+    assert rows["keep: until the engine could step", "ms"].value == 250
     assert rows["keep: KV recomputed per update", "tokens"].value == 20
     found = [rows[f"keep: lag, {name}", "versions"].value for name in ("mean", "p50", "p90", "max")]
     assert found == [2.0, 1.0, 5.0, 9.0] and rows["keep: trained", "tokens/s"].value == 50
@@ -95,7 +97,7 @@ def test_every_choice_is_measured():
 
 
 def test_the_command(tmp_path, monkeypatch, capsys):
-    turn = Turn(1.0, 10, 0, (0.5,), step=0.25, recomputed=0, lags=np.array([0, 1]))
+    turn = Turn(1.0, 10, 0, (0.5,), (0.125,), step=0.25, recomputed=0, lags=np.array([0, 1]))
 
     async def measured(plan):
         assert plan.device == "cpu"
@@ -107,7 +109,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
             main(["bench", "partial", "--device", "cpu", "--json", str(tmp_path / "out.json"), *arguments])
         assert caught.value.code == status
     assert "missed: keep: stall per update: 2 decode steps, goal ≤ 1" in capsys.readouterr().out
-    assert len(json.loads((tmp_path / "out.json").read_text())["rows"]) == 18
+    assert len(json.loads((tmp_path / "out.json").read_text())["rows"]) == 20
     with pytest.raises(SystemExit):
         main(["bench", "overlap", "--device", "cpu"])
     assert "--device = cpu: only `headrace bench partial` has device" in capsys.readouterr().err

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
+    from headrace.engine.native.request import Drawings
     from headrace.engine.native.work import Drawn, Runner
     from headrace.model.routing import Routers
     from headrace.model.weights import SpareWeights
@@ -277,13 +278,16 @@ class EngineCore:
         return [self._in_flight(each) for each in (*scheduler.running.values(), *scheduler.retracted, *scheduler.waiting())]
 
     def _in_flight(self, request: Request) -> InFlight:
-        versions = self.scheduler.drawings(request).versions
-        return InFlight.of(
-            request.rollout,
-            num_drawn=len(versions),
-            first=int(versions[0]) if len(versions) else -1,
-            partial=lambda: self._lengthen(request, FinishReason.ABORT),
-        )
+        drawn, masks = self.scheduler.drawings(request), list(request.masks)
+        policy, lineage = self.policy, self._lineage_of(request)
+
+        def partial() -> Rollout:
+            """From what was seen, in whatever thread; routing is not looked up for it, and is recorded anew when it goes on."""
+            call = self._call(request, len(drawn.token_ids), FinishReason.ABORT)
+            return _lengthened(request.rollout, call, drawn, masks, policy=policy, lineage=lineage)
+
+        first = int(drawn.versions[0]) if len(drawn.versions) else -1
+        return InFlight.of(request.rollout, num_drawn=len(drawn.versions), first=first, partial=partial)
 
     def step(self) -> Step:
         """Launch what comes next, and take in what was drawn as many steps ago as the runner is ahead."""
@@ -382,28 +386,22 @@ class EngineCore:
 
     def _lengthen(self, request: Request, reason: FinishReason) -> Rollout:
         """The request's rollout with what it has drawn appended."""
-        rollout, drawn = request.rollout, self.scheduler.drawings(request)
-        start = len(rollout)
-        stop = start + len(drawn.token_ids)
-        call = Call(
+        drawn = self.scheduler.drawings(request)
+        call = self._call(request, len(drawn.token_ids), reason)
+        names = {"policy": self.policy, "lineage": self._lineage_of(request)}
+        routing = self._routing(request, call.stop)
+        return _lengthened(request.rollout, call, drawn, request.masks, expert_routing=routing, **names)
+
+    def _call(self, request: Request, num_drawn: int, reason: FinishReason) -> Call:
+        start = len(request.rollout)
+        return Call(
             start=start,
-            stop=stop,
+            stop=start + num_drawn,
             engine=self.name,
             sampling=request.sampling,
             finish_reason=reason,
             started=request.started,
             finished=time.time(),
-        )
-        return lengthen(
-            rollout,
-            call,
-            token_ids=drawn.token_ids,
-            logprobs=drawn.logprobs,
-            versions=drawn.versions,
-            masks=request.masks,
-            expert_routing=self._routing(request, stop),
-            policy=self.policy,
-            lineage=self._lineage_of(request),
         )
 
     def _lineage_of(self, request: Request) -> str:
@@ -419,6 +417,29 @@ class EngineCore:
         assert known is not None
         unknown = unknown_routing(length - computed, num_layers=known.shape[1], top_k=known.shape[2], dtype=known.dtype)
         return np.concatenate([known, unknown])
+
+
+def _lengthened(
+    rollout: Rollout,
+    call: Call,
+    drawn: Drawings,
+    masks: list[Array],
+    *,
+    policy: str,
+    lineage: str,
+    expert_routing: Array | None = None,
+) -> Rollout:
+    return lengthen(
+        rollout,
+        call,
+        token_ids=drawn.token_ids,
+        logprobs=drawn.logprobs,
+        versions=drawn.versions,
+        masks=masks,
+        policy=policy,
+        lineage=lineage,
+        expert_routing=expert_routing,
+    )
 
 
 def _check_triton(device: torch.device) -> None:

@@ -7,8 +7,6 @@ New weights are copied and hashed beside the running ones by a thread of their o
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import functools
 import threading
 from collections import deque
 from concurrent.futures import Future
@@ -109,7 +107,7 @@ class ThreadedEngine(NativeEngine):
 
     def _empty_mail(self) -> None:
         if self._mail:
-            while self._mail:
+            for _ in range(len(self._mail)):  # what comes meanwhile waits a step: a burst of it must not hold up decoding
                 self._mail.popleft()()
             self.after_step()
 
@@ -240,13 +238,7 @@ class ThreadedEngine(NativeEngine):
         return self._state()
 
     async def in_flight(self) -> list[InFlight]:
-        """Their partial rollouts are made at once: the core is the decode thread's."""
-
-        def look() -> list[InFlight]:
-            calls = self.core.in_flight()
-            return [dataclasses.replace(call, partial=functools.partial(_same, call.partial())) for call in calls]
-
-        return await self.between_steps(look)
+        return await self.between_steps(self.core.in_flight)
 
     def submit(self, requests: Sequence[Request], on_refused: Callable[[Request, ValueError], None]) -> None:
         """Queue many at once; those that cannot be generated are told to `on_refused`, in the decode thread."""
@@ -259,10 +251,6 @@ class ThreadedEngine(NativeEngine):
                     on_refused(request, error)
 
         self.post(act)
-
-
-def _same(rollout: Rollout) -> Rollout:
-    return rollout
 
 
 async def _to_its_end(work: Coroutine[Any, Any, None], *, give_up: Callable[[], None]) -> None:
