@@ -23,7 +23,7 @@ import torch
 
 from headrace import wire
 from headrace.bench import sync_collective, sync_delta, sync_http
-from headrace.bench.sync_receiver import LENGTH
+from headrace.bench.sync_receiver import LENGTH, time_copy
 from headrace.bench.sync_shapes import make_model
 from headrace.bench.table import Row, missed, show, write
 from headrace.model.arena import Arena
@@ -101,6 +101,7 @@ def _on_gpu(*, quick: bool) -> list[Row]:
         Row(f"{title}: exchange between two steps", 1e3 * ipc["swap"], "ms"),
         Row(f"{title}: tensor by tensor through host memory ÷ publish", by_tensor / ipc["publish"], "×", f"≥ {_HOST_RATIO}"),
     ]
+    rows += sync_delta.measure(model=None, quick=quick, device=str(device))
     rest = _published({name: parts for name, parts in seconds.items() if name != "cuda_ipc"}, paths.num_bytes, shape)
     return rows + [row for row in rest if "share" not in row.unit and "GB/s" not in row.unit]
 
@@ -178,11 +179,7 @@ class Paths:
                 flat[::997].mul_(1.01)
 
     def _copy(self) -> float:
-        self._settle()
-        started = time.perf_counter()
-        self._other.copy_from(self._arena)
-        self._settle()
-        return time.perf_counter() - started
+        return time_copy(self._other, self._arena)
 
     def through_host(self) -> float:
         """Seconds to bring every tensor to the host's memory and back, one after another."""
