@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from headrace.model.arena import Arena
     from headrace.types import Array
 
-_BLOCK = 4096
-"""Words a program reads: 32 KiB."""
+_TILE, _TILES, _WARPS = 2048, 8, 8
+"""Words a program reads at once, and how often: 128 KiB in all, so that its sum is taken across threads once for many loads."""
+_BLOCK = _TILE * _TILES
 _WORD = 8
 """Bytes."""
 _EXPONENTS = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80, torch.float32: 0x7F800000, torch.float64: 0x7FF0 << 48}
@@ -36,19 +37,25 @@ _EXPONENTS = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80, torch.float32: 0x7F
 def _sum_kernel(
     words: tl.tensor, starts: tl.tensor, sizes: tl.tensor, owners: tl.tensor, firsts: tl.tensor,
     sums: tl.tensor, is_odd: tl.tensor,
-    EXPONENTS: tl.constexpr, BELOW_SIGNS: tl.constexpr, SIGNS: tl.constexpr, BLOCK: tl.constexpr,
+    EXPONENTS: tl.constexpr, BELOW_SIGNS: tl.constexpr, SIGNS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
 ) -> None:  # fmt: skip
     program = tl.program_id(0)
     tensor = tl.load(owners + program)
-    place = (program - tl.load(firsts + tensor)).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    word = tl.load(words + tl.load(starts + tensor) + place, mask=place < tl.load(sizes + tensor), other=0)
-    tl.atomic_add(sums + tensor, tl.sum(word * (place * 2 + 1), axis=0))
+    start, size = tl.load(starts + tensor), tl.load(sizes + tensor)
+    first = (program - tl.load(firsts + tensor)).to(tl.int64) * (TILE * TILES)
+    total = tl.zeros([TILE], dtype=tl.int64)
+    even = tl.full([TILE], SIGNS, dtype=tl.int64)
+    for tile in range(TILES):
+        place = first + tile * TILE + tl.arange(0, TILE)
+        word = tl.load(words + start + place, mask=place < size, other=0)
+        total += word * (place * 2 + 1)
+        if EXPONENTS != 0:
+            # Zero in the lane of a number whose exponent is all ones. Adding all that is below a lane's sign then carries
+            # into the sign of every other lane, and out of none.
+            even &= ((word & EXPONENTS) ^ EXPONENTS) + BELOW_SIGNS
+    tl.atomic_add(sums + tensor, tl.sum(total, axis=0))
     if EXPONENTS != 0:
-        # Zero in the lane of a number whose exponent is all ones. Adding all that is below a lane's sign then carries into
-        # the sign of every other lane, and out of none.
-        missing = (word & EXPONENTS) ^ EXPONENTS
-        odd = ((missing + BELOW_SIGNS) & SIGNS) != SIGNS
-        if tl.max(odd.to(tl.int32), axis=0) != 0:
+        if tl.max(((even & SIGNS) != SIGNS).to(tl.int32), axis=0) != 0:
             tl.store(is_odd + tensor, 1)
 
 
@@ -105,7 +112,7 @@ def _launch(flat: Tensor, table: tuple[Tensor, ...], sums: Tensor, is_odd: Tenso
         exponents, below, signs = _lanes(flat.dtype)
         _sum_kernel[(len(owners),)](
             flat.view(torch.int64), *table, sums, is_odd,
-            EXPONENTS=exponents, BELOW_SIGNS=below, SIGNS=signs, BLOCK=_BLOCK, num_warps=8,
+            EXPONENTS=exponents, BELOW_SIGNS=below, SIGNS=signs, TILE=_TILE, TILES=_TILES, num_warps=_WARPS,
         )  # fmt: skip
 
 
