@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from headrace.model.arena import Arena
     from headrace.types import Array
 
-_TILE, _TILES, _WARPS = 2048, 8, 8
+_TILE, _TILES, _WARPS = 1024, 16, 4
 """Words a program reads at once, and how often: 128 KiB in all, so that its sum is taken across threads once for many loads."""
 _BLOCK = _TILE * _TILES
 _WORD = 8
@@ -54,7 +54,7 @@ def _sum_kernel(
             # into the sign of every other lane, and out of none.
             even &= ((word & EXPONENTS) ^ EXPONENTS) + BELOW_SIGNS
     tl.atomic_add(sums + tensor, tl.sum(total, axis=0))
-    if EXPONENTS != 0:
+    if EXPONENTS != 0:  # noqa: SIM102  (known when it is compiled; what follows is not)
         if tl.max(((even & SIGNS) != SIGNS).to(tl.int32), axis=0) != 0:
             tl.store(is_odd + tensor, 1)
 
@@ -66,26 +66,26 @@ class FlatTables:
     """
 
     def __init__(self, arena: Arena) -> None:
-        self._device = arena.memory.device
-        self._num_tensors = len(arena.slots)
-        self._tables: dict[torch.dtype, tuple[Tensor, ...]] = {}
+        device = arena.memory.device
+        self._found = torch.zeros(2, len(arena.slots), dtype=torch.int64, device=device)
+        self._tables: dict[torch.dtype, tuple[tuple[Tensor, ...], Tensor, Tensor]] = {}
+        """By dtype: its table, and its part of what is found."""
         places: list[int] = []
         for dtype in arena.flat:
             slots = {place: slot for place, slot in enumerate(arena.slots.values()) if slot.dtype == dtype}
             spans = [(slot.start, slot.stop) for slot in slots.values()]
-            self._tables[dtype] = _table(spans, dtype.itemsize, self._device)
+            part = self._found[:, len(places) : len(places) + len(spans)]
+            self._tables[dtype] = _table(spans, dtype.itemsize, device), part[0], part[1]
             places += slots
         self._order = np.argsort(np.asarray(places, dtype=np.int64))
 
     def inspect(self, arena: Arena) -> tuple[Array, Array]:
-        """(checksums as uint64, whether each holds a number that is not finite), in the order of its slots."""
-        found = torch.zeros(2, self._num_tensors, dtype=torch.int64, device=self._device)
-        first = 0
-        for dtype, table in self._tables.items():
-            stop = first + len(table[0])
-            _launch(arena.flat[dtype], table, found[0, first:stop], found[1, first:stop])
-            first = stop
-        sums, is_odd = found.cpu().numpy()[:, self._order]
+        """(checksums as uint64, whether each holds a number that is not finite), in the order of its slots. By one thread at a
+        time."""
+        self._found.zero_()
+        for dtype, (table, sums, is_odd) in self._tables.items():
+            _launch(arena.flat[dtype], table, sums, is_odd)
+        sums, is_odd = self._found.cpu().numpy()[:, self._order]
         return (sums & 0x7FFFFFFFFFFFFFFF).astype(np.uint64), is_odd != 0
 
 

@@ -211,12 +211,12 @@ class SpareWeights:
         """Have `bring` write an update's bytes, and hash what is now held; raises where that is not what was sent. The
         receipt."""
         self._is_whole = self._is_given_up = False
-        self._check_arena(update)
         slots = self._slots_of(update)
         with self._beside.working():
             staging = self._staging = self._staging or self.arena.like()
             arena = staging if slots is None else Arena(slots, device=staging.device)
             bring(Incoming(arena, running=self.arena, check=lambda: self._check_wanted(update)))
+            self._check_arena(update)  # on a GPU the copy may be under way
             if arena is not staging:  # tensors that share their memory here travel apart
                 for name, view in arena.views.items():
                     staging.views[name].copy_(view)
