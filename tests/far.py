@@ -1,20 +1,28 @@
-"""One end of a weight sync in a process of its own: `python far.py receiver|sender SETTINGS`, obeying lines on its input.
+"""One end of a weight sync in a process of its own, obeying lines on a socket.
 
+`python far.py PATH` listens at a path and forks a process for everyone who connects, so that none of them waits for imports.
 A receiver holds a small set of weights as an engine does: a version is its own only once its receipt matches. A sender makes
 versions of the same weights. Either can be slowed, so that a test can come in midway.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import functools
 import json
+import os
+import shutil
+import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -93,27 +101,50 @@ def make_sync(ends: Ends, *, payload: str, is_sender: bool, name: str, device: s
     return WeightSync(Lineage(LIFE), transport, payload=Payload.DELTA if is_delta else Payload.FULL, name=name)
 
 
+@functools.cache
+def _forking() -> str:
+    """Where processes are to be had, from one that has imported what they need; it ends with this one."""
+    folder = tempfile.mkdtemp(prefix="far-")
+    path = f"{folder}/s"
+    process = subprocess.Popen([sys.executable, __file__, path], stdin=subprocess.PIPE)
+
+    def end() -> None:
+        process.kill()
+        process.wait()
+        shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(end)
+    return path
+
+
 class Far:
     """The near end of such a process."""
 
     def __init__(self, role: str, ends: Ends, *, payload: str, name: str, slow: float = 0.0, device: str = "cpu") -> None:
-        settings = {"ends": asdict(ends), "payload": payload, "name": name, "slow": slow, "device": device}
-        self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__)), role, json.dumps(settings)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        settings = {"role": role, "ends": asdict(ends), "payload": payload, "name": name, "slow": slow, "device": device}
+        self._socket = socket.socket(socket.AF_UNIX)
+        until = time.monotonic() + 60
+        while True:
+            try:
+                self._socket.connect(_forking())
+                break
+            except OSError:
+                assert time.monotonic() < until
+                time.sleep(0.02)
+        self._lines = self._socket.makefile("rw")
+        self._say(settings)
+        self._process = self.read()["process"]
         assert self.read() == {"ready": True}
 
+    def _say(self, value: dict[str, Any]) -> None:
+        self._lines.write(json.dumps(value) + "\n")
+        self._lines.flush()
+
     def begin(self, command: str, **arguments: Any) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"command": command, **arguments}) + "\n")
-        self.process.stdin.flush()
+        self._say({"command": command, **arguments})
 
     def read(self) -> Any:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
+        line = self._lines.readline()
         return json.loads(line) if line else {"gone": True}
 
     def ask(self, command: str, **arguments: Any) -> Any:
@@ -121,16 +152,17 @@ class Far:
         return self.read()
 
     def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
+        """As whoever is out of memory is killed; it is gone when this returns."""
+        os.kill(self._process, signal.SIGKILL)
+        while os.path.exists(f"/proc/{self._process}"):
+            time.sleep(0.005)
 
     def close(self) -> None:
-        if self.process.poll() is None:
+        if os.path.exists(f"/proc/{self._process}"):
             self.ask("close")
-        for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
-            pipe.close()
-        assert self.process.wait(timeout=20) is not None
+        with contextlib.suppress(OSError):
+            self._lines.close()
+        self._socket.close()
 
 
 def packed(update: WeightUpdate) -> str:
@@ -166,10 +198,16 @@ def _slow_down(seconds: float, say: Any) -> None:
     weight_sync_module._pack = slow_pack
 
 
-def main(role: str, settings: dict[str, Any]) -> None:
-    def say(answer: dict[str, Any]) -> None:
-        print(json.dumps(answer), flush=True)
+def serve(lines: IO[str]) -> None:
+    """One end, until it is told to close or nobody is there to tell it."""
 
+    def say(answer: dict[str, Any]) -> None:
+        lines.write(json.dumps(answer) + "\n")
+        lines.flush()
+
+    settings = json.loads(lines.readline())
+    say({"process": os.getpid()})
+    role = settings["role"]
     if settings["slow"]:
         _slow_down(settings["slow"], say)
     sync = make_sync(
@@ -182,7 +220,7 @@ def main(role: str, settings: dict[str, Any]) -> None:
     is_adapter = settings["payload"] == Payload.ADAPTER
     end = (Sender if role == "sender" else Receiver)(sync, is_adapter=is_adapter, device=settings["device"])
     say({"ready": True})
-    for line in sys.stdin:
+    for line in lines:
         order = json.loads(line)
         command = order["command"]
         try:
@@ -207,5 +245,23 @@ def main(role: str, settings: dict[str, Any]) -> None:
             say({"error": str(error)})
 
 
+def main(path: str) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system buries them
+    threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
+    torch.set_num_threads(1)
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(path)
+        listening.listen()
+        while True:
+            connection, _ = listening.accept()
+            if os.fork() == 0:
+                listening.close()
+                try:
+                    serve(connection.makefile("rw"))
+                finally:
+                    os._exit(0)
+            connection.close()
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], json.loads(sys.argv[2]))
+    main(sys.argv[1])

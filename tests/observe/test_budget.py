@@ -109,7 +109,13 @@ def test_a_trace_opens_while_it_is_written(tmp_path) -> None:
     events = json.loads(text.rstrip().rstrip(",") + "]")
     decode = next(event for event in events if event["name"] == "decode")
     assert decode["ph"] == "X" and decode["dur"] >= 1000 and abs(decode["ts"] / 1e6 - time.time()) < 60
-    assert {event["args"]["name"] for event in events if event["ph"] == "M"} == {"engine", "trainer", "scorer"}
+    assert {event["args"]["name"] for event in events if event["ph"] == "M"} == {
+        "engine",
+        "trainer",
+        "scorer",
+        "engine: weights",
+        "trainer: weights",
+    }
 
 
 def test_a_sink_that_fails_does_not_stop_the_run(tmp_path, capsys) -> None:

@@ -285,14 +285,22 @@ def test_modules_in_the_working_directory_do_not_stand_in_for_the_librarys(tmp_p
 # Weights on their way
 
 
-@pytest.mark.parametrize("payload", ["full", "delta"])
-@pytest.mark.parametrize("transport", ["shared_memory", "files", "http", "collective"])
-def test_every_transport_and_payload_trains_the_same_weights(tmp_path, transport, payload):
+AT_LAG_0 = {"exact": True, "staleness": {"max_lag": 0}, "steps": 3, "checkpoint": {"every": 3}}
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    return small_run(tmp_path_factory.mktemp("reference") / "inline", **AT_LAG_0)
+
+
+@pytest.mark.parametrize(
+    ("transport", "payload"),
+    [("shared_memory", "delta"), ("files", "full"), ("http", "delta"), ("collective", "full")],
+)
+def test_every_transport_trains_the_same_weights(tmp_path, reference, transport, payload):
     """At lag 0 the result depends on nothing but the recipe: what engines held was what was trained."""
-    settings = {"exact": True, "staleness": {"max_lag": 0}, "steps": 3, "checkpoint": {"every": 3}}
-    reference = small_run(tmp_path / "inline", **settings)
     sync = {"transport": transport, "payload": payload, "deadline": 20.0}
-    local = local_run(tmp_path / "local", sync=sync, engine={"slots": 8, "count": 2}, **settings)
+    local = local_run(tmp_path / "local", sync=sync, engine={"slots": 8, "count": 2}, **AT_LAG_0)
     ours, theirs = (run.folder / "checkpoints" / "step-3" for run in (local, reference))
     assert same_weights(ours, theirs)
     assert not children() and not leftovers()
