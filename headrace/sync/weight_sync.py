@@ -58,6 +58,8 @@ class WeightSync:
         """By key: what is on the transport and not freed."""
         self._held, self._next = _Image(), _Image()
         """For differences: the image that the engines hold, and the one on its way."""
+        self._is_held_by_all = True
+        """No engine holds something that was given up: a difference from what is held is good for every one of them."""
         self._chain: list[WeightUpdate] = []
         """Differences one on top of the other, the last of them held."""
         self._newest: WeightUpdate | None = None
@@ -163,7 +165,7 @@ class WeightSync:
             if self._next.key == key:
                 self._held, self._next = self._next, self._held
                 self._held.version, self._next.key = update.version, ""
-            self._newest = self._offered[key]
+            self._newest, self._is_held_by_all = self._offered[key], True
             self._when_over.pop(key, _nothing)()
             self._chain = [*self._chain, self._newest] if update.payload is Payload.DELTA else []
             self._chain = self._chain[-_MOST_DELTAS:]
@@ -174,7 +176,8 @@ class WeightSync:
 
     def abort(self, update: WeightUpdate) -> None:
         """Called when an update is given up: nobody can fetch it any more, and whoever is at it meets an error. What the
-        engines held before is what they hold."""
+        engines held before is what they hold, but for those that had taken it; so the next travels whole."""
+        self._is_held_by_all = False
         self._free(_key(update))  # without the lock: whoever holds it may wait for this
 
     @torch.no_grad()
@@ -271,9 +274,9 @@ class WeightSync:
 
     def _difference(self, image: Arena, version: int) -> tuple[Tensor, int | None]:
         """(the difference from what is held, the version that is), or the image itself where that is smaller or nothing is
-        held."""
+        held by all."""
         held, base = self._held.arena, self._held.version
-        if held is None or base is None or base >= version:
+        if held is None or base is None or base >= version or not self._is_held_by_all:
             return image.memory, None
         blob = delta.encode([(held.flat[dtype], image.flat[dtype]) for dtype in sorted(image.flat, key=str)])
         return (blob, base) if len(blob) < image.num_bytes else (image.memory, None)
