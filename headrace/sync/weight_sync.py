@@ -64,6 +64,8 @@ class WeightSync:
         """Differences one on top of the other, the last of them held."""
         self._newest: WeightUpdate | None = None
         """The last that was released; an engine that comes late is brought there."""
+        self._caught_up: WeightUpdate | None = None
+        """All of it, made for an engine that came late: the next that does gets the same."""
         self._home: Arena | None = None
         """Weights that receivers read where they are."""
         self._when_over: dict[str, Callable[[], None]] = {}
@@ -86,7 +88,7 @@ class WeightSync:
         def allocate(num_bytes: int, device: torch.device) -> Tensor:
             nonlocal is_home
             room = self._transport.room(_HOME, num_bytes)
-            is_home = room.device == device
+            is_home = room.device == device and getattr(self._transport, "keeps_rooms", True)
             return room if is_home else allocate_bytes(num_bytes, device)
 
         arena = Arena.adopt(model, allocate)
@@ -193,6 +195,9 @@ class WeightSync:
             missed = [update for update in self._chain if version is not None and update.version > version]
             if missed and missed[0].base_version == version:
                 return missed
+            made = self._caught_up
+            if made is not None and made.version == newest.version and _key(made) in self._offered:
+                return [made]
             held = self._held.arena
             assert held is not None
             key = f"{newest.version}-{next(self._attempts)}"
@@ -207,13 +212,14 @@ class WeightSync:
                 transport=self._transport.name,
                 manifest=newest.manifest,
             )
-            return [self._post(update, key, room, held.slots)]
+            self._caught_up = self._post(update, key, room, held.slots)
+            return [self._caught_up]
 
     def close(self) -> None:
         """Give back what either end holds: memory, files, sockets."""
         self._transport.close()
         self._offered.clear()
-        self._held, self._next, self._newest, self._chain = _Image(), _Image(), None, []
+        self._held, self._next, self._newest, self._caught_up, self._chain = _Image(), _Image(), None, None, []
 
     # The receiver's end
 

@@ -267,6 +267,9 @@ def test_an_engine_that_missed_differences_replays_them_and_a_new_one_gets_all(t
         assert replayed == [3, 4] and all(update.payload is Payload.DELTA for update in policy.source.asked[-1])
         late = await bench.join()
         assert [update.payload for update in policy.source.asked[-1]] == [Payload.FULL]
+        num_offered = len(bench.sync._offered)
+        await bench.join()
+        assert len(bench.sync._offered) == num_offered, "who comes next gets the same: memory has room for a few, not for all"
         for far in (first, slow, late):
             assert far.core.version == 4 and policy.is_held_by(far)
         await policy.publish(5)
