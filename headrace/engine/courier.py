@@ -55,10 +55,10 @@ class Courier:
             for task in (*loading.values(), *sending):
                 task.cancel()
             raise
-        for load in loading.values():
-            if load.done() and load.exception() is not None:
-                cause = next((task.exception() for task in sending if task.done() and not task.cancelled()), None)
-                raise load.exception() from cause  # type: ignore[misc]
+        refusal = next((error for load in loading.values() if load.done() and (error := load.exception())), None)
+        if refusal is not None:
+            ended = (task for task in sending if task.done() and not task.cancelled())
+            raise refusal from next((error for task in ended if (error := task.exception())), refusal.__cause__)
         return {member: load for member, load in loading.items() if not load.done()}
 
     async def _settled(self, update: WeightUpdate, loading: Mapping[Member, asyncio.Future[None]]) -> None:
@@ -107,4 +107,6 @@ class Courier:
 
 
 def holds(member: Member, update: WeightUpdate) -> bool:
-    return member.version_of(update.lineage) == update.version
+    """That, or what came after it: an engine that took what another refused does not go back."""
+    held = member.version_of(update.lineage)
+    return held is not None and held >= update.version

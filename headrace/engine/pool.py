@@ -100,6 +100,7 @@ class EnginePool:
                     while self._wanted is not None and not holds(member, self._wanted):
                         await self._bring(member, self._wanted)
                     member.is_behind = False
+                    self._joined.set()
                     self.wake()
                     return
         except StreamClosed:
@@ -303,10 +304,11 @@ class EnginePool:
         return list(await asyncio.gather(*(call(member) for member in list(self.members))))
 
     async def _any_member(self) -> Member:
-        while not self.members:
+        """One that is not behind; waits for an engine that joins or has caught up."""
+        while not (active := [member for member in self.members if not member.is_behind]):
             self._joined.clear()
             await self._joined.wait()
-        return min(self.members, key=lambda member: (member.is_behind, len(member.requests)))
+        return min(active, key=lambda member: len(member.requests))
 
 
 def _take_first(queue: OrderedDict[int, PoolRequest] | None, most: int) -> list[PoolRequest]:

@@ -86,14 +86,14 @@ class FlatTables:
         for dtype, (table, sums, is_odd) in self._tables.items():
             _launch(arena.flat[dtype], table, sums, is_odd)
         sums, is_odd = self._found.cpu().numpy()[:, self._order]
-        return (sums & 0x7FFFFFFFFFFFFFFF).astype(np.uint64), is_odd != 0
+        return sums.astype(np.uint64), is_odd != 0
 
 
 def inspect_flat(flat: Tensor, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[bool]]:
     """(checksum, whether all numbers are finite) of each tensor, given as (first, one past the last) element of `flat`."""
     sums, is_odd = torch.zeros(2, len(spans), dtype=torch.int64, device=flat.device)
     _launch(flat, _table(spans, flat.element_size(), flat.device), sums, is_odd)
-    return [total & 0x7FFFFFFFFFFFFFFF for total in sums.tolist()], [not odd for odd in is_odd.tolist()]
+    return [total & 0xFFFFFFFFFFFFFFFF for total in sums.tolist()], [not odd for odd in is_odd.tolist()]
 
 
 def _table(spans: Sequence[tuple[int, int]], size: int, device: torch.device) -> tuple[Tensor, ...]:

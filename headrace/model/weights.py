@@ -65,7 +65,7 @@ def checksum(tensor: Tensor) -> int:
     for start in range(0, words.numel(), size):
         part = words[start : start + size]
         sums.append((part * places[: part.numel()]).sum() + 2 * start * part.sum())  # integers wrap at 2**64
-    return int(torch.stack(sums).sum()) & 0x7FFFFFFFFFFFFFFF
+    return int(torch.stack(sums).sum()) & 0xFFFFFFFFFFFFFFFF  # all 64 bits: the highest alone tells a word's highest, a sign
 
 
 def make_manifest(tensors: Iterable[tuple[str, Tensor]]) -> Manifest:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.engine.member import Member
 from headrace.engine.pool import EnginePool
+from headrace.errors import SyncError
 from headrace.model.load import ModelError
 from headrace.orchestrate.build import choose_transport
 from headrace.orchestrate.processes import Child, Processes, RoleFailed
@@ -79,6 +80,8 @@ class Supervisor:
             raise await child.explain() from error
         except RemoteError as error:
             raise child.failed(error) from error
+        except SyncError as error:
+            raise RoleFailed(f"{child.name} was not brought to the weights: {error}\n  log {child.log}") from error
         self._spawn(self._replace(child, member, index))
         return told
 

@@ -40,6 +40,8 @@ class FilesTransport:
     """Both ends are made with the same folder; the sender removes what is freed."""
 
     name = "files"
+    keeps_rooms = False
+    """What is posted lies in its file, and its room is used again."""
 
     def __init__(self, *, folder: Path, prefix: str, deadline: float) -> None:
         self._folder, self._prefix, self._deadline = folder, prefix, deadline

@@ -58,10 +58,14 @@ class WeightSync:
         """By key: what is on the transport and not freed."""
         self._held, self._next = _Image(), _Image()
         """For differences: the image that the engines hold, and the one on its way."""
+        self._is_held_by_all = True
+        """No engine holds something that was given up: a difference from what is held is good for every one of them."""
         self._chain: list[WeightUpdate] = []
         """Differences one on top of the other, the last of them held."""
         self._newest: WeightUpdate | None = None
         """The last that was released; an engine that comes late is brought there."""
+        self._caught_up: WeightUpdate | None = None
+        """All of it, made for an engine that came late: the next that does gets the same."""
         self._home: Arena | None = None
         """Weights that receivers read where they are."""
         self._when_over: dict[str, Callable[[], None]] = {}
@@ -84,7 +88,7 @@ class WeightSync:
         def allocate(num_bytes: int, device: torch.device) -> Tensor:
             nonlocal is_home
             room = self._transport.room(_HOME, num_bytes)
-            is_home = room.device == device
+            is_home = room.device == device and getattr(self._transport, "keeps_rooms", True)
             return room if is_home else allocate_bytes(num_bytes, device)
 
         arena = Arena.adopt(model, allocate)
@@ -163,7 +167,7 @@ class WeightSync:
             if self._next.key == key:
                 self._held, self._next = self._next, self._held
                 self._held.version, self._next.key = update.version, ""
-            self._newest = self._offered[key]
+            self._newest, self._is_held_by_all = self._offered[key], True
             self._when_over.pop(key, _nothing)()
             self._chain = [*self._chain, self._newest] if update.payload is Payload.DELTA else []
             self._chain = self._chain[-_MOST_DELTAS:]
@@ -174,7 +178,8 @@ class WeightSync:
 
     def abort(self, update: WeightUpdate) -> None:
         """Called when an update is given up: nobody can fetch it any more, and whoever is at it meets an error. What the
-        engines held before is what they hold."""
+        engines held before is what they hold, but for those that had taken it; so the next travels whole."""
+        self._is_held_by_all = False
         self._free(_key(update))  # without the lock: whoever holds it may wait for this
 
     @torch.no_grad()
@@ -190,6 +195,9 @@ class WeightSync:
             missed = [update for update in self._chain if version is not None and update.version > version]
             if missed and missed[0].base_version == version:
                 return missed
+            made = self._caught_up
+            if made is not None and made.version == newest.version and _key(made) in self._offered:
+                return [made]
             held = self._held.arena
             assert held is not None
             key = f"{newest.version}-{next(self._attempts)}"
@@ -204,13 +212,14 @@ class WeightSync:
                 transport=self._transport.name,
                 manifest=newest.manifest,
             )
-            return [self._post(update, key, room, held.slots)]
+            self._caught_up = self._post(update, key, room, held.slots)
+            return [self._caught_up]
 
     def close(self) -> None:
         """Give back what either end holds: memory, files, sockets."""
         self._transport.close()
         self._offered.clear()
-        self._held, self._next, self._newest, self._chain = _Image(), _Image(), None, []
+        self._held, self._next, self._newest, self._caught_up, self._chain = _Image(), _Image(), None, None, []
 
     # The receiver's end
 
@@ -271,9 +280,9 @@ class WeightSync:
 
     def _difference(self, image: Arena, version: int) -> tuple[Tensor, int | None]:
         """(the difference from what is held, the version that is), or the image itself where that is smaller or nothing is
-        held."""
+        held by all."""
         held, base = self._held.arena, self._held.version
-        if held is None or base is None or base >= version:
+        if held is None or base is None or base >= version or not self._is_held_by_all:
             return image.memory, None
         blob = delta.encode([(held.flat[dtype], image.flat[dtype]) for dtype in sorted(image.flat, key=str)])
         return (blob, base) if len(blob) < image.num_bytes else (image.memory, None)

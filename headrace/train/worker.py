@@ -36,9 +36,9 @@ class TrainerWorker:
     def __init__(self, trainer: Trainer, *, sync: WeightSync, timeline: ProcessTimeline) -> None:
         self._trainer, self._sync, self._timeline = trainer, sync, timeline
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
-        self._may_change = threading.Event()
-        """Set while nobody reads the weights."""
-        self._may_change.set()
+        self._readers: set[object] = set()
+        """Publications that have not read the weights yet; the next may begin to wait before the one before it has ended."""
+        self._may_change = threading.Condition()
         self._is_held = asyncio.Event()
         """What was offered last is held by the engines, or given up."""
         self._is_held.set()
@@ -78,38 +78,46 @@ class TrainerWorker:
         return seen | self._trainer.optim_step(learning_rate)
 
     def _wait_for_readers(self) -> None:
-        if not self._may_change.is_set():
-            with self._timeline.during("publish"):
-                self._may_change.wait()
+        with self._may_change:
+            if self._readers:
+                with self._timeline.during("publish"):
+                    self._may_change.wait_for(lambda: not self._readers)
+
+    def _has_read(self, reader: object) -> None:
+        with self._may_change:
+            self._readers.discard(reader)
+            self._may_change.notify_all()
 
     async def _publish(self, version: int, canary: Any, whole: bool = False) -> dict[str, Any]:  # noqa: ANN401
         """Answers when the weights lie ready; until they are read the next step may compute but not change them. One update is
         under way at a time: the next waits until the engines hold the one before. `whole`: once more, after a failure."""
-        logprobs = await self._compute("publish", lambda: self._hold_still(version, canary, is_again=whole))
+        reader = object()
+        logprobs = await self._compute("publish", lambda: self._hold_still(version, canary, reader, is_again=whole))
         try:
             await self._is_held.wait()
             if self._is_abandoned:
                 raise RuntimeError(f"version {version} is not published: the run ends")
             self._is_held.clear()
-            update = await asyncio.to_thread(self._offer, version, whole)
+            update = await asyncio.to_thread(self._offer, version, whole, reader)
         except BaseException:
             self._is_held.set()  # nobody will hear of it
             raise
         finally:
-            self._may_change.set()
+            self._has_read(reader)
         return {"update": update, "canary": logprobs}
 
-    def _hold_still(self, version: int, canary: Any, *, is_again: bool) -> Array:  # noqa: ANN401
+    def _hold_still(self, version: int, canary: Any, reader: object, *, is_again: bool) -> Array:  # noqa: ANN401
         if is_again and self._published.get(version) != self._num_steps:
             raise Superseded(f"version {version} is not published again: the weights have moved on")
         self._published = {version: self._num_steps}
         logprobs = self._trainer.forward(unpack_batch(canary))[0]
-        self._may_change.clear()
+        with self._may_change:
+            self._readers.add(reader)
         return logprobs
 
-    def _offer(self, version: int, whole: bool) -> WeightUpdate:
+    def _offer(self, version: int, whole: bool, reader: object) -> WeightUpdate:
         with self._timeline.beside(f"offer {version}"):
-            return self._sync.offer(version, self._trainer.tensors(), whole=whole, on_read=self._may_change.set)
+            return self._sync.offer(version, self._trainer.tensors(), whole=whole, on_read=lambda: self._has_read(reader))
 
     async def _send(self, update: WeightUpdate, receivers: list[str]) -> None:
         def send() -> None:

@@ -15,6 +15,7 @@ from headrace.errors import SyncError
 from headrace.model.load import load_model
 from headrace.model.weights import make_manifest, named_tensors
 from headrace.partial import Interrupt
+from headrace.stream import RemoteError
 from headrace.sync import weight_sync
 from headrace.types import Payload, Rollout, Sampling
 
@@ -142,6 +143,73 @@ def test_an_engine_that_drains_does_not_hold_one_that_is_empty(tiny_model):
     run(check, tiny_model)
 
 
+def test_nobody_scores_with_weights_that_the_others_hold_no_more(tiny_model):
+    """The one that held the new ones is lost: the canary waits for one that is still on its way to them."""
+
+    async def check(bench: Pooled) -> None:
+        policy, fast, slow = Policy(bench), await bench.join(), await bench.join()
+        bench.pool.courier.patience = 0.05
+        await policy.publish(1)
+        held = Held(slow)
+        await policy.publish(2)
+        fast.kill()
+        await until(lambda: fast.member.is_lost)
+        scoring = asyncio.ensure_future(bench.pool.score(prompts(1, "canary")))
+        await asyncio.sleep(0.1)
+        assert not scoring.done()
+        held.may_go.set()
+        await scoring
+        assert slow.core.version == 2
+
+    run(check, tiny_model)
+
+
+def test_an_engine_that_took_what_others_refused_is_ahead_and_not_behind(tiny_model):
+    """It cannot go back, and need not: the version comes again, or the next does."""
+
+    async def check(bench: Pooled) -> None:
+        policy, good, bad = Policy(bench), await bench.join(), await bench.join()
+        await policy.publish(1)
+        update = bench.sync.offer(2, named_tensors(policy.model))
+        new, held = await bench.start(slots=4, context=96), Held(bad)
+        loading = asyncio.ensure_future(bench.pool.load(update))
+        await until(lambda: good.core.version == 2)
+        pinning, may_pin = new.member.call, asyncio.Event()
+
+        async def pins_late(name: str, **arguments: object) -> object:
+            await (may_pin.wait() if name == "pin" else asyncio.sleep(0))
+            return await pinning(name, **arguments)
+
+        new.member.call = pins_late  # type: ignore[method-assign]
+        bench.pool._pinned["some"] = None
+        joining = asyncio.ensure_future(bench.pool.join(new.member))
+        await until(lambda: new.core.version == 2)
+        bench.parcel(update)[20] ^= 1
+        held.may_go.set()
+        with pytest.raises(SyncError, match="version 2"):
+            await loading
+        bench.sync.abort(update)
+        may_pin.set()
+        await joining
+        assert [far.core.version for far in (good, bad, new)] == [2, 1, 2]
+        await policy.publish(3)
+        assert all(far.core.version == 3 and policy.is_held_by(far) for far in (good, bad, new))
+
+    run(check, tiny_model, payload="delta")
+
+
+def test_what_a_refusal_came_from_is_told(tiny_model):
+    async def check(bench: Pooled) -> None:
+        policy, _ = Policy(bench), await bench.join()
+        update = bench.sync.offer(1, named_tensors(policy.model))
+        bench.parcel(update)[64] ^= 1
+        with pytest.raises(SyncError, match="version 1") as caught:
+            await bench.pool.load(update)
+        assert isinstance(caught.value.__cause__, RemoteError) and "Traceback" in caught.value.__cause__.detail
+
+    run(check, tiny_model)
+
+
 def test_with_patience_all_of_them_hold_it(tiny_model):
     async def check(bench: Pooled) -> None:
         policy, _, slow = Policy(bench), await bench.join(), await bench.join()
@@ -199,6 +267,9 @@ def test_an_engine_that_missed_differences_replays_them_and_a_new_one_gets_all(t
         assert replayed == [3, 4] and all(update.payload is Payload.DELTA for update in policy.source.asked[-1])
         late = await bench.join()
         assert [update.payload for update in policy.source.asked[-1]] == [Payload.FULL]
+        num_offered = len(bench.sync._offered)
+        await bench.join()
+        assert len(bench.sync._offered) == num_offered, "who comes next gets the same: memory has room for a few, not for all"
         for far in (first, slow, late):
             assert far.core.version == 4 and policy.is_held_by(far)
         await policy.publish(5)

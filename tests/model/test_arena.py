@@ -514,6 +514,19 @@ def test_an_arena_says_what_it_holds() -> None:
     assert inspect_arena(arena) == (make_manifest(named_tensors(model)), "scale")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.int64])
+def test_any_one_bit_changes_a_checksum(dtype: torch.dtype) -> None:
+    """Signs too: the highest bit of a word reaches only the highest of the sum."""
+    tensor = torch.arange(1, 12).to(dtype)
+    before, octets = checksum(tensor), tensor.view(torch.uint8)
+    for place in range(octets.numel()):
+        for bit in range(8):
+            octets[place] ^= 1 << bit
+            assert checksum(tensor) != before, (place, bit)
+            octets[place] ^= 1 << bit
+    assert checksum(tensor) == before
+
+
 INTERPRETED = """
 import itertools, torch
 from headrace.model import checksum_kernel

@@ -163,6 +163,26 @@ def test_the_optimizer_steps_while_what_was_read_is_hashed_and_moved():
     run(check)
 
 
+def test_the_end_of_one_publication_does_not_give_free_what_the_next_has_yet_to_read():
+    async def check(bench: Bench) -> None:
+        bench.sync.may_read.set()
+        bench.sync.may_finish.clear()
+        first = bench.begin("publish", version=1, canary=PACKED)
+        await bench.begin("step", batch=LESSON, learning_rate=0.5)
+        second = bench.begin("publish", version=2, canary=PACKED)
+        stepping = bench.begin("step", batch=LESSON, learning_rate=0.5)
+        assert (await bench.asked(5))[3:] == ["forward", "forward_backward"]
+        bench.sync.may_finish.set()
+        update = (await first)["update"]  # the second waits for its turn, and the third step for the second
+        await asyncio.sleep(0.05)
+        assert not stepping.done() and not second.done()
+        await bench.begin("release", update=update)
+        await asyncio.gather(second, stepping)
+        assert torch.equal(bench.sync.read[2]["weight"], torch.ones(4)) and bench.trainer.weight[0] == 2
+
+    run(check)
+
+
 def test_a_version_is_offered_again_only_while_its_weights_are_there():
     async def check(bench: Bench) -> None:
         bench.sync.may_read.set()
