@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 
-from headrace.sync import Lineage, MemoryTransport, SyncError, WeightSync
+from headrace.model.arena import Arena, lay_out
+from headrace.model.weights import Incoming
+from headrace.sync import Ends, Lineage, MemoryTransport, SyncError, WeightSync
 from headrace.types import Payload
 
 
@@ -31,3 +36,39 @@ def test_weights_that_are_not_finite_are_not_published_and_leave_no_room_behind(
     with pytest.raises(SyncError, match="'norm' holds NaN"):
         sync.offer(0, weights.items())
     assert not sync._offered and not sync._transport._rooms._held
+
+
+# What the wire says
+
+
+@pytest.mark.parametrize("size", [-1, 10**15, "many", None])
+def test_a_difference_of_a_size_it_cannot_have_is_refused_before_memory_is_taken(weights, size):
+    sync = WeightSync(Lineage("life"), MemoryTransport(), payload="delta")
+    sync.release(sync.offer(0, weights.items()))
+    update = sync.offer(1, weights.items())
+    arena = Arena(lay_out(update.manifest), device=torch.device("cpu"))
+    incoming = Incoming(arena, running=arena, check=lambda: None)
+    with pytest.raises(SyncError, match=r"version 1 over memory: .* bytes are no difference of"):
+        sync.receive(replace(update, place={**update.place, "parcel": size}), incoming)
+
+
+@pytest.mark.parametrize(
+    ("transport", "place"),
+    [
+        ("shared_memory", {"key": "1/../../other", "bytes": 4}),
+        ("files", {"file": "../outside.safetensors", "bytes": 4}),
+        ("files", {"file": "/tmp/outside.safetensors", "bytes": 4}),
+        ("files", {"file": "passwords.txt", "bytes": 4}),
+    ],
+)
+def test_a_place_outside_the_folder_is_refused_and_not_looked_at(transport, place, tmp_path, monkeypatch):
+    ends = Ends(transport=transport, folder=str(tmp_path), prefix="t", host="", token="", deadline=0.2)
+    receiver = ends.make(is_sender=False, device="cpu")
+
+    def looked(*_: object, **__: object) -> None:
+        raise AssertionError("it was looked at")
+
+    monkeypatch.setattr(Path, "open", looked)
+    monkeypatch.setattr(Path, "stat", looked)
+    with pytest.raises(SyncError, match=r"is no place in shared memory|is not the name of a file of weights"):
+        receiver.fetch(place, None, receiver="engine-0")
