@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from headrace.model.arena import Arena, lay_out
-from headrace.model.weights import Incoming
+from headrace.model.weights import Incoming, SpareWeights, named_tensors
 from headrace.sync import Ends, Lineage, MemoryTransport, SyncError, WeightSync
 from headrace.types import Payload
 
@@ -36,6 +37,22 @@ def test_weights_that_are_not_finite_are_not_published_and_leave_no_room_behind(
     with pytest.raises(SyncError, match="'norm' holds NaN"):
         sync.offer(0, weights.items())
     assert not sync._offered and not sync._transport._rooms._held
+
+
+def test_an_update_that_is_given_up_here_ends_at_its_next_piece_and_the_one_after_it_is_taken():
+    model = torch.nn.Linear(4, 4)
+    sync, spare = WeightSync(Lineage("life"), MemoryTransport()), SpareWeights(model)
+    update = sync.offer(1, [(name, tensor + 1) for name, tensor in named_tensors(model)])
+
+    def bring(incoming: Incoming) -> None:
+        spare.give_up()
+        sync.receive(update, incoming)
+
+    with pytest.raises(SyncError, match="version 1 was given up here"):
+        spare.receive(update, bring)
+    with pytest.raises(SyncError, match="no weights lie ready"):
+        spare.exchange()
+    assert spare.receive(update, partial(sync.receive, update)) == update.manifest
 
 
 # What the wire says
@@ -68,7 +85,8 @@ def test_a_place_outside_the_folder_is_refused_and_not_looked_at(transport, plac
     def looked(*_: object, **__: object) -> None:
         raise AssertionError("it was looked at")
 
-    monkeypatch.setattr(Path, "open", looked)
-    monkeypatch.setattr(Path, "stat", looked)
-    with pytest.raises(SyncError, match=r"is no place in shared memory|is not the name of a file of weights"):
+    refused = pytest.raises(SyncError, match=r"is no place in shared memory|is not the name of a file of weights")
+    with monkeypatch.context() as patch, refused:
+        patch.setattr(Path, "open", looked)
+        patch.setattr(Path, "stat", looked)
         receiver.fetch(place, None, receiver="engine-0")
