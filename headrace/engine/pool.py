@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 from collections import OrderedDict
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -105,6 +106,8 @@ class EnginePool:
                     return
         except StreamClosed:
             pass
+        except Exception:
+            logging.getLogger("headrace").exception("%s could not be brought up to date", member.name)
         finally:
             self._following.pop(member, None)
         self.lose(member)

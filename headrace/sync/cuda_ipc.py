@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from headrace.types import Plain
 
 _HANDLE_BYTES = 64
+_MOST_OPENED = 4
 _REACH_PEERS = 1
 """CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS."""
 
@@ -90,6 +91,7 @@ class CudaIpcTransport:
         self._device = torch.device(device)
         self._rooms = Rooms(lambda num_bytes: ExportedRoom(max(num_bytes, 1), self._device))
         self._opened: dict[str, OpenedRoom] = {}
+        """By handle, the last used last. What the sender has dropped is not freed before it is closed here too."""
 
     # The sender's end
 
@@ -127,10 +129,17 @@ class CudaIpcTransport:
         target.write(0, self._open(handle, size, torch.device("cuda", gpu))[: target.num_bytes])
 
     def _open(self, handle: str, size: int, device: torch.device) -> Tensor:
-        room: ExportedRoom | OpenedRoom | None = _EXPORTED.get(handle) or self._opened.get(handle)
+        exported = _EXPORTED.get(handle)
+        if exported is not None:
+            return exported.tensor
+        room = self._opened.pop(handle, None)
         if room is None:
             try:
-                room = self._opened[handle] = OpenedRoom(handle, size, device)
-            except RuntimeError as error:
+                room = OpenedRoom(handle, size, device)
+            except (RuntimeError, ValueError) as error:
                 raise SyncError(f"the trainer's GPU memory cannot be opened ({error})") from error
+        self._opened[handle] = room
+        while len(self._opened) > _MOST_OPENED:
+            with contextlib.suppress(RuntimeError):  # the sender may be gone
+                self._opened.pop(next(iter(self._opened))).drop()
         return room.tensor

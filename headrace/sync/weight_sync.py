@@ -149,7 +149,7 @@ class WeightSync:
                 )
                 return self._post(update, key, room, layout.slots)
         except BaseException:
-            self._transport.free(key)
+            self._free(key)
             raise
 
     def send(self, update: WeightUpdate, receivers: Sequence[str]) -> None:

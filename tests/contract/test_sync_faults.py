@@ -218,14 +218,10 @@ def test_a_flipped_bit(ended):
     update = sender.offer(2)
     assert (update.payload is Payload.DELTA) == (ended.payload == Payload.DELTA)
     parcel = ended.parcel(sender, update)
-    if isinstance(parcel, torch.Tensor):
-        parcel[len(parcel) // 2] ^= 16
-    else:
-        content = bytearray(parcel.read_bytes())
-        content[len(content) * 2 // 3] ^= 16
-        parcel.write_bytes(content)
+    _flip(parcel)
     with pytest.raises(SyncError, match="version 2") as caught:
         near.load(update, sender)
+    _flip(parcel)  # it is whole again, and all the same
     sender.sync.abort(update)
     assert near.held == before
     with pytest.raises(SyncError, match="version 2"):
@@ -233,6 +229,15 @@ def test_a_flipped_bit(ended):
     assert near.held == before
     goes_on(sender, near, 3)
     note(ended, "flip", caught.value)
+
+
+def _flip(parcel: Tensor | Path) -> None:
+    if isinstance(parcel, torch.Tensor):
+        parcel[len(parcel) // 2] ^= 16
+    else:
+        content = bytearray(parcel.read_bytes())
+        content[len(content) * 2 // 3] ^= 16
+        parcel.write_bytes(content)
 
 
 def goes_on(sender: Sender, near: Near, version: int) -> None:

@@ -252,6 +252,28 @@ def test_an_engine_that_cannot_be_brought_up_to_date_is_hung_up_on(tiny_model):
 # Differences
 
 
+def test_an_engine_that_nobody_can_say_what_it_missed_to_is_hung_up_on(tiny_model):
+    """Whatever the reason: behind for ever it would hold its slots and its rollouts."""
+
+    async def check(bench: Pooled) -> None:
+        policy, fast, slow = Policy(bench), await bench.join(), await bench.join()
+        bench.pool.courier.patience = 0.05
+        await policy.publish(1)
+        held = Held(slow)
+        for version in (2, 3, 4):
+            await policy.publish(version)
+
+        async def fails(version: int | None) -> Sequence[WeightUpdate]:
+            raise RuntimeError("the trainer failed: out of memory")
+
+        policy.source.catch_up = fails  # type: ignore[method-assign]
+        held.may_go.set()
+        await until(lambda: slow.member.is_lost)
+        assert bench.pool.members == [fast.member]
+
+    run(check, tiny_model, payload="delta")
+
+
 def test_an_engine_that_missed_differences_replays_them_and_a_new_one_gets_all(tiny_model):
     async def check(bench: Pooled) -> None:
         policy, first, slow = Policy(bench), await bench.join(), await bench.join()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headrace.sync import Ends, Lineage, WeightSync
+from headrace.sync import Ends, Lineage, MemoryTransport, SyncError, WeightSync
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "files", "http", "collective"])
@@ -21,3 +21,22 @@ def test_whatever_else_is_offered_an_adopted_model_keeps_its_weights(transport, 
         assert torch.equal(model.weight, before)
     finally:
         sync.close()
+
+
+def test_an_adopted_model_may_change_when_its_update_is_released_given_up_or_fails(monkeypatch):
+    sync, changes = WeightSync(Lineage("life"), MemoryTransport()), []
+    arena = sync.adopt(torch.nn.Linear(8, 8))
+    released = sync.offer(1, arena, on_read=lambda: changes.append("released"))
+    assert changes == []
+    sync.release(released)
+    assert changes == ["released"]
+    sync.abort(sync.offer(2, arena, on_read=lambda: changes.append("given up")))
+    assert changes == ["released", "given up"]
+
+    def fails(*_: object) -> None:
+        raise SyncError("no room")
+
+    monkeypatch.setattr(sync._transport, "post", fails)
+    with pytest.raises(SyncError, match="no room"):
+        sync.offer(3, arena, on_read=lambda: changes.append("failed"))
+    assert changes == ["released", "given up", "failed"]
