@@ -243,8 +243,8 @@ class SyncSettings:
 
     def __post_init__(self) -> None:
         _check(self.canary_limit >= 0, "canary_limit", self.canary_limit, "≥ 0")
-        _check(self.deadline > 0, "deadline", self.deadline, "> 0")
-        _check(self.patience >= 0, "patience", self.patience, "≥ 0")
+        _check(0 < self.deadline < math.inf, "deadline", self.deadline, "a number above 0")
+        _check(0 <= self.patience < math.inf, "patience", self.patience, "a number ≥ 0")
 
 
 @dataclass(frozen=True, kw_only=True)
