@@ -445,7 +445,9 @@ class Recipe:
         if self.order == "submission":
             raise ConfigError(f"{setting}: buffer.order = 'submission' waits for the slow groups; set it to 'completion'")
         if self.partial.interrupt == "drain":
-            raise ConfigError(f"{setting}: partial.interrupt = 'drain' waits for the unfinished; set it to 'abort' or 'keep'")
+            raise ConfigError(
+                f"{setting}: partial.interrupt = 'drain' waits for the unfinished; set it to 'keep', 'retract' or 'abort'"
+            )
         if staleness.max_lag == 0 and staleness.reject and self.partial.cancel == "never":
             raise ConfigError(
                 f"{setting}: what goes on after a batch holds tokens of an older version, and staleness.max_lag = 0 rejects "
