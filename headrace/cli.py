@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"headrace: {error}", file=sys.stderr)
         code = 2
     except KeyboardInterrupt as stopped:
-        print(f"headrace: {stopped or 'stopped'}", file=sys.stderr)
+        print(f"headrace: {str(stopped) or 'stopped'}", file=sys.stderr)
         code = 130
     except BrokenPipeError:  # `headrace inspect RUN | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -243,8 +243,8 @@ class SyncSettings:
 
     def __post_init__(self) -> None:
         _check(self.canary_limit >= 0, "canary_limit", self.canary_limit, "≥ 0")
-        _check(self.deadline > 0, "deadline", self.deadline, "> 0")
-        _check(self.patience >= 0, "patience", self.patience, "≥ 0")
+        _check(0 < self.deadline < math.inf, "deadline", self.deadline, "a number above 0")
+        _check(0 <= self.patience < math.inf, "patience", self.patience, "a number ≥ 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -445,7 +445,9 @@ class Recipe:
         if self.order == "submission":
             raise ConfigError(f"{setting}: buffer.order = 'submission' waits for the slow groups; set it to 'completion'")
         if self.partial.interrupt == "drain":
-            raise ConfigError(f"{setting}: partial.interrupt = 'drain' waits for the unfinished; set it to 'abort' or 'keep'")
+            raise ConfigError(
+                f"{setting}: partial.interrupt = 'drain' waits for the unfinished; set it to 'keep', 'retract' or 'abort'"
+            )
         if staleness.max_lag == 0 and staleness.reject and self.partial.cancel == "never":
             raise ConfigError(
                 f"{setting}: what goes on after a batch holds tokens of an older version, and staleness.max_lag = 0 rejects "

@@ -75,6 +75,16 @@ def test_a_mistake_is_answered_in_one_line(capsys, arguments, message) -> None:
     assert said.startswith("headrace: ") and message in said and "Traceback" not in said
 
 
+def test_an_interrupt_before_there_is_a_run_says_so(capsys, monkeypatch) -> None:
+    def interrupted(*_) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("headrace.config.load_recipe", interrupted)
+    with pytest.raises(SystemExit) as caught:
+        main(["train", "recipes/quickstart.toml"])
+    assert caught.value.code == 130 and capsys.readouterr().err == "headrace: stopped\n"
+
+
 def test_an_override_may_be_two_words(capsys) -> None:
     assert run("train", "recipes/quickstart.toml", "--dry-run", "--steps", "7", "--exact", "True", "--seed=3") == 0
     said = capsys.readouterr().out

@@ -199,6 +199,8 @@ def test_every_section_is_documented() -> None:
             {"partial.oversample": 1.5, "buffer.order": "submission"},
             "partial.oversample = 1.5: buffer.order = 'submission' waits for the slow groups",
         ),
+        ({"sync.deadline": float("inf")}, "sync.deadline = inf: must be a number above 0"),
+        ({"sync.patience": float("inf")}, "sync.patience = inf: must be a number ≥ 0"),
         (
             {"partial.oversample": 1.5, "partial.interrupt": "drain"},
             "partial.oversample = 1.5: partial.interrupt = 'drain' waits for the unfinished",

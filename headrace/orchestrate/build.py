@@ -18,7 +18,7 @@ from headrace.orchestrate.publish import make_canary
 from headrace.orchestrate.roles import Around, Roles, TrainerHere
 from headrace.score import RewardScorer
 from headrace.settings import ConfigError
-from headrace.sync import MemoryTransport, WeightSync
+from headrace.sync import MemoryTransport, SyncError, WeightSync, check_place
 from headrace.train import DeviceTrainer, resolve_loss
 
 if TYPE_CHECKING:
@@ -56,10 +56,24 @@ def preflight(recipe: Recipe, given: UserInputs) -> None:
     held_out_tasks(recipe, given)
     reward_functions(recipe, given)
     choose_device(recipe)
+    check_sync(recipe)
     check_loss(recipe)
     path = recipe.model.path
     if path.startswith((".", "/", "~")) and not Path(path).exists():
         raise ModelError(f"model.path = {path!r}: the folder does not exist")
+
+
+def check_sync(recipe: Recipe) -> None:
+    """This machine has what the transport between processes needs."""
+    if recipe.orchestrate != "local":
+        return
+    transport = choose_transport(recipe)
+    if transport == "cuda_ipc" and choose_device(recipe) != "cuda":
+        raise ConfigError("sync.transport = 'cuda_ipc': the run is on the CPU and has no GPU memory to share; leave it auto")
+    try:
+        check_place(transport, folder=recipe.sync.folder, host=recipe.sync.host)
+    except SyncError as error:
+        raise ConfigError(str(error)) from error
 
 
 def check_loss(recipe: Recipe) -> None:

@@ -6,11 +6,20 @@ checksums of what it now holds. A version counts as held only if they are the ma
 """
 
 from headrace.errors import SyncError
-from headrace.sync.choose import Ends
+from headrace.sync.choose import Ends, check_place
 from headrace.sync.lineage import Lineage
 from headrace.sync.memory import MemoryTransport
 from headrace.sync.shared import SharedMemoryTransport
 from headrace.sync.transport import Transport
 from headrace.sync.weight_sync import WeightSync
 
-__all__ = ["Ends", "Lineage", "MemoryTransport", "SharedMemoryTransport", "SyncError", "Transport", "WeightSync"]
+__all__ = [
+    "Ends",
+    "Lineage",
+    "MemoryTransport",
+    "SharedMemoryTransport",
+    "SyncError",
+    "Transport",
+    "WeightSync",
+    "check_place",
+]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from headrace.errors import SyncError
 from headrace.sync.files import FilesTransport, remove_files
 from headrace.sync.shared import SharedMemoryTransport, check_room, remove_segments, shared_folder
 
@@ -12,6 +15,27 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from headrace.sync.transport import Transport
+
+
+_ANY_HOST = ("", "0.0.0.0", "::")
+
+
+def check_place(transport: str, *, folder: str, host: str) -> None:
+    """Refuse a `sync.folder` or a `sync.host` that the transport could not use, before anything else is begun."""
+    if transport in ("shared_memory", "files"):
+        place = shared_folder(folder)
+        if not place.is_dir():
+            raise SyncError(f"sync.folder = {str(place)!r}: there is no such folder; make it, or name another")
+        if not os.access(place, os.W_OK | os.X_OK):
+            raise SyncError(f"sync.folder = {str(place)!r}: it cannot be written to; name another")
+    if transport in ("collective", "http"):
+        if host in _ANY_HOST:
+            raise SyncError(f"sync.host = {host!r}: engines are told this address; name the one they reach this host by")
+        try:
+            socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+        except (OSError, UnicodeError) as error:
+            reason = str(getattr(error, "strerror", None) or error).partition(" (while")[0]
+            raise SyncError(f"sync.host = {host!r}: cannot be listened on ({reason}); name an address of this host") from error
 
 
 @dataclass(frozen=True)

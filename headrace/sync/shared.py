@@ -55,8 +55,8 @@ def _too_small(folder: Path, num_bytes: int, free: int) -> str:
     needed = SEGMENTS * num_bytes
     return (
         f"{folder} has {free / 1e6:,.0f} MB free and the weights need {needed / 1e6:,.0f} MB there ({SEGMENTS} versions of "
-        f"{num_bytes / 1e6:,.0f} MB). Enlarge it (mount -o remount,size={-(-needed // 2**30) + 1}G {folder}; in a container "
-        f"--shm-size), or name another folder in sync.folder"
+        f"{num_bytes / 1e6:,.0f} MB). Make room (shared memory: mount -o remount,size={-(-needed // 2**30) + 1}G {folder}; "
+        f"in a container --shm-size), or name another folder in sync.folder"
     )
 
 

@@ -17,6 +17,7 @@ import pytest
 from headrace.cli import main
 from headrace.orchestrate.doctor import Finding, Subject, examine, inputs, machine, model, render, reward, space
 from headrace.orchestrate.folder import FolderLock, write_summary
+from headrace.sync import SyncError, check_place
 
 QUICKSTART = Path("recipes/quickstart.toml")
 REAL_PLACES = machine.leftover_places
@@ -362,6 +363,16 @@ def test_what_dead_runs_left_behind_is_named_with_the_command_that_removes_it(tm
     assert "-mine" not in told and "headrace-notes" not in told
 
 
+def test_what_a_dead_run_left_in_the_folder_of_the_recipe(tmp_path, dead) -> None:
+    from headrace.config import make_recipe
+
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    (folder / f"headrace-{dead}-1-1.safetensors").touch()
+    finding = only(list(machine.check_leftovers(Subject(recipe=make_recipe({"sync.folder": str(folder)})))), "warning")
+    assert finding.fix == f"rm -r {folder}/headrace-{dead}-1-1.safetensors"
+
+
 def test_a_folder_in_use_is_named_with_the_process(tmp_path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
@@ -399,6 +410,36 @@ def test_a_temporary_folder_too_deep_for_a_socket(tmp_path, monkeypatch) -> None
     assert "no Unix socket" in finding.what and "TMPDIR=/tmp" in finding.fix
 
 
+@pytest.mark.parametrize(
+    ("overrides", "what"),
+    [
+        ({"sync.transport": "cuda_ipc", "exact": True}, "sync.transport = 'cuda_ipc': the run is on the CPU"),
+        ({"sync.folder": "/no/such"}, "sync.folder = '/no/such': there is no such folder"),
+        ({"sync.transport": "files", "sync.folder": "/no/such"}, "sync.folder = '/no/such': there is no such folder"),
+        ({"sync.transport": "http", "sync.host": "not a host"}, "sync.host = 'not a host': cannot be listened on"),
+        ({"sync.transport": "collective", "sync.host": "192.0.2.1"}, "sync.host = '192.0.2.1': cannot be listened on"),
+        ({"sync.transport": "http", "sync.host": "0.0.0.0"}, "sync.host = '0.0.0.0': engines are told this address"),
+    ],
+)
+def test_a_transport_that_this_machine_cannot_run_is_refused_by_a_run_too(overrides, what) -> None:
+    from headrace.config import make_recipe
+    from headrace.orchestrate.build import preflight
+    from headrace.orchestrate.inputs import UserInputs
+    from headrace.settings import ConfigError
+
+    recipe = make_recipe({"tasks": [{"source": "builtin:sort_digits"}], **overrides})
+    assert only(list(model.check_device(Subject(recipe=recipe))), "problem").what.startswith(what)
+    with pytest.raises(ConfigError) as caught:
+        preflight(recipe, UserInputs())
+    assert str(caught.value).startswith(what)
+
+
+def test_a_folder_that_cannot_be_written_to(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+    with pytest.raises(SyncError, match=r"sync\.folder = .*: it cannot be written to; name another"):
+        check_place("files", folder=str(tmp_path), host="")
+
+
 def test_more_room_than_there_is(tmp_path) -> None:
     from headrace.config import make_recipe
 
@@ -412,6 +453,11 @@ def test_more_room_than_there_is(tmp_path) -> None:
     assert "two versions of the weights take 800.0 TB" in shared.what and "remount" in shared.fix
     subject.recipe = dataclasses.replace(recipe, orchestrate="local")
     assert next(space.check_shared_memory(subject)).level == "problem"
+    subject.recipe = make_recipe({"sync.transport": "http"})
+    assert next(space.check_shared_memory(subject)).level == "warning"
+    subject.recipe = make_recipe({"sync.folder": str(tmp_path)})
+    finding = next(space.check_shared_memory(subject))
+    assert finding.level == "problem" and finding.fix == "make room there, or name another folder in sync.folder"
 
 
 def test_a_check_that_fails_is_told_and_the_rest_is_made() -> None:

@@ -75,7 +75,8 @@ def leftover_places() -> list[Path]:
 
 
 def check_leftovers(subject: Subject) -> Iterator[Finding]:
-    for place in leftover_places():
+    own = [Path(subject.recipe.sync.folder)] if subject.recipe is not None and subject.recipe.sync.folder else []
+    for place in dict.fromkeys((*leftover_places(), *own)):
         stale = [path for path in sorted(place.glob("headrace-*")) if _is_orphan(path)]
         if stale:
             total = sum(file.stat().st_size for path in stale for file in (path, *path.rglob("*")) if file.is_file())

@@ -15,7 +15,7 @@ import transformers
 from headrace.envs import PromptEncoder
 from headrace.model import tiny
 from headrace.model.load import ModelError, config_limit, load_config, load_tokenizer
-from headrace.orchestrate.build import check_loss, choose_device
+from headrace.orchestrate.build import check_loss, check_sync, choose_device
 from headrace.orchestrate.doctor.finding import Finding, problem, size
 from headrace.settings import ConfigError
 
@@ -65,6 +65,7 @@ def check_device(subject: Subject) -> Iterator[Finding]:
     if subject.recipe is not None:
         try:
             choose_device(subject.recipe)
+            check_sync(subject.recipe)
             check_loss(subject.recipe)
         except ConfigError as error:
             yield problem(error, otherwise="mend that setting in the recipe")

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
     from headrace.orchestrate.doctor.finding import Check, Subject
 
+_THERE = ("auto", "shared_memory", "files")
+"""Transports whose updates lie in sync.folder."""
+
 
 def check_memory(subject: Subject) -> Iterator[Finding]:
     free, total = free_memory()
@@ -66,9 +69,12 @@ def check_shared_memory(subject: Subject) -> Iterator[Finding]:
     if free >= max(need, 1):
         yield Finding("ok", what)
         return
-    is_inline = subject.recipe is None or subject.recipe.orchestrate == "inline"
-    fix = f"make it larger: `mount -o remount,size={need // 10**9 + 1}G /dev/shm`, or --shm-size of a container"
-    yield Finding("warning" if is_inline else "problem", what, fix)
+    recipe = subject.recipe
+    is_used = recipe is not None and recipe.orchestrate == "local" and recipe.sync.transport in _THERE
+    fix = f"make it larger: `mount -o remount,size={need // 10**9 + 1}G {folder}`, or --shm-size of a container"
+    if folder != SHARED_MEMORY:
+        fix = "make room there, or name another folder in sync.folder"
+    yield Finding("problem" if is_used else "warning", what, fix)
 
 
 def check_disk(subject: Subject) -> Iterator[Finding]:
