@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from headrace.orchestrate.roles import Roles
     from headrace.orchestrate.unfinished import UnfinishedGroup
     from headrace.sync import Lineage
-    from headrace.types import Batch, Outcome, Plain
+    from headrace.types import Batch, Outcome, Plain, WeightUpdate
 
 T = TypeVar("T")
 MAX_ATTEMPTS = 3
@@ -79,6 +79,8 @@ class Run:
         """Held by every engine: the gate counts from this one."""
         self.publication: asyncio.Task[None] | None = None
         self.canary_difference = 0.0
+        self.last_sync: WeightUpdate | None = None
+        """What the engines took last."""
         self.failed_syncs = 0
         """Updates that were refused, and sent again."""
         self.leg_end = recipe.steps

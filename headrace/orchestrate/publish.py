@@ -77,6 +77,7 @@ async def _deliver(run: Run, publishing: Awaitable[Published], interrupt: Interr
         except Superseded:
             return
     await run.trainer.release(update)
+    run.last_sync = update
     run.held_version = update.version
     run.room.set()
 

@@ -259,10 +259,18 @@ class Session:
             "occupancy": self.observer.occupancy,
             "canary": self.run.canary_difference,
             "failed_syncs": self.run.failed_syncs,
+            **self._synced(),
             **{f"held/{name}": version for name, version in self.run.roles.versions().items()},
             **{f"train/{name}": value for name, value in trainer.items()},
             **{f"rollouts/{name}": count for name, count in self.run.ledger.counts().items()},
         }
+
+    def _synced(self) -> dict[str, float]:
+        """Of the last update the engines took: the bytes that travelled, and what all of the weights would have been."""
+        update = self.run.last_sync
+        if update is None or "parcel" not in update.place:
+            return {}
+        return {"sync_bytes": float(str(update.place["parcel"])), "sync_full_bytes": float(update.manifest.total_bytes)}
 
     async def _evaluate(self) -> Evaluation | None:
         if not self.held_out:

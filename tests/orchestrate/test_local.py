@@ -308,3 +308,4 @@ def test_every_transport_trains_the_same_weights(tmp_path, reference, transport,
     assert "offer 3" in names and names.count("receive 3") == 2, "the trace shows what happens beside the steps"
     last = read_metrics(local.folder / "metrics.jsonl")[-1]
     assert {"held/engine-0", "held/engine-1"} <= last.keys() and last["failed_syncs"] == 0
+    assert last["sync_full_bytes"] > 0 and (last["sync_bytes"] < last["sync_full_bytes"]) == (payload == "delta")
