@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from headrace.sync.delta.numbers import Integers
 
-CHUNK = 1 << 22
+CHUNK = 1 << 23
 """Elements. Part of the format."""
 _CHUNKS_ON_GPU = 8
 """Compared by one launch, and decoded before any of them is written."""

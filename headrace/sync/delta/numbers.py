@@ -48,7 +48,7 @@ _SAMPLE = 1 << 10
 _WORTHWHILE = 0.9
 """What a stream must shrink to. Codes cost about as much time as everything else that is done with the numbers."""
 _LENGTH = struct.Struct("<I")
-_PIECE = 1 << 20
+_PIECE = 1 << 21
 """Elements compared before their changes are gathered."""
 
 
