@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 _HANDLE_BYTES = 64
 _MOST_OPENED = 4
+_SPOILED = 256
+"""Bytes."""
 _REACH_PEERS = 1
 """CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS."""
 
@@ -111,6 +113,11 @@ class CudaIpcTransport:
         """Receivers come for it."""
 
     def free(self, key: str) -> None:
+        """Whoever has the memory open can still read it; what was given up must not pass for whole."""
+        parcel = self._rooms.parcel(key)
+        if parcel is not None:
+            parcel[:_SPOILED].bitwise_not_()
+            torch.cuda.current_stream(self._device).synchronize()
         self._rooms.free(key)
 
     def close(self) -> None:
