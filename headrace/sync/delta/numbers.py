@@ -79,11 +79,11 @@ def _find_piece(base: Integers, now: Integers, start: int, mask: NDArray[np.bool
     whole = len(old) >> power << power
     old_words, new_words = old[:whole].view(np.int64), new[:whole].view(np.int64)
     words = _nonzero(np.not_equal(old_words, new_words, out=mask[: len(old_words)]))
-    old_lanes, new_lanes = old_words.take(words).view(old.dtype), new_words.take(words).view(old.dtype)
+    old_lanes, new_lanes = old_words.take(words, mode="clip").view(old.dtype), new_words.take(words, mode="clip").view(old.dtype)
     picked = np.flatnonzero(old_lanes != new_lanes)
     positions = _places(words, picked, power)
     positions += start
-    found = positions, old_lanes.take(picked), new_lanes.take(picked)
+    found = positions, old_lanes.take(picked, mode="clip"), new_lanes.take(picked, mode="clip")
     if whole == len(old):
         return found
     rest = np.flatnonzero(old[whole:] != new[whole:]) + whole
@@ -97,13 +97,13 @@ def _nonzero(mask: NDArray[np.bool_]) -> Integers:
     whole = len(mask) >> 3 << 3
     eights = mask[:whole].view(np.int64)
     groups = np.flatnonzero(eights != 0)
-    found = _places(groups, np.flatnonzero(eights.take(groups).view(np.bool_)), 3)
+    found = _places(groups, np.flatnonzero(eights.take(groups, mode="clip").view(np.bool_)), 3)
     return found if whole == len(mask) else np.concatenate([found, np.flatnonzero(mask[whole:]) + whole])
 
 
 def _places(groups: Integers, picked: Integers, power: int) -> Integers:
     """Of members by their number within the groups listed, each group having 2**power: their number among all groups'."""
-    places: Integers = groups.take(picked >> power)
+    places: Integers = groups.take(picked >> power, mode="clip")
     places <<= power
     places += picked & (1 << power) - 1
     return places
@@ -166,7 +166,7 @@ def _write_numbers(numbers: Integers, width: int) -> list[bytes]:
     largest needs."""
     escape = numbers.dtype.type((1 << width) - 1)
     parts = [bytes([width]), *_deflate(_pack(np.minimum(numbers, escape).astype(np.uint8), width))]
-    large = numbers.take(_nonzero(numbers >= escape))
+    large = numbers.take(_nonzero(numbers >= escape), mode="clip")
     large -= escape
     planes = -(-int(large.max()).bit_length() // 8) if len(large) else 0
     parts.append(bytes([planes]))
