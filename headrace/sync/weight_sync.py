@@ -282,7 +282,8 @@ class WeightSync:
         """(the difference from what is held, the version that is), or the image itself where that is smaller or nothing is
         held by all."""
         held, base = self._held.arena, self._held.version
-        if held is None or base is None or base >= version or not self._is_held_by_all:
+        is_possible = self._is_held_by_all and delta.DTYPES.issuperset(image.flat)
+        if held is None or base is None or base >= version or not is_possible:
             return image.memory, None
         blob = delta.encode([(held.flat[dtype], image.flat[dtype]) for dtype in sorted(image.flat, key=str)])
         return (blob, base) if len(blob) < image.num_bytes else (image.memory, None)

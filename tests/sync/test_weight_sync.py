@@ -31,6 +31,14 @@ def test_the_same_version_again_is_no_difference_from_itself(weights):
     assert kinds == [(Payload.FULL, None), (Payload.DELTA, 0), (Payload.FULL, None), (Payload.DELTA, 1)]
 
 
+def test_weights_of_a_kind_that_has_no_difference_travel_whole(weights):
+    sync = WeightSync(Lineage("life"), MemoryTransport(), payload="delta")
+    for version in range(3):
+        update = sync.offer(version, {**weights, "steps": torch.tensor([version])}.items())
+        sync.release(update)
+        assert update.payload is Payload.FULL
+
+
 def test_weights_that_are_not_finite_are_not_published_and_leave_no_room_behind(weights):
     sync = WeightSync(Lineage("life"), MemoryTransport())
     weights["norm"][3] = float("nan")

@@ -1,5 +1,5 @@
 """The difference between two versions of the same weights, without loss."""
 
-from headrace.sync.delta.codec import CHUNK, Stats, apply, encode, stats
+from headrace.sync.delta.codec import CHUNK, DTYPES, Stats, apply, encode, stats
 
-__all__ = ["CHUNK", "Stats", "apply", "encode", "stats"]
+__all__ = ["CHUNK", "DTYPES", "Stats", "apply", "encode", "stats"]

@@ -42,6 +42,8 @@ _CHUNKS_ON_GPU = 8
 """Compared by one launch, and decoded before any of them is written."""
 _MAGIC = b"HRD1"
 _BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}
+DTYPES = frozenset(_BITS)
+"""Of weights that can be told as a difference."""
 _CODES = {torch.float16: 1, torch.bfloat16: 2, torch.float32: 3}
 _HEAD = struct.Struct("<4sI")
 _FLAT = struct.Struct("<BQ")
