@@ -79,7 +79,7 @@ def _find_piece(base: Integers, now: Integers, start: int, mask: NDArray[np.bool
     whole = len(old) >> power << power
     old_words, new_words = old[:whole].view(np.int64), new[:whole].view(np.int64)
     words = _nonzero(np.not_equal(old_words, new_words, out=mask[: len(old_words)]))
-    old_lanes, new_lanes = old_words.take(words, mode="clip").view(old.dtype), new_words.take(words, mode="clip").view(old.dtype)
+    old_lanes, new_lanes = (each.take(words, mode="clip").view(old.dtype) for each in (old_words, new_words))
     picked = np.flatnonzero(old_lanes != new_lanes)
     positions = _places(words, picked, power)
     positions += start
