@@ -130,7 +130,7 @@ def test_an_engine_that_drains_does_not_hold_one_that_is_empty(tiny_model):
         policy, busy = Policy(bench), await bench.join(context=4096)
         bench.pool.courier.patience = 0.05
         await policy.publish(1)
-        long = asyncio.ensure_future(bench.pool.generate(prompts(1, "long")[0], Sampling(max_tokens=3000)))
+        long = asyncio.ensure_future(bench.pool.generate(prompts(1, "long")[0], Sampling(max_tokens=1000)))
         await until(lambda: busy.core.num_running == 1)
         empty = await bench.join()
         await policy.publish(2, interrupt=Interrupt.DRAIN)
