@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test test-runs test-rest lint bench clean
+.PHONY: quickstart test lint bench clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -14,14 +14,7 @@ quickstart: $(VENV)/.ready
 	$(BIN)/headrace train recipes/quickstart.toml
 
 test: lint
-	$(MAKE) --no-print-directory -j2 --output-sync=target test-runs test-rest
-
-# Whole runs, which wait for processes most of the time, beside everything else.
-test-runs: $(VENV)/.ready
-	$(BIN)/python -m pytest tests/chaos tests/orchestrate
-
-test-rest: $(VENV)/.ready
-	$(BIN)/python -m pytest --ignore=tests/chaos --ignore=tests/orchestrate
+	$(BIN)/python -m pytest
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
