@@ -83,8 +83,7 @@ class Courier:
             await self._deliver_whole(member, wanted)
 
     async def _deliver_whole(self, member: Member, update: WeightUpdate) -> None:
-        for load in (await self.deliver(update, [member], Interrupt.KEEP)).values():
-            await load
+        await self.deliver(update, [member], Interrupt.KEEP)
         if member.is_lost:
             raise StreamClosed(f"{member.name} was lost while it was brought up to date")
 

@@ -80,7 +80,6 @@ class Member:
 
     async def load(self, update: WeightUpdate, interrupt: Interrupt) -> None:
         await self.call("load", update=update, interrupt=interrupt.value)
-        self.update = update
 
     def version_of(self, lineage: str) -> int | None:
         """What it holds of a life of the trainer, if anything."""

@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING
 from headrace.errors import SyncError
 from headrace.sync.files import FilesTransport, remove_files
 from headrace.sync.shared import SharedMemoryTransport, check_room, remove_segments, shared_folder
+from headrace.sync.transport import ANY_HOST
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from headrace.sync.transport import Transport
-
-
-_ANY_HOST = ("", "0.0.0.0", "::")
 
 
 def check_place(transport: str, *, folder: str, host: str) -> None:
@@ -29,7 +27,7 @@ def check_place(transport: str, *, folder: str, host: str) -> None:
         if not os.access(place, os.W_OK | os.X_OK):
             raise SyncError(f"sync.folder = {str(place)!r}: it cannot be written to; name another")
     if transport in ("collective", "http"):
-        if host in _ANY_HOST:
+        if host in ANY_HOST:
             raise SyncError(f"sync.host = {host!r}: engines are told this address; name the one they reach this host by")
         try:
             socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()

@@ -11,6 +11,9 @@ if TYPE_CHECKING:
 
     from headrace.types import Plain
 
+ANY_HOST = ("", "0.0.0.0", "::")
+"""Addresses to listen on that nobody can be told."""
+
 
 class Target(Protocol):
     """Where a receiver wants the bytes: a buffer it owns, on whatever device it likes."""

@@ -20,8 +20,6 @@ class Parcel:
     """Bytes that are offered under a key."""
 
     key: str
-    memory: Tensor
-    """What was allocated; `buffer` is its aligned part."""
     buffer: Tensor
     attempt: int = 0
     """Counts posts, so that the place of an earlier one is not taken for this one. 0 before the first."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from headrace.errors import SyncError
+from headrace.model.arena import allocate_bytes
 from headrace.sync.collective.desk import Desk
 from headrace.sync.collective.group import Group
 from headrace.sync.collective.round import Parcel, Round, Visit
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from headrace.sync.collective.group import Move
     from headrace.types import Plain
 
-_ALIGNED = 256
 _SLICE = 0.1
 """Seconds between two looks at whether to go on."""
 _VERDICT = 1.0
@@ -56,10 +56,9 @@ class Sender:
             if key in self._parcels:
                 raise SyncError(f"{key}: there is a parcel of that name already; free it first")
             memory, self._spare = self._spare, None
-            if memory is None or memory.numel() != num_bytes + _ALIGNED:
-                memory = torch.empty(num_bytes + _ALIGNED, dtype=torch.uint8, device=self._device)
-            start = -memory.data_ptr() % _ALIGNED
-            parcel = Parcel(key, memory, memory[start : start + num_bytes])
+            if memory is None or memory.numel() != num_bytes:
+                memory = allocate_bytes(num_bytes, self._device)
+            parcel = Parcel(key, memory)
             self._parcels[key] = parcel
             return parcel.buffer
 
@@ -115,7 +114,7 @@ class Sender:
                 return
             parcel.ended = "it was given up"
             if self._device.type == "cpu" and not parcel.is_torn and not parcel.num_pushes:
-                self._spare = parcel.memory
+                self._spare = parcel.buffer
         self._tell()
 
     def close(self) -> None:

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 
 from headrace.errors import SyncError
+from headrace.model.arena import allocate_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor
 
-_ALIGNED = 256
 _GONE_KEYS = 16
 """Keys of earlier parcels that are remembered, to tell `freed` from `never known`."""
 _LEAVE_SECONDS = 5.0
@@ -58,8 +58,7 @@ class Memory:
                 self._idle = [buffer for buffer in self._idle if buffer is not smallest]
                 return smallest
             self._idle.clear()  # too small for what travels now
-        raw = torch.empty(num_bytes + _ALIGNED, dtype=torch.uint8)
-        return raw[-raw.data_ptr() % _ALIGNED :][: max(num_bytes, 1)]
+        return allocate_bytes(max(num_bytes, 1), torch.device("cpu"))
 
     def give(self, buffer: Tensor) -> None:
         with self._lock:

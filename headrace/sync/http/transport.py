@@ -20,6 +20,7 @@ from headrace.errors import SyncError
 from headrace.sync.http.client import Fetch, Place
 from headrace.sync.http.parcels import Memory, Parcel, Shelf, piece_sum
 from headrace.sync.http.server import ParcelServer
+from headrace.sync.transport import ANY_HOST
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from headrace.types import Plain
 
 PIECE_BYTES = 4 << 20
-_ANY_HOST = ("", "0.0.0.0", "::")
 
 
 def relay_places(place: Mapping[str, Plain], urls: Sequence[str], *, fan_out: int = 2) -> list[dict[str, Plain]]:
@@ -79,7 +79,7 @@ class HttpTransport:
     ) -> None:
         if not token:
             raise ValueError("token is empty: parcels are only given to who knows the run's token")
-        if host in _ANY_HOST and not advertise:
+        if host in ANY_HOST and not advertise:
             raise ValueError(f"host = {host!r}: say in `advertise` which address others reach this host by")
         self._token, self._host, self._port, self._advertise = token, host, port, advertise
         self._deadline, self._is_relay, self._piece_bytes = deadline, is_relay, piece_bytes
