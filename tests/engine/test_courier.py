@@ -11,18 +11,17 @@ import pytest
 import torch
 from pooled import Far, Pooled, pooled
 
+from headrace.engine.courier import Courier
 from headrace.errors import SyncError
 from headrace.model.load import load_model
 from headrace.model.weights import make_manifest, named_tensors
 from headrace.partial import Interrupt
-from headrace.stream import RemoteError
+from headrace.stream import RemoteError, StreamClosed
 from headrace.sync import weight_sync
-from headrace.types import Payload, Rollout, Sampling
+from headrace.types import Payload, Rollout, Sampling, WeightUpdate
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
-
-    from headrace.types import WeightUpdate
 
 
 class Source:
@@ -346,3 +345,72 @@ def test_after_a_refusal_the_version_is_sent_again_whole(tiny_model, payload):
         assert policy.is_held_by(one) and policy.is_held_by(other)
 
     run(check, tiny_model, payload=payload)
+
+
+# The courier alone
+
+
+class Stub:
+    """A member that loads as it is told to."""
+
+    is_lost = is_behind = False
+    update = None
+
+    def __init__(self, name: str, load: Callable[[], Awaitable[None]]) -> None:
+        self.name, self._load = name, load
+
+    async def load(self, update: WeightUpdate, interrupt: Interrupt) -> None:
+        await self._load()
+
+    def version_of(self, lineage: str) -> int | None:
+        return None if self.update is None else self.update.version
+
+
+def test_an_engine_that_is_gone_is_told_and_is_no_failure_of_the_others():
+    async def closes() -> None:
+        raise StreamClosed("gone")
+
+    async def works() -> None:
+        """At once."""
+
+    async def check() -> None:
+        lost: list[str] = []
+        courier = Courier(on_lost=lambda member: lost.append(member.name))
+        members = [Stub("gone", closes), Stub("there", works)]
+        update = WeightUpdate(policy="policy", lineage="life", version=3)
+        assert await courier.deliver(update, members, Interrupt.KEEP) == {}  # type: ignore[arg-type]
+        assert lost == ["gone"] and members[1].update is update and members[0].update is None
+
+    asyncio.run(check())
+
+
+def test_a_delivery_that_is_cancelled_leaves_nothing_under_way():
+    async def check() -> None:
+        ended: list[str] = []
+
+        async def hangs() -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.append("load")
+
+        class Sending:
+            def routes(self, update: WeightUpdate, receivers: Sequence[str]) -> Sequence[WeightUpdate]:
+                return [update] * len(receivers)
+
+            async def send(self, update: WeightUpdate, receivers: Sequence[str]) -> None:
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    ended.append("send")
+
+        courier = Courier(on_lost=lambda _: None, source=Sending())  # type: ignore[arg-type]
+        update = WeightUpdate(policy="policy", lineage="life", version=3)
+        delivering = asyncio.ensure_future(courier.deliver(update, [Stub("one", hangs)], Interrupt.KEEP))  # type: ignore[list-item]
+        await asyncio.sleep(0.01)
+        delivering.cancel()
+        await asyncio.wait([delivering])
+        await asyncio.sleep(0.01)
+        assert sorted(ended) == ["load", "send"]
+
+    asyncio.run(check())

@@ -1,0 +1,54 @@
+"""Weights through files: what other readers of safetensors see, and files that are not what was announced."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from headrace.model.weights import SpareWeights, named_tensors
+from headrace.sync import Lineage, SyncError, WeightSync
+from headrace.sync.files import FilesTransport, write_safetensors
+
+
+@pytest.fixture
+def sync(tmp_path):
+    sync = WeightSync(Lineage("life"), FilesTransport(folder=tmp_path, prefix="w", deadline=0.3))
+    yield sync
+    sync.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_any_reader_of_safetensors_finds_the_models_tensors(sync, tmp_path):
+    model = torch.nn.Linear(5, 3)
+    update = sync.offer(1, named_tensors(model))
+    found = load_file(tmp_path / update.place["file"])
+    assert found.keys() == {"weight", "bias"}
+    assert all(torch.equal(found[name], tensor) for name, tensor in named_tensors(model))
+
+
+@pytest.mark.parametrize("fault", ["shape", "dtype", "missing"])
+def test_a_file_that_holds_something_else_is_refused(sync, tmp_path, fault):
+    model = torch.nn.Linear(4, 4)
+    spare, update = SpareWeights(model), sync.offer(1, named_tensors(model))
+    wrong = {
+        "shape": {"weight": torch.ones(2, 8), "bias": torch.ones(4)},
+        "dtype": {"weight": torch.ones(4, 4, dtype=torch.int32), "bias": torch.ones(4)},
+        "missing": {"other0": torch.ones(4, 4), "bias": torch.ones(4)},
+    }[fault]
+    path = tmp_path / update.place["file"]
+    write_safetensors(path, wrong)
+    update = type(update)(
+        **{name: getattr(update, name) for name in ("policy", "lineage", "version", "transport", "manifest")},
+        place={**update.place, "bytes": path.stat().st_size},
+    )
+    with pytest.raises(SyncError, match=r"version 1 over files: tensor 'weight' is"):
+        spare.receive(update, lambda incoming: sync.receive(update, incoming))
+
+
+def test_a_file_that_does_not_come_is_waited_for_as_long_as_the_deadline(sync, tmp_path):
+    model = torch.nn.Linear(4, 4)
+    spare, update = SpareWeights(model), sync.offer(1, named_tensors(model))
+    (tmp_path / update.place["file"]).unlink()
+    with pytest.raises(SyncError, match=r"is not there after 0\.3 s \(sync\.deadline\)"):
+        spare.receive(update, lambda incoming: sync.receive(update, incoming))
