@@ -261,6 +261,8 @@ class TrainSettings:
     """Optimizer steps per version."""
     micro_batch_tokens: int = 16384
     """Tokens in one forward pass; changes memory and speed, not the gradient."""
+    share_prefixes: bool = True
+    """Siblings' common prompt goes through the model once for all that are in one pass; changes speed, not the gradient."""
     learning_rate: float = 1e-6
     """Of AdamW, at the top of its schedule."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"

@@ -14,7 +14,6 @@ from headrace.config import TrainSettings
 from headrace.engine.native.core import EngineCore, Request
 from headrace.model.head import Head
 from headrace.model.load import load_model, load_tokenizer
-from headrace.model.packing import micro_batches
 from headrace.train import DeviceTrainer, learning_rate
 from headrace.train.trainer import PROXIMAL
 from headrace.types import Batch, Rollout, Sampling
@@ -237,15 +236,6 @@ def test_a_users_loss_is_named(tiny_model: str, tmp_path, monkeypatch: pytest.Mo
     assert seen["mine"] == pytest.approx(1.0, abs=1e-4) and seen["loss"] == pytest.approx(2 * expected["loss"], rel=1e-5)
     with pytest.raises(ValueError, match="has no 'absent'"):
         trainer.forward_backward(make_batch(items, loss="my_losses.py:absent", constants={}))
-
-
-def test_micro_batches_cover_everything_once_within_the_budget() -> None:
-    lengths = np.random.default_rng(0).lognormal(4, 1, size=300).astype(int) + 1
-    passes = micro_batches(lengths.tolist(), budget=1000)
-    assert sorted(member for members in passes for member in members) == list(range(300))
-    totals = [int(lengths[members].sum()) for members in passes]
-    assert all(total <= 1000 or len(members) == 1 for total, members in zip(totals, passes, strict=True))
-    assert sum(min(total, 1000) for total in totals) / (1000 * len(passes)) > 0.9
 
 
 def test_learning_rate_rises_and_falls() -> None:
