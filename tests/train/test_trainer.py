@@ -8,6 +8,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headrace.config import TrainSettings
@@ -15,7 +16,7 @@ from headrace.engine.native.core import EngineCore, Request
 from headrace.model.head import Head
 from headrace.model.load import load_model, load_tokenizer
 from headrace.train import DeviceTrainer, learning_rate
-from headrace.train.trainer import PROXIMAL
+from headrace.train.trainer import OPTIMIZER_FILE, PROXIMAL
 from headrace.types import Batch, Rollout, Sampling
 
 
@@ -221,6 +222,28 @@ def test_a_gradient_that_is_not_finite_changes_nothing(tiny_model: str) -> None:
     assert trainer.optim_step(1e-2)["skipped"] == 1
     for name, tensor in trainer.tensors():
         assert torch.equal(tensor, before[name])
+
+
+def test_a_skipped_step_leaves_weights_and_optimizer_bitwise_as_they_were(tiny_model: str, tmp_path) -> None:
+    """By what a checkpoint holds of both, and by the step that follows."""
+    (tmp_path / "lost.py").write_text("def nan(tokens):\n    return tokens.logprobs * float('nan'), {}\n")
+    batch = make_batch(rollouts(tiny_model, 3))
+    lost = dataclasses.replace(batch, loss=f"{tmp_path / 'lost.py'}:nan", constants={})
+    trainer, undisturbed = make_trainer(tiny_model), make_trainer(tiny_model)
+    for each in (trainer, undisturbed):
+        each.forward_backward(batch)
+        assert each.optim_step(1e-3)["skipped"] == 0
+    trainer.forward_backward(batch)
+    trainer.forward_backward(lost)
+    assert trainer.optim_step(1e-2)["skipped"] == 1
+    for round in range(2):
+        for each, name in ((trainer, f"ours-{round}"), (undisturbed, f"theirs-{round}")):
+            each.save(tmp_path / name)
+            each.forward_backward(batch)
+            each.optim_step(1e-3)
+        for file in ("model.safetensors", OPTIMIZER_FILE):
+            ours, theirs = (load_file(tmp_path / f"{side}-{round}" / file) for side in ("ours", "theirs"))
+            assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours), (round, file)
 
 
 def test_a_users_loss_is_named(tiny_model: str, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
