@@ -1,4 +1,4 @@
-"""The attention of a packed pass in plain torch, chosen by its layout. What the GPU's kernels are held to.
+"""The attention of a packed pass, chosen by its layout and place; in plain torch, what the GPU's kernels are held to.
 
 A layout is cut into pieces: the rows of a prefix, of a branch, or of a sequence that shares nothing. Each sees what lies
 before it (nothing, except before a branch) and itself up to each row. Pieces of similar shape are gathered and go through
@@ -24,7 +24,11 @@ if TYPE_CHECKING:
 
 
 def make_context(layout: Layout, device: torch.device, exact: bool) -> AttentionContext:
-    """For one pass; nothing is shared in exact mode."""
+    """For one pass; nothing is shared in exact mode. On a GPU kernels do it."""
+    if device.type == "cuda" and not exact:
+        from headrace.model.tree_attention import KernelContext
+
+        return KernelContext(layout, device=device)
     if layout.is_shared:
         assert not exact
         return TreeContext(layout, device=device)

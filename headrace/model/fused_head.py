@@ -5,27 +5,27 @@ softmax and its own gradient, they would be most of a trainer's memory. Here the
 the sum of exponentials; the backward pass makes each chunk's logits once more, turns them into their gradient and that into
 those of hidden states and weight. Four products instead of three.
 
-Where the sampler could choose among few tokens, only their columns are computed: `kept_logprobs`.
+Whoever knows at once what the loss makes of a chunk's logprobs saves the fourth: `JudgedLogprobs` asks for it while the chunk's
+logits are there. Where the sampler could choose among few tokens, only their columns are computed: `kept_head`.
 """
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from headrace.model.head import AllowedTokens
 
 _CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 28}
 """Logits held at a time: 64 MiB of float32 on a CPU, 1 GiB on a GPU, where a product wants many rows to be fast."""
-_KEPT_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 26}
-"""Weights gathered at a time where only kept columns are computed."""
 ROWS = 16
 """Chunks begin at multiples of it."""
 
@@ -89,13 +89,31 @@ class Wanted:
     """Products are made with a multiple of so many rows."""
 
     def chunks(self, vocabulary: int) -> list[tuple[int, int]]:
-        rows = len(self.targets)
-        size = max(ROWS, _CHUNK_ELEMENTS[self.targets.device.type] // vocabulary // ROWS * ROWS)
+        rows, size = len(self.targets), chunk_rows(vocabulary, self.targets.device)
         return [(start, min(rows, start + size)) for start in range(0, rows, size)]
 
     def mask(self, start: int, stop: int, vocabulary: int) -> Tensor | None:
         """[rows, vocabulary] bool of a chunk: what could be drawn."""
         return None if self.allowed is None else self.allowed.dense(start, stop, vocabulary)
+
+
+def chunk_rows(vocabulary: int, device: torch.device) -> int:
+    """How many rows of logits are held at a time."""
+    return max(ROWS, _CHUNK_ELEMENTS[device.type] // vocabulary // ROWS * ROWS)
+
+
+def whole_spans(counts: Sequence[int], most: int) -> list[tuple[int, int]] | None:
+    """Chunks of at most `most` rows that part no sequence; `counts` are the rows of each. None where one is too long."""
+    spans: list[tuple[int, int]] = []
+    start = stop = 0
+    for count in counts:
+        if count > most:
+            return None
+        if stop + count - start > most:
+            spans.append((start, stop))
+            start = stop
+        stop += count
+    return [*spans, (start, stop)] if stop > start else spans
 
 
 class FusedLogprobs(torch.autograd.Function):
@@ -122,22 +140,37 @@ class FusedLogprobs(torch.autograd.Function):
     def backward(ctx: Any, gradients: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
         hidden, weight, bias, totals = ctx.saved_tensors
         wanted: Wanted = ctx.wanted
-        wide = torch.float32
         to_hidden = torch.empty_like(hidden)
-        to_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device)
-        to_bias = None if bias is None else torch.zeros(bias.shape, dtype=wide, device=bias.device)
+        to_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        to_bias = None if bias is None else torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
         for start, stop in wanted.chunks(weight.shape[0]):
-            slopes = _backward_chunk(hidden, weight, bias, wanted, totals, gradients, start, stop)
-            rows = hidden[start:stop].to(weight.dtype)
-            if slopes.is_cuda and slopes.dtype != wide:
-                to_hidden[start:stop] = slopes @ weight
-                torch.addmm(to_weight, slopes.t(), rows, out_dtype=wide, out=to_weight)
-            else:
-                to_hidden[start:stop] = slopes.to(wide) @ weight.to(wide)
-                to_weight.addmm_(slopes.to(wide).t(), rows.to(wide))
-            if to_bias is not None:
-                to_bias += slopes.sum(dim=0, dtype=wide)
+            logits = _logits(hidden, weight, bias, wanted, start, stop)
+            slopes = gradients[start:stop].contiguous()
+            of_logits = _differentiated(logits, wanted, totals[start:stop], slopes, start, stop, dtype=weight.dtype)
+            _add_products(hidden, weight, of_logits, start, stop, to_hidden, to_weight, to_bias)
         return to_hidden, to_weight.to(weight.dtype), None if to_bias is None else to_bias.to(bias.dtype), None
+
+
+def _add_products(
+    hidden: Tensor,
+    weight: Tensor,
+    of_logits: Tensor,
+    start: int,
+    stop: int,
+    to_hidden: Tensor,
+    to_weight: Tensor,
+    to_bias: Tensor | None,
+) -> None:
+    """A chunk's gradient of logits, in the weight's dtype, on to hidden states, weight and bias; sums are float32."""
+    rows, wide = hidden[start:stop].to(weight.dtype), torch.float32
+    if of_logits.is_cuda and of_logits.dtype != wide:
+        to_hidden[start:stop] = of_logits @ weight
+        torch.addmm(to_weight, of_logits.t(), rows, out_dtype=wide, out=to_weight)
+    else:
+        to_hidden[start:stop] = of_logits.to(wide) @ weight.to(wide)
+        to_weight.addmm_(of_logits.to(wide).t(), rows.to(wide))
+    if to_bias is not None:
+        to_bias += of_logits.sum(dim=0, dtype=wide)
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: Wanted, start: int, stop: int) -> Tensor:
@@ -150,8 +183,12 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: Wanted,
 def _forward_chunk(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: Wanted, start: int, stop: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    logits = _logits(hidden, weight, bias, wanted, start, stop)
-    mask = wanted.mask(start, stop, weight.shape[0])
+    return _read_rows(_logits(hidden, weight, bias, wanted, start, stop), wanted, start, stop)
+
+
+def _read_rows(logits: Tensor, wanted: Wanted, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(logprob of the target, entropy, log of the sum of exponentials) of each row."""
+    mask = wanted.mask(start, stop, logits.shape[1])
     targets, temperatures = wanted.targets[start:stop], wanted.temperatures[start:stop]
     if logits.is_cuda:
         from headrace.model.head_rows import forward_rows
@@ -161,47 +198,46 @@ def _forward_chunk(
     if mask is not None:
         scaled = scaled.masked_fill(~mask, float("-inf"))
     logprobs = torch.log_softmax(scaled, dim=-1)
-    chosen = targets.unsqueeze(1)
     totals = torch.logsumexp(scaled, dim=-1)
-    return logprobs.gather(1, chosen).squeeze(1), entropy_of(logprobs), totals
+    return logprobs.gather(1, targets.unsqueeze(1)).squeeze(1), entropy_of(logprobs), totals
 
 
 def entropy_of(logprobs: Tensor) -> Tensor:
     return -(logprobs.exp() * logprobs.clamp_min(-1e30)).sum(dim=-1)
 
 
-def _backward_chunk(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    wanted: Wanted,
-    totals: Tensor,
-    gradients: Tensor,
-    start: int,
-    stop: int,
+def _differentiated(
+    logits: Tensor, wanted: Wanted, totals: Tensor, slopes: Tensor, start: int, stop: int, *, dtype: torch.dtype
 ) -> Tensor:
-    """[rows, vocabulary] in the weight's dtype."""
-    logits = _logits(hidden, weight, bias, wanted, start, stop)
-    mask = wanted.mask(start, stop, weight.shape[0])
-    span = slice(start, stop)
-    targets, temperatures = wanted.targets[span], wanted.temperatures[span]
+    """[rows, vocabulary] of `dtype`: the derivative of Σ slopes · logprobs with respect to the logits."""
+    mask = wanted.mask(start, stop, logits.shape[1])
+    targets, temperatures = wanted.targets[start:stop], wanted.temperatures[start:stop]
     if logits.is_cuda:
         from headrace.model.head_rows import backward_rows
 
-        return backward_rows(
-            logits, targets, temperatures, mask, totals[span], gradients[span].contiguous(), wanted.scaling, dtype=weight.dtype
-        )
+        return backward_rows(logits, targets, temperatures, mask, totals, slopes, wanted.scaling, dtype=dtype)
     scaled = wanted.scaling.apply(logits)
-    shares = torch.exp(scaled / temperatures.unsqueeze(1) - totals[span].unsqueeze(1))
+    shares = torch.exp(scaled / temperatures.unsqueeze(1) - totals.unsqueeze(1))
     if mask is not None:
         shares = shares.masked_fill(~mask, 0.0)
-    slopes = shares.neg_().scatter_add_(1, targets.unsqueeze(1), torch.ones_like(shares[:, :1]))
-    slopes *= (gradients[span] / temperatures).unsqueeze(1) * wanted.scaling.slope(scaled)
-    return slopes.to(weight.dtype)
+    found = shares.neg_().scatter_add_(1, targets.unsqueeze(1), torch.ones_like(shares[:, :1]))
+    found *= (slopes / temperatures).unsqueeze(1) * wanted.scaling.slope(scaled)
+    return found.to(dtype)
 
 
-class KeptLogprobs(torch.autograd.Function):
-    """The same where every row could draw only a few tokens: what is computed is one product of two vectors for each."""
+class Judge(Protocol):
+    """Says what a loss makes of some rows."""
+
+    def __call__(self, start: int, stop: int, logprobs: Tensor, entropies: Tensor) -> Tensor:
+        """[stop - start]: the derivative of the loss with respect to each logprob. Called once for each chunk, in order."""
+
+
+class JudgedLogprobs(torch.autograd.Function):
+    """0, whose gradient is that of the loss a judge has in mind; made in one go, with three products.
+
+    `spans` are the chunks: a judge that looks at whole sequences needs them whole. With `gathered` the weight's gradient is
+    added there, in float32, and autograd hears nothing of it.
+    """
 
     @staticmethod
     def forward(
@@ -210,88 +246,30 @@ class KeptLogprobs(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         wanted: Wanted,
-    ) -> tuple[Tensor, Tensor]:
-        results = [_forward_kept(hidden, weight, bias, wanted, kept) for kept in _kept_chunks(wanted, weight.shape[1])]
-        logprobs, entropies, totals = (torch.cat(part) for part in zip(*results, strict=True))
-        ctx.save_for_backward(hidden, weight, bias, totals)
-        ctx.wanted = wanted
-        ctx.mark_non_differentiable(entropies)
-        return logprobs, entropies
+        spans: list[tuple[int, int]],
+        judge: Judge,
+        gathered: Tensor | None,
+    ) -> Tensor:
+        to_hidden = torch.empty_like(hidden)
+        to_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if gathered is None else gathered
+        to_bias = None if bias is None else torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
+        for start, stop in spans:
+            logits = _logits(hidden, weight, bias, wanted, start, stop)
+            logprobs, entropies, totals = _read_rows(logits, wanted, start, stop)
+            slopes = judge(start, stop, logprobs, entropies)
+            of_logits = _differentiated(logits, wanted, totals, slopes, start, stop, dtype=weight.dtype)
+            _add_products(hidden, weight, of_logits, start, stop, to_hidden, to_weight, to_bias)
+        ctx.save_for_backward(to_hidden, None if gathered is not None else to_weight, to_bias)
+        ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
+        return hidden.new_zeros((), dtype=torch.float32)
 
     @staticmethod
-    def backward(ctx: Any, gradients: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-        hidden, weight, bias, totals = ctx.saved_tensors
-        wanted: Wanted = ctx.wanted
-        wide = torch.float32
-        to_hidden = torch.zeros(hidden.shape, dtype=wide, device=hidden.device)
-        to_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device)
-        to_bias = None if bias is None else torch.zeros(bias.shape, dtype=wide, device=bias.device)
-        for kept in _kept_chunks(wanted, weight.shape[1]):
-            scaled, rows, columns = kept.scaled(hidden, weight, bias, wanted)
-            temperatures = wanted.temperatures.index_select(0, kept.rows)
-            shares = torch.exp(scaled / temperatures - totals.index_select(0, kept.rows))
-            is_target = (kept.ids == wanted.targets.index_select(0, kept.rows)).float()
-            slopes = (is_target - shares) * gradients.index_select(0, kept.rows) / temperatures * wanted.scaling.slope(scaled)
-            to_hidden.index_add_(0, kept.rows, columns * slopes.unsqueeze(1))
-            to_weight.index_add_(0, kept.ids, rows * slopes.unsqueeze(1))
-            if to_bias is not None:
-                to_bias.index_add_(0, kept.ids, slopes)
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        to_hidden, to_weight, to_bias = ctx.saved_tensors
+        dtype, bias_dtype = ctx.dtypes
         return (
-            to_hidden.to(hidden.dtype),
-            to_weight.to(weight.dtype),
-            None if to_bias is None else to_bias.to(bias.dtype),
-            None,
+            to_hidden * gradient,
+            None if to_weight is None else (to_weight * gradient).to(dtype),
+            None if to_bias is None else (to_bias * gradient).to(bias_dtype),
+            *[None] * 4,
         )
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """(row, token) pairs of whole rows `start` to `stop`."""
-
-    start: int
-    stop: int
-    rows: Tensor
-    ids: Tensor
-
-    def scaled(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
-        """(logits before temperature, hidden state, column of the head) of each pair."""
-        rows = hidden.index_select(0, self.rows).to(weight.dtype).float()
-        columns = weight.index_select(0, self.ids).float()
-        logits = (rows * columns).sum(dim=1)
-        if bias is not None:
-            logits = logits + bias.index_select(0, self.ids).float()
-        return wanted.scaling.apply(logits), rows, columns
-
-
-def _kept_chunks(wanted: Wanted, width: int) -> list[_Kept]:
-    assert wanted.allowed is not None
-    offsets = wanted.allowed.offsets.tolist()
-    most = max(1, _KEPT_ELEMENTS[wanted.targets.device.type] // width)
-    bounds = [0]
-    for row in range(1, len(offsets)):
-        if offsets[row] - offsets[bounds[-1]] > most and row - 1 > bounds[-1]:
-            bounds.append(row - 1)
-    bounds.append(len(offsets) - 1)
-    device = wanted.targets.device
-    chunks = []
-    for start, stop in itertools.pairwise(bounds):
-        counts = wanted.allowed.offsets[start + 1 : stop + 1] - wanted.allowed.offsets[start:stop]
-        rows = torch.repeat_interleave(torch.arange(start, stop, device=device), counts)
-        chunks.append(_Kept(start, stop, rows, wanted.allowed.ids[offsets[start] : offsets[stop]]))
-    return chunks
-
-
-def _forward_kept(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: Wanted, kept: _Kept
-) -> tuple[Tensor, Tensor, Tensor]:
-    scaled = kept.scaled(hidden, weight, bias, wanted)[0] / wanted.temperatures.index_select(0, kept.rows)
-    local = kept.rows - kept.start
-    empty = scaled.new_full((kept.stop - kept.start,), float("-inf"))
-    top = empty.scatter_reduce(0, local, scaled, "amax")
-    shares = torch.exp(scaled - top.index_select(0, local))
-    sums = torch.zeros_like(top).index_add_(0, local, shares)
-    totals = top + sums.log()
-    entropies = totals - torch.zeros_like(top).index_add_(0, local, shares * scaled) / sums
-    is_target = kept.ids == wanted.targets.index_select(0, kept.rows)
-    chosen = empty.scatter_reduce(0, local, scaled.masked_fill(~is_target, float("-inf")), "amax")
-    return chosen - totals, entropies, totals

@@ -13,11 +13,24 @@ import torch
 import torch.nn.functional as F
 
 from headrace.model.attention import EXACT_ROWS
-from headrace.model.fused_head import FusedLogprobs, KeptLogprobs, Scaling, Wanted, product
+from headrace.model.fused_head import (
+    FusedLogprobs,
+    JudgedLogprobs,
+    Scaling,
+    Wanted,
+    chunk_rows,
+    product,
+    whole_spans,
+)
+from headrace.model.kept_head import KeptLogprobs
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
     from transformers import PreTrainedModel
+
+    from headrace.model.fused_head import Judge
 
 _FEW = 16
 """Where the kept tokens are one in so many of all, computing their columns alone is quicker than a product over all."""
@@ -99,4 +112,26 @@ class Head:
         is_cut = allowed is not None and not self._exact and allowed.is_few(self.vocabulary)
         function = KeptLogprobs if is_cut else FusedLogprobs
         result: tuple[Tensor, Tensor] = function.apply(hidden, self.narrowed(), self.bias, wanted)  # type: ignore[no-untyped-call]
+        return result
+
+    def backpropagate(
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        temperatures: Tensor,
+        judge: Judge,
+        *,
+        counts: Sequence[int],
+        gathered: Tensor | None = None,
+    ) -> Tensor | None:
+        """What `logprobs` and a loss on them come to, with one product less: 0, whose gradient is the loss's. `judge` is asked
+        for its derivative chunk by chunk, whole sequences at a time, of which `counts` are the rows; None where one is too long
+        for a chunk. With `gathered` the weight's gradient is added there."""
+        spans = whole_spans(counts, chunk_rows(self.vocabulary, hidden.device))
+        if spans is None:
+            return None
+        wanted = Wanted(targets, temperatures, None, self.scaling, padding=EXACT_ROWS if self._exact else 1)
+        result: Tensor = JudgedLogprobs.apply(  # type: ignore[no-untyped-call]
+            hidden, self.narrowed(), self.bias, wanted, spans, judge, gathered
+        )
         return result

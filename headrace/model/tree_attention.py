@@ -1,8 +1,8 @@
 """Attention of a packed pass on a GPU: each row over its own run of rows, and over the prefix that its run goes on from.
 
 One kernel forward, two for the gradient, written for what a trainer meets: sequences of any length end to end, siblings that
-share the rows of their prompt, grouped heads, windows, soft caps, sinks, and values narrower than keys. A tile of rows lies within
-one run, so that only the tiles on the diagonal, and the last of a run, look at a mask. For the compiler it is one operator.
+share the rows of their prompt, grouped heads, windows, soft caps, sinks, and values narrower than keys. A tile of rows lies
+within one run, so that only those on the diagonal, and the last of a run, look at a mask. For the compiler it is one operator.
 
 Importing this file imports Triton; only whoever has a GPU does.
 """
@@ -79,8 +79,8 @@ def tree_attention(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, row_tiles: Tensor, key_tiles: Tensor, positions: Tensor,
     scale: float, softcap: float, window: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """([rows, heads, value dim], [heads, rows] log-sums of base 2). `softcap` and `window` are 0 where there is none; the tables are
-    those of a `TreeContext`."""
+    """([rows, heads, value dim], [heads, rows] log-sums of base 2). `softcap` and `window` are 0 where there is none; the tables
+    are those of a `KernelContext`."""
     query, key, value = _last_contiguous(query, key, value)
     rows, heads = query.shape[:2]
     out = query.new_empty((rows, heads, value.shape[-1]))
@@ -176,7 +176,7 @@ def _split(tiles: Tensor, size: int) -> Tensor:
     return split.reshape(-1, tiles.shape[1])
 
 
-class TreeContext:
+class KernelContext:
     """An `AttentionContext` of one pass."""
 
     def __init__(self, layout: Layout, *, device: torch.device) -> None:
@@ -195,8 +195,8 @@ class TreeContext:
 def make_tables(layout: Layout) -> tuple[Array, Array, Array]:
     """(tiles of rows [n, 5], tiles of keys [n, 5], position of each row), int32.
 
-    A tile of rows: first row, how many, first row of its run, first row and length of its prefix. A tile of keys: first key, how
-    many, end of its run, and from where to where other rows see all of it: the branches of a prefix.
+    A tile of rows: first row, how many, first row of its run, first row and length of its prefix. A tile of keys: first key,
+    how many, end of its run, and from where to where other rows see all of it: the branches of a prefix.
     """
     runs = []
     for document in layout.documents:

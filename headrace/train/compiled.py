@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from headrace.model.load import has_experts
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -13,11 +15,8 @@ _RECOMPILES = 64
 
 
 def can_compile(model: PreTrainedModel) -> bool:
-    """Whether every layer is plain attention and a dense block: what flash kernels serve, and no experts."""
-    text = model.config.get_text_config()
-    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
-    has_experts = any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
-    return kinds == {"full_attention"} and getattr(text, "attn_logit_softcapping", None) is None and not has_experts
+    """Experts are not: how many rows each gets is known only when they run."""
+    return not has_experts(model)
 
 
 def compile_layers(model: PreTrainedModel) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headrace.model import fused_head
-from headrace.model.fused_head import FusedLogprobs, KeptLogprobs, Scaling, Wanted
+from headrace.model import fused_head, kept_head
+from headrace.model.fused_head import FusedLogprobs, Scaling, Wanted
 from headrace.model.head import AllowedTokens
+from headrace.model.kept_head import KeptLogprobs
 
 ROWS, VOCABULARY, WIDTH = 37, 83, 24
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -73,7 +74,7 @@ def compare(function: type[torch.autograd.Function], wanted: Wanted, *, toleranc
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several chunks, the last of them not whole."""
     monkeypatch.setattr(fused_head, "_CHUNK_ELEMENTS", {"cpu": 16 * VOCABULARY, "cuda": 16 * VOCABULARY})
-    monkeypatch.setattr(fused_head, "_KEPT_ELEMENTS", {"cpu": 30 * WIDTH, "cuda": 30 * WIDTH})
+    monkeypatch.setattr(kept_head, "_KEPT_ELEMENTS", {"cpu": 30 * WIDTH, "cuda": 30 * WIDTH})
 
 
 def make_wanted(scaling: Scaling, *, mask: str = "none") -> Wanted:
@@ -117,6 +118,42 @@ def test_kernels_agree_with_torch(scaling: str, mask: str, monkeypatch: pytest.M
     shares = torch.softmax(scaled.detach(), dim=1)
     torch.testing.assert_close(entropy.cpu(), -torch.xlogy(shares, shares).sum(dim=1), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(slopes.cpu(), given.grad, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("is_gathered", [False, True])
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_a_judged_pass_has_the_gradient_of_two(scaling: str, is_gathered: bool) -> None:
+    """A loss that squares the mean of a whole sequence: its derivative is only right if no sequence is parted."""
+    wanted, counts = make_wanted(SCALINGS[scaling]), [5, 11, 3, 9, 1, 8]
+    assert fused_head.whole_spans(counts, 16) == [(0, 16), (16, 29), (29, 37)]
+    owner = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+
+    def loss(logprobs: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        sums = torch.zeros(len(counts), dtype=logprobs.dtype).index_add(0, rows, logprobs)
+        return (sums / torch.tensor(counts)).square().sum()
+
+    def judge(start: int, stop: int, logprobs: torch.Tensor, entropies: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            leaf = logprobs.detach().requires_grad_()
+            return torch.autograd.grad(loss(leaf, owner[start:stop]), leaf)[0]
+
+    inputs = [numbers(ROWS, WIDTH, seed=0), numbers(VOCABULARY, WIDTH, seed=1), numbers(VOCABULARY, seed=2)]
+    two, one = ([tensor.clone().requires_grad_() for tensor in inputs] for _ in range(2))
+    loss(FusedLogprobs.apply(*two, wanted)[0], owner).backward()
+    gathered = torch.ones(VOCABULARY, WIDTH) if is_gathered else None
+    spans = fused_head.whole_spans(counts, 16)
+    fused_head.JudgedLogprobs.apply(*one, wanted, spans, judge, gathered).backward()
+    if is_gathered:
+        assert one[1].grad is None
+        one[1].grad = gathered - 1
+    for ours, expected in zip(one, two, strict=True):
+        torch.testing.assert_close(ours.grad, expected.grad, atol=1e-5, rtol=1e-5)
+
+
+def test_a_sequence_longer_than_a_chunk_cannot_be_judged_whole() -> None:
+    assert fused_head.whole_spans([3, 17], 16) is None
+    assert fused_head.whole_spans([16, 16], 16) == [(0, 16), (16, 32)]
+    assert fused_head.whole_spans([], 16) == []
 
 
 def test_a_target_that_could_not_be_drawn_has_no_probability() -> None:

@@ -83,7 +83,7 @@ def test_result_and_gradients_are_those_of_one_softmax(layout: str, spec: str, m
     gradient = torch.randn(chosen.num_rows, heads, value_width).to(DEVICE)
     sees = visible(chosen, asked.sliding_window).to(DEVICE)
     leaves = [*inputs, *([] if sinks is None else [sinks])]
-    context = tree_attention.TreeContext(chosen, device=torch.device(DEVICE))
+    context = tree_attention.KernelContext(chosen, device=torch.device(DEVICE))
     found = []
     for out in (context.attend(torch.nn.Identity(), *inputs, asked), naive(*inputs, asked, sees)):
         found.append([out, *torch.autograd.grad(out, leaves, gradient.to(out.dtype))])

@@ -12,7 +12,9 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _rows(pointer, rows, head_offset, row_stride, columns, is_row, DIM: tl.constexpr, DIM_PAD: tl.constexpr, MASKED: tl.constexpr):
+def _rows(
+    pointer, rows, head_offset, row_stride, columns, is_row, DIM: tl.constexpr, DIM_PAD: tl.constexpr, MASKED: tl.constexpr
+):
     """[rows, dim] of one head."""
     at = pointer + rows.to(tl.int64)[:, None] * row_stride + head_offset + columns[None, :]
     if MASKED:
@@ -156,7 +158,9 @@ def delta_kernel(
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, VALUE_PAD)
     mask = (rows < num_rows)[:, None] & (columns[None, :] < VALUE_DIM)
-    given = tl.load(gradient + rows[:, None] * gradient_stride + head * gradient_head_stride + columns[None, :], mask=mask, other=0.0)
+    given = tl.load(
+        gradient + rows[:, None] * gradient_stride + head * gradient_head_stride + columns[None, :], mask=mask, other=0.0
+    )
     held = tl.load(out + (rows[:, None] * HEADS + head) * VALUE_DIM + columns[None, :], mask=mask, other=0.0)
     tl.store(deltas + head * num_rows + rows, tl.sum(given.to(tl.float32) * held.to(tl.float32), axis=1), mask=rows < num_rows)
 
@@ -212,7 +216,15 @@ def query_kernel(
     key_head, value_head = (head // GROUP) * key_head_stride, (head // GROUP) * value_head_stride
     q = _rows(query, rows, head * query_head_stride, query_stride, tl.arange(0, DIM_PAD), is_row, DIM, DIM_PAD, True)
     given = _rows(
-        gradient, rows, head * gradient_head_stride, gradient_stride, tl.arange(0, VALUE_PAD), is_row, VALUE_DIM, VALUE_PAD, True
+        gradient,
+        rows,
+        head * gradient_head_stride,
+        gradient_stride,
+        tl.arange(0, VALUE_PAD),
+        is_row,
+        VALUE_DIM,
+        VALUE_PAD,
+        True,
     )
     own_sums = tl.load(sums + head.to(tl.int64) * num_rows + rows, mask=is_row, other=0.0)
     own_deltas = tl.load(deltas + head.to(tl.int64) * num_rows + rows, mask=is_row, other=0.0)
@@ -231,7 +243,8 @@ def query_kernel(
         False, HAS_WINDOW, HAS_SOFTCAP, HAS_WINDOW, DIM, DIM_PAD, VALUE_DIM, VALUE_PAD, KEYS, PRECISION,
     )  # fmt: skip
     result = _to_query(
-        result, q, given, own_sums, own_deltas, key, value, positions, rows, is_row, prefix, whole, prefix_length, prefix_length,
+        result, q, given, own_sums, own_deltas, key, value, positions, rows, is_row, prefix, whole, prefix_length,
+        prefix_length,
         key_stride, value_stride, key_head, value_head, scale, softcap, window,
         False, True, HAS_SOFTCAP, HAS_WINDOW, DIM, DIM_PAD, VALUE_DIM, VALUE_PAD, KEYS, PRECISION,
     )  # fmt: skip
@@ -241,7 +254,8 @@ def query_kernel(
         False, HAS_WINDOW, HAS_SOFTCAP, HAS_WINDOW, DIM, DIM_PAD, VALUE_DIM, VALUE_PAD, KEYS, PRECISION,
     )  # fmt: skip
     result = _to_query(
-        result, q, given, own_sums, own_deltas, key, value, positions, rows, is_row, own, before, before + count, before + count,
+        result, q, given, own_sums, own_deltas, key, value, positions, rows, is_row, own, before, before + count,
+        before + count,
         key_stride, value_stride, key_head, value_head, scale, softcap, window,
         True, True, HAS_SOFTCAP, HAS_WINDOW, DIM, DIM_PAD, VALUE_DIM, VALUE_PAD, KEYS, PRECISION,
     )  # fmt: skip
@@ -345,7 +359,7 @@ def key_kernel(
             query_stride, gradient_stride, q_head, g_head, scale, softcap, window,
             False, True, HAS_SOFTCAP, HAS_WINDOW, DIM, DIM_PAD, VALUE_DIM, VALUE_PAD, ROWS, PRECISION,
         )  # fmt: skip
-    lines = (keys.to(tl.int64)[:, None] * KV_HEADS + head)
+    lines = keys.to(tl.int64)[:, None] * KV_HEADS + head
     tl.store(
         to_key + lines * DIM + columns[None, :], (of_key * scale).to(to_key.dtype.element_ty),
         mask=is_key[:, None] & (columns[None, :] < DIM),
