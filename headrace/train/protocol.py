@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from headrace.train.columns import PROXIMAL
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
@@ -21,9 +23,10 @@ class Trainer(Protocol):
     num_passes: int
     """Forward passes made: a clock that only moves when work does."""
 
-    def forward(self, batch: Batch) -> list[Array]:
-        """[T] float32 per rollout: logprobs of the trained tokens under the current weights, 0 elsewhere. Called before
-        the first of several optimizer steps, to fix the proximal policy."""
+    def forward(self, batch: Batch, *, column: str = PROXIMAL) -> list[Array]:
+        """[T] float32 per rollout: a column's value on each trained token, 0 elsewhere. `proximal`: logprobs under the current
+        weights; `reference`, `teacher`: under those models; `values`: what the value head expects of the state before the
+        token. Called before the first optimizer step of a version, for what must be known before the weights move."""
 
     def forward_backward(self, batch: Batch) -> Metrics:
         """Add the batch's gradient to what is held, and say what was seen on the way."""

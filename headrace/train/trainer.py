@@ -13,8 +13,11 @@ from headrace.model.head import Head
 from headrace.model.load import served_dtype
 from headrace.model.packing import Packed, micro_batches, pack, packed_logprobs
 from headrace.model.weights import named_tensors
-from headrace.staleness import importance_weights
-from headrace.train.losses import TokenTensors, call_loss
+from headrace.staleness import BATCH_WIDE
+from headrace.train.columns import PROXIMAL
+from headrace.train.diagnostics import Diagnostics, drawn_by
+from headrace.train.losses import TokenTensors, missing_column, needed_columns
+from headrace.train.objective import batch_correction, objective, ratio_base
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -27,8 +30,6 @@ if TYPE_CHECKING:
     from headrace.train.protocol import Metrics
     from headrace.types import Array, Batch, Rollout
 
-PROXIMAL = "proximal"
-"""The column that holds logprobs under the policy at the start of the version."""
 OPTIMIZER_FILE = "trainer/optimizer.safetensors"
 """In a folder of its own: other readers take every .safetensors file beside the configuration for weights."""
 
@@ -63,7 +64,9 @@ class DeviceTrainer:
             fused=True,
         )
 
-    def forward(self, batch: Batch) -> list[Array]:
+    def forward(self, batch: Batch, *, column: str = PROXIMAL) -> list[Array]:
+        if column != PROXIMAL:
+            raise ValueError(f"the column {column!r} is asked for, and this trainer computes only {PROXIMAL!r}")
         results = [np.zeros(len(rollout), dtype=np.float32) for rollout in batch.rollouts]
         for members in self._passes(batch.rollouts):
             packed = self._pack([batch.rollouts[member] for member in members])
@@ -76,11 +79,13 @@ class DeviceTrainer:
         return results
 
     def forward_backward(self, batch: Batch) -> Metrics:
-        sums = _Sums()
+        self._check_columns(batch)
+        sums = Diagnostics()
+        corrections = self._batch_correction(batch)
         for members in self._passes(batch.rollouts):
             packed = self._pack([batch.rollouts[member] for member in members])
             self.num_passes += 1
-            loss = self._loss(batch, members, packed, sums)
+            loss = self._loss(batch, members, packed, sums, corrections)
             loss.backward()
         return sums.metrics()
 
@@ -128,7 +133,23 @@ class DeviceTrainer:
     def _pack(self, rollouts: Sequence[Rollout]) -> Packed:
         return pack(rollouts, [rollout.loss_mask for rollout in rollouts], device=self._device, exact=self._exact)
 
-    def _loss(self, batch: Batch, members: list[int], packed: Packed, sums: _Sums) -> Tensor:
+    def _check_columns(self, batch: Batch) -> None:
+        """Every column that is needed and not the one this trainer computes came with the rollouts."""
+        for column in needed_columns(batch.loss, batch.correction, batch.kl):
+            if column != PROXIMAL and not all(column in rollout.columns for rollout in batch.rollouts):
+                raise missing_column(f"the batch of version {batch.version}", column)
+
+    def _batch_correction(self, batch: Batch) -> list[Array] | None:
+        """Where the correction judges a token by all others of the batch, its weights, computed before the first pass."""
+        if batch.correction not in BATCH_WIDE:
+            return None
+        has_column = all(PROXIMAL in rollout.columns for rollout in batch.rollouts)
+        proximal = [rollout.columns[PROXIMAL] for rollout in batch.rollouts] if has_column else self.forward(batch)
+        return batch_correction(batch, proximal)
+
+    def _loss(
+        self, batch: Batch, members: list[int], packed: Packed, sums: Diagnostics, corrections: list[Array] | None
+    ) -> Tensor:
         rollouts = [batch.rollouts[member] for member in members]
         with self._precision():
             logprobs, entropy = packed_logprobs(self.model, self._head, packed, exact=self._exact)
@@ -136,22 +157,25 @@ class DeviceTrainer:
         shared = set.intersection(*(set(rollout.columns) for rollout in batch.rollouts))
         columns = {name: packed.gather([rollout.columns[name] for rollout in rollouts]) for name in sorted(shared)}
         proximal = columns.get(PROXIMAL, logprobs.detach())
-        is_corrected = batch.correction != "none"
         tokens = TokenTensors(
             logprobs=logprobs,
             recorded=recorded,
-            old=proximal if is_corrected else recorded,
+            proximal=proximal,
+            old=ratio_base(batch.correction, recorded=recorded, proximal=proximal),
             advantages=packed.gather([batch.advantages[member] for member in members]),
             sequence=packed.sequence,
+            num_sequences=len(members),
+            versions=packed.gather([rollout.versions for rollout in rollouts]),
+            version=batch.version,
             columns=columns,
+            entropy=entropy,
         )
-        losses, seen = call_loss(batch.loss, tokens, batch.constants)
-        correction = importance_weights(batch.correction, proximal - recorded, **batch.correction_constants)
-        weights = packed.gather([batch.weights[member] for member in members]) * correction
-        loss = (losses * weights).sum()
-        is_current = packed.gather([_all_drawn_by(rollout, batch.version) for rollout in rollouts])
-        sums.add(loss, tokens, entropy, correction, is_current=is_current, seen=seen)
-        return loss
+        weights = packed.gather([batch.weights[member] for member in members])
+        correction = None if corrections is None else packed.gather([corrections[member] for member in members])
+        asked = objective(tokens, weights, batch, correction=correction)
+        is_current = packed.gather([drawn_by(rollout, batch.version) for rollout in rollouts])
+        sums.add(asked, tokens, is_current=is_current)
+        return asked.loss
 
     def _optimizer_tensors(self) -> dict[str, Tensor]:
         state = self._optimizer.state
@@ -161,60 +185,3 @@ class DeviceTrainer:
             if parameter in state
             for key, value in state[parameter].items()
         }
-
-
-def _all_drawn_by(rollout: Rollout, version: int) -> Array:
-    """[T] bool: whether the whole rollout was. A later token drawn over keys and values of older weights was not."""
-    is_pure = rollout.oldest_version == version and int(rollout.versions.max()) == version
-    return np.full(len(rollout), is_pure)
-
-
-class _Sums:
-    """Diagnostics of a batch, summed over its passes so that they do not depend on packing either."""
-
-    def __init__(self) -> None:
-        self._sums: dict[str, float] = {}
-        self._loss = 0.0
-        self._count = 0
-        self._current = 0
-        self._largest = 0.0
-
-    @torch.no_grad()
-    def add(
-        self,
-        loss: Tensor,
-        tokens: TokenTensors,
-        entropy: Tensor,
-        correction: Tensor,
-        *,
-        is_current: Tensor,
-        seen: dict[str, Tensor],
-    ) -> None:
-        log_ratio = tokens.logprobs - tokens.recorded
-        ratio = log_ratio.clamp(-20.0, 20.0).exp()
-        mismatch = log_ratio.abs() * is_current
-        terms = {
-            "entropy": entropy,
-            "ratio": ratio,
-            "ratio_squared": ratio.square(),
-            "kl": ratio - 1 - log_ratio,
-            "correction": correction,
-            **seen,
-        }
-        for name, values in terms.items():
-            self._sums[name] = self._sums.get(name, 0.0) + float(values.double().sum())
-        self._loss += float(loss)
-        self._count += int(log_ratio.numel())
-        self._current += int(is_current.sum())
-        self._sums["mismatch"] = self._sums.get("mismatch", 0.0) + float(mismatch.double().sum())
-        self._largest = max(self._largest, float(mismatch.max()) if mismatch.numel() else 0.0)
-
-    def metrics(self) -> Metrics:
-        """`mismatch` is |Δ logprob| over rollouts drawn wholly by the version being trained: numerics alone, no staleness."""
-        count = max(self._count, 1)
-        means = {name: total / count for name, total in self._sums.items()}
-        squares = means.pop("ratio_squared", 0.0)
-        means["mismatch"] = self._sums.get("mismatch", 0.0) / max(self._current, 1)
-        means["mismatch_max"] = self._largest
-        means["ess"] = means.get("ratio", 0.0) ** 2 / squares if squares else 0.0
-        return {"loss": self._loss, "tokens": float(self._count), **means}

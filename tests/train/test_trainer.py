@@ -148,6 +148,61 @@ def test_gradient_does_not_depend_on_packing_or_order(tiny_model: str, exact: bo
             assert seen[name] == pytest.approx(first[name], abs=1e-5), name
 
 
+@pytest.mark.parametrize(
+    ("loss", "correction", "constants"),
+    [
+        ("gspo", "sequence_mis", {"cap": 2.0, "floor": 0.5}),
+        ("m2po", "m2po", {"limit": 0.001}),
+        ("decoupled_ppo", "opsm", {"limit": 1e-4}),
+    ],
+)
+def test_what_looks_at_whole_rollouts_or_batches_does_not_depend_on_packing(
+    tiny_model: str, loss: str, correction: str, constants: dict[str, float]
+) -> None:
+    batch = make_batch(
+        rollouts(tiny_model), loss=loss, constants={}, correction=correction, correction_constants=constants, version=1
+    )
+    found = []
+    for budget in (16384, 16, 64):
+        trainer = make_trainer(tiny_model, micro_batch_tokens=budget)
+        nudge(trainer.model, scale=0.005)
+        seen = trainer.forward_backward(batch)
+        found.append((torch.cat([g.flatten() for g in gradients(trainer).values()]), seen))
+    reference, first = found[0]
+    assert 0 < first["masked"] < 1 and float(reference.norm()) > 1e-4
+    for gradient, seen in found[1:]:
+        assert float((gradient - reference).norm() / reference.norm()) < 1e-4
+        for name in ("loss", "masked", "correction", "chi2", "ess", "version_spread", "entropy"):
+            assert seen[name] == pytest.approx(first[name], abs=1e-5), name
+
+
+def test_columns_that_come_with_the_rollouts_reach_the_loss(tiny_model: str) -> None:
+    """The KL to a reference and a teacher's logprobs; to itself the distance is nothing, and so is the gradient."""
+    items = rollouts(tiny_model, 6)
+    trainer = make_trainer(tiny_model)
+    itself = trainer.forward(make_batch(items))
+    columned = [item.replace(columns={"reference": own, "teacher": own}) for item, own in zip(items, itself, strict=True)]
+    seen = trainer.forward_backward(make_batch(columned, loss="distill", constants={}, kl="k3", kl_weight=0.5))
+    assert abs(seen["loss"]) < 1e-10 and abs(seen["teacher_kl"]) < 1e-6 and abs(seen["reference_kl"]) < 1e-6
+    assert max(float(gradient.abs().max()) for gradient in gradients(trainer).values()) < 1e-6
+    nudge(trainer.model)
+    assert trainer.forward_backward(make_batch(columned, loss="distill", constants={}, kl="k3", kl_weight=0.5))["loss"] > 1e-4
+
+
+def test_columns_nobody_brought_are_named(tiny_model: str) -> None:
+    items = rollouts(tiny_model, 2)
+    trainer = make_trainer(tiny_model)
+    for changes, column in [
+        ({"loss": "distill"}, "teacher"),
+        ({"kl": "k1", "kl_weight": 1.0}, "reference"),
+        ({"loss": "ppo"}, "values"),
+    ]:
+        with pytest.raises(ValueError, match=f"'{column}'"):
+            trainer.forward_backward(make_batch(items, constants={}, **changes))
+    with pytest.raises(ValueError, match=r"'teacher' is asked for.*computes only 'proximal'"):
+        trainer.forward(make_batch(items), column="teacher")
+
+
 def test_accumulating_two_halves_is_the_whole(tiny_model: str) -> None:
     batch = make_batch(rollouts(tiny_model, 10))
     whole, halves = make_trainer(tiny_model), make_trainer(tiny_model)
