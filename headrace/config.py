@@ -184,18 +184,28 @@ class StalenessSettings:
     """Submit no group that could not be trained within max_lag versions if groups were trained in order."""
     reject: bool = True
     """Drop groups with a token older than max_lag when a batch is made, and submit others instead."""
-    correct: Literal["none", "tis", "mis"] = "none"
+    correct: Literal["none", "tis", "mis", "sequence_tis", "sequence_mis", "geometric_tis", "geometric_mis", "opsm", "m2po"] = (
+        "none"
+    )
     """`none`: the loss's ratio is taken against the logprobs the engine recorded. `tis`, `mis`: it is taken against the
-    policy at the start of the step, and each token weighed by the truncated or masked importance weight."""
+    policy at the start of the step, and each token weighed by the truncated or masked importance weight; `sequence_` takes
+    the product over the rollout, `geometric_` its mean. `opsm`, `m2po`: as none, but rollouts or tokens too far off are left
+    out."""
     cap: float = 2.0
     """Largest importance weight (tis), or the largest kept (mis)."""
     floor: float = 0.5
     """Smallest importance weight kept (mis)."""
+    limit: float = 0.0
+    """How far off is too far. `m2po`: the mean of the squared log ratio that the kept tokens have at most; 0 takes 0.04.
+    `opsm`: the mean log ratio by which a rollout of negative advantage has become less likely; 0 takes 1e-4."""
 
     def __post_init__(self) -> None:
         _check(self.max_lag >= 0, "max_lag", self.max_lag, "≥ 0")
         _check(self.cap >= 1, "cap", self.cap, "≥ 1")
         _check(0 <= self.floor <= 1, "floor", self.floor, "in [0, 1]")
+        _check(0 <= self.limit < math.inf, "limit", self.limit, "a number ≥ 0")
+        if self.limit and self.correct not in ("opsm", "m2po"):
+            raise ConfigError(f"limit = {self.limit:g}: only correct = 'opsm' and 'm2po' have a limit, not '{self.correct}'")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,18 +293,37 @@ class TrainSettings:
     """A step whose gradient is NaN or infinite is skipped, and its rollouts are kept for `headrace inspect`. So many skipped
     one after another stop the run; 0 never does."""
     loss: str = "grpo"
-    """`grpo`, `reinforce`, or your own as `module:name` or `file.py:name`."""
+    """`grpo`, `ppo`, `reinforce`, `gspo`, `cispo`, `topr`, `decoupled_ppo`, `a3po`, `dppo`, `m2po`, `aipo`, `distill`, or your
+    own as `module:name` or `file.py:name`. docs/losses.md has their formulas and constants."""
     constants: dict[str, float] = field(default_factory=dict)
     """Keyword arguments of the loss, such as clip_low and clip_high."""
-    advantage: Literal["group", "group_mean", "leave_one_out"] = "group"
+    advantage: Literal["group", "group_mean", "leave_one_out", "global", "reward", "gae", "distill"] = "group"
     """`group`: (r − mean) ÷ std over the siblings. `group_mean`: r − mean (Dr. GRPO). `leave_one_out`: r − mean of the
-    others."""
-    loss_mean: Literal["token", "sequence"] = "token"
-    """Each token of the batch counts the same, or each rollout does."""
+    others (RLOO). `global`: (r − mean) ÷ std over the version's batch (REINFORCE++). `reward`: r itself. `gae`: per token, from
+    the values of a loss that learns them (ppo). `distill`: per token, how much likelier the teacher finds it."""
+    discount: float = 1.0
+    """Of rewards one token later, for `gae`."""
+    gae_lambda: float = 0.95
+    """Of `gae`: 1 trusts what was rewarded, 0 the values."""
+    loss_mean: Literal["token", "sequence", "constant"] = "token"
+    """Each token of the batch counts the same, or each rollout does. `constant`: the sum is divided by
+    batch × sampling.max_tokens, so that no length is favoured (Dr. GRPO)."""
+    kl: float = 0.0
+    """Weight β of the KL to the reference model, added to the loss; 0 leaves it out."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Of the KL in the loss. With d = log π − log π_ref, `k1`: d, `k2`: d²/2, `k3`: exp(−d) − 1 + d."""
+    kl_in_reward: bool = False
+    """Take β (log μ − log π_ref) off each token's reward instead of adding the KL to the loss; needs `gae`."""
+    reference: str = ""
+    """A Hugging Face folder or hub name of the reference model; empty takes the weights that RL begins with."""
+    teacher: str = ""
+    """A Hugging Face folder or hub name of the teacher that `distill` learns from; its tokens must be the model's."""
 
     def __post_init__(self) -> None:
         _check(self.threads >= 0, "threads", self.threads, "≥ 0")
-        _check(self.group_size >= 2, "group_size", self.group_size, "≥ 2: an advantage compares siblings")
+        fewest = self.fewest_siblings
+        why = f"≥ {fewest}" + (f": advantage = '{self.advantage}' compares siblings" if fewest > 1 else "")
+        _check(self.group_size >= fewest, "group_size", self.group_size, why)
         _check(self.batch >= 1, "batch", self.batch, "≥ 1")
         if self.batch % self.group_size:
             fix = f"{max(1, round(self.batch / self.group_size)) * self.group_size}"
@@ -310,6 +339,23 @@ class TrainSettings:
         _check(self.max_skipped >= 0, "max_skipped", self.max_skipped, "≥ 0")
         _check(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, "≥ 0")
         _check(self.micro_batch_tokens >= 16, "micro_batch_tokens", self.micro_batch_tokens, "≥ 16")
+        _check(0 <= self.discount <= 1, "discount", self.discount, "in [0, 1]")
+        _check(0 <= self.gae_lambda <= 1, "gae_lambda", self.gae_lambda, "in [0, 1]")
+        _check(0 <= self.kl < math.inf, "kl", self.kl, "a number ≥ 0")
+        if self.kl_in_reward and not self.kl:
+            raise ConfigError("kl_in_reward = true: there is no KL with kl = 0; set kl to its weight, such as 0.05")
+        if self.kl_in_reward and self.advantage != "gae":
+            raise ConfigError(
+                f"kl_in_reward = true: advantage = '{self.advantage}' has no rewards of single tokens; set it to 'gae', or "
+                f"leave kl_in_reward = false to add the KL to the loss"
+            )
+        if self.reference and not self.kl:
+            raise ConfigError(f"reference = {self.reference!r}: it is not looked at with kl = 0; set kl to its weight")
+
+    @property
+    def fewest_siblings(self) -> int:
+        """Scored rollouts that a group must have to be trained."""
+        return 2 if self.advantage in ("group", "group_mean", "leave_one_out") else 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -415,6 +461,7 @@ class Recipe:
             )
         if buffer.kind in ("one_ahead", "stream") and lag == 0 and bounded:
             raise ConfigError(f"buffer.kind = '{buffer.kind}': nothing can run ahead with staleness.max_lag = 0; set it to 1")
+        self._check_correction()
         if self.exact:
             self._check_exact()
         if self.partial.cancel == "over_age":
@@ -425,6 +472,14 @@ class Recipe:
             raise ConfigError(
                 f"sampling.max_tokens = {self.sampling.max_tokens}: leaves no room for a prompt in model.context = "
                 f"{self.model.context}"
+            )
+
+    def _check_correction(self) -> None:
+        """A loss that weighs by π_prox/μ itself must not be weighed by it twice."""
+        loss, correct = self.train.loss, self.staleness.correct
+        if loss in ("decoupled_ppo", "a3po") and correct not in ("none", "opsm", "m2po"):
+            raise ConfigError(
+                f"staleness.correct = '{correct}': train.loss = '{loss}' has the importance weight in it; leave it 'none'"
             )
 
     def _check_cancel(self) -> None:
@@ -500,6 +555,20 @@ class Recipe:
     def canary_limit(self) -> float:
         """`sync.canary_limit`, with 0 resolved."""
         return self.sync.canary_limit or {"float32": 0.01, "bfloat16": 0.3}[self.model.dtype]
+
+    @property
+    def correction(self) -> str:
+        """`staleness.correct`; the loss `m2po` brings the mask of that name with it."""
+        is_m2po = self.train.loss == "m2po" and self.staleness.correct == "none"
+        return "m2po" if is_m2po else self.staleness.correct
+
+    @property
+    def correction_constants(self) -> dict[str, float]:
+        """What the correction takes, with `staleness.limit = 0` resolved."""
+        usual = {"m2po": 0.04, "opsm": 1e-4}
+        if self.correction in usual:
+            return {"limit": self.staleness.limit or usual[self.correction]}
+        return {} if self.correction == "none" else {"cap": self.staleness.cap, "floor": self.staleness.floor}
 
     @property
     def groups_per_batch(self) -> int:

@@ -85,6 +85,8 @@ def pack_batch(batch: Batch) -> dict[str, Any]:
         "constants": batch.constants,
         "correction": batch.correction,
         "correction_constants": batch.correction_constants,
+        "kl": batch.kl,
+        "kl_weight": batch.kl_weight,
         "version": batch.version,
     }
 

@@ -461,6 +461,10 @@ class Batch:
     correction: str = "none"
     """How staleness is corrected; see `headrace.staleness`."""
     correction_constants: dict[str, float] = field(default_factory=dict)
+    kl: str = "none"
+    """How the KL to the reference model, which is added to the loss, is estimated: `k1`, `k2`, `k3`."""
+    kl_weight: float = 0.0
+    """What it is multiplied by."""
     version: int
     """The version being trained from; training makes version + 1."""
 
@@ -469,6 +473,10 @@ class Batch:
         check_kind(self.version, int, "batch: version")
         if self.version < 0:
             raise ValueError(f"batch: version {self.version}")
+        check_kind(self.kl_weight, (int, float), "batch: kl_weight")
+        object.__setattr__(self, "kl_weight", float(self.kl_weight))
+        if not math.isfinite(self.kl_weight) or self.kl_weight < 0:
+            raise ValueError(f"batch: kl_weight = {self.kl_weight} must be finite and ≥ 0")
         for name in ("advantages", "weights"):
             arrays = tuple(frozen(array, np.float32, name) for array in getattr(self, name))
             object.__setattr__(self, name, arrays)

@@ -64,10 +64,10 @@ def unpack_samplings(packed: Any) -> list[Sampling]:  # noqa: ANN401
 def unpack_batch(packed: Any) -> Batch:  # noqa: ANN401
     """The batch of `pack_batch`."""
     columns = ("advantages", "weights")
-    settings = ("loss", "constants", "correction", "correction_constants", "version")
+    settings = ("loss", "constants", "correction", "correction_constants", "kl", "kl_weight", "version")
     try:
         _check_keys(packed, "batch", required={"rollouts", *columns, *settings})
-        _listed([packed["loss"], packed["correction"]], (str,), "batch: loss and correction")
+        _listed([packed["loss"], packed["correction"], packed["kl"]], (str,), "batch: loss, correction and kl")
         rollouts = unpack_rollouts(packed["rollouts"])
         total = sum(map(len, rollouts))
         arrays = {name: _column(packed[name], np.float32, total, f"batch: {name}") for name in columns}

@@ -183,8 +183,10 @@ def batches(draw: st.DrawFn) -> Batch:
         weights=tuple(random.uniform(size=len(rollout)).astype(np.float32) for rollout in members),
         loss=draw(st.sampled_from(["grpo", "my.module:loss"])),
         constants=draw(constants),
-        correction=draw(st.sampled_from(["none", "tis", "mis"])),
+        correction=draw(st.sampled_from(["none", "tis", "m2po"])),
         correction_constants=draw(constants),
+        kl=draw(st.sampled_from(["none", "k1", "k3"])),
+        kl_weight=draw(st.floats(0, 2)),
         version=draw(st.integers(0, 1000)),
     )
 

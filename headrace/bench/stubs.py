@@ -12,6 +12,7 @@ import numpy as np
 from headrace.engine import EngineState, InFlight
 from headrace.orchestrate.publish import Published
 from headrace.partial import Interrupt
+from headrace.train.columns import PROXIMAL
 from headrace.types import Call, FinishReason, Rollout, Sampling, Source, WeightUpdate
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ class StubTrainer:
         self.num_steps = self.num_passes = 0
         self.num_rollouts = 0
 
-    async def forward(self, batch: Batch) -> list[Array]:
+    async def forward(self, batch: Batch, *, column: str = PROXIMAL) -> list[Array]:
         return [np.zeros(len(rollout), dtype=np.float32) for rollout in batch.rollouts]
 
     async def step(self, batch: Batch, *, learning_rate: float) -> dict[str, float]:

@@ -99,6 +99,10 @@ class Arena:
             holder.data = arena.views[name]
         return arena
 
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor by name."""
+        return iter(self.views.items())
+
     def like(self) -> Arena:
         """A second arena of the same layout on the same device, in torch's own memory: it is given up by dropping it. What it
         holds is arbitrary."""

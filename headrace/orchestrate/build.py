@@ -19,7 +19,9 @@ from headrace.orchestrate.roles import Around, Roles, TrainerHere
 from headrace.score import RewardScorer
 from headrace.settings import ConfigError
 from headrace.sync import MemoryTransport, SyncError, WeightSync, check_place
-from headrace.train import DeviceTrainer, resolve_loss
+from headrace.train import DeviceTrainer, needed_columns, resolve_loss
+from headrace.train.columns import RETURNS, REWARDS, TEACHER, VALUES
+from headrace.train.losses import columns_to_bring
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,6 +60,7 @@ def preflight(recipe: Recipe, given: UserInputs) -> None:
     choose_device(recipe)
     check_sync(recipe)
     check_loss(recipe)
+    check_columns(recipe, given)
     path = recipe.model.path
     if path.startswith((".", "/", "~")) and not Path(path).exists():
         raise ModelError(f"model.path = {path!r}: the folder does not exist")
@@ -87,6 +90,25 @@ def check_loss(recipe: Recipe) -> None:
         if name not in names:
             known = ", ".join(names) or "none"
             raise ConfigError(f"train.constants.{name}: the loss {recipe.train.loss!r} takes no {name!r}; it takes: {known}")
+
+
+def check_columns(recipe: Recipe, given: UserInputs) -> None:
+    """Every column that the loss and the advantages look at can be had. An environment of the user's may bring any."""
+    train = recipe.train
+    wanted = needed_columns(train.loss, recipe.correction)
+    if (train.advantage == "gae") != (VALUES in wanted):
+        if VALUES in wanted:
+            raise ConfigError(f"train.advantage = {train.advantage!r}: the loss {train.loss!r} trains values; set it to 'gae'")
+        raise ConfigError(f"train.advantage = 'gae': the loss {train.loss!r} trains no values; set train.loss = 'ppo'")
+    if given.environment is not None:
+        return
+    if (TEACHER in wanted or train.advantage == "distill") and not train.teacher:
+        raise ConfigError("train.teacher = '': there is no teacher to distil from; name a model folder")
+    for column in columns_to_bring(train.loss):
+        if column not in (RETURNS, REWARDS):
+            raise ConfigError(
+                f"train.loss = {train.loss!r}: it needs the column {column!r}, which only an environment of your own can bring"
+            )
 
 
 def stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

@@ -12,19 +12,17 @@ from headrace.buffer import Group, GroupBuffer
 from headrace.envs import EngineClient
 from headrace.observe import Signal
 from headrace.orchestrate.accounting import Ledger
-from headrace.orchestrate.batching import make_batches
+from headrace.orchestrate.batching import columns_first, make_batches, with_column, with_token_advantages
 from headrace.orchestrate.skipped import NotFiniteGradient, SkippedSteps
 from headrace.orchestrate.unfinished import Flight
 from headrace.orchestrate.work import Begun, FinishedEpisodes, PendingGroup, Work, request_seed
 from headrace.partial import interrupt_of
 from headrace.staleness import Gate, too_old
-from headrace.train import PROXIMAL, learning_rate
+from headrace.train import learning_rate
 from headrace.types import Episode, InfraAbort, Invalid, Sampling, Scored
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Iterator
-
-    import numpy as np
 
     from headrace.config import Recipe
     from headrace.observe import Observer
@@ -313,7 +311,7 @@ class Run:
         scored = tuple(member for member in order if isinstance(member.outcome, Scored))
         for member in order:
             self._settle_unscored(member)
-        if len(scored) >= 2:
+        if len(scored) >= self.recipe.train.fewest_siblings:
             self.ledger.buffer(member.id for member in scored)
             return Group(number=pending.number, episodes=scored)
         self.ledger.settle((member.id for member in scored), "filtered", "fewer than two siblings were scored")
@@ -390,12 +388,12 @@ class Run:
         return begun
 
     async def _batches(self, groups: list[Group], version: int) -> list[Batch]:
-        """The groups as one batch per optimizer step. Where a correction needs the policy at the start of the version and
-        the weights will move in between, its logprobs are computed now; otherwise the one forward pass serves."""
+        """The groups as one batch per optimizer step. What must be known of the policy at the start of the version, before its
+        weights move or to make advantages of it, is asked for now; otherwise the one forward pass of a step serves."""
         batches = make_batches(groups, self.recipe, version=version)
-        if len(batches) == 1 or self.recipe.staleness.correct == "none":
-            return batches
-        return [_with_column(batch, PROXIMAL, await self.trainer.forward(batch)) for batch in batches]
+        for name in columns_first(batches, self.recipe):
+            batches = [with_column(batch, name, await self.trainer.forward(batch, column=name)) for batch in batches]
+        return with_token_advantages(batches, self.recipe)
 
     def may_run_ahead(self, version: int) -> bool:
         """Whether a version may begin before the one before it has ended: not where the trainer must rest in between."""
@@ -448,10 +446,3 @@ class Run:
         self.ledger.check(buffered=self.buffer.num_episodes + ahead)
         self.skipped.note(begun, seen)
         self._on_trained(begun, seen)
-
-
-def _with_column(batch: Batch, name: str, values: list[np.ndarray]) -> Batch:
-    rollouts = tuple(
-        rollout.replace(columns={**rollout.columns, name: value}) for rollout, value in zip(batch.rollouts, values, strict=True)
-    )
-    return dataclasses.replace(batch, rollouts=rollouts)

@@ -11,6 +11,7 @@ from headrace.errors import SyncError
 from headrace.orchestrate.publish import Published
 from headrace.packed import pack_batch
 from headrace.stream import RemoteError, StreamClosed
+from headrace.train.columns import PROXIMAL
 from headrace.train.worker import Superseded
 
 if TYPE_CHECKING:
@@ -47,8 +48,8 @@ class TrainerRole(Protocol):
     def num_passes(self) -> int:
         """Forward passes made: progress within a step."""
 
-    async def forward(self, batch: Batch) -> list[Array]:
-        """Logprobs under the current weights, as `Trainer.forward` gives them."""
+    async def forward(self, batch: Batch, *, column: str = PROXIMAL) -> list[Array]:
+        """A column under the current weights, as `Trainer.forward` gives it."""
 
     def step(self, batch: Batch, *, learning_rate: float) -> Awaitable[dict[str, float]]:
         """Gradient and optimizer step of one batch, and what was seen. Steps are taken in the order they are asked for."""
@@ -93,9 +94,9 @@ class TrainerHere:
     def num_passes(self) -> int:
         return self._trainer.num_passes
 
-    async def forward(self, batch: Batch) -> list[Array]:
+    async def forward(self, batch: Batch, *, column: str = PROXIMAL) -> list[Array]:
         with self._timeline.during("compute"):
-            return self._trainer.forward(batch)
+            return self._trainer.forward(batch, column=column)
 
     async def step(self, batch: Batch, *, learning_rate: float) -> dict[str, float]:
         with self._timeline.during("compute"):
@@ -159,8 +160,8 @@ class TrainerThere:
     def num_passes(self) -> int:
         return int(self._child.state.get("passes", 0))
 
-    async def forward(self, batch: Batch) -> list[Array]:
-        return list(await self._answer(self._begin("forward", batch=pack_batch(batch))))
+    async def forward(self, batch: Batch, *, column: str = PROXIMAL) -> list[Array]:
+        return list(await self._answer(self._begin("forward", batch=pack_batch(batch), column=column)))
 
     def step(self, batch: Batch, *, learning_rate: float) -> Awaitable[dict[str, float]]:
         self.num_steps += 1

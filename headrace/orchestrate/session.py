@@ -60,6 +60,8 @@ class _Trained:
     seen: list[dict[str, float]]
     at: float
     """By the clock that `seconds` are counted with."""
+    rejected: float
+    """Of the rollouts trained or rejected since the version before, the share that was rejected."""
     evaluation: Evaluation | None = None
     is_complete: bool = False
     """Evaluated, where that was due."""
@@ -93,6 +95,8 @@ class Session:
             rests_at=lambda version: self._is_evaluated(version) or self._is_saved(version),
         )
         self._saved_version = -1
+        self._settled = (0, 0)
+        """Rollouts trained and rejected when the last version was."""
         self._unnoted: deque[_Trained] = deque()
         self._last_moment = time.perf_counter()
         self.evaluator = Evaluator(
@@ -130,6 +134,7 @@ class Session:
         )
         run.take_up(checkpoint.unfinished())
         restore_random_state(manifest["random"])
+        self._settled = self._trained_and_rejected()
 
     async def train(self) -> None:
         """Legs until the last step. In exact mode a leg ends at every checkpoint, with nothing in flight: what follows
@@ -187,6 +192,15 @@ class Session:
                 f"held-out   {evaluation.success:.1%} solved at temperature 1, greedy {evaluation.greedy:.1%}, before RL"
             )
 
+    def _on_trained(self, begun: Begun, seen: list[dict[str, float]]) -> None:
+        before, self._settled = self._settled, self._trained_and_rejected()
+        trained, rejected = (now - then for now, then in zip(self._settled, before, strict=True))
+        self._unnoted.append(_Trained(begun, seen, time.perf_counter(), rejected / max(trained + rejected, 1)))
+
+    def _trained_and_rejected(self) -> tuple[int, int]:
+        counts = self.run.ledger.counts()
+        return counts["trained"], counts["rejected"]
+
     async def _after_version(self) -> None:
         """Called by `train` when a version is trained: evaluate and save where that is due, for which the trainer waits;
         measure and show beside its next step, where it has a process to itself."""
@@ -226,6 +240,7 @@ class Session:
         batches, evaluation = trained.begun.batches, trained.evaluation
         version = trained.begun.version + 1
         metrics = self._measure(trained.begun.groups, batches, trained.seen, trained.at)
+        metrics["rejected"] = trained.rejected
         if evaluation is not None:
             metrics |= {
                 "success": evaluation.success,

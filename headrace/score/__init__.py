@@ -5,10 +5,21 @@ Errors are not zeros. What the policy can cause scores; a reward that raises, re
 and filtered. `workers` are the threads that call plain rewards under a deadline.
 """
 
-from headrace.score.advantages import advantages
+from headrace.score.advantages import advantages, batch_advantages, gae, normalised, token_rewards
 from headrace.score.errors import RewardError
 from headrace.score.rewards import RewardFunction
 from headrace.score.scorer import RewardScorer, Scorer
 from headrace.score.workers import RewardWorkers
 
-__all__ = ["RewardError", "RewardFunction", "RewardScorer", "RewardWorkers", "Scorer", "advantages"]
+__all__ = [
+    "RewardError",
+    "RewardFunction",
+    "RewardScorer",
+    "RewardWorkers",
+    "Scorer",
+    "advantages",
+    "batch_advantages",
+    "gae",
+    "normalised",
+    "token_rewards",
+]

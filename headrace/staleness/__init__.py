@@ -5,11 +5,11 @@
   is trained at version floor(n / B), so none of its tokens lags more than d. One integer, no policing of samples.
 - `too_old` rejects a group that holds a token older than `max_lag`, or one of a life of the trainer that is no longer
   history. It makes the bound hard where groups are trained in the order they finish.
-- `correct` weighs each token by how likely the newer policy is to have drawn it.
+- `correct` weighs each token by how likely the newer policy is to have drawn it, or leaves out what is too far off.
 """
 
-from headrace.staleness.correct import CORRECTIONS, importance_weights
+from headrace.staleness.correct import BATCH_WIDE, CORRECTIONS, MASKS, importance_weights
 from headrace.staleness.gate import Gate
 from headrace.staleness.reject import too_old
 
-__all__ = ["CORRECTIONS", "Gate", "importance_weights", "too_old"]
+__all__ = ["BATCH_WIDE", "CORRECTIONS", "MASKS", "Gate", "importance_weights", "too_old"]

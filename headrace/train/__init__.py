@@ -11,21 +11,34 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from headrace.train.losses import LOSSES, TokenTensors, resolve_loss
+    from headrace.train.columns import PROXIMAL
+    from headrace.train.losses import LOSSES, TokenTensors, needed_columns, needs, resolve_loss
     from headrace.train.protocol import Trainer
     from headrace.train.schedule import learning_rate
-    from headrace.train.trainer import PROXIMAL, DeviceTrainer
+    from headrace.train.trainer import DeviceTrainer
 
 _HOMES = {
     "LOSSES": "losses",
     "TokenTensors": "losses",
+    "needed_columns": "losses",
+    "needs": "losses",
     "resolve_loss": "losses",
     "Trainer": "protocol",
     "learning_rate": "schedule",
     "DeviceTrainer": "trainer",
-    "PROXIMAL": "trainer",
+    "PROXIMAL": "columns",
 }
-__all__ = ["LOSSES", "PROXIMAL", "DeviceTrainer", "TokenTensors", "Trainer", "learning_rate", "resolve_loss"]
+__all__ = [
+    "LOSSES",
+    "PROXIMAL",
+    "DeviceTrainer",
+    "TokenTensors",
+    "Trainer",
+    "learning_rate",
+    "needed_columns",
+    "needs",
+    "resolve_loss",
+]
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from headrace.train.columns import PROXIMAL
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable
     from pathlib import Path
 
     from torch import Tensor
@@ -21,9 +23,10 @@ class Trainer(Protocol):
     num_passes: int
     """Forward passes made: a clock that only moves when work does."""
 
-    def forward(self, batch: Batch) -> list[Array]:
-        """[T] float32 per rollout: logprobs of the trained tokens under the current weights, 0 elsewhere. Called before
-        the first of several optimizer steps, to fix the proximal policy."""
+    def forward(self, batch: Batch, *, column: str = PROXIMAL) -> list[Array]:
+        """[T] float32 per rollout: a column's value on each trained token, 0 elsewhere. `proximal`: logprobs under the current
+        weights; `reference`, `teacher`: under those models; `values`: what the value head expects of the state before the
+        token. Called before the first optimizer step of a version, for what must be known before the weights move."""
 
     def forward_backward(self, batch: Batch) -> Metrics:
         """Add the batch's gradient to what is held, and say what was seen on the way."""
@@ -31,7 +34,7 @@ class Trainer(Protocol):
     def optim_step(self, learning_rate: float) -> Metrics:
         """One optimizer step with the gradient held, which is then dropped."""
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self) -> Iterable[tuple[str, Tensor]]:
         """What is published after a version has been trained."""
 
     def save(self, folder: Path) -> None:

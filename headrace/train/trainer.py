@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
-from transformers.utils import logging as transformers_logging
+from torch import nn
 
+from headrace.model.arena import Arena
+from headrace.model.contexts import make_context
 from headrace.model.head import Head
-from headrace.model.load import served_dtype
-from headrace.model.packing import Packed, pack, packed_logprobs
+from headrace.model.load import hidden_states, narrow
+from headrace.model.packing import Packed, pack
 from headrace.model.plan import members_of, plan_passes
 from headrace.model.weights import named_tensors
-from headrace.staleness import importance_weights
-from headrace.train.losses import TokenTensors, call_loss
+from headrace.staleness import BATCH_WIDE
+from headrace.train import activations, folder
+from headrace.train.columns import COMPUTED, PROXIMAL, VALUES
+from headrace.train.compiled import can_compile, compile_layers
+from headrace.train.diagnostics import Diagnostics, drawn_by
+from headrace.train.losses import TokenTensors, missing_column, needed_columns
+from headrace.train.objective import batch_correction, objective, ratio_base
+from headrace.train.optimizer import FlatAdamW
+from headrace.train.values import ValueHead
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -26,13 +36,26 @@ if TYPE_CHECKING:
 
     from headrace.config import TrainSettings
     from headrace.model.layout import Unit
+    from headrace.train.frozen import FrozenModel
     from headrace.train.protocol import Metrics
     from headrace.types import Array, Batch, Rollout
 
-PROXIMAL = "proximal"
-"""The column that holds logprobs under the policy at the start of the version."""
-OPTIMIZER_FILE = "trainer/optimizer.safetensors"
-"""In a folder of its own: other readers take every .safetensors file beside the configuration for weights."""
+
+@dataclass(frozen=True)
+class _Pass:
+    """One forward and backward pass: its rows, and per target what the objective looks at."""
+
+    packed: Packed
+    members: list[int]
+    counts: list[int]
+    """Targets of each rollout."""
+    recorded: Tensor
+    advantages: Tensor
+    weights: Tensor
+    versions: Tensor
+    is_current: Tensor
+    columns: dict[str, Tensor]
+    correction: Tensor | None
 
 
 class DeviceTrainer:
@@ -46,85 +69,91 @@ class DeviceTrainer:
         settings: TrainSettings,
         exact: bool = False,
         dtype: torch.dtype = torch.float32,
+        adopt: Callable[[nn.Module], Arena] = Arena.adopt,
+        frozen: Mapping[str, FrozenModel] | None = None,
     ) -> None:
+        """`adopt` lays the weights into an arena, which engines may read themselves. `frozen` are models by the column that
+        their logprobs fill."""
         self.model = model.eval()  # no dropout: the engine has none, and a gradient flows all the same
         self.num_passes = 0
-        self._dtype = dtype
-        self._tokenizer = tokenizer
-        self._settings = settings
-        self._exact = exact
-        self._head = Head(model, exact=exact)
+        self._tokenizer, self._settings, self._exact = tokenizer, settings, exact
+        self._frozen = dict(frozen or {})
         self._device = next(model.parameters()).device
-        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        decayed = [p for p in self._parameters.values() if p.ndim >= 2]
-        spared = [p for p in self._parameters.values() if p.ndim < 2]
-        self._optimizer = torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": spared, "weight_decay": 0.0}],
-            lr=settings.learning_rate,
-            betas=(settings.beta1, settings.beta2),
-            fused=True,
-        )
+        digits = {name: tensor.clone() for name, tensor in named_tensors(model)} if _loses_digits(model, dtype) else {}
+        if dtype != torch.float32:
+            narrow(model, dtype)
+        self.arena = adopt(model)
+        """The weights, as an engine holds them."""
+        self._head = Head(model, exact=exact)
+        self._values = ValueHead(model) if VALUES in needed_columns(settings.loss, "none", "none") else None
+        trained = [(self.arena, {name: p for name, p in model.named_parameters() if p.requires_grad})]
+        if self._values is not None:
+            holder = nn.ModuleDict({folder.VALUE_HEAD: self._values})
+            trained.append((Arena.adopt(holder), dict(holder.named_parameters())))
+        self.optimizer = FlatAdamW(trained, settings, offload="optimizer" in settings.offload)
+        if digits:
+            self.optimizer.load_weights(digits)
+        if settings.recompute == "layers":
+            activations.recompute_layers(model)
+        if self._device.type == "cuda" and not exact and dtype != torch.float32 and can_compile(model):
+            compile_layers(model)
 
-    def forward(self, batch: Batch) -> list[Array]:
+    def forward(self, batch: Batch, *, column: str = PROXIMAL) -> list[Array]:
+        if column not in COMPUTED or (column == VALUES and self._values is None):
+            raise missing_column("the trainer", column)
+        scorer = self._frozen.get(column)
+        if scorer is None and column not in (PROXIMAL, VALUES):
+            raise missing_column("the trainer", column)
+        model, head = (self.model, self._head) if scorer is None else (scorer.model, scorer.head)
         results = [np.zeros(len(rollout), dtype=np.float32) for rollout in batch.rollouts]
-        for units in self._passes(batch.rollouts):
-            packed, members = self._pack(batch.rollouts, units), members_of(units)
-            self.num_passes += 1
-            with torch.no_grad(), self._precision():
-                logprobs, _ = packed_logprobs(self.model, self._head, packed, exact=self._exact)
-            values, sequence = logprobs.cpu().numpy(), packed.sequence.cpu().numpy()
-            for place, member in enumerate(members):
-                results[member][batch.rollouts[member].loss_mask] = values[sequence == place]
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            if scorer is not None:
+                scorer.wake()
+                stack.callback(scorer.sleep)
+            for units in self._plan(batch.rollouts):
+                packed, members = self._pack(batch.rollouts, units), members_of(units)
+                self.num_passes += 1
+                rows = self._hidden(model, packed)
+                if column == VALUES:
+                    assert self._values is not None
+                    values = self._values(rows)
+                else:
+                    values, _ = head.logprobs(rows, packed.wanted, packed.temperatures, allowed=packed.allowed)
+                found, sequence = values.cpu().numpy(), packed.sequence.cpu().numpy()
+                for place, member in enumerate(members):
+                    results[member][_targets(batch.rollouts[member])] = found[sequence == place]
         return results
 
     def forward_backward(self, batch: Batch) -> Metrics:
-        sums = _Sums()
-        for units in self._passes(batch.rollouts):
-            packed = self._pack(batch.rollouts, units)
+        columns = self._columns(batch)
+        proximal = columns.get(PROXIMAL)
+        corrections = batch_correction(batch, proximal) if proximal and batch.correction in BATCH_WIDE else None
+        seen = Diagnostics()
+        # All passes are laid out and on their way to the device before the first begins: none then waits for the host.
+        for each in [self._prepare(batch, units, columns, corrections) for units in self._plan(batch.rollouts)]:
             self.num_passes += 1
-            loss = self._loss(batch, members_of(units), packed, sums)
-            loss.backward()
-        return sums.metrics()
+            self._train_pass(batch, each, seen)
+        return seen.metrics() | self._memory()
 
     def optim_step(self, learning_rate: float) -> Metrics:
-        limit = self._settings.max_grad_norm or float("inf")
-        norm = float(torch.nn.utils.clip_grad_norm_(self._parameters.values(), limit))
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
+        norm = float(self.optimizer.step(learning_rate))
         is_finite = bool(np.isfinite(norm))
-        if is_finite:
-            self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
         return {"grad_norm": norm if is_finite else -1.0, "skipped": float(not is_finite), "learning_rate": learning_rate}
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Weights are float32 here, so that small steps are not lost, and leave in the dtypes the engine holds them in."""
-        for name, tensor in named_tensors(self.model):
-            yield name, tensor.to(served_dtype(self.model, tensor, self._dtype))
+    def tensors(self) -> Arena:
+        """The weights in the dtypes the engine holds them in."""
+        return self.arena
 
-    def save(self, folder: Path) -> None:
-        transformers_logging.disable_progress_bar()
-        self.model.save_pretrained(folder)
-        self._tokenizer.save_pretrained(folder)
-        (folder / OPTIMIZER_FILE).parent.mkdir(exist_ok=True)
-        save_file(self._optimizer_tensors(), folder / OPTIMIZER_FILE)
+    def save(self, place: Path) -> None:
+        folder.save(self.model, self._tokenizer, self.optimizer, place)
 
-    def load(self, folder: Path) -> None:
-        transformers_logging.disable_progress_bar()
-        theirs = dict(named_tensors(type(self.model).from_pretrained(folder, dtype=torch.float32)))
-        with torch.no_grad():
-            for name, tensor in named_tensors(self.model):
-                tensor.copy_(theirs[name])
-        state = load_file(folder / OPTIMIZER_FILE)
-        for name, parameter in self._parameters.items():
-            if f"{name}.step" in state:
-                entries = {key: state[f"{name}.{key}"] for key in ("step", "exp_avg", "exp_avg_sq")}
-                self._optimizer.state[parameter] = {key: value.to(self._device) for key, value in entries.items()}
+    def load(self, place: Path) -> None:
+        folder.load(self.model, self.optimizer, place)
 
-    def _precision(self) -> torch.autocast:
-        return torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._dtype == torch.bfloat16)
+    # Passes
 
-    def _passes(self, rollouts: Sequence[Rollout]) -> list[list[Unit]]:
+    def _plan(self, rollouts: Sequence[Rollout]) -> list[list[Unit]]:
         share = self._settings.share_prefixes and not self._exact
         return plan_passes(rollouts, budget=self._settings.micro_batch_tokens, share=share)
 
@@ -132,93 +161,117 @@ class DeviceTrainer:
         is_target = [rollout.loss_mask for rollout in rollouts]
         return pack(rollouts, is_target, units=units, device=self._device, exact=self._exact)
 
-    def _loss(self, batch: Batch, members: list[int], packed: Packed, sums: _Sums) -> Tensor:
+    def _prepare(
+        self, batch: Batch, units: Sequence[Unit], columns: Mapping[str, Sequence[Array]], corrections: Sequence[Array] | None
+    ) -> _Pass:
+        packed, members = self._pack(batch.rollouts, units), members_of(units)
         rollouts = [batch.rollouts[member] for member in members]
-        with self._precision():
-            logprobs, entropy = packed_logprobs(self.model, self._head, packed, exact=self._exact)
-        recorded = packed.gather([rollout.logprobs for rollout in rollouts])
-        shared = set.intersection(*(set(rollout.columns) for rollout in batch.rollouts))
-        columns = {name: packed.gather([rollout.columns[name] for rollout in rollouts]) for name in sorted(shared)}
-        proximal = columns.get(PROXIMAL, logprobs.detach())
-        is_corrected = batch.correction != "none"
+
+        def gathered(arrays: Sequence[Array]) -> Tensor:
+            return packed.gather([arrays[member] for member in members])
+
+        return _Pass(
+            packed=packed,
+            members=members,
+            counts=[int(np.count_nonzero(_targets(rollout))) for rollout in rollouts],
+            recorded=packed.gather([rollout.logprobs for rollout in rollouts]),
+            advantages=gathered(batch.advantages),
+            weights=gathered(batch.weights),
+            versions=packed.gather([rollout.versions for rollout in rollouts]),
+            is_current=packed.gather([drawn_by(rollout, batch.version) for rollout in rollouts]),
+            columns={name: gathered(arrays) for name, arrays in columns.items()},
+            correction=None if corrections is None else gathered(corrections),
+        )
+
+    def _columns(self, batch: Batch) -> dict[str, Sequence[Array]]:
+        """Those that every rollout has, and those that are needed and can be computed. With one optimizer step a version, the
+        pass that trains is itself the proximal policy's."""
+        shared = set.intersection(*(set(rollout.columns) for rollout in batch.rollouts)) if batch.rollouts else set()
+        columns: dict[str, Sequence[Array]] = {
+            name: [rollout.columns[name] for rollout in batch.rollouts] for name in sorted(shared)
+        }
+        wanted = set(needed_columns(batch.loss, batch.correction, batch.kl))
+        if batch.correction not in BATCH_WIDE:
+            wanted.discard(PROXIMAL)
+        for name in sorted(wanted - shared):
+            if name not in COMPUTED:
+                raise missing_column(f"the batch of version {batch.version}", name)
+            columns[name] = self.forward(batch, column=name)
+        return columns
+
+    def _train_pass(self, batch: Batch, each: _Pass, seen: Diagnostics) -> None:
+        packed = each.packed
+        with activations.kept(on_host="activations" in self._settings.offload):
+            rows = self._hidden(self.model, packed)
+
+        def judge(start: int, stop: int, logprobs: Tensor, entropies: Tensor) -> Tensor:
+            with torch.enable_grad():
+                leaf = logprobs.detach().requires_grad_()
+                loss = self._objective(batch, each, slice(start, stop), leaf, entropies, None, seen)
+                return torch.autograd.grad(loss, leaf)[0]
+
+        loss = None
+        if packed.allowed is None and self._values is None:
+            gathered = self.optimizer.gradient_of(self._head.weight)
+            loss = self._head.backpropagate(
+                rows, packed.wanted, packed.temperatures, judge, counts=each.counts, gathered=gathered
+            )
+        if loss is None:
+            logprobs, entropies = self._head.logprobs(rows, packed.wanted, packed.temperatures, allowed=packed.allowed)
+            values = None if self._values is None else self._values(rows)
+            loss = self._objective(batch, each, slice(None), logprobs, entropies, values, seen)
+        loss.backward()
+
+    def _objective(
+        self,
+        batch: Batch,
+        each: _Pass,
+        span: slice,
+        logprobs: Tensor,
+        entropies: Tensor,
+        values: Tensor | None,
+        seen: Diagnostics,
+    ) -> Tensor:
+        """Of the targets in `span`, which hold whole rollouts."""
+        columns = {name: tensor[span] for name, tensor in each.columns.items()}
+        recorded, proximal = each.recorded[span], columns.get(PROXIMAL, logprobs.detach())
         tokens = TokenTensors(
             logprobs=logprobs,
             recorded=recorded,
-            old=proximal if is_corrected else recorded,
-            advantages=packed.gather([batch.advantages[member] for member in members]),
-            sequence=packed.sequence,
+            proximal=proximal,
+            old=ratio_base(batch.correction, recorded=recorded, proximal=proximal),
+            advantages=each.advantages[span],
+            sequence=each.packed.sequence[span],
+            num_sequences=len(each.members),
+            versions=each.versions[span],
+            version=batch.version,
             columns=columns,
+            entropy=entropies,
+            values=values,
         )
-        losses, seen = call_loss(batch.loss, tokens, batch.constants)
-        correction = importance_weights(batch.correction, proximal - recorded, **batch.correction_constants)
-        weights = packed.gather([batch.weights[member] for member in members]) * correction
-        loss = (losses * weights).sum()
-        is_current = packed.gather([_all_drawn_by(rollout, batch.version) for rollout in rollouts])
-        sums.add(loss, tokens, entropy, correction, is_current=is_current, seen=seen)
-        return loss
+        correction = None if each.correction is None else each.correction[span]
+        asked = objective(tokens, each.weights[span], batch, correction=correction)
+        seen.add(asked, tokens, is_current=each.is_current[span])
+        return asked.loss
 
-    def _optimizer_tensors(self) -> dict[str, Tensor]:
-        state = self._optimizer.state
-        return {
-            f"{name}.{key}": value.contiguous()
-            for name, parameter in self._parameters.items()
-            if parameter in state
-            for key, value in state[parameter].items()
-        }
+    def _hidden(self, model: PreTrainedModel, packed: Packed) -> Tensor:
+        """[targets, width]: the state that each target is drawn from."""
+        context = make_context(packed.layout, self._device, self._exact)
+        hidden = hidden_states(model, packed.token_ids, packed.positions, context)
+        return hidden.index_select(0, packed.rows)
 
-
-def _all_drawn_by(rollout: Rollout, version: int) -> Array:
-    """[T] bool: whether the whole rollout was. A later token drawn over keys and values of older weights was not."""
-    is_pure = rollout.oldest_version == version and int(rollout.versions.max()) == version
-    return np.full(len(rollout), is_pure)
+    def _memory(self) -> Metrics:
+        if self._device.type != "cuda":
+            return {}
+        return {"memory_peak": float(torch.cuda.max_memory_allocated(self._device))}
 
 
-class _Sums:
-    """Diagnostics of a batch, summed over its passes so that they do not depend on packing either."""
+def _targets(rollout: Rollout) -> Array:
+    """[T] bool: the tokens that are trained; the first has nothing it could be drawn from."""
+    mask = rollout.loss_mask.copy()
+    mask[:1] = False
+    return mask
 
-    def __init__(self) -> None:
-        self._sums: dict[str, float] = {}
-        self._loss = 0.0
-        self._count = 0
-        self._current = 0
-        self._largest = 0.0
 
-    @torch.no_grad()
-    def add(
-        self,
-        loss: Tensor,
-        tokens: TokenTensors,
-        entropy: Tensor,
-        correction: Tensor,
-        *,
-        is_current: Tensor,
-        seen: dict[str, Tensor],
-    ) -> None:
-        log_ratio = tokens.logprobs - tokens.recorded
-        ratio = log_ratio.clamp(-20.0, 20.0).exp()
-        mismatch = log_ratio.abs() * is_current
-        terms = {
-            "entropy": entropy,
-            "ratio": ratio,
-            "ratio_squared": ratio.square(),
-            "kl": ratio - 1 - log_ratio,
-            "correction": correction,
-            **seen,
-        }
-        for name, values in terms.items():
-            self._sums[name] = self._sums.get(name, 0.0) + float(values.double().sum())
-        self._loss += float(loss)
-        self._count += int(log_ratio.numel())
-        self._current += int(is_current.sum())
-        self._sums["mismatch"] = self._sums.get("mismatch", 0.0) + float(mismatch.double().sum())
-        self._largest = max(self._largest, float(mismatch.max()) if mismatch.numel() else 0.0)
-
-    def metrics(self) -> Metrics:
-        """`mismatch` is |Δ logprob| over rollouts drawn wholly by the version being trained: numerics alone, no staleness."""
-        count = max(self._count, 1)
-        means = {name: total / count for name, total in self._sums.items()}
-        squares = means.pop("ratio_squared", 0.0)
-        means["mismatch"] = self._sums.get("mismatch", 0.0) / max(self._current, 1)
-        means["mismatch_max"] = self._largest
-        means["ess"] = means.get("ratio", 0.0) ** 2 / squares if squares else 0.0
-        return {"loss": self._loss, "tokens": float(self._count), **means}
+def _loses_digits(model: PreTrainedModel, dtype: torch.dtype) -> bool:
+    return dtype != torch.float32 and any(p.dtype == torch.float32 and p.ndim >= 2 for p in model.parameters())  # noqa: PLR2004

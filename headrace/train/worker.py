@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from headrace.packed import unpack_batch
+from headrace.train.columns import PROXIMAL
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -65,8 +66,8 @@ class TrainerWorker:
         """How far it is, for whoever watches that it moves."""
         return {"passes": self._trainer.num_passes}
 
-    async def _forward(self, batch: Any) -> list[Array]:  # noqa: ANN401
-        return await self._compute("compute", lambda: self._trainer.forward(unpack_batch(batch)))
+    async def _forward(self, batch: Any, column: str = PROXIMAL) -> list[Array]:  # noqa: ANN401
+        return await self._compute("compute", lambda: self._trainer.forward(unpack_batch(batch), column=column))
 
     async def _step(self, batch: Any, learning_rate: float) -> dict[str, float]:  # noqa: ANN401
         return await self._compute("compute", lambda: self._one_step(unpack_batch(batch), learning_rate))

@@ -434,6 +434,38 @@ def test_a_transport_that_this_machine_cannot_run_is_refused_by_a_run_too(overri
     assert str(caught.value).startswith(what)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "what"),
+    [
+        ({"train.loss": "ppo"}, "train.advantage = 'group': the loss 'ppo' trains values; set it to 'gae'"),
+        ({"train.advantage": "gae"}, "train.advantage = 'gae': the loss 'grpo' trains no values; set train.loss = 'ppo'"),
+        ({"train.loss": "distill"}, "train.teacher = '': there is no teacher to distil from"),
+        ({"train.advantage": "distill"}, "train.teacher = '': there is no teacher to distil from"),
+        (
+            {"train.loss": "odd.py:hard"},
+            "train.loss = 'odd.py:hard': it needs the column 'difficulty', which only an environment",
+        ),
+        ({"train.loss": "m2po", "train.constants": {"limit": 1}}, "train.constants.limit: the loss 'm2po' takes no 'limit'"),
+    ],
+)
+def test_a_loss_that_cannot_have_what_it_needs_is_refused(overrides, what, tmp_path, monkeypatch) -> None:
+    from headrace.config import make_recipe
+    from headrace.orchestrate.build import preflight
+    from headrace.orchestrate.inputs import UserInputs
+    from headrace.settings import ConfigError
+
+    (tmp_path / "odd.py").write_text("def hard(tokens):\n    return -tokens.logprobs, {}\nhard.needs = ('difficulty',)\n")
+    monkeypatch.chdir(tmp_path)
+    recipe = make_recipe({"tasks": [{"source": "builtin:sort_digits"}], **overrides})
+    finding = only(list(model.check_device(Subject(recipe=recipe))), "problem")
+    assert f"{finding.what}; {finding.fix}".startswith(what)
+    with pytest.raises(ConfigError) as caught:
+        preflight(recipe, UserInputs())
+    assert str(caught.value).startswith(what)
+    if "environment" in what or "teacher" in what:
+        preflight(recipe, UserInputs(environment=object()))  # which may bring any column
+
+
 def test_a_folder_that_cannot_be_written_to(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
     with pytest.raises(SyncError, match=r"sync\.folder = .*: it cannot be written to; name another"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from strategies import quick
 
 from headrace.buffer import Group, GroupBuffer
-from headrace.staleness import CORRECTIONS, Gate, importance_weights, too_old
+from headrace.staleness import BATCH_WIDE, CORRECTIONS, MASKS, Gate, importance_weights, too_old
 from headrace.sync import Lineage
 from headrace.types import Call, Episode, FinishReason, Rollout, Sampling, Source
 
@@ -227,54 +228,150 @@ def test_what_is_history_after_several_restarts() -> None:
 # Corrections
 
 log_ratios = st.lists(st.floats(-3, 3).map(lambda number: round(number, 3)), min_size=1, max_size=8)
+CAPS, FLOORS, LIMITS = st.sampled_from([1.0, 2.0, 5.03]), st.sampled_from([0.0, 0.5, 0.97]), st.sampled_from([0.0, 0.04, 1.7])
 
 
-def naive(name: str, log_ratio: float, cap: float, floor: float) -> float:
-    ratio = math.exp(log_ratio)
-    if name == "none":
-        return 1.0
-    if name == "tis":
-        return min(ratio, cap)
-    return ratio if floor <= ratio <= cap else 0.0
+def weigh(name: str, log_ratio: torch.Tensor, *, rows: list[int] | None = None, **given_constants) -> torch.Tensor:
+    """Of tokens in rollouts `rows`, all of one rollout if that is not given, advantages −1 unless they are."""
+    advantages = given_constants.pop("advantages", torch.full_like(log_ratio, -1.0))
+    sequence = torch.zeros(len(log_ratio), dtype=torch.long) if rows is None else torch.tensor(rows, dtype=torch.long)
+    num = max(rows or [0]) + 2  # one more rollout, of which nothing is trained
+    return importance_weights(name, log_ratio, sequence=sequence, num_sequences=num, advantages=advantages, **given_constants)
+
+
+def naive(
+    name: str, values: list[float], rows: list[int], advantages: list[float], cap: float, floor: float, limit: float
+) -> list[float | None]:
+    """Token by token; None where the value is a hair's breadth from an edge and either side is right."""
+    if name == "m2po":
+        return naive_second_moment(values, limit)
+    results: list[float | None] = []
+    for value, row in zip(values, rows, strict=True):
+        mine = [other for other, place in zip(values, rows, strict=True) if place == row]
+        if name == "none":
+            results.append(1.0)
+            continue
+        if name == "opsm":
+            of_rollout = [a for a, place in zip(advantages, rows, strict=True) if place == row]
+            gone = -sum(mine) / len(mine)
+            is_near = abs(gone - limit) < 1e-9 or abs(sum(of_rollout)) < 1e-9
+            results.append(None if is_near else float(not (gone > limit and sum(of_rollout) < 0)))
+            continue
+        log_weight = {"sequence": sum(mine), "geometric": sum(mine) / len(mine)}.get(name.partition("_")[0], value)
+        weight = math.exp(min(max(log_weight, -20), 20))
+        if name.endswith("tis"):
+            results.append(min(weight, cap))
+        elif min(abs(weight - edge) for edge in (cap, floor)) < 1e-9:
+            results.append(None)
+        else:
+            results.append(weight if floor <= weight <= cap else 0.0)
+    return results
+
+
+def naive_second_moment(values: list[float], limit: float) -> list[float | None]:
+    """Take out the farthest, with all that are as far, until the mean of squares of the others is within the limit."""
+    kept = sorted({value * value for value in values}, reverse=True)
+    while kept:
+        rest = [value * value for value in values if value * value <= kept[0]]
+        mean = sum(rest) / len(rest)
+        if abs(mean - limit) < 1e-12 and limit:
+            return [None] * len(values)
+        if mean <= limit:
+            break
+        kept.pop(0)
+    return [float(bool(kept) and value * value <= kept[0]) for value in values]
 
 
 @pytest.mark.parametrize("name", ["none", *CORRECTIONS])
-@given(values=log_ratios, cap=st.sampled_from([1.0, 2.0, 5.03]), floor=st.sampled_from([0.0, 0.5, 0.97]))
+@given(values=log_ratios, cap=CAPS, floor=FLOORS, limit=LIMITS, data=st.data())
 @quick
-def test_weights_are_the_formula(name: str, values: list[float], cap: float, floor: float) -> None:
-    tensor = torch.tensor(values, dtype=torch.float64)
-    made = importance_weights(name, tensor, cap=cap, floor=floor)
-    expected = [naive(name, value, cap, floor) for value in values]
-    if name == "mis":  # a hair's breadth from an edge either side is right
-        near = [min(abs(math.exp(value) - edge) for edge in (cap, floor)) < 1e-9 for value in values]
-        expected = [float(got) if close else wanted for got, close, wanted in zip(made, near, expected, strict=True)]
-    torch.testing.assert_close(made, torch.tensor(expected, dtype=torch.float64))
+def test_weights_are_the_formula(
+    name: str, values: list[float], cap: float, floor: float, limit: float, data: st.DataObject
+) -> None:
+    rows = data.draw(st.lists(st.integers(0, 2), min_size=len(values), max_size=len(values)))
+    advantages = data.draw(st.lists(st.sampled_from([-1.0, -0.25, 0.5, 2.0]), min_size=len(values), max_size=len(values)))
+    made = weigh(
+        name,
+        torch.tensor(values, dtype=torch.float64),
+        rows=rows,
+        advantages=torch.tensor(advantages, dtype=torch.float64),
+        cap=cap,
+        floor=floor,
+        limit=limit,
+    )
+    expected = naive(name, values, rows, advantages, cap, floor, limit)
+    wanted = [float(got) if value is None else value for got, value in zip(made, expected, strict=True)]
+    torch.testing.assert_close(made, torch.tensor(wanted, dtype=torch.float64))
 
 
 def test_by_hand() -> None:
     values = torch.tensor([0.25, 0.5, 1.0, 2.0, 4.0]).log()
-    torch.testing.assert_close(importance_weights("tis", values), torch.tensor([0.25, 0.5, 1, 2, 2]))
-    torch.testing.assert_close(importance_weights("mis", values, cap=2.001, floor=0.499), torch.tensor([0, 0.5, 1, 2, 0]))
-    torch.testing.assert_close(importance_weights("none", values), torch.ones(5))
+    torch.testing.assert_close(weigh("tis", values), torch.tensor([0.25, 0.5, 1, 2, 2]))
+    torch.testing.assert_close(weigh("mis", values, cap=2.001, floor=0.499), torch.tensor([0, 0.5, 1, 2, 0]))
+    torch.testing.assert_close(weigh("none", values), torch.ones(5))
     one = torch.zeros(1)
-    assert importance_weights("mis", one, cap=1.0, floor=1.0).tolist() == [1.0]  # the edges are inside
+    assert weigh("mis", one, cap=1.0, floor=1.0).tolist() == [1.0]  # the edges are inside
+    pair = torch.tensor([2.0, 0.25, 4.0]).log()
+    torch.testing.assert_close(weigh("sequence_tis", pair, rows=[0, 0, 1], cap=3.0), torch.tensor([0.5, 0.5, 3.0]))
+    torch.testing.assert_close(weigh("geometric_mis", pair, rows=[0, 0, 1], cap=3.0), torch.tensor([0.5**0.5, 0.5**0.5, 0]))
+
+
+def test_opsm_leaves_out_what_did_badly_and_has_become_unlikely() -> None:
+    values, rows = torch.tensor([-0.3, 0.1, -0.3, 0.1, 0.2, 0.2]), [0, 0, 1, 1, 2, 2]
+    advantages = torch.tensor([-1.0, -1.0, 1.0, 1.0, -1.0, -1.0])
+    assert weigh("opsm", values, rows=rows, advantages=advantages, limit=0.05).tolist() == [0, 0, 1, 1, 1, 1]
+    assert weigh("opsm", values, rows=rows, advantages=advantages, limit=0.15).tolist() == [1] * 6
+
+
+def test_m2po_leaves_out_the_farthest_tokens_of_the_whole_batch() -> None:
+    values = torch.tensor([0.1, -0.3, 0.0, 0.6, -0.1])  # squares 0.01, 0.09, 0, 0.36, 0.01
+    assert weigh("m2po", values, limit=0.1).tolist() == [1, 1, 1, 1, 1]
+    assert weigh("m2po", values, limit=0.04).tolist() == [1, 1, 1, 0, 1]
+    assert weigh("m2po", values, limit=0.01).tolist() == [1, 0, 1, 0, 1]
+    assert weigh("m2po", torch.tensor([0.5, -0.5]), limit=0.2).tolist() == [0, 0], "equally far: together"
+    assert weigh("m2po", torch.zeros(0)).tolist() == []
+
+
+@given(log_ratios, LIMITS, st.randoms(use_true_random=False))
+@quick
+def test_m2po_does_not_depend_on_order(values: list[float], limit: float, random: random.Random) -> None:
+    order = list(range(len(values)))
+    random.shuffle(order)
+    made = weigh("m2po", torch.tensor(values), limit=limit)
+    assert weigh("m2po", torch.tensor(values)[order], limit=limit).tolist() == made[order].tolist()
+    kept = torch.tensor(values)[made > 0].double().square()
+    assert not len(kept) or kept.mean() <= limit + 1e-12
 
 
 @pytest.mark.parametrize("name", ["none", *CORRECTIONS])
 def test_weights_are_finite_however_far_apart_the_policies_are(name: str) -> None:
     values = torch.tensor([-1e4, -100, 100, 1e4])
-    made = importance_weights(name, values, cap=2.0, floor=0.5)
+    made = weigh(name, values, rows=[0, 1, 2, 3], cap=2.0, floor=0.5)
     assert torch.isfinite(made).all() and (made >= 0).all()
-    if name == "mis":
+    if name in ("mis", "m2po"):
         assert made.tolist() == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("name", list(CORRECTIONS))
 def test_no_gradient_goes_through_the_weights(name: str) -> None:
     log_ratio = torch.zeros(3, requires_grad=True)
-    assert not importance_weights(name, log_ratio).requires_grad
+    assert not weigh(name, log_ratio).requires_grad
+
+
+def test_masks_only_leave_out() -> None:
+    values = torch.linspace(-2, 2, 41)
+    for name in CORRECTIONS:
+        is_mask = set(weigh(name, values, rows=list(range(41)), cap=5.0).tolist()) <= {0.0, 1.0}
+        assert is_mask == (name in MASKS)
+    assert MASKS >= BATCH_WIDE
 
 
 def test_an_unknown_correction_is_not_passed_over() -> None:
     with pytest.raises(KeyError):
-        importance_weights("tsi", torch.zeros(1))
+        weigh("tsi", torch.zeros(1))
+
+
+def test_the_pages_have_every_correction() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    for name in CORRECTIONS:
+        assert f"`{name}`" in (docs / "losses.md").read_text() and f"`{name}`" in (docs / "staleness.md").read_text()

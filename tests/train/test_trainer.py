@@ -16,7 +16,8 @@ from headrace.engine.native.core import EngineCore, Request
 from headrace.model.head import Head
 from headrace.model.load import load_model, load_tokenizer
 from headrace.train import DeviceTrainer, learning_rate
-from headrace.train.trainer import OPTIMIZER_FILE, PROXIMAL
+from headrace.train.columns import PROXIMAL
+from headrace.train.folder import OPTIMIZER_FILE
 from headrace.types import Batch, Rollout, Sampling
 
 
@@ -148,6 +149,61 @@ def test_gradient_does_not_depend_on_packing_or_order(tiny_model: str, exact: bo
             assert seen[name] == pytest.approx(first[name], abs=1e-5), name
 
 
+@pytest.mark.parametrize(
+    ("loss", "correction", "constants"),
+    [
+        ("gspo", "sequence_mis", {"cap": 2.0, "floor": 0.5}),
+        ("m2po", "m2po", {"limit": 0.001}),
+        ("decoupled_ppo", "opsm", {"limit": 1e-4}),
+    ],
+)
+def test_what_looks_at_whole_rollouts_or_batches_does_not_depend_on_packing(
+    tiny_model: str, loss: str, correction: str, constants: dict[str, float]
+) -> None:
+    batch = make_batch(
+        rollouts(tiny_model), loss=loss, constants={}, correction=correction, correction_constants=constants, version=1
+    )
+    found = []
+    for budget in (16384, 16, 64):
+        trainer = make_trainer(tiny_model, micro_batch_tokens=budget)
+        nudge(trainer.model, scale=0.005)
+        seen = trainer.forward_backward(batch)
+        found.append((torch.cat([g.flatten() for g in gradients(trainer).values()]), seen))
+    reference, first = found[0]
+    assert 0 < first["masked"] < 1 and float(reference.norm()) > 1e-4
+    for gradient, seen in found[1:]:
+        assert float((gradient - reference).norm() / reference.norm()) < 1e-4
+        for name in ("loss", "masked", "correction", "chi2", "ess", "version_spread", "entropy"):
+            assert seen[name] == pytest.approx(first[name], abs=1e-5), name
+
+
+def test_columns_that_come_with_the_rollouts_reach_the_loss(tiny_model: str) -> None:
+    """The KL to a reference and a teacher's logprobs; to itself the distance is nothing, and so is the gradient."""
+    items = rollouts(tiny_model, 6)
+    trainer = make_trainer(tiny_model)
+    itself = trainer.forward(make_batch(items))
+    columned = [item.replace(columns={"reference": own, "teacher": own}) for item, own in zip(items, itself, strict=True)]
+    seen = trainer.forward_backward(make_batch(columned, loss="distill", constants={}, kl="k3", kl_weight=0.5))
+    assert abs(seen["loss"]) < 1e-10 and abs(seen["teacher_kl"]) < 1e-6 and abs(seen["reference_kl"]) < 1e-6
+    assert max(float(gradient.abs().max()) for gradient in gradients(trainer).values()) < 1e-6
+    nudge(trainer.model)
+    assert trainer.forward_backward(make_batch(columned, loss="distill", constants={}, kl="k3", kl_weight=0.5))["loss"] > 1e-4
+
+
+def test_columns_nobody_brought_are_named(tiny_model: str) -> None:
+    items = rollouts(tiny_model, 2)
+    trainer = make_trainer(tiny_model)
+    for changes, column in [
+        ({"loss": "distill"}, "teacher"),
+        ({"kl": "k1", "kl_weight": 1.0}, "reference"),
+        ({"loss": "ppo"}, "returns"),
+    ]:
+        with pytest.raises(ValueError, match=f"'{column}'"):
+            trainer.forward_backward(make_batch(items, constants={}, **changes))
+    with pytest.raises(ValueError, match="the trainer needs the column 'teacher'"):
+        trainer.forward(make_batch(items), column="teacher")
+
+
 def test_accumulating_two_halves_is_the_whole(tiny_model: str) -> None:
     batch = make_batch(rollouts(tiny_model, 10))
     whole, halves = make_trainer(tiny_model), make_trainer(tiny_model)
@@ -271,15 +327,18 @@ def test_learning_rate_rises_and_falls() -> None:
 
 
 def test_bfloat16_keeps_small_steps(tiny_model: str) -> None:
-    """Weights stay float32 in the trainer; what is published has the engine's dtype."""
-    trainer = DeviceTrainer(
-        load_model(tiny_model), tokenizer=load_tokenizer(tiny_model), settings=TrainSettings(), dtype=torch.bfloat16
-    )
-    before = {name: tensor.clone() for name, tensor in trainer.model.named_parameters()}
-    for parameter in trainer.model.parameters():
-        parameter.grad = torch.ones_like(parameter)
+    """Masters are float32 in the trainer, and begin as the digits of the folder; what runs and is published is the engine's."""
+    model = load_model(tiny_model)
+    digits = {name: tensor.clone() for name, tensor in model.named_parameters()}
+    trainer = DeviceTrainer(model, tokenizer=load_tokenizer(tiny_model), settings=TrainSettings(), dtype=torch.bfloat16)
+    optimizer = trainer.optimizer
+    assert all(torch.equal(optimizer.master(name), tensor) for name, tensor in digits.items())
+    for name in digits:
+        optimizer.gradient(name).fill_(1.0)
     trainer.optim_step(1e-6)
-    assert all(not torch.equal(tensor, before[name]) for name, tensor in trainer.model.named_parameters() if tensor.ndim == 2)
+    for name, parameter in trainer.model.named_parameters():
+        assert not torch.equal(optimizer.master(name), digits[name])
+        assert torch.equal(parameter, optimizer.master(name).to(parameter.dtype))
     assert {tensor.dtype for _, tensor in trainer.tensors() if tensor.ndim > 1} == {torch.bfloat16}
     assert {tensor.dtype for _, tensor in trainer.tensors() if tensor.ndim == 1} == {torch.float32}  # norms
 

@@ -46,7 +46,7 @@ class Noting:
         self.num_passes = 0
         self.asked: list[str] = []
 
-    def forward(self, batch: Batch) -> list[Array]:
+    def forward(self, batch: Batch, *, column: str = "proximal") -> list[Array]:
         self.asked.append("forward")
         return [np.zeros(len(rollout), dtype=np.float32) for rollout in batch.rollouts]
 

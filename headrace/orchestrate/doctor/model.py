@@ -15,8 +15,9 @@ import transformers
 from headrace.envs import PromptEncoder
 from headrace.model import tiny
 from headrace.model.load import ModelError, config_limit, load_config, load_tokenizer
-from headrace.orchestrate.build import check_loss, check_sync, choose_device
+from headrace.orchestrate.build import check_columns, check_loss, check_sync, choose_device
 from headrace.orchestrate.doctor.finding import Finding, problem, size
+from headrace.orchestrate.inputs import UserInputs
 from headrace.settings import ConfigError
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ def check_device(subject: Subject) -> Iterator[Finding]:
             choose_device(subject.recipe)
             check_sync(subject.recipe)
             check_loss(subject.recipe)
+            check_columns(subject.recipe, UserInputs())
         except ConfigError as error:
             yield problem(error, otherwise="mend that setting in the recipe")
 

@@ -1,0 +1,37 @@
+"""Losses: pure functions from per-token tensors to one loss per token. Yours is one more, named `module:name`.
+
+A loss takes `TokenTensors` and its constants as keywords, and returns the loss of each token and what should be logged
+(tensors of the same shape, averaged over tokens). Weighting, corrections, the KL and summing are not its work:
+
+    def my_loss(tokens, *, clip=0.2):
+        ratio = tokens.ratio()
+        return -torch.minimum(ratio * tokens.advantages, ratio.clamp(1 - clip, 1 + clip) * tokens.advantages), {}
+
+One that looks at a column of the rollouts says so, `my_loss.needs = ("teacher",)` or `@needs("teacher")`, and finds it in
+`tokens.columns`. `policy` has the losses of a policy alone, `value` PPO with a value head, `apart` the distance to a
+reference or a teacher.
+"""
+
+from headrace.train.losses.apart import KL_ESTIMATORS
+from headrace.train.losses.declare import needs
+from headrace.train.losses.naming import (
+    LOSSES,
+    call_loss,
+    columns_to_bring,
+    missing_column,
+    needed_columns,
+    resolve_loss,
+)
+from headrace.train.losses.tokens import TokenTensors
+
+__all__ = [
+    "KL_ESTIMATORS",
+    "LOSSES",
+    "TokenTensors",
+    "call_loss",
+    "columns_to_bring",
+    "missing_column",
+    "needed_columns",
+    "needs",
+    "resolve_loss",
+]
