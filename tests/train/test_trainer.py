@@ -167,7 +167,7 @@ def test_chunked_head_is_the_whole_head(tiny_model: str, monkeypatch: pytest.Mon
     targets, temperatures = torch.randint(0, 90, (75,)), torch.full((75,), 0.8)
     results = []
     for elements in (1 << 24, 16 * Head(model).vocabulary):
-        monkeypatch.setattr("headrace.model.head._CHUNK_ELEMENTS", elements)
+        monkeypatch.setattr("headrace.model.fused_head._CHUNK_ELEMENTS", {"cpu": elements})
         leaf = hidden.clone().requires_grad_()
         model.zero_grad()
         logprobs, entropy = Head(model).logprobs(leaf, targets, temperatures)
