@@ -271,6 +271,12 @@ class TrainSettings:
     """Optimizer steps per version."""
     micro_batch_tokens: int = 16384
     """Tokens in one forward pass; changes memory and speed, not the gradient."""
+    recompute: Literal["none", "layers"] = "none"
+    """`layers`: a pass keeps each layer's input alone, and computes the layer again when its gradient is taken: a third more
+    time, a fraction of the memory."""
+    offload: tuple[Literal["optimizer", "reference", "activations"], ...] = ()
+    """What waits in the host's memory while the GPU does not need it: the optimizer's state, a reference model's weights, what
+    a pass keeps for its gradient."""
     share_prefixes: bool = True
     """Siblings' common prompt goes through the model once for all that are in one pass; changes speed, not the gradient."""
     learning_rate: float = 1e-6

@@ -110,10 +110,6 @@ class Session:
             seed=self.recipe.seed,
         )
 
-    def _on_trained(self, begun: Begun, seen: list[dict[str, float]]) -> None:
-        self.progress.skipped_steps += sum(bool(step.get("skipped", 0.0)) for step in seen)
-        self._unnoted.append(_Trained(begun, seen, time.perf_counter()))
-
     async def restore(self, checkpoint: Checkpoint) -> None:
         """Take everything from a checkpoint; what was in flight then goes on from what was drawn of it."""
         run, manifest = self.run, checkpoint.manifest
@@ -193,6 +189,7 @@ class Session:
             )
 
     def _on_trained(self, begun: Begun, seen: list[dict[str, float]]) -> None:
+        self.progress.skipped_steps += sum(bool(step.get("skipped", 0.0)) for step in seen)
         before, self._settled = self._settled, self._trained_and_rejected()
         trained, rejected = (now - then for now, then in zip(self._settled, before, strict=True))
         self._unnoted.append(_Trained(begun, seen, time.perf_counter(), rejected / max(trained + rejected, 1)))

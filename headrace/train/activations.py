@@ -41,7 +41,8 @@ class OnHost(torch.autograd.graph.saved_tensors_hooks):
 
     def _put_away(self, tensor: Tensor) -> Any:  # noqa: ANN401  (autograd hands back what it got)
         is_small = tensor.numel() * tensor.element_size() < _WORTH_MOVING
-        if is_small or not tensor.is_cuda or tensor.requires_grad and tensor.is_leaf or not tensor.is_contiguous():
+        is_weight = tensor.requires_grad and tensor.is_leaf
+        if is_small or is_weight or not tensor.is_cuda or not tensor.is_contiguous():
             return tensor
         home = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         self._stream.wait_stream(torch.cuda.current_stream())

@@ -74,15 +74,18 @@ class FlatAdamW:
     def step(self, learning_rate: float) -> Tensor:
         """One step with the gradient held, which is then dropped. Returns the gradient's norm; where that is not finite,
         weights and moments stay what they were, and the step is not counted."""
-        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(s.gradient) for s in self._segments]))
+        norm: Tensor = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(s.gradient) for s in self._segments]))
         is_odd = (~torch.isfinite(norm)).float()
         limit = self._settings.max_grad_norm
         shrink = ((norm + 1e-6) / limit).clamp_min(1.0) if limit else torch.ones_like(norm)
         count = self.num_steps + 1
         for segment in self._segments:
-            for parts in self._parts(segment):
+            for masters, gradient, means, squares in self._parts(segment):
                 torch._fused_adamw_(
-                    *([part] for part in parts),
+                    [masters],
+                    [gradient],
+                    [means],
+                    [squares],
                     [],
                     [count],
                     lr=learning_rate,

@@ -274,4 +274,4 @@ def _targets(rollout: Rollout) -> Array:
 
 
 def _loses_digits(model: PreTrainedModel, dtype: torch.dtype) -> bool:
-    return dtype != torch.float32 and any(p.dtype == torch.float32 and p.ndim >= 2 for p in model.parameters())  # noqa: PLR2004
+    return dtype != torch.float32 and any(p.dtype == torch.float32 and p.ndim >= 2 for p in model.parameters())
