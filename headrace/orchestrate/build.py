@@ -20,7 +20,8 @@ from headrace.score import RewardScorer
 from headrace.settings import ConfigError
 from headrace.sync import MemoryTransport, SyncError, WeightSync, check_place
 from headrace.train import DeviceTrainer, needed_columns, resolve_loss
-from headrace.train.columns import RETURNS, REWARDS, TEACHER, VALUES
+from headrace.train.columns import REFERENCE, RETURNS, REWARDS, TEACHER, VALUES
+from headrace.train.frozen import FrozenModel
 from headrace.train.losses import columns_to_bring
 
 if TYPE_CHECKING:
@@ -160,12 +161,26 @@ def decoder_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]
 
 
 def build_trainer(recipe: Recipe, model_path: str, *, device: str) -> DeviceTrainer:
+    """With the models it looks at: the reference of a KL, which is the model that RL begins with if no other is named, and the
+    teacher of a distillation."""
+    train = recipe.train
+    looked_at = {REFERENCE: (train.reference or model_path) if train.kl else "", TEACHER: train.teacher}
+    frozen = {
+        column: FrozenModel(
+            load_model(path, dtype=recipe.model.dtype, device=device, exact=recipe.exact),
+            exact=recipe.exact,
+            offload="reference" in train.offload,
+        )
+        for column, path in looked_at.items()
+        if path
+    }
     return DeviceTrainer(
         load_model(model_path, dtype="float32", device=device, exact=recipe.exact),
         tokenizer=load_tokenizer(model_path),
         settings=recipe.train,
         exact=recipe.exact,
         dtype=getattr(torch, recipe.model.dtype),
+        frozen=frozen,
     )
 
 

@@ -265,14 +265,16 @@ class WeightSync:
         An arena is its own image, unless a difference is to be taken from it later."""
         device = _device(tensors)
         if self._payload is not Payload.DELTA:
-            if isinstance(tensors, Arena):
-                return tensors, tensors.memory if tensors is self._home else None
+            if isinstance(tensors, Arena) and tensors is self._home:
+                return tensors, tensors.memory
             room = self._transport.room(key, layout.num_bytes)
             if room.device.type == device.type:
                 image = Arena(layout.slots, device=room.device, allocate=lambda *_: room)
                 _pack(image, tensors)
                 return image, room
             self._transport.free(key)
+            if isinstance(tensors, Arena):
+                return tensors, None
         if self._next.arena is None or self._next.arena.device != device:
             self._next.arena = Arena(layout.slots, device=device)
         _pack(self._next.arena, tensors)
