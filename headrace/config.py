@@ -261,6 +261,8 @@ class TrainSettings:
     """Optimizer steps per version."""
     micro_batch_tokens: int = 16384
     """Tokens in one forward pass; changes memory and speed, not the gradient."""
+    share_prefixes: bool = True
+    """Siblings' common prompt goes through the model once for all that are in one pass; changes speed, not the gradient."""
     learning_rate: float = 1e-6
     """Of AdamW, at the top of its schedule."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -277,6 +279,9 @@ class TrainSettings:
     """Of AdamW; biases and norms are spared."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm; 0 leaves them."""
+    max_skipped: int = 3
+    """A step whose gradient is NaN or infinite is skipped, and its rollouts are kept for `headrace inspect`. So many skipped
+    one after another stop the run; 0 never does."""
     loss: str = "grpo"
     """`grpo`, `reinforce`, or your own as `module:name` or `file.py:name`."""
     constants: dict[str, float] = field(default_factory=dict)
@@ -302,6 +307,7 @@ class TrainSettings:
         _check(0 <= self.beta2 < 1, "beta2", self.beta2, "in [0, 1)")
         _check(0 <= self.max_grad_norm < math.inf, "max_grad_norm", self.max_grad_norm, "a number ≥ 0")
         _check(0 <= self.weight_decay < math.inf, "weight_decay", self.weight_decay, "a number ≥ 0")
+        _check(self.max_skipped >= 0, "max_skipped", self.max_skipped, "≥ 0")
         _check(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, "≥ 0")
         _check(self.micro_batch_tokens >= 16, "micro_batch_tokens", self.micro_batch_tokens, "≥ 16")
 
@@ -534,6 +540,7 @@ class Recipe:
         for name in ("observe", "orchestrate", "deadline", "heartbeat", "sync"):
             settings.pop(name)
         settings["engine"].pop("restarts")
+        settings["train"].pop("max_skipped")
         for name in ("timeout", "workers", "max_failures"):
             settings["reward"].pop(name)
         return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]

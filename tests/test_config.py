@@ -354,6 +354,7 @@ def test_the_hash_is_of_what_decides_the_result() -> None:
     assert len(hashes) == len(changes) + 1
     assert make_recipe({"observe": {"trace": False, "keep_rollouts_every": 1, "sinks": ["wandb"]}}).hash == base.hash
     assert make_recipe({"train": {"learning_rate": 1e-6}}).hash == base.hash
+    assert make_recipe({"train": {"max_skipped": 0}}).hash == base.hash, "a run that it stopped may go on with another"
 
 
 def test_a_recipe_is_frozen() -> None:

@@ -184,7 +184,7 @@ class PackedContext:
         starts = torch.tensor([0, *lengths]).cumsum(0)
         inverse = torch.empty(int(starts[-1]), dtype=torch.long)
         offset = 0
-        for members, width in _similar(lengths):
+        for members, width in similar(lengths):
             begin = starts[members].unsqueeze(1)
             limit = torch.tensor([lengths[member] for member in members]).unsqueeze(1)
             columns = torch.arange(width).unsqueeze(0)
@@ -206,7 +206,7 @@ class PackedContext:
         return together.index_select(0, self._inverse)
 
 
-def _similar(lengths: Sequence[int]) -> list[tuple[list[int], int]]:
+def similar(lengths: Sequence[int]) -> list[tuple[list[int], int]]:
     """Members and width of groups whose padding stays under a quarter of their width, or 8 tokens."""
     groups: list[tuple[list[int], int]] = []
     order = sorted(range(len(lengths)), key=lambda member: -lengths[member])

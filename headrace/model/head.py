@@ -7,20 +7,33 @@ makes their numbers agree.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 from headrace.model.attention import EXACT_ROWS
+from headrace.model.fused_head import (
+    FusedLogprobs,
+    JudgedLogprobs,
+    Scaling,
+    Wanted,
+    chunk_rows,
+    product,
+    whole_spans,
+)
+from headrace.model.kept_head import KeptLogprobs
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
     from transformers import PreTrainedModel
 
-_CHUNK_ELEMENTS = 1 << 24
-"""Logits held at a time: 64 MiB of float32."""
+    from headrace.model.fused_head import Judge
+
+_FEW = 16
+"""Where the kept tokens are one in so many of all, computing their columns alone is quicker than a product over all."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +42,11 @@ class AllowedTokens:
 
     offsets: Tensor
     ids: Tensor
+
+    def is_few(self, vocabulary: int) -> bool:
+        """Whether every row is cut, and to few tokens."""
+        counts = self.offsets[1:] - self.offsets[:-1]
+        return len(self.ids) * _FEW <= len(counts) * vocabulary and bool((counts > 0).all())
 
     def dense(self, start: int, stop: int, vocabulary: int) -> Tensor:
         """[stop - start, vocabulary] bool."""
@@ -39,36 +57,17 @@ class AllowedTokens:
         return allowed
 
 
-class _WideProduct(torch.autograd.Function):
-    """hidden @ weight.T of bfloat16 numbers, added up and left in float32; gradients are bfloat16, as under autocast."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:  # noqa: ANN401  (autograd's own)
-        ctx.save_for_backward(hidden, weight)
-        if hidden.is_cuda:
-            return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-        with torch.autocast("cpu", enabled=False):
-            return F.linear(hidden.float(), weight.float())
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ANN401
-        hidden, weight = ctx.saved_tensors
-        gradient = gradient.to(hidden.dtype)
-        if gradient.is_cuda:
-            return gradient @ weight, gradient.t() @ hidden
-        gradient = gradient.float()  # products of bfloat16 are slow on most CPUs, and missing on some
-        return (gradient @ weight.float()).to(weight.dtype), (gradient.t() @ hidden.float()).to(hidden.dtype)
-
-
 class Head:
     """The output embedding of a model, and what its configuration does to logits."""
 
     def __init__(self, model: PreTrainedModel, *, exact: bool = False) -> None:
         self._linear = model.get_output_embeddings()
         config = model.config.get_text_config()
-        self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
-        self.divisor: float | None = getattr(config, "logits_scaling", None)
-        self.factor: float | None = getattr(config, "logit_scale", None)
+        self.scaling = Scaling(
+            divisor=getattr(config, "logits_scaling", None),
+            factor=getattr(config, "logit_scale", None),
+            softcap=getattr(config, "final_logit_softcapping", None),
+        )
         self._exact = exact
 
     @property
@@ -86,58 +85,53 @@ class Head:
         is_narrow = torch.is_autocast_enabled(self.weight.device.type)
         return self.weight.to(torch.get_autocast_dtype(self.weight.device.type)) if is_narrow else self.weight
 
-    def product(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """[rows, vocabulary] float32, before anything is done to logits. Of bfloat16 numbers too: rounded to bfloat16, a logit
-        of 20 would be off by up to a sixteenth, and engine and trainer would round it differently."""
+    @property
+    def bias(self) -> Tensor | None:
         bias: Tensor | None = getattr(self._linear, "bias", None)
-        if weight.dtype == torch.float32:
-            return F.linear(hidden, weight, bias)
-        logits: Tensor = _WideProduct.apply(hidden.to(weight.dtype), weight)  # type: ignore[no-untyped-call]
-        return logits if bias is None else logits + bias.float()
+        return bias
+
+    def product(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """[rows, vocabulary] float32, before anything is done to logits."""
+        return product(hidden, weight, self.bias)
 
     def logits(self, hidden: Tensor, weight: Tensor | None = None) -> Tensor:
-        """[rows, vocabulary] float32, before temperature. `weight` is `narrowed`, where it is at hand."""
+        """[rows, vocabulary] float32, before temperature. `weight` is `narrowed`, where it is at hand. For engines: it has no
+        gradient where products are bfloat16."""
         rows = hidden.shape[0]
         if self._exact:
             hidden = F.pad(hidden, (0, 0, 0, -rows % EXACT_ROWS))
-        logits = self.product(hidden, self.narrowed() if weight is None else weight)
-        if self.divisor is not None:
-            logits = logits / self.divisor
-        if self.factor is not None:
-            logits = logits * self.factor
-        if self.softcap is not None:
-            logits = torch.tanh(logits / self.softcap) * self.softcap
-        return logits[:rows]
+        return self.scaling.apply(self.product(hidden, self.narrowed() if weight is None else weight))[:rows]
 
     def logprobs(
         self, hidden: Tensor, targets: Tensor, temperatures: Tensor, *, allowed: AllowedTokens | None = None
     ) -> tuple[Tensor, Tensor]:
         """(logprob of each target, entropy of each row, detached); gradients flow into hidden states and the head."""
-        rows, weight = hidden.shape[0], self.narrowed()
-        size = max(EXACT_ROWS, _CHUNK_ELEMENTS // self.vocabulary // EXACT_ROWS * EXACT_ROWS)
-        if rows <= size:
-            return self._chunk(weight, hidden, targets, temperatures, allowed, 0, rows)
-        chunks = [(start, min(rows, start + size)) for start in range(0, rows, size)]
-        pairs = [
-            checkpoint(self._chunk, weight, hidden, targets, temperatures, allowed, *chunk, use_reentrant=False)
-            for chunk in chunks
-        ]
-        return torch.cat([pair[0] for pair in pairs]), torch.cat([pair[1] for pair in pairs])
+        if not len(targets):
+            return hidden.sum(dim=1, dtype=torch.float32), temperatures.new_zeros(0)
+        wanted = Wanted(targets, temperatures, allowed, self.scaling, padding=EXACT_ROWS if self._exact else 1)
+        is_cut = allowed is not None and not self._exact and allowed.is_few(self.vocabulary)
+        function = KeptLogprobs if is_cut else FusedLogprobs
+        result: tuple[Tensor, Tensor] = function.apply(hidden, self.narrowed(), self.bias, wanted)  # type: ignore[no-untyped-call]
+        return result
 
-    def _chunk(
+    def backpropagate(
         self,
-        weight: Tensor,
         hidden: Tensor,
         targets: Tensor,
         temperatures: Tensor,
-        allowed: AllowedTokens | None,
-        start: int,
-        stop: int,
-    ) -> tuple[Tensor, Tensor]:
-        logits = self.logits(hidden[start:stop], weight) / temperatures[start:stop].unsqueeze(1)
-        if allowed is not None:
-            logits = logits.masked_fill(~allowed.dense(start, stop, self.vocabulary), float("-inf"))
-        logprobs = torch.log_softmax(logits, dim=-1)
-        with torch.no_grad():
-            entropy = -(logprobs.exp() * logprobs.clamp_min(-1e30)).sum(dim=-1)
-        return logprobs.gather(1, targets[start:stop].unsqueeze(1)).squeeze(1), entropy
+        judge: Judge,
+        *,
+        counts: Sequence[int],
+        gathered: Tensor | None = None,
+    ) -> Tensor | None:
+        """What `logprobs` and a loss on them come to, with one product less: 0, whose gradient is the loss's. `judge` is asked
+        for its derivative chunk by chunk, whole sequences at a time, of which `counts` are the rows; None where one is too long
+        for a chunk. With `gathered` the weight's gradient is added there."""
+        spans = whole_spans(counts, chunk_rows(self.vocabulary, hidden.device))
+        if spans is None:
+            return None
+        wanted = Wanted(targets, temperatures, None, self.scaling, padding=EXACT_ROWS if self._exact else 1)
+        result: Tensor = JudgedLogprobs.apply(  # type: ignore[no-untyped-call]
+            hidden, self.narrowed(), self.bias, wanted, spans, judge, gathered
+        )
+        return result

@@ -70,11 +70,17 @@ def prepare(model: PreTrainedModel, *, name: str, exact: bool = False) -> PreTra
     return model
 
 
+def narrow(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Hold a model as an engine that runs it in `dtype` does, and let it compute so; whoever needs more digits keeps them first."""
+    for _, tensor in held_tensors(model):
+        tensor.data = tensor.data.to(served_dtype(model, tensor, dtype))
+    _widen_residual(model)
+
+
 def _widen_residual(model: PreTrainedModel) -> None:
-    """Let a bfloat16 model compute as the trainer does, whose weights are float32 and whose products are bfloat16, under
-    autocast: the residual stream and the norms are float32; matrices, their products and the cache are bfloat16."""
-    is_narrow = next(model.parameters()).dtype == torch.bfloat16
-    if is_narrow and not hasattr(model, _WIDE) and not _has_experts(model):
+    """In a bfloat16 model the residual stream and the norms are float32; matrices, their products and the cache are bfloat16."""
+    is_narrow = next(p for p in model.parameters() if p.ndim >= _MATRIX).dtype == torch.bfloat16
+    if is_narrow and not hasattr(model, _WIDE) and not has_experts(model):
         setattr(model, _WIDE, True)
         model.get_input_embeddings().register_forward_hook(_as_float32)
         for _, tensor in held_tensors(model):
@@ -85,14 +91,15 @@ def served_dtype(model: PreTrainedModel, tensor: Tensor, dtype: torch.dtype) -> 
     """The dtype in which an engine that runs a model in `dtype` holds one of its tensors."""
     if not tensor.is_floating_point():
         return tensor.dtype
-    return torch.float32 if tensor.ndim < _MATRIX and not _has_experts(model) else dtype
+    return torch.float32 if tensor.ndim < _MATRIX and not has_experts(model) else dtype
 
 
 def _as_float32(module: nn.Module, given: tuple[Any, ...], embedded: Tensor) -> Tensor:
     return embedded.float()
 
 
-def _has_experts(model: PreTrainedModel) -> bool:
+def has_experts(model: PreTrainedModel) -> bool:
+    """Whether some layers send each token to a few of many experts."""
     text = model.config.get_text_config()
     return any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
 

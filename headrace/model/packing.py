@@ -1,4 +1,8 @@
-"""Rollouts laid end to end for one forward pass, and the logprobs of their tokens."""
+"""Rollouts laid end to end for one forward pass, and the logprobs of their tokens.
+
+Siblings may share the rows of their common beginning: they are computed once, and the first token of each branch is
+predicted by the last of them.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from headrace.model.attention import EXACT_ROWS, PackedContext
+from headrace.model.attention import EXACT_ROWS
+from headrace.model.contexts import make_context
 from headrace.model.head import AllowedTokens
+from headrace.model.layout import Document, Layout, Unit
 from headrace.model.load import hidden_states
+from headrace.model.plan import members_of, plan_passes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,84 +31,86 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Packed:
-    """N target tokens among T packed ones; the hidden state one row before a target predicts it."""
+    """One pass: its rows, and N target tokens. Targets are in the order of the rollouts, and of their tokens."""
 
+    layout: Layout
     token_ids: Tensor
+    """[rows]."""
     positions: Tensor
-    lengths: list[int]
-    """Of each sequence; in exact mode the last may be padding."""
-    targets: Tensor
-    """[N] the row of each target token among all rows."""
+    """[rows] of the tokens in their rollouts: a branch goes on where its prefix ends."""
+    origin: Tensor
+    """[rows] the token a row is, among those of the whole rollouts end to end; 0 for padding."""
+    rows: Tensor
+    """[N] the row whose hidden state predicts a target."""
+    wanted: Tensor
+    """[N] the token id of a target."""
+    index: Tensor
+    """[N] a target among the tokens of the whole rollouts end to end."""
     sequence: Tensor
-    """[N] which rollout a target belongs to."""
+    """[N] which rollout of the pass a target belongs to."""
     temperatures: Tensor
     allowed: AllowedTokens | None
 
     def gather(self, arrays: Sequence[Array]) -> Tensor:
-        """One value per target from per-token arrays, one array per rollout."""
-        flat = torch.from_numpy(np.concatenate(arrays)).to(self.targets.device)
-        return flat.index_select(0, self.targets)
+        """One value per target from per-token arrays, one array per rollout of the pass."""
+        flat = torch.from_numpy(np.concatenate(arrays)).to(self.index.device)
+        return flat.index_select(0, self.index)
 
 
 def pack(
-    rollouts: Sequence[Rollout], is_target: Sequence[Array], *, device: torch.device | str = "cpu", exact: bool = False
+    rollouts: Sequence[Rollout],
+    is_target: Sequence[Array],
+    *,
+    units: Sequence[Unit] | None = None,
+    device: torch.device | str = "cpu",
+    exact: bool = False,
 ) -> Packed:
-    """Lay rollouts end to end. `is_target` [T] bool per rollout says which tokens' logprobs are wanted."""
+    """Lay rollouts end to end. `is_target` [T] bool per rollout says which tokens' logprobs are wanted.
+
+    `units` are of one pass, and say which rollouts are in it and what they share; without them it is all, each alone.
+    """
+    units = [Unit((member,)) for member in range(len(rollouts))] if units is None else units
+    members = members_of(units)
+    rollouts, is_target = [rollouts[member] for member in members], [is_target[member] for member in members]
     lengths = [len(rollout) for rollout in rollouts]
     starts = np.concatenate([[0], np.cumsum(lengths)])
+    documents, origin, row_of = _lay_out(units, lengths, starts)
     token_ids = np.concatenate([rollout.token_ids for rollout in rollouts]).astype(np.int64)
     positions = np.concatenate([np.arange(length) for length in lengths])
-    is_wanted = np.concatenate(is_target) & (positions > 0)
-    targets = np.flatnonzero(is_wanted)
-    sequence = np.searchsorted(starts, targets, side="right") - 1
-    temperatures = np.concatenate([rollout.temperatures for rollout in rollouts])[targets]
+    index = np.flatnonzero(np.concatenate(is_target) & (positions > 0))
+    sequence = np.searchsorted(starts, index, side="right") - 1
+    temperatures = np.concatenate([rollout.temperatures for rollout in rollouts])[index]
     temperatures = np.where(temperatures == 0, 1, temperatures).astype(np.float32)  # a greedy draw is scored at 1
-    allowed = _allowed(rollouts, targets - starts[sequence], sequence, device=device)
-    padding = -len(token_ids) % EXACT_ROWS if exact else 0
+    row_ids, row_positions = token_ids[origin], positions[origin]
+    padding = -len(origin) % EXACT_ROWS if exact else 0
     if padding:
-        token_ids, positions = np.pad(token_ids, (0, padding)), np.concatenate([positions, np.arange(padding)])
-        lengths.append(padding)
+        documents.append(Document((len(origin), 0), ((len(origin), padding),)))
+        row_ids, origin = np.pad(row_ids, (0, padding)), np.pad(origin, (0, padding))
+        row_positions = np.concatenate([row_positions, np.arange(padding)])
 
     def to_device(array: Array) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
     return Packed(
-        token_ids=to_device(token_ids),
-        positions=to_device(positions),
-        lengths=lengths,
-        targets=to_device(targets),
+        layout=Layout(tuple(documents), num_rows=len(origin)),
+        token_ids=to_device(row_ids),
+        positions=to_device(row_positions),
+        origin=to_device(origin),
+        rows=to_device(row_of[index - 1]),
+        wanted=to_device(token_ids[index]),
+        index=to_device(index),
         sequence=to_device(sequence),
         temperatures=to_device(temperatures),
-        allowed=allowed,
+        allowed=_allowed(rollouts, index - starts[sequence], sequence, device=device),
     )
 
 
 def packed_logprobs(model: PreTrainedModel, head: Head, packed: Packed, *, exact: bool = False) -> tuple[Tensor, Tensor]:
     """(logprob, entropy) of every target, one forward pass; differentiable."""
-    context = PackedContext(packed.lengths, device=packed.token_ids.device, exact=exact)
+    context = make_context(packed.layout, packed.token_ids.device, exact)
     hidden = hidden_states(model, packed.token_ids, packed.positions, context)
-    rows = hidden.index_select(0, packed.targets - 1)
-    wanted = packed.token_ids.index_select(0, packed.targets)
-    return head.logprobs(rows, wanted, packed.temperatures, allowed=packed.allowed)
-
-
-def micro_batches(lengths: Sequence[int], *, budget: int) -> list[list[int]]:
-    """Members of each forward pass: longest first into the fullest pass they fit, so that few are needed.
-
-    A sequence longer than the budget gets a pass of its own.
-    """
-    passes: list[list[int]] = []
-    room: list[int] = []
-    for member in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
-        fits = [index for index, left in enumerate(room) if left >= lengths[member]]
-        if fits:
-            best = min(fits, key=lambda index: room[index])
-            passes[best].append(member)
-            room[best] -= lengths[member]
-        else:
-            passes.append([member])
-            room.append(budget - lengths[member])
-    return [sorted(members) for members in passes]
+    rows = hidden.index_select(0, packed.rows)
+    return head.logprobs(rows, packed.wanted, packed.temperatures, allowed=packed.allowed)
 
 
 def score(
@@ -115,16 +124,39 @@ def score(
 ) -> list[Array]:
     """[T] float32 per rollout: each token's logprob given those before it; 0 for the first."""
     results = [np.zeros(len(rollout), dtype=np.float32) for rollout in rollouts]
-    for members in micro_batches([len(rollout) for rollout in rollouts], budget=budget):
-        chosen = [rollouts[member] for member in members]
-        packed = pack(chosen, [np.ones(len(rollout), dtype=bool) for rollout in chosen], device=device, exact=exact)
+    everything = [np.ones(len(rollout), dtype=bool) for rollout in rollouts]
+    for units in plan_passes(rollouts, budget=budget, share=False):
+        packed = pack(rollouts, everything, units=units, device=device, exact=exact)
         with torch.no_grad():
             values = packed_logprobs(model, head, packed, exact=exact)[0].cpu().numpy()
         begin = 0
-        for member in members:
+        for member in members_of(units):
             results[member][1:] = values[begin : begin + len(rollouts[member]) - 1]
             begin += len(rollouts[member]) - 1
     return results
+
+
+def _lay_out(units: Sequence[Unit], lengths: Sequence[int], starts: Array) -> tuple[list[Document], Array, Array]:
+    """Documents, the token of each row and the row of each token, among those of the whole rollouts end to end."""
+    documents: list[Document] = []
+    origin: list[Array] = []
+    row_of = np.empty(int(starts[-1]), dtype=np.int64)
+    place = row = 0
+    for unit in units:
+        prefix = (row, unit.prefix)
+        origin.append(starts[place] + np.arange(unit.prefix))
+        row += unit.prefix
+        branches = []
+        for start, length in zip(starts[place:], lengths[place : place + len(unit.members)], strict=False):
+            own = length - unit.prefix
+            branches.append((row, own))
+            origin.append(start + unit.prefix + np.arange(own))
+            row_of[start : start + unit.prefix] = prefix[0] + np.arange(unit.prefix)
+            row_of[start + unit.prefix : start + length] = row + np.arange(own)
+            row += own
+        documents.append(Document(prefix, tuple(branches)))
+        place += len(unit.members)
+    return documents, np.concatenate(origin), row_of
 
 
 def _allowed(rollouts: Sequence[Rollout], index: Array, sequence: Array, *, device: torch.device | str) -> AllowedTokens | None:

@@ -78,11 +78,13 @@ class Observer:
         self._with_trace(lambda trace: trace.flush())
         self.screen.row({"version": version, **metrics}, budget)
 
-    def keep_rollouts(self, version: int, rollouts: Sequence[Rollout]) -> None:
-        """Append them to the run's folder for `headrace inspect`."""
-        if self._folder is not None:
-            folder = self._folder / "rollouts"
-            self._safely("rollouts", lambda: _append(folder, version, rollouts))
+    def keep_rollouts(self, version: int, rollouts: Sequence[Rollout]) -> Path | None:
+        """Write them to the run's folder for `headrace inspect`, in place of those kept of that version before; the file,
+        or nothing where it could not be written."""
+        if self._folder is None:
+            return None
+        path = self._folder / "rollouts" / f"step-{version}.wire"
+        return path if self._safely("rollouts", lambda: _write(path, rollouts)) else None
 
     def close(self) -> None:
         self.screen.close()
@@ -117,8 +119,8 @@ class Observer:
         return True
 
 
-def _append(folder: Path, version: int, rollouts: Sequence[Rollout]) -> None:
-    folder.mkdir(exist_ok=True)
-    with (folder / f"step-{version}.wire").open("wb") as file:
+def _write(path: Path, rollouts: Sequence[Rollout]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    with path.open("wb") as file:
         for rollout in rollouts:
             file.write(encode(rollout))

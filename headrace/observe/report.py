@@ -32,6 +32,8 @@ def final_report(summary: dict[str, Any], equation: str, samples: list[tuple[str
         f"accounting {equation}",
     ]
     lines += [f"           {count} {reason}" for reason, count in summary["dropped_because"].items()]
+    if summary["skipped_steps"]:
+        lines += [f"skipped    {summary['skipped_steps']} optimizer steps, whose gradient was not finite"]
     lines += [f"checkpoint {summary['checkpoint']}", f"look       headrace inspect {folder}"]
     if summary["status"] == "interrupted":
         lines += ["resume     give the same command again"]

@@ -19,6 +19,7 @@ from headrace.settings import ConfigError
 from headrace.types import InfraAbort, Invalid
 
 if TYPE_CHECKING:
+    import asyncio
     from typing import NoReturn
 
     from headrace.orchestrate.pipeline import Run
@@ -101,18 +102,24 @@ async def train(run: Run) -> None:
     Waits for a whole batch, woken by the buffer when `score` puts the group that completes one; then for the trainer, woken
     by its answer. Where that is another process, the next batch is sent to it while it is still at this one.
     """
-    with run.settled_on_failure():
-        begun = await _begin(run, run.version)
-        while begun is not None:
-            ahead = run.spawn(_begin(run, begun.version + 1)) if run.may_run_ahead(begun.version + 1) else None
-            seen = [await step for step in begun.steps]
-            run.version += 1
-            run.settle_trained(begun, seen)
-            await publish(run, begun.publishing)
-            await run.go_on()
-            run.room.set()
-            await run.after_version()
-            begun = await ahead if ahead is not None else await _begin(run, run.version)
+    ahead: asyncio.Task[Begun | None] | None = None
+    try:
+        with run.settled_on_failure():
+            begun = await _begin(run, run.version)
+            while begun is not None:
+                ahead = run.spawn(_begin(run, begun.version + 1)) if run.may_run_ahead(begun.version + 1) else None
+                seen = [await step for step in begun.steps]
+                run.version += 1
+                run.settle_trained(begun, seen)
+                run.skipped.check()
+                await publish(run, begun.publishing)
+                await run.go_on()
+                run.room.set()
+                await run.after_version()
+                begun = await ahead if ahead is not None else await _begin(run, run.version)
+    finally:
+        if ahead is not None:
+            ahead.cancel()  # at once: it must not begin what has just been put back
 
 
 async def _begin(run: Run, version: int) -> Begun | None:

@@ -13,6 +13,7 @@ from headrace.envs import EngineClient
 from headrace.observe import Signal
 from headrace.orchestrate.accounting import Ledger
 from headrace.orchestrate.batching import make_batches
+from headrace.orchestrate.skipped import NotFiniteGradient, SkippedSteps
 from headrace.orchestrate.unfinished import Flight
 from headrace.orchestrate.work import Begun, FinishedEpisodes, PendingGroup, Work, request_seed
 from headrace.partial import interrupt_of
@@ -62,12 +63,8 @@ class Run:
         self.recipe, self.lineage, self.observer = recipe, lineage, observer
         self.roles, around = roles, roles.around
         self.engine, self.trainer, self.scorer = roles.engine, roles.trainer, around.scorer
-        self.environment, self.encoder, self.tasks, self.canary = (
-            around.environment,
-            around.encoder,
-            around.tasks,
-            around.canary,
-        )
+        self.environment, self.encoder = around.environment, around.encoder
+        self.tasks, self.canary = around.tasks, around.canary
         self._on_trained, self.after_version = on_trained, after_version
         self.rests_at = rests_at
         """Whether the trainer must rest when it has made a version: it is evaluated or saved then."""
@@ -105,6 +102,7 @@ class Run:
         self.submitted_groups = 0
         self.dropped_groups = 0
         self.dropped_in_a_row = 0
+        self.skipped = SkippedSteps(limit=recipe.train.max_skipped, observer=observer)
         self.is_whole = True
         """The weights are those of `version`, not of some way to the next."""
         self.progressed_at = time.monotonic()
@@ -407,11 +405,11 @@ class Run:
     @contextlib.contextmanager
     def settled_on_failure(self) -> Iterator[None]:
         """Groups taken to be trained wait again if training them fails, so that a checkpoint made then is complete. Steps that
-        another process was asked for are not taken back: `finish_underway` waits for them."""
+        another process was asked for are not taken back, unless it was they that failed: `finish_underway` waits for them."""
         try:
             yield
         except BaseException as error:
-            is_elsewhere = isinstance(error, asyncio.CancelledError) and not self.trainer.is_here
+            is_elsewhere = isinstance(error, asyncio.CancelledError | NotFiniteGradient) and not self.trainer.is_here
             self._put_back(is_asked_kept=is_elsewhere)
             raise
 
@@ -448,6 +446,7 @@ class Run:
             self.ledger.settle(group.ids, "trained")
         ahead = sum(len(group.episodes) for other in self._underway for group in other.groups)
         self.ledger.check(buffered=self.buffer.num_episodes + ahead)
+        self.skipped.note(begun, seen)
         self._on_trained(begun, seen)
 
 

@@ -49,6 +49,7 @@ class Progress:
     first_step: float = 0.0
     reward_first: float | None = None
     reward_last: float | None = None
+    skipped_steps: int = 0
 
 
 @dataclass
@@ -87,7 +88,7 @@ class Session:
             self.roles,
             lineage=self.lineage,
             observer=self.observer,
-            on_trained=lambda begun, seen: self._unnoted.append(_Trained(begun, seen, time.perf_counter())),
+            on_trained=self._on_trained,
             after_version=self._after_version,
             rests_at=lambda version: self._is_evaluated(version) or self._is_saved(version),
         )
@@ -104,6 +105,10 @@ class Session:
             success_at=self.recipe.evaluate.success_at,
             seed=self.recipe.seed,
         )
+
+    def _on_trained(self, begun: Begun, seen: list[dict[str, float]]) -> None:
+        self.progress.skipped_steps += sum(bool(step.get("skipped", 0.0)) for step in seen)
+        self._unnoted.append(_Trained(begun, seen, time.perf_counter()))
 
     async def restore(self, checkpoint: Checkpoint) -> None:
         """Take everything from a checkpoint; what was in flight then goes on from what was drawn of it."""
@@ -355,6 +360,7 @@ class Session:
                 "wasted": progress.wasted_tokens + run.wasted_tokens,
             },
             "lag": {"mean": progress.lag_sum / max(progress.trained_tokens, 1), "max": progress.lag_max},
+            "skipped_steps": progress.skipped_steps,
             "accounting": run.ledger.counts(),
             "dropped_because": run.ledger.reasons,
             "time_budget": budget,

@@ -11,7 +11,8 @@ from transformers.utils import logging as transformers_logging
 
 from headrace.model.head import Head
 from headrace.model.load import served_dtype
-from headrace.model.packing import Packed, micro_batches, pack, packed_logprobs
+from headrace.model.packing import Packed, pack, packed_logprobs
+from headrace.model.plan import members_of, plan_passes
 from headrace.model.weights import named_tensors
 from headrace.staleness import importance_weights
 from headrace.train.losses import TokenTensors, call_loss
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from headrace.config import TrainSettings
+    from headrace.model.layout import Unit
     from headrace.train.protocol import Metrics
     from headrace.types import Array, Batch, Rollout
 
@@ -65,8 +67,8 @@ class DeviceTrainer:
 
     def forward(self, batch: Batch) -> list[Array]:
         results = [np.zeros(len(rollout), dtype=np.float32) for rollout in batch.rollouts]
-        for members in self._passes(batch.rollouts):
-            packed = self._pack([batch.rollouts[member] for member in members])
+        for units in self._passes(batch.rollouts):
+            packed, members = self._pack(batch.rollouts, units), members_of(units)
             self.num_passes += 1
             with torch.no_grad(), self._precision():
                 logprobs, _ = packed_logprobs(self.model, self._head, packed, exact=self._exact)
@@ -77,10 +79,10 @@ class DeviceTrainer:
 
     def forward_backward(self, batch: Batch) -> Metrics:
         sums = _Sums()
-        for members in self._passes(batch.rollouts):
-            packed = self._pack([batch.rollouts[member] for member in members])
+        for units in self._passes(batch.rollouts):
+            packed = self._pack(batch.rollouts, units)
             self.num_passes += 1
-            loss = self._loss(batch, members, packed, sums)
+            loss = self._loss(batch, members_of(units), packed, sums)
             loss.backward()
         return sums.metrics()
 
@@ -122,11 +124,13 @@ class DeviceTrainer:
     def _precision(self) -> torch.autocast:
         return torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._dtype == torch.bfloat16)
 
-    def _passes(self, rollouts: Sequence[Rollout]) -> list[list[int]]:
-        return micro_batches([len(rollout) for rollout in rollouts], budget=self._settings.micro_batch_tokens)
+    def _passes(self, rollouts: Sequence[Rollout]) -> list[list[Unit]]:
+        share = self._settings.share_prefixes and not self._exact
+        return plan_passes(rollouts, budget=self._settings.micro_batch_tokens, share=share)
 
-    def _pack(self, rollouts: Sequence[Rollout]) -> Packed:
-        return pack(rollouts, [rollout.loss_mask for rollout in rollouts], device=self._device, exact=self._exact)
+    def _pack(self, rollouts: Sequence[Rollout], units: Sequence[Unit]) -> Packed:
+        is_target = [rollout.loss_mask for rollout in rollouts]
+        return pack(rollouts, is_target, units=units, device=self._device, exact=self._exact)
 
     def _loss(self, batch: Batch, members: list[int], packed: Packed, sums: _Sums) -> Tensor:
         rollouts = [batch.rollouts[member] for member in members]

@@ -8,15 +8,15 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headrace.config import TrainSettings
 from headrace.engine.native.core import EngineCore, Request
 from headrace.model.head import Head
 from headrace.model.load import load_model, load_tokenizer
-from headrace.model.packing import micro_batches
 from headrace.train import DeviceTrainer, learning_rate
-from headrace.train.trainer import PROXIMAL
+from headrace.train.trainer import OPTIMIZER_FILE, PROXIMAL
 from headrace.types import Batch, Rollout, Sampling
 
 
@@ -168,7 +168,7 @@ def test_chunked_head_is_the_whole_head(tiny_model: str, monkeypatch: pytest.Mon
     targets, temperatures = torch.randint(0, 90, (75,)), torch.full((75,), 0.8)
     results = []
     for elements in (1 << 24, 16 * Head(model).vocabulary):
-        monkeypatch.setattr("headrace.model.head._CHUNK_ELEMENTS", elements)
+        monkeypatch.setattr("headrace.model.fused_head._CHUNK_ELEMENTS", {"cpu": elements})
         leaf = hidden.clone().requires_grad_()
         model.zero_grad()
         logprobs, entropy = Head(model).logprobs(leaf, targets, temperatures)
@@ -224,6 +224,28 @@ def test_a_gradient_that_is_not_finite_changes_nothing(tiny_model: str) -> None:
         assert torch.equal(tensor, before[name])
 
 
+def test_a_skipped_step_leaves_weights_and_optimizer_bitwise_as_they_were(tiny_model: str, tmp_path) -> None:
+    """By what a checkpoint holds of both, and by the step that follows."""
+    (tmp_path / "lost.py").write_text("def nan(tokens):\n    return tokens.logprobs * float('nan'), {}\n")
+    batch = make_batch(rollouts(tiny_model, 3))
+    lost = dataclasses.replace(batch, loss=f"{tmp_path / 'lost.py'}:nan", constants={})
+    trainer, undisturbed = make_trainer(tiny_model), make_trainer(tiny_model)
+    for each in (trainer, undisturbed):
+        each.forward_backward(batch)
+        assert each.optim_step(1e-3)["skipped"] == 0
+    trainer.forward_backward(batch)
+    trainer.forward_backward(lost)
+    assert trainer.optim_step(1e-2)["skipped"] == 1
+    for round in range(2):
+        for each, name in ((trainer, f"ours-{round}"), (undisturbed, f"theirs-{round}")):
+            each.save(tmp_path / name)
+            each.forward_backward(batch)
+            each.optim_step(1e-3)
+        for file in ("model.safetensors", OPTIMIZER_FILE):
+            ours, theirs = (load_file(tmp_path / f"{side}-{round}" / file) for side in ("ours", "theirs"))
+            assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours), (round, file)
+
+
 def test_a_users_loss_is_named(tiny_model: str, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_losses.py").write_text(
         "def doubled(tokens, *, factor=1.0):\n"
@@ -237,15 +259,6 @@ def test_a_users_loss_is_named(tiny_model: str, tmp_path, monkeypatch: pytest.Mo
     assert seen["mine"] == pytest.approx(1.0, abs=1e-4) and seen["loss"] == pytest.approx(2 * expected["loss"], rel=1e-5)
     with pytest.raises(ValueError, match="has no 'absent'"):
         trainer.forward_backward(make_batch(items, loss="my_losses.py:absent", constants={}))
-
-
-def test_micro_batches_cover_everything_once_within_the_budget() -> None:
-    lengths = np.random.default_rng(0).lognormal(4, 1, size=300).astype(int) + 1
-    passes = micro_batches(lengths.tolist(), budget=1000)
-    assert sorted(member for members in passes for member in members) == list(range(300))
-    totals = [int(lengths[members].sum()) for members in passes]
-    assert all(total <= 1000 or len(members) == 1 for total, members in zip(totals, passes, strict=True))
-    assert sum(min(total, 1000) for total in totals) / (1000 * len(passes)) > 0.9
 
 
 def test_learning_rate_rises_and_falls() -> None:

@@ -14,10 +14,11 @@ from kernel_device import DEVICE, ints
 from headrace.engine.native import sampler
 from headrace.engine.native.cuda import sampling
 from headrace.engine.native.cuda.kernels.sampling import _uniform
-from headrace.engine.native.cuda.sampling import Scaling, cut, draw
+from headrace.engine.native.cuda.sampling import cut, draw
 from headrace.engine.native.cuda.state import SlotState
+from headrace.model.fused_head import Scaling
 
-PLAIN = Scaling(divisor=None, factor=None, softcap=None)
+PLAIN = Scaling()
 STOP, OTHER_STOP = 7, 11
 NAN, LOWEST = float("nan"), float("-inf")
 

@@ -133,7 +133,7 @@ class CudaRunner:
             compiled.attach_cache(each, cache)
         self._state = SlotState.make(slots=len(slots.length), blocks=slots.table.shape[1], stops=_STOPS, device=self._device)
         self._nobody = len(slots.length)
-        self._scaling = sampling.Scaling(divisor=head.divisor, factor=head.factor, softcap=head.softcap)
+        self._scaling = head.scaling
         self._queue = Queue(self._device)
         self._prompt_shapes = [_PromptShape(size) for size in prompt_buckets]
         self.most_tokens, self.most_draws = self._prompt_shapes[-1].tokens, self._prompt_shapes[-1].draws

@@ -21,21 +21,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace.engine.native.cuda.state import SlotState
+    from headrace.model.fused_head import Scaling
 
 _CHUNK = 4096
 """Logits a program reads at once."""
-
-
-class Scaling:
-    """What a model's head does to logits, as kernel arguments."""
-
-    def __init__(self, *, divisor: float | None, factor: float | None, softcap: float | None) -> None:
-        self.values = (divisor or 1.0, factor or 1.0, softcap or 1.0)
-        self.flags = {
-            "HAS_DIVISOR": divisor is not None,
-            "HAS_FACTOR": factor is not None,
-            "HAS_SOFTCAP": softcap is not None,
-        }
 
 
 def cut(logits: Tensor, slots: Tensor, state: SlotState, scaling: Scaling, allowed: Tensor) -> Tensor:

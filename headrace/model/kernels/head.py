@@ -1,0 +1,83 @@
+"""A row of logits to its logprob and entropy, and back to its gradient: `head_rows` launches these and says what for."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _scaled(x, divisor, factor, softcap, HAS_DIVISOR: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
+    """What the model's configuration does to logits, before temperature."""
+    if HAS_DIVISOR:
+        x = x / divisor
+    if HAS_FACTOR:
+        x = x * factor
+    if HAS_SOFTCAP:
+        ratio = x / softcap
+        shrunk = tl.exp(-2.0 * tl.abs(ratio))
+        x = softcap * tl.where(ratio >= 0, 1.0, -1.0) * (1.0 - shrunk) / (1.0 + shrunk)
+    return x
+
+
+@triton.jit
+def forward_kernel(
+    logits, targets, temperatures, allowed, logprobs, entropies, totals, vocabulary, row_stride, allowed_stride,
+    divisor, factor, softcap, HAS_DIVISOR: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HAS_MASK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(temperatures + row)
+    target = tl.load(targets + row)
+    top = -float("inf")
+    total = 0.0
+    weighed = 0.0
+    wanted = 0.0
+    for start in range(0, vocabulary, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        is_in = at < vocabulary
+        x = tl.load(logits + row * row_stride + at, mask=is_in, other=0.0)
+        x = _scaled(x, divisor, factor, softcap, HAS_DIVISOR, HAS_FACTOR, HAS_SOFTCAP) / temperature
+        if HAS_MASK:
+            is_in = is_in & (tl.load(allowed + row * allowed_stride + at, mask=is_in, other=0) != 0)
+        x = tl.where(is_in, x, -float("inf"))
+        wanted += tl.sum(tl.where(at == target, x, 0.0), axis=0)
+        higher = tl.maximum(top, tl.max(x, axis=0))
+        base = tl.maximum(higher, -1e30)
+        kept = tl.exp(top - base)
+        shares = tl.exp(x - base)
+        total = total * kept + tl.sum(shares, axis=0)
+        weighed = weighed * kept + tl.sum(tl.where(is_in, shares * x, 0.0), axis=0)
+        top = higher
+    whole = tl.maximum(top, -1e30) + tl.log(total)
+    tl.store(logprobs + row, wanted - whole)
+    tl.store(entropies + row, whole - weighed / total)
+    tl.store(totals + row, whole)
+
+
+@triton.jit
+def backward_kernel(
+    logits, targets, temperatures, allowed, totals, gradients, out, vocabulary, row_stride, allowed_stride,
+    divisor, factor, softcap, HAS_DIVISOR: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HAS_MASK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(1).to(tl.int64)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_in = at < vocabulary
+    temperature = tl.load(temperatures + row)
+    target = tl.load(targets + row)
+    total = tl.load(totals + row)
+    gradient = tl.load(gradients + row)
+    x = tl.load(logits + row * row_stride + at, mask=is_in, other=0.0)
+    y = _scaled(x, divisor, factor, softcap, HAS_DIVISOR, HAS_FACTOR, HAS_SOFTCAP)
+    share = tl.exp(y / temperature - total)
+    if HAS_MASK:
+        share = tl.where(tl.load(allowed + row * allowed_stride + at, mask=is_in, other=0) != 0, share, 0.0)
+    slope = gradient * (tl.where(at == target, 1.0, 0.0) - share) / temperature
+    if HAS_SOFTCAP:
+        slope = slope * (1.0 - (y / softcap) * (y / softcap))
+    if HAS_FACTOR:
+        slope = slope * factor
+    if HAS_DIVISOR:
+        slope = slope / divisor
+    tl.store(out + row * vocabulary + at, slope.to(out.dtype.element_ty), mask=is_in)

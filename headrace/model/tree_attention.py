@@ -1,0 +1,218 @@
+"""Attention of a packed pass on a GPU: each row over its own run of rows, and over the prefix that its run goes on from.
+
+One kernel forward, two for the gradient, written for what a trainer meets: sequences of any length end to end, siblings that
+share the rows of their prompt, grouped heads, windows, soft caps, sinks, and values narrower than keys. A tile of rows lies
+within one run, so that only those on the diagonal, and the last of a run, look at a mask. For the compiler it is one operator.
+
+Importing this file imports Triton; only whoever has a GPU does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+
+from headrace.model.kernels.attention import delta_kernel, forward_kernel, key_kernel, query_kernel
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from headrace.model.attention import AttentionSpec
+    from headrace.model.layout import Layout
+    from headrace.types import Array
+
+TILE = 128
+"""Rows, or keys, of a tile in the tables; kernels that hold fewer walk through it in parts."""
+_DELTA_ROWS = 32
+_LEAST_DOT = 16
+_NARROW_HEAD = 256
+"""Bytes of a row of one head; with more, programs hold fewer rows."""
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """How much a program holds of either side."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+_FORWARD, _QUERY, _KEY = _Blocks(128, 128, 8, 2), _Blocks(128, 64, 8, 3), _Blocks(64, 128, 8, 2)
+_WIDE = _Blocks(64, 32, 4, 2), _Blocks(64, 32, 4, 2), _Blocks(32, 64, 4, 2)
+
+
+def _blocks(query: Tensor) -> tuple[_Blocks, _Blocks, _Blocks]:
+    is_wide = _padded(query.shape[-1]) * query.element_size() > _NARROW_HEAD
+    return _WIDE if is_wide else (_FORWARD, _QUERY, _KEY)
+
+
+def _padded(size: int) -> int:
+    return max(_LEAST_DOT, 1 << (size - 1).bit_length())
+
+
+def _sizes(query: Tensor, key: Tensor, value: Tensor) -> dict[str, Any]:
+    dim, value_dim = query.shape[-1], value.shape[-1]
+    precision = "ieee" if query.dtype == torch.float32 else "tf32"
+    return {
+        "GROUP": query.shape[1] // key.shape[1],
+        "DIM": dim,
+        "DIM_PAD": _padded(dim),
+        "VALUE_DIM": value_dim,
+        "VALUE_PAD": _padded(value_dim),
+        "PRECISION": precision,
+    }
+
+
+def _last_contiguous(*tensors: Tensor) -> list[Tensor]:
+    return [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors]
+
+
+@torch.library.custom_op("headrace::tree_attention", mutates_args=())
+def tree_attention(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, row_tiles: Tensor, key_tiles: Tensor, positions: Tensor,
+    scale: float, softcap: float, window: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """([rows, heads, value dim], [heads, rows] log-sums of base 2). `softcap` and `window` are 0 where there is none; the tables
+    are those of a `KernelContext`."""
+    query, key, value = _last_contiguous(query, key, value)
+    rows, heads = query.shape[:2]
+    out = query.new_empty((rows, heads, value.shape[-1]))
+    sums = query.new_empty((heads, rows), dtype=torch.float32)
+    blocks = _blocks(query)[0]
+    forward_kernel[(heads, len(row_tiles) * (TILE // blocks.rows))](
+        query, key, value, out if sinks is None else sinks, _split(row_tiles, blocks.rows), positions, out, sums, rows,
+        *_strides(query, key, value), scale, softcap, window, HEADS=heads, **_sizes(query, key, value),
+        HAS_SINKS=sinks is not None, HAS_SOFTCAP=softcap > 0, HAS_WINDOW=window > 0,
+        ROWS=blocks.rows, KEYS=blocks.keys, num_warps=blocks.warps, num_stages=blocks.stages,
+    )  # fmt: skip
+    return out, sums
+
+
+@tree_attention.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401
+    rows, heads = query.shape[:2]
+    return query.new_empty((rows, heads, value.shape[-1])), query.new_empty((heads, rows), dtype=torch.float32)
+
+
+@torch.library.custom_op("headrace::tree_attention_backward", mutates_args=())
+def tree_attention_backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, out: Tensor, sums: Tensor,
+    row_tiles: Tensor, key_tiles: Tensor, positions: Tensor, scale: float, softcap: float, window: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    query, key, value, gradient = _last_contiguous(query, key, value, gradient)
+    rows, heads = query.shape[:2]
+    kv_heads, sizes = key.shape[1], _sizes(query, key, value)
+    deltas = torch.empty_like(sums)
+    delta_kernel[(triton.cdiv(rows, _DELTA_ROWS), heads)](
+        gradient, out, deltas, rows, gradient.stride(0), gradient.stride(1), HEADS=heads, VALUE_DIM=sizes["VALUE_DIM"],
+        VALUE_PAD=sizes["VALUE_PAD"], ROWS=_DELTA_ROWS, num_warps=4,
+    )  # fmt: skip
+    to_query = query.new_empty(query.shape)
+    to_key, to_value = key.new_empty(key.shape), value.new_empty(value.shape)
+    strides = (*_strides(query, key, value), gradient.stride(0), gradient.stride(1))
+    flags = {"HAS_SOFTCAP": softcap > 0, "HAS_WINDOW": window > 0}
+    _, of_query, of_key = _blocks(query)
+    query_kernel[(heads, len(row_tiles) * (TILE // of_query.rows))](
+        query, key, value, gradient, sums, deltas, _split(row_tiles, of_query.rows), positions, to_query, rows,
+        *strides, scale, softcap, window, HEADS=heads, **sizes, **flags,
+        ROWS=of_query.rows, KEYS=of_query.keys, num_warps=of_query.warps, num_stages=of_query.stages,
+    )  # fmt: skip
+    key_kernel[(kv_heads, len(key_tiles) * (TILE // of_key.keys))](
+        query, key, value, gradient, sums, deltas, _split(key_tiles, of_key.keys), positions, to_key, to_value, rows,
+        *strides, scale, softcap, window, KV_HEADS=kv_heads, **sizes, **flags,
+        ROWS=of_key.rows, KEYS=of_key.keys, num_warps=of_key.warps, num_stages=of_key.stages,
+    )  # fmt: skip
+    if sinks is None:
+        return to_query, to_key, to_value, query.new_empty(0)
+    taken = torch.exp(sinks.float().unsqueeze(1) - sums * _LN2)
+    return to_query, to_key, to_value, -(taken * deltas).sum(dim=1).to(sinks.dtype)
+
+
+_LN2 = float(np.log(2))
+
+
+@tree_attention_backward.register_fake
+def _(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, *rest: Any  # noqa: ANN401
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    to_sinks = query.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape), to_sinks
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:  # noqa: ANN401
+    query, key, value, sinks, row_tiles, key_tiles, positions, *ctx.numbers = inputs
+    ctx.save_for_backward(query, key, value, sinks, *output, row_tiles, key_tiles, positions)
+
+
+def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Any, ...]:  # noqa: ANN401
+    found = tree_attention_backward(gradient, *ctx.saved_tensors, *ctx.numbers)
+    has_sinks = ctx.saved_tensors[3] is not None
+    return (*found[:3], found[3] if has_sinks else None, *[None] * 6)
+
+
+tree_attention.register_autograd(_backward, setup_context=_setup)
+
+
+def _strides(*tensors: Tensor) -> tuple[int, ...]:
+    return tuple(stride for tensor in tensors for stride in tensor.stride()[:2])
+
+
+def _split(tiles: Tensor, size: int) -> Tensor:
+    """Tiles of `TILE` as tiles of `size`: those past the end of a run hold nothing."""
+    parts = TILE // size
+    if parts == 1:
+        return tiles
+    offsets = torch.arange(parts, device=tiles.device, dtype=tiles.dtype).mul(size)
+    split = tiles.unsqueeze(1).repeat(1, parts, 1)
+    split[..., 0] += offsets
+    split[..., 1] = (split[..., 1] - offsets).clamp(0, size)
+    return split.reshape(-1, tiles.shape[1])
+
+
+class KernelContext:
+    """An `AttentionContext` of one pass."""
+
+    def __init__(self, layout: Layout, *, device: torch.device) -> None:
+        rows, keys, positions = make_tables(layout)
+        self._tables = [torch.from_numpy(table).to(device) for table in (rows, keys, positions)]
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        query, key = query.to(value.dtype), key.to(value.dtype)
+        out: Tensor
+        out, _ = tree_attention(
+            query, key, value, spec.sinks, *self._tables, spec.scaling, spec.softcap or 0.0, spec.sliding_window or 0
+        )
+        return out
+
+
+def make_tables(layout: Layout) -> tuple[Array, Array, Array]:
+    """(tiles of rows [n, 5], tiles of keys [n, 5], position of each row), int32.
+
+    A tile of rows: first row, how many, first row of its run, first row and length of its prefix. A tile of keys: first key,
+    how many, end of its run, and from where to where other rows see all of it: the branches of a prefix.
+    """
+    runs = []
+    for document in layout.documents:
+        start, length = document.prefix
+        end = document.branches[-1][0] + document.branches[-1][1]
+        if length:
+            runs.append((start, length, 0, 0, start + length, end))
+        runs += [(first, count, start, length, 0, 0) for first, count in document.branches]
+    table = np.array(runs, dtype=np.int32).reshape(-1, 6)
+    firsts, lengths, prefixes, prefix_lengths, uppers, upper_stops = table.T
+    counts = -(-lengths // TILE)
+    owner = np.repeat(np.arange(len(table)), counts)
+    offset = (np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)) * TILE
+    first = firsts[owner] + offset
+    held = np.minimum(lengths[owner] - offset, TILE)
+    rows = np.stack([first, held, firsts[owner], prefixes[owner], prefix_lengths[owner]], axis=1)
+    keys = np.stack([first, held, (firsts + lengths)[owner], uppers[owner], upper_stops[owner]], axis=1)
+    positions = np.arange(layout.num_rows) - np.repeat(firsts - prefix_lengths, lengths)
+    return rows.astype(np.int32), keys.astype(np.int32), positions.astype(np.int32)

@@ -1,0 +1,218 @@
+"""AdamW over whole arenas: one kernel for all matrices and one for the rest, float32 masters under bfloat16 weights.
+
+Gradients are added up in float32 whatever the weights are, so that a step does not depend on how many passes it took. Nothing
+here waits for the GPU: the norm that clips, and whether a gradient is finite, are read there by the update itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from torch import Tensor, nn
+
+    from headrace.config import TrainSettings
+    from headrace.model.arena import Arena
+
+EPSILON = 1e-8
+_STREAMED = 1 << 26
+"""Numbers of each kind that are brought to the GPU at once where the state lies in the host's memory."""
+_MATRIX = 2
+
+
+@dataclass
+class Segment:
+    """Trained tensors that lie next to each other in an arena, all of them decayed or none."""
+
+    names: list[str]
+    weights: Tensor
+    """Flat, as the model runs them."""
+    masters: Tensor
+    """The same in float32; the same memory where the weights are that."""
+    gradient: Tensor
+    means: Tensor
+    squares: Tensor
+    decay: float
+
+    @property
+    def is_own_master(self) -> bool:
+        return self.masters.data_ptr() == self.weights.data_ptr()
+
+
+class FlatAdamW:
+    """The optimizer of every parameter in some arenas."""
+
+    def __init__(
+        self, trained: Sequence[tuple[Arena, Mapping[str, nn.Parameter]]], settings: TrainSettings, *, offload: bool = False
+    ) -> None:
+        self._settings = settings
+        self._is_offloaded = offload
+        self._segments: list[Segment] = []
+        self._places: dict[str, tuple[Segment, int, int]] = {}
+        """Of each parameter by name: its segment, and where it lies there."""
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        for arena, parameters in trained:
+            for names in _neighbours(arena, parameters):
+                self._add(arena, names, parameters)
+        self.num_steps = torch.zeros((), device=self._segments[0].gradient.device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of masters, gradients and moments, wherever they are."""
+        own = sum(s.masters.nbytes for s in self._segments if not s.is_own_master)
+        return own + sum(s.gradient.nbytes + s.means.nbytes + s.squares.nbytes for s in self._segments)
+
+    @torch.no_grad()
+    def step(self, learning_rate: float) -> Tensor:
+        """One step with the gradient held, which is then dropped. Returns the gradient's norm; where that is not finite,
+        weights and moments stay what they were, and the step is not counted."""
+        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(s.gradient) for s in self._segments]))
+        is_odd = (~torch.isfinite(norm)).float()
+        limit = self._settings.max_grad_norm
+        shrink = ((norm + 1e-6) / limit).clamp_min(1.0) if limit else torch.ones_like(norm)
+        count = self.num_steps + 1
+        for segment in self._segments:
+            for parts in self._parts(segment):
+                torch._fused_adamw_(
+                    *([part] for part in parts),
+                    [],
+                    [count],
+                    lr=learning_rate,
+                    beta1=self._settings.beta1,
+                    beta2=self._settings.beta2,
+                    weight_decay=segment.decay,
+                    eps=EPSILON,
+                    amsgrad=False,
+                    maximize=False,
+                    grad_scale=shrink,
+                    found_inf=is_odd,
+                )
+            if not segment.is_own_master and not self._is_offloaded:
+                segment.weights.copy_(segment.masters)
+            segment.gradient.zero_()
+        self.num_steps += 1 - is_odd
+        return norm
+
+    def _parts(self, segment: Segment) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """(masters, gradient, means, squares) where the update can be made: all at once, or piece by piece on the GPU, each
+        written back when it has been used."""
+        if not self._is_offloaded:
+            yield segment.masters, segment.gradient, segment.means, segment.squares
+            return
+        device = segment.gradient.device
+        for start in range(0, len(segment.gradient), _STREAMED):
+            span = slice(start, start + _STREAMED)
+            kept = (segment.masters[span], segment.means[span], segment.squares[span])
+            masters, means, squares = (tensor.to(device, non_blocking=True) for tensor in kept)
+            yield masters, segment.gradient[span], means, squares
+            for home, tensor in zip(kept, (masters, means, squares), strict=True):
+                if home.data_ptr() != tensor.data_ptr():
+                    home.copy_(tensor, non_blocking=True)
+            segment.weights[span].copy_(masters)
+
+    def settle(self) -> None:
+        """What was written back to the host's memory is there."""
+        if self._is_offloaded and self.num_steps.is_cuda:
+            torch.cuda.synchronize()
+
+    def drop_gradient(self) -> None:
+        for segment in self._segments:
+            segment.gradient.zero_()
+
+    def gradient(self, name: str) -> Tensor:
+        """Of a parameter, as it is held; for tests."""
+        return self._view(name, "gradient")
+
+    def master(self, name: str) -> Tensor:
+        """A parameter in float32."""
+        return self._view(name, "masters")
+
+    def state(self) -> dict[str, Tensor]:
+        """Steps and moments by parameter, for a checkpoint; empty before the first step."""
+        self.settle()
+        if not float(self.num_steps):
+            return {}
+        found = {}
+        for name in self._places:
+            found[f"{name}.exp_avg"] = self._view(name, "means").cpu().clone()
+            found[f"{name}.exp_avg_sq"] = self._view(name, "squares").cpu().clone()
+            found[f"{name}.step"] = self.num_steps.cpu().clone()
+        return found
+
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """What `state` gave; parameters it does not name begin anew."""
+        steps = [state[f"{name}.step"] for name in self._places if f"{name}.step" in state]
+        self.num_steps.copy_(steps[0] if steps else torch.zeros(()))
+        for name in self._places:
+            for kind, key in (("means", "exp_avg"), ("squares", "exp_avg_sq")):
+                view, saved = self._view(name, kind), state.get(f"{name}.{key}")
+                view.zero_() if saved is None else view.copy_(saved)
+
+    @torch.no_grad()
+    def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        """Masters and weights from float32 tensors; whatever is not trained is not looked at."""
+        for name in self._places:
+            self.master(name).copy_(tensors[name])
+            self._view(name, "weights").copy_(tensors[name])
+
+    def _view(self, name: str, kind: str) -> Tensor:
+        segment, start, stop = self._places[name]
+        flat: Tensor = getattr(segment, kind)
+        return flat[start:stop].view(self._shapes[name])
+
+    def _add(self, arena: Arena, names: list[str], parameters: Mapping[str, nn.Parameter]) -> None:
+        slots = [arena.slots[name] for name in names]
+        first = slots[0]
+        weights = arena.flat[first.dtype][first.start : slots[-1].stop]
+        device = torch.device("cpu") if self._is_offloaded else weights.device
+        is_own = weights.dtype == torch.float32 and weights.device == device
+        segment = Segment(
+            names=names,
+            weights=weights,
+            masters=weights if is_own else _resting(weights.float().to(device), self._is_offloaded),
+            gradient=torch.zeros(weights.shape, dtype=torch.float32, device=weights.device),
+            means=_resting(torch.zeros(weights.shape, dtype=torch.float32, device=device), self._is_offloaded),
+            squares=_resting(torch.zeros(weights.shape, dtype=torch.float32, device=device), self._is_offloaded),
+            decay=self._settings.weight_decay if len(first.shape) >= _MATRIX else 0.0,
+        )
+        self._segments.append(segment)
+        for name, slot in zip(names, slots, strict=True):
+            self._shapes[name] = slot.shape
+            self._places[name] = (segment, slot.start - first.start, slot.stop - first.start)
+            _collect(parameters[name], self.gradient(name))
+
+
+def _resting(tensor: Tensor, is_offloaded: bool) -> Tensor:
+    """In memory that a GPU can copy from at full speed, where it lies on the host."""
+    return tensor.pin_memory() if is_offloaded and torch.cuda.is_available() else tensor
+
+
+def _collect(parameter: nn.Parameter, gradient: Tensor) -> None:
+    """Have autograd add what it finds for the parameter to `gradient`."""
+    if parameter.dtype == torch.float32:
+        parameter.grad = gradient
+        return
+
+    def add(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        gradient.add_(parameter.grad)
+        parameter.grad = None
+
+    parameter.register_post_accumulate_grad_hook(add)
+
+
+def _neighbours(arena: Arena, parameters: Mapping[str, nn.Parameter]) -> Iterator[list[str]]:
+    """Runs of trained tensors with nothing but padding between them, of one dtype, all matrices or none."""
+    order = sorted(arena.slots, key=lambda name: (str(arena.slots[name].dtype), arena.slots[name].start))
+    for (is_trained, _, _), names in itertools.groupby(
+        order, key=lambda name: (name in parameters, arena.slots[name].dtype, len(arena.slots[name].shape) >= _MATRIX)
+    ):
+        if is_trained:
+            yield list(names)

@@ -1,0 +1,85 @@
+"""Attention over shared prefixes against one mask over all rows: slow, and obviously right."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from headrace.model.attention import AttentionSpec, PackedContext, attend
+from headrace.model.contexts import TreeContext, make_context
+from headrace.model.layout import Document, Layout
+
+SHAPES = [(21, (9, 1, 30, 12)), (0, (17,)), (1, (5, 14)), (20, (11, 10)), (13, (40,)), (0, (3,))]
+"""(prefix, branches) of each document."""
+
+
+def lay_out(shapes: list[tuple[int, tuple[int, ...]]]) -> tuple[Layout, torch.Tensor, torch.Tensor]:
+    """With [rows] positions, and [rows, rows] whether a row comes after another in some sequence, or is it."""
+    documents, positions, row = [], [], 0
+    num_rows = sum(prefix + sum(branches) for prefix, branches in shapes)
+    follows = torch.zeros(num_rows, num_rows, dtype=torch.bool)
+    for prefix, branches in shapes:
+        start, places = row, []
+        row += prefix
+        positions += range(prefix)
+        for length in branches:
+            places.append((row, length))
+            sequence = [*range(start, start + prefix), *range(row, row + length)]
+            for at, each in enumerate(sequence):
+                follows[each, sequence[: at + 1]] = True
+            positions += range(prefix, prefix + length)
+            row += length
+        documents.append(Document((start, prefix), tuple(places)))
+    return Layout(tuple(documents), num_rows=num_rows), torch.tensor(positions), follows
+
+
+SPECS = {
+    "plain": AttentionSpec(0.3),
+    "window": AttentionSpec(0.3, sliding_window=8),
+    "window of one": AttentionSpec(0.3, sliding_window=1),
+    "wide window": AttentionSpec(0.3, sliding_window=25),
+    "soft cap": AttentionSpec(0.3, softcap=2.0, sliding_window=14),
+    "sinks": AttentionSpec(0.3, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0]), sliding_window=10),
+}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_tree_attention_is_that_of_one_large_mask(name: str) -> None:
+    layout, positions, follows = lay_out(SHAPES)
+    torch.manual_seed(0)
+    inputs = [torch.randn(layout.num_rows, heads, dim, requires_grad=True) for heads, dim in ((4, 6), (2, 6), (2, 5))]
+    weight, spec = torch.randn(layout.num_rows, 4, 5), SPECS[name]
+    window = spec.sliding_window or layout.num_rows
+    allowed = follows & (positions.unsqueeze(1) - positions < window)
+    context = make_context(layout, torch.device("cpu"), False)
+    expected = attend(*(tensor.unsqueeze(0) for tensor in inputs), spec, allowed=allowed.unsqueeze(0))[0]
+    results = [expected, context.attend(torch.nn.Module(), *inputs, spec)]
+    gradients = [torch.autograd.grad((result * weight).sum(), inputs) for result in results]
+    torch.testing.assert_close(results[1], results[0], atol=1e-5, rtol=1e-5)
+    for found, wanted in zip(gradients[1], gradients[0], strict=True):
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_no_mask_is_as_large_as_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout, _, _ = lay_out([(40 + number % 7, (10, 12, 9, 11)) for number in range(50)])
+    calls = []
+
+    def watched(query, key, value, spec, *, allowed):
+        calls.append((query.shape[0] * query.shape[1], key.shape[1]))
+        return attend(query, key, value, spec, allowed=allowed)
+
+    monkeypatch.setattr("headrace.model.contexts.attend", watched)
+    inputs = [torch.randn(layout.num_rows, 1, 4) for _ in range(3)]
+    TreeContext(layout).attend(torch.nn.Module(), *inputs, AttentionSpec(0.5))
+    assert len(calls) <= 4
+    assert sum(rows for rows, _ in calls) < 1.2 * layout.num_rows
+    assert max(keys for _, keys in calls) <= 46 + 12
+
+
+def test_the_layout_chooses_the_context() -> None:
+    shared, _, _ = lay_out([(3, (2, 2))])
+    apart, _, _ = lay_out([(0, (5,)), (0, (2,))])
+    assert isinstance(make_context(shared, torch.device("cpu"), False), TreeContext)
+    for exact in (False, True):
+        context = make_context(apart, torch.device("cpu"), exact)
+        assert isinstance(context, PackedContext) and context.exact is exact

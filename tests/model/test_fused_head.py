@@ -1,0 +1,172 @@
+"""The fused head against whole logits: torch's own, and Triton's kernels (interpreted where there is no GPU)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from headrace.model import fused_head, kept_head
+from headrace.model.fused_head import FusedLogprobs, Scaling, Wanted
+from headrace.model.head import AllowedTokens
+from headrace.model.kept_head import KeptLogprobs
+
+ROWS, VOCABULARY, WIDTH = 37, 83, 24
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SCALINGS = {
+    "plain": Scaling(),
+    "softcap": Scaling(softcap=3.0),
+    "all": Scaling(divisor=2.0, factor=1.7, softcap=2.5),
+}
+
+
+def numbers(*shape: int, seed: int, scale: float = 1.0) -> torch.Tensor:
+    return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def kept_tokens(targets: torch.Tensor, *, most: int = 9, with_free: bool = False) -> AllowedTokens:
+    """Some tokens of each row, its target among them; `with_free`: every fifth row is not cut."""
+    generator = torch.Generator().manual_seed(5)
+    rows = []
+    for row, target in enumerate(targets.tolist()):
+        others = torch.randperm(VOCABULARY, generator=generator)[: row % most].tolist()
+        rows.append([] if with_free and row % 5 == 0 else sorted({target, *others}))
+    counts = torch.tensor([0, *(len(row) for row in rows)])
+    return AllowedTokens(offsets=counts.cumsum(0), ids=torch.tensor([token for row in rows for token in row]))
+
+
+def naive(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, wanted: Wanted) -> tuple[torch.Tensor, torch.Tensor]:
+    logits = hidden @ weight.t() + bias
+    scaling = wanted.scaling
+    if scaling.divisor is not None:
+        logits = logits / scaling.divisor
+    if scaling.factor is not None:
+        logits = logits * scaling.factor
+    if scaling.softcap is not None:
+        logits = scaling.softcap * torch.tanh(logits / scaling.softcap)
+    logits = logits / wanted.temperatures.unsqueeze(1)
+    if wanted.allowed is not None:
+        for row in range(len(logits)):
+            kept = wanted.allowed.ids[wanted.allowed.offsets[row] : wanted.allowed.offsets[row + 1]]
+            if len(kept):
+                out = torch.ones(VOCABULARY, dtype=torch.bool)
+                out[kept] = False
+                logits = logits.index_put((torch.tensor(row), out), torch.tensor(float("-inf"), dtype=logits.dtype))
+    logprobs = torch.log_softmax(logits, dim=-1)
+    entropy = -(logprobs.exp() * logprobs.clamp_min(-1e30)).sum(dim=1)
+    return logprobs.gather(1, wanted.targets.unsqueeze(1)).squeeze(1), entropy
+
+
+def compare(function: type[torch.autograd.Function], wanted: Wanted, *, tolerance: float = 1e-5) -> None:
+    inputs = [numbers(ROWS, WIDTH, seed=0), numbers(VOCABULARY, WIDTH, seed=1, scale=0.7), numbers(VOCABULARY, seed=2)]
+    weighing = numbers(ROWS, seed=3)
+    found = []
+    for compute, dtype in ((naive, torch.float64), (function.apply, torch.float32)):
+        given = [tensor.to(dtype).requires_grad_() for tensor in inputs]
+        logprobs, entropy = compute(*given, wanted)
+        (logprobs * weighing.to(dtype)).sum().backward()
+        found.append([logprobs.detach(), entropy.detach(), *(tensor.grad for tensor in given)])
+    for expected, ours in zip(*found, strict=True):
+        assert expected is not None and ours is not None
+        torch.testing.assert_close(ours.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several chunks, the last of them not whole."""
+    monkeypatch.setattr(fused_head, "_CHUNK_ELEMENTS", {"cpu": 16 * VOCABULARY, "cuda": 16 * VOCABULARY})
+    monkeypatch.setattr(kept_head, "_KEPT_ELEMENTS", {"cpu": 30 * WIDTH, "cuda": 30 * WIDTH})
+
+
+def make_wanted(scaling: Scaling, *, mask: str = "none") -> Wanted:
+    targets = torch.arange(ROWS) * 7 % VOCABULARY
+    temperatures = 0.5 + (torch.arange(ROWS) % 4) / 3
+    allowed = None if mask == "none" else kept_tokens(targets, with_free=mask == "some")
+    return Wanted(targets, temperatures, allowed, scaling)
+
+
+@pytest.mark.parametrize("mask", ["none", "all", "some"])
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_logprobs_entropy_and_gradients_are_those_of_whole_logits(scaling: str, mask: str) -> None:
+    wanted = make_wanted(SCALINGS[scaling], mask=mask)
+    assert len(wanted.chunks(VOCABULARY)) == 3
+    compare(FusedLogprobs, wanted)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_with_a_mask_the_kept_columns_are_enough(scaling: str) -> None:
+    compare(KeptLogprobs, make_wanted(SCALINGS[scaling], mask="all"))
+
+
+@pytest.mark.parametrize("mask", ["none", "some"])
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_kernels_agree_with_torch(scaling: str, mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    head_rows = pytest.importorskip("headrace.model.head_rows")
+    monkeypatch.setattr(head_rows, "_BLOCK", 32)
+    wanted = make_wanted(SCALINGS[scaling], mask=mask)
+    logits, gradients = numbers(ROWS, VOCABULARY, seed=6, scale=3.0), numbers(ROWS, seed=7)
+    dense = wanted.mask(0, ROWS, VOCABULARY)
+    on_device = [None if t is None else t.to(DEVICE) for t in (logits, wanted.targets, wanted.temperatures, dense)]
+    logprobs, entropy, totals = head_rows.forward_rows(*on_device, wanted.scaling)
+    slopes = head_rows.backward_rows(*on_device, totals, gradients.to(DEVICE), wanted.scaling, dtype=torch.float32)
+
+    given = logits.clone().requires_grad_()
+    scaled = wanted.scaling.apply(given) / wanted.temperatures.unsqueeze(1)
+    scaled = scaled if dense is None else scaled.masked_fill(~dense, float("-inf"))
+    expected = torch.log_softmax(scaled, dim=1).gather(1, wanted.targets.unsqueeze(1)).squeeze(1)
+    (expected * gradients).sum().backward()
+    torch.testing.assert_close(logprobs.cpu(), expected.detach(), atol=1e-5, rtol=1e-5)
+    shares = torch.softmax(scaled.detach(), dim=1)
+    torch.testing.assert_close(entropy.cpu(), -torch.xlogy(shares, shares).sum(dim=1), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(slopes.cpu(), given.grad, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("is_gathered", [False, True])
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_a_judged_pass_has_the_gradient_of_two(scaling: str, is_gathered: bool) -> None:
+    """A loss that squares the mean of a whole sequence: its derivative is only right if no sequence is parted."""
+    wanted, counts = make_wanted(SCALINGS[scaling]), [5, 11, 3, 9, 1, 8]
+    assert fused_head.whole_spans(counts, 16) == [(0, 16), (16, 29), (29, 37)]
+    owner = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+
+    def loss(logprobs: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        sums = torch.zeros(len(counts), dtype=logprobs.dtype).index_add(0, rows, logprobs)
+        return (sums / torch.tensor(counts)).square().sum()
+
+    def judge(start: int, stop: int, logprobs: torch.Tensor, entropies: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            leaf = logprobs.detach().requires_grad_()
+            return torch.autograd.grad(loss(leaf, owner[start:stop]), leaf)[0]
+
+    inputs = [numbers(ROWS, WIDTH, seed=0), numbers(VOCABULARY, WIDTH, seed=1), numbers(VOCABULARY, seed=2)]
+    two, one = ([tensor.clone().requires_grad_() for tensor in inputs] for _ in range(2))
+    loss(FusedLogprobs.apply(*two, wanted)[0], owner).backward()
+    gathered = torch.ones(VOCABULARY, WIDTH) if is_gathered else None
+    spans = fused_head.whole_spans(counts, 16)
+    fused_head.JudgedLogprobs.apply(*one, wanted, spans, judge, gathered).backward()
+    if is_gathered:
+        assert one[1].grad is None
+        one[1].grad = gathered - 1
+    for ours, expected in zip(one, two, strict=True):
+        torch.testing.assert_close(ours.grad, expected.grad, atol=1e-5, rtol=1e-5)
+
+
+def test_a_sequence_longer_than_a_chunk_cannot_be_judged_whole() -> None:
+    assert fused_head.whole_spans([3, 17], 16) is None
+    assert fused_head.whole_spans([16, 16], 16) == [(0, 16), (16, 32)]
+    assert fused_head.whole_spans([], 16) == []
+
+
+def test_a_target_that_could_not_be_drawn_has_no_probability() -> None:
+    wanted = make_wanted(Scaling(), mask="all")
+    off = Wanted((wanted.targets + 40) % VOCABULARY, wanted.temperatures, wanted.allowed, wanted.scaling)
+    hidden, weight = numbers(ROWS, WIDTH, seed=0), numbers(VOCABULARY, WIDTH, seed=1)
+    for function in (FusedLogprobs, KeptLogprobs):
+        logprobs, _ = function.apply(hidden, weight, None, off)
+        assert torch.isinf(logprobs).any()
+
+
+def test_few_is_judged_over_all_rows() -> None:
+    targets = torch.arange(ROWS)
+    assert kept_tokens(targets, most=2).is_few(VOCABULARY)
+    assert not kept_tokens(targets, most=2, with_free=True).is_few(VOCABULARY)
+    assert not kept_tokens(targets, most=40).is_few(VOCABULARY)
