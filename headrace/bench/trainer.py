@@ -62,7 +62,7 @@ def make_plan(device: str, *, quick: bool) -> Plan:
             shape=GPU_SHAPE,
             speed=Speed(16_384, 1024, turns=turns, warmups=3, has_peer=True, goal="≥ 0.45"),
             long=Speed(32_768, 1024, turns=turns, warmups=3, has_peer=False),
-            head=HeadLoad(32_768, 151_936, 1024, "bfloat16", device, turns=turns),
+            head=HeadLoad(32_768, 151_936, 1024, "bfloat16", device, turns=turns, sequence=1024, memory_goal="≤ 0.05"),
             mix=Mix(128, 64, median=300, cap=4096 - 64, budget=16_384, mini_batch=8, most_tokens=16_384, turns=turns),
         )
     turns = 1 if quick else 3
@@ -74,7 +74,7 @@ def make_plan(device: str, *, quick: bool) -> Plan:
         shape=CPU_SHAPE | ({"num_hidden_layers": 2, "vocab_size": 1024} if quick else {}),
         speed=Speed(tokens, document, turns=turns, warmups=1, has_peer=True),
         long=Speed(2 * tokens, document, turns=turns, warmups=1, has_peer=False),
-        head=HeadLoad(*((512, 8000, 64) if quick else (2048, 32_000, 256)), "float32", device, turns=turns),
+        head=HeadLoad(*((512, 8000, 64) if quick else (2048, 32_000, 256)), "float32", device, turns=turns, sequence=128),
         mix=Mix(rollouts, 16, median=60, cap=512 - 16, budget=budget, mini_batch=8, most_tokens=0, turns=turns, goal="≥ 2.5"),
     )
 

@@ -1,12 +1,17 @@
-"""The head alone: logprobs of many rows and their gradient, against full logits in the same run."""
+"""The head alone: logprobs of many rows and their gradient, against full logits in the same run.
+
+Two paths of ours: `Head.logprobs`, whose loss comes later, and `Head.backpropagate`, which asks for the loss's derivative while
+a chunk's logits are there (judged).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import statistics
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -25,6 +30,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    Path = Callable[["Inputs"], None]
+    """Forward and backward; gradients are left with the inputs."""
+
+FULL = "full logits"
 _KEPT = (30, 70)
 """Tokens a sampling mask leaves in a row, at least and at most: 50 on average."""
 
@@ -39,6 +48,10 @@ class HeadLoad:
     dtype: str
     device: str
     turns: int
+    sequence: int
+    """Rows that a judge must see together."""
+    memory_goal: str = ""
+    """Of the memory beyond that of inputs and gradients, as a share of what full logits take."""
 
     @property
     def name(self) -> str:
@@ -56,6 +69,8 @@ class Inputs:
     allowed: AllowedTokens | None
     upstream: Tensor
     """The loss's gradient with respect to each logprob."""
+    gathered: Tensor
+    """[vocabulary, hidden] float32: where the judged path adds the weight's gradient, as a trainer has it do."""
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -84,36 +99,66 @@ def measure(load: HeadLoad) -> Iterator[list[Row]]:
 def _measure_case(load: HeadLoad, case: str, *, temperature: float, is_cut: bool) -> list[Row]:
     head = make_head(load)
     inputs = make_inputs(load, head, temperature=temperature, is_cut=is_cut)
-    paths: dict[str, Callable[[Inputs], Tensor]] = {
-        "ours": lambda given: head.logprobs(given.hidden, given.targets, given.temperatures, allowed=given.allowed)[0],
-        "full logits": full_logprobs,
-    }
-    seen = {name: _forward_backward(path, inputs) for name, path in paths.items()}
-    difference = relative_difference(seen["ours"], seen["full logits"])
-    del seen
-    if difference > TOLERANCE[load.dtype]:
-        raise RuntimeError(f"{load.name}{case}: logprobs and gradients differ from those of full logits by {difference:.1e}")
+    paths = make_paths(load, head, is_cut=is_cut)
+    _check_same(f"{load.name}{case}", paths, inputs, limit=TOLERANCE[load.dtype])
     memory = {name: _beyond_gradients(path, inputs, load.device) for name, path in paths.items()}
     seconds: dict[str, list[float]] = {name: [] for name in paths}
     for _ in range(load.turns):
         for name, path in paths.items():
             _drop_gradients(inputs)
-            seconds[name].append(seconds_of(lambda path=path: _backward(path, inputs), load.device))  # type: ignore[misc]
-    return head_rows(f"{load.name}{case}", seconds, memory)
+            seconds[name].append(seconds_of(functools.partial(path, inputs), load.device))
+    return head_rows(f"{load.name}{case}", seconds, memory, memory_goal=load.memory_goal)
 
 
-def head_rows(name: str, seconds: dict[str, list[float]], memory: dict[str, int]) -> list[Row]:
+def make_paths(load: HeadLoad, head: Head, *, is_cut: bool) -> dict[str, Path]:
+    """By name, forward and backward; full logits are the last. Rows that are cut are not judged on the way."""
+
+    def ours(given: Inputs) -> None:
+        logprobs, _ = head.logprobs(given.hidden, given.targets, given.temperatures, allowed=given.allowed)
+        cast("Any", logprobs).backward(given.upstream)
+
+    def judged(given: Inputs) -> None:
+        loss = head.backpropagate(
+            given.hidden,
+            given.targets,
+            given.temperatures,
+            lambda start, stop, logprobs, entropies: given.upstream[start:stop],
+            counts=[load.sequence] * (load.rows // load.sequence),
+            gathered=given.gathered,
+        )
+        cast("Any", loss).backward()
+
+    def full(given: Inputs) -> None:
+        cast("Any", full_logprobs(given)).backward(given.upstream)
+
+    paths: dict[str, Path] = {"": ours, ", judged": judged, FULL: full}
+    return {name: path for name, path in paths.items() if not (is_cut and path is judged)}
+
+
+def _check_same(name: str, paths: dict[str, Path], inputs: Inputs, *, limit: float) -> None:
+    """A path that gives another gradient does other work."""
+    gradients = {which: _gradients(path, inputs) for which, path in paths.items()}
+    wanted = gradients.pop(FULL)
+    for which, found in gradients.items():
+        difference = max(relative_difference({of: found[of]}, {of: wanted[of]}) for of in wanted)
+        if not difference <= limit:
+            raise RuntimeError(f"{name}{which}: the gradient differs from that of full logits by {difference:.1e}")
+
+
+def head_rows(name: str, seconds: dict[str, list[float]], memory: dict[str, int], *, memory_goal: str) -> list[Row]:
     """Medians of seconds, and bytes beyond inputs and gradients."""
     time_of = {who: 1e3 * statistics.median(turns) for who, turns in seconds.items()}
     size_of = {who: size / MIB for who, size in memory.items()}
-    ours, theirs = "ours", "full logits"
-    say(f"{name}: " + "; ".join(f"{who} {time_of[who]:.1f} ms, {size_of[who]:.0f} MiB" for who in (ours, theirs)))
-    return [
-        Row(f"{name}: forward and backward", time_of[ours], "ms", peers={theirs: time_of[theirs]}),
-        Row(f"{name}: time ÷ full logits", time_of[ours] / time_of[theirs], "ratio", goal="≤ 1"),
-        Row(f"{name}: memory", size_of[ours], "MiB", peers={theirs: size_of[theirs]}),
-        Row(f"{name}: memory ÷ full logits", size_of[ours] / size_of[theirs], "ratio", goal="≤ 0.05"),
-    ]
+    say(f"{name}: " + "; ".join(f"{who or 'ours'} {time_of[who]:.1f} ms, {size_of[who]:.0f} MiB" for who in time_of))
+    rows = []
+    for who in list(time_of)[:-1]:
+        rows += [
+            Row(f"{name}{who}: forward and backward", time_of[who], "ms", peers={FULL: time_of[FULL]}),
+            Row(f"{name}{who}: time ÷ full logits", time_of[who] / time_of[FULL], "ratio", goal="≤ 1"),
+            Row(f"{name}{who}: memory", size_of[who], "MiB", peers={FULL: size_of[FULL]}),
+            Row(f"{name}{who}: memory ÷ full logits", size_of[who] / size_of[FULL], "ratio", goal=memory_goal),
+        ]
+    return rows
 
 
 def make_head(load: HeadLoad) -> Head:
@@ -150,6 +195,7 @@ def make_inputs(load: HeadLoad, head: Head, *, temperature: float, is_cut: bool)
         temperatures=torch.full((load.rows,), temperature, device=device),
         allowed=make_mask(targets, vocabulary=load.vocabulary, device=device) if is_cut else None,
         upstream=upstream,
+        gathered=torch.zeros(head.weight.shape, dtype=torch.float32, device=device),
     )
 
 
@@ -181,30 +227,23 @@ def full_logprobs(given: Inputs) -> Tensor:
     return torch.log_softmax(logits, dim=-1).gather(1, given.targets.unsqueeze(1)).squeeze(1)
 
 
-def _forward_backward(path: Callable[[Inputs], Tensor], inputs: Inputs) -> dict[str, Tensor]:
-    """Logprobs and both gradients, to be compared."""
+def _gradients(path: Path, inputs: Inputs) -> dict[str, Tensor]:
+    """Of hidden states and weight."""
     _drop_gradients(inputs)
-    logprobs = _backward(path, inputs)
-    assert inputs.hidden.grad is not None and inputs.weight.grad is not None
-    return {
-        "logprobs": logprobs.detach() / logprobs.detach().norm(),
-        "hidden": inputs.hidden.grad / inputs.hidden.grad.float().norm(),
-        "weight": inputs.weight.grad / inputs.weight.grad.float().norm(),
-    }
+    path(inputs)
+    hidden, weight = inputs.hidden.grad, inputs.weight.grad
+    assert hidden is not None
+    weight = inputs.gathered.clone() if weight is None else weight.float()
+    return {"hidden": hidden.float(), "weight": weight}
 
 
-def _backward(path: Callable[[Inputs], Tensor], inputs: Inputs) -> Tensor:
-    logprobs = path(inputs)
-    logprobs.backward(inputs.upstream)
-    return logprobs
-
-
-def _beyond_gradients(path: Callable[[Inputs], Tensor], inputs: Inputs, device: str) -> int:
+def _beyond_gradients(path: Path, inputs: Inputs, device: str) -> int:
     _drop_gradients(inputs)
-    peak = peak_bytes(lambda: _backward(path, inputs), device)
-    assert inputs.hidden.grad is not None and inputs.weight.grad is not None
-    return peak - inputs.hidden.grad.nbytes - inputs.weight.grad.nbytes
+    peak = peak_bytes(lambda: path(inputs), device)
+    gradients = [tensor.grad for tensor in (inputs.hidden, inputs.weight)]
+    return peak - sum(gradient.nbytes for gradient in gradients if gradient is not None)
 
 
 def _drop_gradients(inputs: Inputs) -> None:
     inputs.hidden.grad = inputs.weight.grad = None
+    inputs.gathered.zero_()

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headrace.bench.engine_loads import QWEN3_0_6B
-from headrace.config import make_recipe
+from headrace.config import TrainSettings, make_recipe
+from headrace.model.load import load_config
+from headrace.model.plan import num_rows, plan_passes
 from headrace.orchestrate.build import build_trainer
 from headrace.types import Batch, Call, FinishReason, Rollout, Sampling
 
@@ -51,29 +53,34 @@ def make_trainer(folder: str, *, dtype: str, device: str, micro_batch_tokens: in
     return build_trainer(recipe, folder, device=device)
 
 
-def predicted_peak(folder: str, *, tokens: int, dtype: str) -> float | None:
-    """Bytes that the trainer's own model of its memory expects of one step; None where there is no such model."""
+def predicted_peak(folder: str, *, tokens: int, dtype: str, device: str) -> int | None:
+    """Bytes that the trainer's own model of its memory expects of a step, the bare process apart; None where there is none."""
     if importlib.util.find_spec("headrace.train.memory") is None:
         return None
     memory: Any = importlib.import_module("headrace.train.memory")
-    return float(memory.predicted_peak(folder, tokens=tokens, dtype=dtype))
+    sizes: Any = importlib.import_module("headrace.model.shape")
+    settings = TrainSettings(micro_batch_tokens=tokens)
+    shape = sizes.ModelShape.of(load_config(folder))
+    found = memory.predict_memory(shape, settings, dtype=dtype, tokens=tokens, on_gpu=device != "cpu")
+    return int(found.total - found.process)
 
 
 def pass_sizes(rollouts: Sequence[Rollout], *, budget: int) -> list[int]:
     """Tokens of each pass that the trainer would make of these rollouts."""
-    from headrace.model.packing import micro_batches
-
     lengths = [len(rollout) for rollout in rollouts]
-    return [sum(lengths[member] for member in members) for members in micro_batches(lengths, budget=budget)]
+    return [sum(num_rows(unit, lengths) for unit in units) for units in plan_passes(rollouts, budget=budget)]
 
 
 def gradient_of(trainer: DeviceTrainer) -> dict[str, torch.Tensor]:
-    """What the trainer holds after `forward_backward`, by the names that transformers gives."""
-    return {
-        name: parameter.grad.detach().clone()
-        for name, parameter in trainer.model.named_parameters()
-        if parameter.grad is not None
-    }
+    """What the trainer holds after `forward_backward`, by the names that transformers gives: with the weights, or with an
+    optimizer that gathers it."""
+    gathered: Any = getattr(getattr(trainer, "_optimizer", None), "gradient", None)
+    found = {}
+    for name, parameter in trainer.model.named_parameters():
+        held = parameter.grad if gathered is None else gathered(name)
+        if held is not None:
+            found[name] = held.detach().clone()
+    return found
 
 
 def relative_difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:

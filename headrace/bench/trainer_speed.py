@@ -87,7 +87,10 @@ def measure(speed: Speed, folder: str, *, dtype: str, device: str) -> Iterator[l
     passes = (trainer.num_passes - passes) // speed.warmups
     held = held_bytes(device) - before
     peak = held + peak_bytes(step, device)
-    yield [*_memory_rows(speed, held, peak, folder, dtype=dtype), Row(f"{speed.name}: passes", passes, "count", goal="≤ 1")]
+    yield [
+        *_memory_rows(speed, held, peak, folder, dtype=dtype, device=device),
+        Row(f"{speed.name}: passes", passes, "count", goal="≤ 1"),
+    ]
     rivals: dict[str, Verbs] = {"ours": (lambda: trainer.forward_backward(batch), lambda: trainer.optim_step(LEARNING_RATE))}
     peer = _open_peer(speed, trainer, batch, folder, dtype=dtype, device=device) if speed.has_peer else None
     if peer is not None:
@@ -175,13 +178,13 @@ def flops_per_token(folder: str, *, document: int) -> float:
     return float(6 * weights + 6 * text.num_hidden_layers * text.num_attention_heads * head * document)
 
 
-def _memory_rows(speed: Speed, held: int, peak: int, folder: str, *, dtype: str) -> list[Row]:
+def _memory_rows(speed: Speed, held: int, peak: int, folder: str, *, dtype: str, device: str) -> list[Row]:
     say(f"{speed.name}: peak {peak / GIB:.2f} GiB, of which {held / GIB:.2f} are held between steps")
     rows = [
         Row(f"{speed.name}: peak memory", peak / GIB, "GiB"),
         Row(f"{speed.name}: held between steps", held / GIB, "GiB"),
     ]
-    predicted = predicted_peak(folder, tokens=speed.tokens, dtype=dtype)
+    predicted = predicted_peak(folder, tokens=speed.tokens, dtype=dtype, device=device)
     if predicted is not None:
         rows.append(Row(f"{speed.name}: predicted peak ÷ real", predicted / peak, "ratio"))
     return rows

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -75,6 +76,18 @@ def test_the_padded_loop_gives_our_gradient_however_it_is_cut(folder):
     assert compare(ours, loop, batch) < 1e-5
     other = dataclasses.replace(batch, advantages=tuple(-advantage for advantage in batch.advantages))
     assert compare(ours, loop, other) < 1e-5
+
+
+def test_a_gradient_is_read_where_it_is_held():
+    linear = torch.nn.Linear(2, 1, bias=False)
+    held = {"weight": torch.tensor([[3.0, 4.0]])}
+    gathers = SimpleNamespace(model=linear, _optimizer=SimpleNamespace(gradient=held.get))
+    assert gradient_of(gathers)["weight"].tolist() == [[3.0, 4.0]] and gradient_of(SimpleNamespace(model=linear)) == {}
+    linear.weight.grad = torch.ones(1, 2)
+    assert gradient_of(SimpleNamespace(model=linear))["weight"].tolist() == [[1.0, 1.0]]
+    assert relative_difference({"a": torch.tensor([3.0, 5.0])}, {"a": torch.tensor([3.0, 4.0])}) == pytest.approx(0.2)
+    with pytest.raises(RuntimeError, match="gradients of different weights"):
+        relative_difference({}, {"a": torch.ones(1)})
 
 
 def test_a_mini_batch_is_halved_until_it_fits(folder):
@@ -149,7 +162,7 @@ def test_a_sampling_mask_holds_the_target_and_no_token_twice():
 
 @pytest.mark.parametrize("case", trainer_head.CASES)
 def test_the_head_agrees_with_full_logits(case):
-    load = HeadLoad(40, 97, 16, "float32", "cpu", turns=1)
+    load = HeadLoad(40, 97, 16, "float32", "cpu", turns=1, sequence=8)
     head = make_head(load)
     inputs = make_inputs(load, head, **trainer_head.CASES[case])
     ours, _ = head.logprobs(inputs.hidden, inputs.targets, inputs.temperatures, allowed=inputs.allowed)
@@ -157,17 +170,18 @@ def test_the_head_agrees_with_full_logits(case):
 
 
 def test_the_head_is_measured_and_one_that_is_wrong_has_no_figure(monkeypatch):
-    load = HeadLoad(64, 500, 16, "float32", "cpu", turns=2)
+    load = HeadLoad(64, 500, 16, "float32", "cpu", turns=2, sequence=8)
     rows = [row for part in trainer_head.measure(load) for row in part]
-    assert len(rows) == 12 and all(row.value > 0 for row in rows if "time" in row.name)
+    assert len(rows) == 4 * 5 and all(row.value > 0 for row in rows if "time" in row.name)
     real = Head.logprobs
-    monkeypatch.setattr(Head, "logprobs", lambda self, *given, **more: (real(self, *given, **more)[0] - 0.5, None))
-    with pytest.raises(RuntimeError, match="differ from those of full logits"):
+    monkeypatch.setattr(Head, "logprobs", lambda self, *given, **more: (real(self, *given, **more)[0] * 1.01, None))
+    with pytest.raises(RuntimeError, match=r"the gradient differs from that of full logits by 1\.0e-02"):
         list(trainer_head.measure(load))
 
 
 def test_the_heads_rows_are_ratios_of_medians():
-    rows = head_rows("x", {"ours": [1.0, 3.0, 2.0], "full logits": [4.0]}, {"ours": int(MIB), "full logits": 40 * int(MIB)})
+    seconds, memory = {"": [1.0, 3.0, 2.0], "full logits": [4.0]}, {"": int(MIB), "full logits": 40 * int(MIB)}
+    rows = head_rows("x", seconds, memory, memory_goal="≤ 0.05")
     assert [row.value for row in rows] == [2000, 0.5, 1, 0.025] and rows[1].goal == "≤ 1" and rows[3].goal == "≤ 0.05"
 
 
@@ -181,7 +195,7 @@ def test_full_logits_that_do_not_fit_are_measured_with_half_the_rows(monkeypatch
         return [Row(f"{load.name}{case}", 1.0, "ms")]
 
     monkeypatch.setattr(trainer_head, "_measure_case", measured)
-    parts = list(trainer_head.measure(HeadLoad(64, 97, 16, "float32", "cpu", turns=1)))
+    parts = list(trainer_head.measure(HeadLoad(64, 97, 16, "float32", "cpu", turns=1, sequence=8)))
     assert seen == [64, 32] * 3 and len(parts) == 3 and "full logits do not fit; 32 rows instead" in capsys.readouterr().out
 
 
@@ -199,7 +213,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
         trainer.make_plan("cpu", quick=True),
         shape=SHAPE,
         speed=Speed(48, 24, turns=1, warmups=1, has_peer=False),
-        head=HeadLoad(32, 97, 16, "float32", "cpu", turns=1),
+        head=HeadLoad(32, 97, 16, "float32", "cpu", turns=1, sequence=8),
     )
     monkeypatch.setattr(trainer, "make_plan", lambda device, quick: plan)
     with pytest.raises(SystemExit) as ended:
