@@ -71,14 +71,14 @@ def prepare(model: PreTrainedModel, *, name: str, exact: bool = False) -> PreTra
 
 
 def narrow(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Hold a model as an engine that runs it in `dtype` does, and let it compute so; whoever needs more digits keeps them first."""
+    """Hold a model as an engine that runs it in `dtype` does, and let it compute so; whoever needs the digits keeps them."""
     for _, tensor in held_tensors(model):
         tensor.data = tensor.data.to(served_dtype(model, tensor, dtype))
     _widen_residual(model)
 
 
 def _widen_residual(model: PreTrainedModel) -> None:
-    """In a bfloat16 model the residual stream and the norms are float32; matrices, their products and the cache are bfloat16."""
+    """In a bfloat16 model residual stream and norms are float32; matrices, their products and the cache are bfloat16."""
     is_narrow = next(p for p in model.parameters() if p.ndim >= _MATRIX).dtype == torch.bfloat16
     if is_narrow and not hasattr(model, _WIDE) and not has_experts(model):
         setattr(model, _WIDE, True)

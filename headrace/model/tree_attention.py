@@ -79,7 +79,7 @@ def tree_attention(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, row_tiles: Tensor, key_tiles: Tensor, positions: Tensor,
     scale: float, softcap: float, window: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """([rows, heads, value dim], [heads, rows] log-sums of base 2). `softcap` and `window` are 0 where there is none; the tables
+    """([rows, heads, value dim], [heads, rows] log-sums of base 2). `softcap` and `window` are 0 where there is none; tables
     are those of a `KernelContext`."""
     query, key, value = _last_contiguous(query, key, value)
     rows, heads = query.shape[:2]

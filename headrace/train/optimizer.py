@@ -57,6 +57,8 @@ class FlatAdamW:
         self._places: dict[str, tuple[Segment, int, int]] = {}
         """Of each parameter by name: its segment, and where it lies there."""
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self._named: dict[int, str] = {}
+        """By the identity of a parameter."""
         for arena, parameters in trained:
             for names in _neighbours(arena, parameters):
                 self._add(arena, names, parameters)
@@ -125,9 +127,19 @@ class FlatAdamW:
         for segment in self._segments:
             segment.gradient.zero_()
 
+    @property
+    def names(self) -> set[str]:
+        """Of the parameters it trains."""
+        return set(self._places)
+
     def gradient(self, name: str) -> Tensor:
-        """Of a parameter, as it is held; for tests."""
+        """Of a parameter, in float32, as it has been added up so far."""
         return self._view(name, "gradient")
+
+    def gradient_of(self, parameter: Tensor) -> Tensor | None:
+        """The same, of a parameter itself; None where it is not trained."""
+        name = self._named.get(id(parameter))
+        return None if name is None else self.gradient(name)
 
     def master(self, name: str) -> Tensor:
         """A parameter in float32."""
@@ -158,7 +170,7 @@ class FlatAdamW:
     @torch.no_grad()
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
         """Masters and weights from float32 tensors; whatever is not trained is not looked at."""
-        for name in self._places:
+        for name in self.names & tensors.keys():
             self.master(name).copy_(tensors[name])
             self._view(name, "weights").copy_(tensors[name])
 
@@ -185,6 +197,7 @@ class FlatAdamW:
         self._segments.append(segment)
         for name, slot in zip(names, slots, strict=True):
             self._shapes[name] = slot.shape
+            self._named[id(parameters[name])] = name
             self._places[name] = (segment, slot.start - first.start, slot.stop - first.start)
             _collect(parameters[name], self.gradient(name))
 
