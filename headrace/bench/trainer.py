@@ -67,7 +67,7 @@ def make_plan(device: str, *, quick: bool) -> Plan:
         )
     turns = 1 if quick else 3
     tokens, document = (512, 128) if quick else (4096, 256)
-    rollouts, budget = (16, 512) if quick else (96, 2048)
+    rollouts, budget = (16, 512) if quick else (64, 2048)
     return Plan(
         device=device,
         dtype="float32",
