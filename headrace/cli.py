@@ -28,9 +28,18 @@ BENCHES = {
     "sync": "new weights to the engines: every transport, with and without a difference, against a plain copy",
     "partial": "what each interrupt costs: tokens wasted, stall, keys and values recomputed, lag",
     "engine": "the native engine's tokens a second, against the memory's limit, transformers and vLLM",
+    "trainer": "the trainer's tokens a second, share of the GPU's arithmetic and memory, against transformers",
+    "step": "whole steps of RL, in turn and side by side, against TRL with vLLM",
 }
 """Each is a module of `headrace.bench` with a `run(*, quick, json_file)`."""
-BENCH_OPTIONS = {"seeds": ("learn",), "model": ("engine", "sync"), "device": ("partial",)}
+BENCH_OPTIONS = {
+    "seeds": ("learn",),
+    "losses": ("learn",),
+    "model": ("engine", "sync"),
+    "device": ("partial",),
+    "only": ("trainer", "step"),
+    "mps": ("step",),
+}
 """Options that only some benchmarks have."""
 
 
@@ -104,17 +113,26 @@ def make_parser() -> argparse.ArgumentParser:
 
     _add_serve(commands)
 
+    _add_bench(commands)
+    return parser
+
+
+def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     bench = commands.add_parser("bench", help="measure; prints a table and can write JSON")
     bench.add_argument("name", choices=list(BENCHES), help="; ".join(f"{name}: {text}" for name, text in BENCHES.items()))
     bench.add_argument("--json", type=Path, help="write the figures to this file")
     bench.add_argument("--quick", action="store_true", help="under a minute on 2 cores; shows that it runs, not the figure")
-    bench.add_argument("--seeds", type=int, help="of learn: how many seeds, from 0; 5 if not given")
+    bench.add_argument("--seeds", type=int, help="of learn: how many seeds, from 0; 5 if not given, 3 with --losses")
+    bench.add_argument("--losses", help="of learn: losses to try on every seed, such as grpo,cispo,gspo,decoupled_ppo")
     bench.add_argument("--model", help="of engine and sync: a Hugging Face folder to measure with, too")
     bench.add_argument(
         "--device", choices=["auto", "cpu", "cuda"], help="of partial: auto, the GPU if there is one, if not given"
     )
+    bench.add_argument("--only", help="of trainer and step: the parts to measure, with commas; a wrong name lists them")
+    bench.add_argument(
+        "--mps", action="store_true", default=None, help="of step: let the processes share the GPU by NVIDIA's MPS"
+    )
     bench.set_defaults(run=_bench)
-    return parser
 
 
 def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -1,0 +1,48 @@
+"""`headrace bench learn --losses`: every loss is tried on every seed with the constants of the table."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from headrace.bench import learn
+from headrace.cli import main
+
+
+def test_each_loss_has_a_row_for_each_seed(tmp_path, monkeypatch, capsys):
+    asked = []
+    after = {("grpo", 0): 0.99, ("grpo", 1): 0.97, ("cispo", 0): 0.96, ("cispo", 1): 0.5}
+
+    def trained(seed, *, steps, train):
+        asked.append((train["loss"], seed, steps, train["constants"]))
+        rates = {"success_before": 0.2, "greedy_before": 0.5, "greedy_after": 1.0, "success_after": after[train["loss"], seed]}
+        return {**rates, "seconds": {"rl": 1.0}, "lag": {"mean": 1.0}}
+
+    monkeypatch.setattr(learn, "_train", trained)
+    monkeypatch.setattr(sys.modules["headrace.train"], "resolve_loss", lambda name: None, raising=False)
+    file = tmp_path / "out.json"
+    assert learn.run(losses="grpo, cispo", seeds=2, quick=False, json_file=file) == 1
+    assert asked == [(loss, seed, None, learn.LOSSES[loss]["constants"]) for loss in ("grpo", "cispo") for seed in (0, 1)]
+    rows = {row["name"]: row["value"] for row in json.loads(file.read_text())["rows"]}
+    assert rows["cispo, seed 1: success after"] == rows["cispo: least success after"] == 0.5
+    said = capsys.readouterr().out
+    assert "missed: cispo, seed 1: success after: 0.5 share, goal ≥ 0.95" in said and "missed: grpo" not in said
+    asked.clear()
+    assert learn.run(losses="grpo", quick=True, json_file=None) == 0 and [each[:3] for each in asked] == [("grpo", 0, 20)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["learn", "--losses=grpo,gpro"], "'gpro' is none of those with constants here: grpo, cispo, gspo, decoupled_ppo"),
+        (["learn", "--losses=,"], "name at least one of grpo"),
+        (["step", "--losses=grpo"], "only `headrace bench learn` has losses"),
+        (["learn", "--mps"], "only `headrace bench step` has mps"),
+    ],
+)
+def test_a_mistake_is_answered_before_anything_is_trained(capsys, arguments, message):
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", *arguments])
+    assert ended.value.code == 2 and message in capsys.readouterr().err

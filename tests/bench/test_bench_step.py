@@ -1,0 +1,228 @@
+"""The benchmark of whole steps: its arithmetic, its peers, and one small run for real."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+
+from headrace.bench import gpu_watch, step, trl_peer
+from headrace.bench.gpu_watch import GpuMemory, multi_process_service, role_of
+from headrace.bench.step import Variant, budget_of, make_plan, measure, settings_of, step_rows, variants
+from headrace.bench.step_loads import LENGTHS, OwnLengths, first_word_is_even, make_tasks, with_lengths
+from headrace.bench.trl_peer import TrlFailed, trl_seconds
+from headrace.bench.words import write_model
+from headrace.config import make_recipe
+from headrace.settings import ConfigError
+from headrace.types import Rollout
+
+PLAN = dataclasses.replace(make_plan("cpu", quick=True), steps=1, orchestrate="inline")
+
+
+def row(seconds: float, *, tokens: int, lag: float = 0.0, **states: float) -> dict:
+    times = {f"seconds/{name.replace('__', '/').replace('_', '-')}": value for name, value in states.items()}
+    return {"seconds": seconds, "tokens_per_second": tokens / seconds, "lag_mean": lag, **times}
+
+
+def test_figures_are_medians_and_shares_of_all_steps(capsys):
+    seen = [
+        row(1.0, tokens=100, lag=1.0, engine__decode=0.5, engine__wait_gate=0.5, trainer__compute=1.0, scorer__wait=1.0),
+        row(2.0, tokens=100, lag=0.5, engine__decode=2.0, engine__wait_gate=0.0, trainer__compute=2.0, scorer__wait=2.0),
+        row(4.0, tokens=100, lag=0.0, engine__decode=1.0, engine__wait_gate=3.0, trainer__compute=4.0, scorer__wait=4.0),
+    ]
+    assert budget_of(seen) == {("engine", "decode"): 0.5, ("engine", "wait-gate"): 0.5, ("trainer", "compute"): 1.0}
+    plan = make_plan("cuda", quick=False)
+    rows = {r.name.removeprefix("x: "): r for r in step_rows(plan, Variant("x", {}), seen, peers=step.EARLIER)}
+    assert rows["step"].value == 2.0 and rows["completions"].value == 50 and rows["mean lag"].value == 0.5
+    assert rows["completions"].goal == "≥ 28500" and rows["completions"].peers == step.EARLIER
+    (ratio,) = [r.value for name, r in rows.items() if name.startswith("completions ÷")]
+    assert ratio == 50 / 9500 and rows["engine, decode"].value == 0.5 and not any("scorer" in name for name in rows)
+    tail = step_rows(plan, Variant("x", {}, has_tail=True), seen, peers=step.EARLIER)
+    assert not any(r.goal or r.peers for r in tail)
+
+
+def test_every_variant_is_a_valid_recipe_and_engines_sleep_only_where_they_can(monkeypatch):
+    found = variants(quick=False)
+    assert {"in-turn", "lag-1", "lag-2", "in-turn-long-tail", "lag-2-long-tail"} <= found.keys()
+    for variant in found.values():
+        settings = settings_of(PLAN, variant)
+        recipe = make_recipe(settings)
+        assert recipe.staleness.max_lag == variant.max_lag and recipe.sampling.min_tokens == 0
+        assert recipe.steps == PLAN.warmups + PLAN.steps + variant.max_lag
+    for fields, can in (([SimpleNamespace(name="sleep")], True), ([], False)):
+        monkeypatch.setattr("dataclasses.fields", lambda _, fields=fields: fields)
+        assert ("in-turn-asleep" in variants(quick=False)) == can
+
+
+def test_a_task_says_how_much_each_sibling_draws():
+    tasks = with_lengths(make_tasks(50, prompt_tokens=6, vocabulary=99), siblings=4, mean=40, cap=128)
+    assert len({task["prompt"] for task in tasks}) == 50 and all(len(task["prompt"].split()) == 6 for task in tasks)
+    lengths = np.array([task[LENGTHS] for task in tasks])
+    assert lengths.shape == (50, 4) and lengths.max() <= 128 and 25 < lengths.mean() < 50 and len(set(lengths[0])) > 1
+    asked = []
+
+    class FakeClient:
+        episode, group = "g0/2", "g0"
+
+        def prompt(self, prompt):
+            return Rollout.from_prompt([1, 2], id="g0/2", group="g0", index=2)
+
+        def limit(self, max_tokens):
+            asked.append(max_tokens)
+
+        async def generate(self, rollout):
+            return rollout
+
+    episode = asyncio.run(OwnLengths().run(tasks[0], FakeClient()))
+    assert asked == [tasks[0][LENGTHS][2]] and episode.group == "g0" and len(episode.rollouts) == 1
+
+
+def test_the_reward_tells_siblings_apart():
+    assert first_word_is_even(["w12 w3", "w7", "", "w0"], prompts=[], other=1) == [1.0, 0.0, 0.0, 1.0]
+
+
+def test_a_run_with_a_long_tail_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.set_num_threads", lambda count: None)  # other tests go on in this process
+    model = write_model(PLAN.shape, tmp_path / "model", dtype="float32")
+    variant = variants(quick=True)["lag-1-long-tail"]
+    rows = {r.name.removeprefix(f"{variant.name}: "): r.value for r in measure(PLAN, variant, model, tmp_path, peers={})}
+    assert rows["completions"] > 0 and rows["step"] > 0 and 0 <= rows["mean lag"] <= 1
+    assert sum(value for name, value in rows.items() if name.startswith("trainer, ")) > 0.9
+    assert not (tmp_path / "run").exists()
+
+
+def test_completions_that_end_early_are_no_figure():
+    seen = [{"completion_tokens": 12.0}, {"completion_tokens": 11.5}]
+    with pytest.raises(RuntimeError, match=r"11\.5 tokens a completion where 12 were asked for"):
+        step.check_lengths(PLAN, Variant("x", {}), seen)
+    step.check_lengths(PLAN, Variant("x", {}, has_tail=True), seen)
+
+
+def test_memory_is_what_was_taken_since_it_began(monkeypatch):
+    gib, used, is_seen = 1 << 30, [3, 5, 9, 4], threading.Event()
+    processes = [SimpleNamespace(pid=1, usedGpuMemory=2 * gib), SimpleNamespace(pid=2, usedGpuMemory=7 * gib)]
+
+    def info(handle):
+        if len(used) == 1:
+            is_seen.set()
+        return SimpleNamespace(used=(used.pop(0) if len(used) > 1 else used[0]) * gib)
+
+    fake = SimpleNamespace(
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetMemoryInfo=info,
+        nvmlDeviceGetComputeRunningProcesses=lambda handle: processes,
+    )
+    monkeypatch.setattr(gpu_watch, "_nvml", lambda: fake)
+    monkeypatch.setattr(gpu_watch, "_EVERY", 0.001)
+    monkeypatch.setattr(gpu_watch, "role_of", {1: "trainer", 2: None}.get)
+    with GpuMemory() as memory:
+        assert is_seen.wait(10)
+    assert memory.peak == 6.0 and memory.peak_of == {"trainer": 2.0}
+    monkeypatch.setattr(gpu_watch, "_nvml", lambda: None)
+    with GpuMemory() as nothing:
+        pass
+    assert nothing.peak is None and step.memory_rows(PLAN, Variant("x", {}), nothing) == []
+
+
+def test_a_process_of_a_run_is_known_by_its_name():
+    command = [sys.executable, "-c", "import sys; sys.stdin.read()", "headrace.orchestrate.child", "trainer"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+        deadline = time.monotonic() + 10
+        while role_of(process.pid) != "trainer" and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert role_of(process.pid) == "trainer" and role_of(os.getpid()) is None and role_of(2**30) is None
+        process.stdin.close()
+
+
+def test_the_service_is_started_and_stopped_around_the_runs(tmp_path, monkeypatch):
+    control = tmp_path / "bin" / "nvidia-cuda-mps-control"
+    control.parent.mkdir()
+    control.write_text(f'#!/bin/sh\nif [ "$1" = "-d" ]; then echo start; else cat; fi >> "{tmp_path}/calls"\n')
+    control.chmod(0o755)
+    monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
+    monkeypatch.setenv("PATH", f"{control.parent}:{os.environ['PATH']}")
+    with pytest.raises(KeyError), multi_process_service(tmp_path / "mps"):
+        assert (tmp_path / "calls").read_text() == "start\n" and Path(os.environ["CUDA_MPS_PIPE_DIRECTORY"]).is_dir()
+        raise KeyError
+    assert (tmp_path / "calls").read_text() == "start\nquit\n" and "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(ConfigError, match="--mps: nvidia-cuda-mps-control is not installed"), multi_process_service(tmp_path):
+        pass
+
+
+def test_trl_is_asked_for_the_same_steps(tmp_path, monkeypatch, capsys):
+    asked = {}
+
+    class FakeTrainer:
+        def __init__(self, *, model, args, reward_funcs, train_dataset, processing_class, callbacks):
+            asked.update(vars(args), rows=train_dataset, end=processing_class.eos_token, reward=reward_funcs)
+            self.clock, self.steps = callbacks[0], args.max_steps
+
+        def train(self):
+            self.clock.on_train_begin(None, None, None)
+            for _ in range(self.steps):
+                self.clock.on_step_end(None, None, None)
+
+    trl, datasets = ModuleType("trl"), ModuleType("datasets")
+    trl.GRPOConfig, trl.GRPOTrainer = lambda **given: SimpleNamespace(**given), FakeTrainer
+    datasets.Dataset = SimpleNamespace(from_list=list)
+    monkeypatch.setitem(sys.modules, "trl", trl)
+    monkeypatch.setitem(sys.modules, "datasets", datasets)
+    model = write_model(PLAN.shape, tmp_path / "model", dtype="float32")
+
+    def in_this_process(command, **_):
+        monkeypatch.setattr("sys.argv", command[2:])
+        trl_peer.main()
+        return SimpleNamespace(stdout=capsys.readouterr().out, stderr="", returncode=0)
+
+    monkeypatch.setattr("subprocess.run", in_this_process)
+    order = {"tasks": make_tasks(4, prompt_tokens=3, vocabulary=50), "completions": 64, "siblings": 8, "tokens": 12, "steps": 3}
+    assert len(trl_seconds(model, tmp_path / "trl", **order)) == 3
+    assert asked["per_device_train_batch_size"] * asked["gradient_accumulation_steps"] == 64
+    assert (asked["num_generations"], asked["max_completion_length"], asked["beta"], asked["end"]) == (8, 12, 0.0, "w0")
+    assert asked["generation_kwargs"] == {"ignore_eos": True} and len(asked["rows"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("done", "message"),
+    [
+        (SimpleNamespace(stdout='{"seconds": 1.5}\n', stderr="out of memory\n", returncode=1), "1 of 2 steps: out of memory"),
+        (SimpleNamespace(stdout='noise\n{"seconds": 1.5}\n', stderr="", returncode=0), "1 of 2 steps: status 0"),
+    ],
+)
+def test_what_goes_wrong_with_trl_is_one_line(tmp_path, monkeypatch, capsys, done, message):
+    monkeypatch.setattr("subprocess.run", lambda *_, **__: done)
+    order = {"tasks": [], "completions": 8, "siblings": 8, "tokens": 12, "steps": 2}
+    with pytest.raises(TrlFailed, match=message):
+        trl_seconds("model", tmp_path / "trl", **order)
+    plan = dataclasses.replace(PLAN, warmups=0, steps=2)
+    assert list(step.measure_trl(plan, "model", tmp_path / "other", {})) == [] and message in capsys.readouterr().out
+
+
+def test_trl_is_set_against_ours_where_it_ran(tmp_path, monkeypatch):
+    monkeypatch.setattr(step, "trl_seconds", lambda *_, **__: [99.0, 99.0, 2.0, 4.0])
+    peers = {}
+    ((seconds, rate),) = step.measure_trl(dataclasses.replace(PLAN, steps=2), "model", tmp_path, peers)
+    assert seconds.value == 3.0 and rate.value == peers["TRL + vLLM"] == PLAN.completions * PLAN.tokens / 3
+
+
+def test_the_command(tmp_path, monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(
+        step, "measure", lambda plan, variant, model, folder, peers: asked.append(variant.name) or [step.Row("a", 1.0, "s")]
+    )
+    monkeypatch.setattr(step, "write_model", lambda shape, folder, dtype: str(folder))
+    monkeypatch.setattr(step, "release", lambda: None)
+    assert step.run(quick=False, json_file=tmp_path / "out.json", only="lag-2,in-turn") == 0
+    assert asked == ["in turn", "lag 2"] and len(json.loads((tmp_path / "out.json").read_text())["rows"]) == 2
+    assert "absent from the table" in capsys.readouterr().out

@@ -1,0 +1,244 @@
+"""The benchmark of the trainer: that the peer does the same work, and that figures are what they are called."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.bench import trainer, trainer_head, trainer_mix, trainer_speed
+from headrace.bench.gauge import MIB, peak_bytes
+from headrace.bench.table import Row
+from headrace.bench.trainer_head import HeadLoad, full_logprobs, head_rows, make_head, make_inputs, make_mask
+from headrace.bench.trainer_loads import (
+    CPU_SHAPE,
+    gradient_of,
+    make_batch,
+    make_rollouts,
+    make_trainer,
+    relative_difference,
+)
+from headrace.bench.trainer_mix import Mix, fill_row, rate_rows
+from headrace.bench.trainer_peers import PaddedLoop
+from headrace.bench.trainer_speed import Speed, Turn, compare, flops_per_token, speed_rows
+from headrace.bench.words import build_words, write_model
+from headrace.cli import main
+from headrace.model.head import Head
+from headrace.model.load import load_tokenizer
+
+SHAPE = {
+    **CPU_SHAPE,
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+}
+MIX = Mix(9, 4, median=12, cap=60, budget=64, mini_batch=4, most_tokens=0, turns=1, goal="≥ 2.5")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    return write_model(SHAPE, tmp_path_factory.mktemp("model"), dtype="float32")
+
+
+@pytest.fixture(autouse=True)
+def quick_to_release(monkeypatch) -> None:
+    monkeypatch.setattr("gc.collect", lambda: 0)  # pytest holds very many objects
+
+
+def test_every_token_is_a_word_and_none_ends_a_turn(folder):
+    words = load_tokenizer(folder)
+    assert len(words) == 97 and words.eos_token_id is None
+    assert words("w5 w96 w0")["input_ids"] == [5, 96, 0] and words.decode([5, 96, 0]) == "w5 w96 w0"
+    assert build_words(7)("w9")["input_ids"] == [0]
+
+
+def test_the_padded_loop_gives_our_gradient_however_it_is_cut(folder):
+    ours = make_trainer(folder, dtype="float32", device="cpu", micro_batch_tokens=64)
+    rollouts = make_rollouts(MIX.lengths, prompt_tokens=4, vocabulary=97)
+    batch = make_batch(ours, rollouts, advantages=np.linspace(-1, 1, len(rollouts)).tolist())
+    ours.forward_backward(batch)
+    gradient = gradient_of(ours)
+    for most_tokens, by_length in ((0, False), (0, True), (70, False)):
+        loop = PaddedLoop(folder, dtype="float32", device="cpu", mini_batch=4, most_tokens=most_tokens)
+        loop.forward_backward(batch, by_length=by_length)
+        assert relative_difference(gradient, loop.gradient()) < 1e-5
+    ours.optim_step(0.0)
+    assert compare(ours, loop, batch) > 0.4  # a second gradient lay on top of the first
+    assert compare(ours, loop, batch) < 1e-5
+    other = dataclasses.replace(batch, advantages=tuple(-advantage for advantage in batch.advantages))
+    assert compare(ours, loop, other) < 1e-5
+
+
+def test_a_gradient_is_read_where_it_is_held():
+    linear = torch.nn.Linear(2, 1, bias=False)
+    held = {"weight": torch.tensor([[3.0, 4.0]])}
+    gathers = SimpleNamespace(model=linear, _optimizer=SimpleNamespace(gradient=held.get))
+    assert gradient_of(gathers)["weight"].tolist() == [[3.0, 4.0]] and gradient_of(SimpleNamespace(model=linear)) == {}
+    linear.weight.grad = torch.ones(1, 2)
+    assert gradient_of(SimpleNamespace(model=linear))["weight"].tolist() == [[1.0, 1.0]]
+    assert relative_difference({"a": torch.tensor([3.0, 5.0])}, {"a": torch.tensor([3.0, 4.0])}) == pytest.approx(0.2)
+    with pytest.raises(RuntimeError, match="gradients of different weights"):
+        relative_difference({}, {"a": torch.ones(1)})
+
+
+def test_a_mini_batch_is_halved_until_it_fits(folder):
+    loop = PaddedLoop(folder, dtype="float32", device="cpu", mini_batch=4, most_tokens=40)
+    rollouts = make_rollouts([8, 8, 8, 30, 60], prompt_tokens=4, vocabulary=97)
+    batch = make_batch(
+        make_trainer(folder, dtype="float32", device="cpu", micro_batch_tokens=64), rollouts, advantages=[1.0] * 5
+    )
+    assert loop._halved(batch, [0, 1, 2]) == [[0, 1, 2]]
+    assert loop._halved(batch, [0, 1, 2, 3]) == [[0, 1], [2], [3]] and loop._halved(batch, [4]) == [[4]]
+
+
+def test_arithmetic_is_counted_once_for_a_tied_embedding(folder):
+    attention = 32 * 2 * 16 + 2 * 32 * 1 * 16 + 2 * 16 * 32
+    weights = 97 * 32 + 2 * (attention + 3 * 32 * 64 + 2 * 32 + 2 * 16) + 32
+    assert flops_per_token(folder, document=10) == 6 * weights + 6 * 2 * 2 * 16 * 10
+
+
+def test_speed_is_of_medians(capsys):
+    speed = Speed(1000, 100, turns=3, warmups=1, has_peer=True, goal="≥ 0.45")
+    turns = {
+        "ours": [Turn(1.0, 1.0), Turn(2.0, 0.5), Turn(9.0, 0.1)],
+        "transformers": [Turn(4.0, 1.0)] * 3,
+    }
+    rows = {row.name.removeprefix(f"{speed.name}: "): row for row in speed_rows(speed, turns, flops_per_token=989e9)}
+    assert rows["forward and backward"].value == 500 and rows["forward and backward"].peers == {"transformers": 250}
+    assert rows["whole step"].value == 400 and rows["whole step ÷ transformers"].value == 2
+    assert rows["MFU, forward and backward"].value == pytest.approx(0.5) and rows["MFU, whole step"].goal == "≥ 0.45"
+    assert rows["optimizer step"].value == 500
+    alone = speed_rows(speed, {"ours": turns["ours"]}, flops_per_token=None)
+    assert [row.name.split(": ")[1] for row in alone] == ["optimizer step", "forward and backward", "whole step"]
+
+
+def test_documents_of_one_length_are_measured(folder):
+    speed = Speed(96, 24, turns=2, warmups=1, has_peer=True)
+    parts = list(trainer_speed.measure(speed, folder, dtype="float32", device="cpu"))
+    rows = {row.name.removeprefix(f"{speed.name}: "): row for part in parts for row in part}
+    assert rows["passes"].value == 1 and rows["transformers: gradient, relative difference"].value < 1e-5
+    assert rows["whole step"].value > 0 and rows["whole step"].peers["transformers"] > 0
+    assert rows["whole step"].value < rows["forward and backward"].value
+
+
+def test_a_peer_that_does_other_work_is_not_timed(folder, monkeypatch):
+    monkeypatch.setattr("headrace.bench.trainer_peers.CLIP_HIGH", -0.5)
+    parts = list(trainer_mix.measure(MIX, folder, vocabulary=97, dtype="float32", device="cpu"))
+    assert [row.name.split(": ")[-1] for part in parts for row in part] == ["packing fill", "gradient, relative difference"]
+    assert parts[-1][0].value > 0.01
+
+
+def test_a_long_tail_is_measured_against_both_orders(folder):
+    parts = list(trainer_mix.measure(MIX, folder, vocabulary=97, dtype="float32", device="cpu"))
+    rows = {row.name.removeprefix(MIX.name).removeprefix(": "): row for part in parts for row in part}
+    assert rows["trained"].peers.keys() == trainer_mix.PEERS.keys() and rows["trained"].value > 0
+    assert rows[" ÷ padded, as they come"].goal == "≥ 2.5" and rows[" ÷ padded, by length"].goal == ""
+    lengths = dataclasses.replace(MIX, rollouts=2001, median=300, cap=100_000).lengths
+    assert statistics.median(lengths) - MIX.prompt_tokens == pytest.approx(300, rel=0.1)
+
+
+def test_fill_leaves_out_the_emptiest_pass_and_rates_count_real_tokens():
+    assert fill_row(MIX, [64, 10, 62]).value == 63 / 64 and fill_row(MIX, [32]).value == 0.5
+    rows = rate_rows(MIX, 1200, {"ours": [1.0, 2.0, 9.0], "padded, as they come": [4.0], "padded, by length": [3.0]})
+    assert [row.value for row in rows] == [600, 2.0, 1.5] and rows[0].peers["padded, by length"] == 400
+
+
+def test_a_sampling_mask_holds_the_target_and_no_token_twice():
+    targets = np.array([0, 96, 40, 96])
+    mask = make_mask(targets, vocabulary=97, device="cpu")
+    for row, target in enumerate(targets):
+        ids = mask.ids[mask.offsets[row] : mask.offsets[row + 1]].tolist()
+        assert ids == sorted(set(ids)) and target in ids and 30 <= len(ids) <= 70 and max(ids) < 97
+
+
+@pytest.mark.parametrize("case", trainer_head.CASES)
+def test_the_head_agrees_with_full_logits(case):
+    load = HeadLoad(40, 97, 16, "float32", "cpu", turns=1, sequence=8)
+    head = make_head(load)
+    inputs = make_inputs(load, head, **trainer_head.CASES[case])
+    ours, _ = head.logprobs(inputs.hidden, inputs.targets, inputs.temperatures, allowed=inputs.allowed)
+    assert torch.allclose(ours, full_logprobs(inputs), atol=1e-5) and bool((ours < 0).all())
+
+
+def test_the_head_is_measured_and_one_that_is_wrong_has_no_figure(monkeypatch):
+    load = HeadLoad(64, 500, 16, "float32", "cpu", turns=2, sequence=8)
+    rows = [row for part in trainer_head.measure(load) for row in part]
+    assert len(rows) == 4 * 5 and all(row.value > 0 for row in rows if "time" in row.name)
+    real = Head.logprobs
+    monkeypatch.setattr(Head, "logprobs", lambda self, *given, **more: (real(self, *given, **more)[0] * 1.01, None))
+    with pytest.raises(RuntimeError, match=r"the gradient differs from that of full logits by 1\.0e-02"):
+        list(trainer_head.measure(load))
+
+
+def test_the_heads_rows_are_ratios_of_medians():
+    seconds, memory = {"": [1.0, 3.0, 2.0], "full logits": [4.0]}, {"": int(MIB), "full logits": 40 * int(MIB)}
+    rows = head_rows("x", seconds, memory, memory_goal="≤ 0.05")
+    assert [row.value for row in rows] == [2000, 0.5, 1, 0.025] and rows[1].goal == "≤ 1" and rows[3].goal == "≤ 0.05"
+
+
+def test_full_logits_that_do_not_fit_are_measured_with_half_the_rows(monkeypatch, capsys):
+    seen = []
+
+    def measured(load, case, **_):
+        seen.append(load.rows)
+        if load.rows > 32:
+            raise torch.OutOfMemoryError("no")
+        return [Row(f"{load.name}{case}", 1.0, "ms")]
+
+    monkeypatch.setattr(trainer_head, "_measure_case", measured)
+    parts = list(trainer_head.measure(HeadLoad(64, 97, 16, "float32", "cpu", turns=1, sequence=8)))
+    assert seen == [64, 32] * 3 and len(parts) == 3 and "full logits do not fit; 32 rows instead" in capsys.readouterr().out
+
+
+def test_peaks_are_of_the_action_alone():
+    def take() -> None:
+        first = torch.ones(64 << 18)
+        second = first * 2
+        del first, second
+
+    assert 120 * MIB < peak_bytes(take, "cpu") < 140 * MIB
+
+
+def test_the_command(tmp_path, monkeypatch, capsys):
+    plan = dataclasses.replace(
+        trainer.make_plan("cpu", quick=True),
+        shape=SHAPE,
+        speed=Speed(48, 24, turns=1, warmups=1, has_peer=False),
+        head=HeadLoad(32, 97, 16, "float32", "cpu", turns=1, sequence=8),
+    )
+    monkeypatch.setattr(trainer, "make_plan", lambda device, quick: plan)
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "trainer", "--quick", "--only=sharing,head,speed", "--json", str(tmp_path / "out.json")])
+    assert ended.value.code == 0
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert any(row["name"] == "48 tokens of 24: whole step" for row in rows) and len(rows) > 12
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "trainer", "--only=heads"])
+    assert ended.value.code == 2 and "it has speed, long, head, mix, sharing" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "engine", "--only=heads"])
+    assert ended.value.code == 2 and "only `headrace bench trainer or step` has only" in capsys.readouterr().err
+
+
+def test_sharing_is_measured_where_somebody_wrote_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(trainer, "SHARING", "headrace_bench_absent")
+    assert list(trainer._sharing("cpu", quick=True)) == [] and "absent from the table" in capsys.readouterr().out
+    (tmp_path / "made_up_sharing.py").write_text("def measure(*, device, quick):\n    return [(device, quick)]\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(trainer, "SHARING", "made_up_sharing")
+    assert list(trainer._sharing("cpu", quick=True)) == [[("cpu", True)]]
+
+
+def test_the_gpus_plan_has_the_goals_that_were_set():
+    plan = trainer.make_plan("cuda", quick=False)
+    assert (plan.speed.tokens, plan.speed.document, plan.speed.goal) == (16_384, 1024, "≥ 0.45")
+    assert (plan.long.tokens, plan.head.rows, plan.head.vocabulary, plan.head.hidden) == (32_768, 32_768, 151_936, 1024)
