@@ -74,7 +74,7 @@ def pass_sizes(rollouts: Sequence[Rollout], *, budget: int) -> list[int]:
 def gradient_of(trainer: DeviceTrainer) -> dict[str, torch.Tensor]:
     """What the trainer holds after `forward_backward`, by the names that transformers gives: with the weights, or with an
     optimizer that gathers it."""
-    gathered: Any = getattr(getattr(trainer, "_optimizer", None), "gradient", None)
+    gathered: Any = trainer.optimizer.gradient
     found = {}
     for name, parameter in trainer.model.named_parameters():
         held = parameter.grad if gathered is None else gathered(name)
