@@ -43,11 +43,11 @@ class TaskSettings:
     """One source of tasks; several are mixed by weight."""
 
     source: str
-    """`builtin:NAME`, or a JSONL or parquet file with a `prompt` column (text or chat messages)."""
+    """`builtin:NAME`, `reasoning_gym:NAME`, or a JSONL or parquet file with a `prompt` column (text or chat messages)."""
     weight: float = 1.0
     """Its share of the mix, against the other sources' weights."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Of a built-in task, such as max_length."""
+    """Of a built-in task, such as max_length, or of a reasoning-gym one: instruction, examples and its generator's own."""
 
     def __post_init__(self) -> None:
         _check(0 < self.weight < math.inf, "weight", self.weight, "a number above 0")
@@ -83,7 +83,7 @@ class RewardSettings:
     """What is good."""
 
     functions: tuple[str, ...] = ()
-    """`module:name` or `file.py:name` of each reward function; empty takes the built-in task's own."""
+    """`module:name` or `file.py:name` of each reward function; empty takes the one that comes with the task."""
     weights: tuple[float, ...] = ()
     """One per function; empty weighs each 1."""
     timeout: float = 300.0
@@ -371,7 +371,7 @@ class EvaluateSettings:
     every: int = 0
     """Versions between evaluations; the first and last are always made if there are tasks. 0: only those two."""
     tasks: tuple[TaskSettings, ...] = ()
-    """Held-out sources; a built-in task keeps held-out rows of its own."""
+    """Held-out sources; built-in and reasoning-gym tasks keep held-out rows of their own."""
     limit: int = 256
     """Tasks per evaluation, the same ones each time."""
     success_at: float = 1.0

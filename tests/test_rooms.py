@@ -9,7 +9,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "headrace"
 ROOMS = sorted(path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists())
-VENDORS = {"vllm", "ray", "wandb", "tensorboard", "datasets", "pyarrow", "peft", "trl"}
+VENDORS = {"vllm", "ray", "wandb", "tensorboard", "datasets", "pyarrow", "peft", "trl", "reasoning_gym"}
 
 
 def imports(path: Path, *, at_run_time: bool) -> set[str]:

@@ -105,6 +105,10 @@ def reward_functions(recipe: Recipe, given: UserInputs) -> list[tuple[RewardFunc
         functions = list({id(f): f for f in own if f is not None}.values())
         if not functions or None in own:
             raise ConfigError("reward: none is given; name one in reward.functions, or pass reward=")
+        if len(functions) > 1:
+            raise ConfigError(
+                "reward: the tasks bring different ones, and each would judge all of them; name one in reward.functions"
+            )
     functions = [import_name(f, setting="reward.functions") if isinstance(f, str) else f for f in functions]
     weights = recipe.reward.weights or (1.0,) * len(functions)
     if len(weights) != len(functions):

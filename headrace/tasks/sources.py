@@ -1,4 +1,4 @@
-"""Sources of rows: lists, JSONL and parquet files, `datasets.Dataset`, and the built-in tasks."""
+"""Sources of rows: lists, JSONL and parquet files, `datasets.Dataset`, built-in tasks and those of reasoning-gym."""
 
 from __future__ import annotations
 
@@ -8,17 +8,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from headrace.tasks import sort_digits
+from headrace.tasks import reasoning_gym, sort_digits
+from headrace.tasks.errors import TaskError
 from headrace.types import Plain, check_plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 Row = dict[str, Plain]
-
-
-class TaskError(ValueError):
-    """Tasks cannot be used; the message names the source, the row and the fix."""
 
 
 class TaskSource(Protocol):
@@ -53,7 +50,10 @@ BUILTIN_REWARDS: dict[str, Callable[..., float]] = {"sort_digits": sort_digits.p
 
 
 def open_source(source: object, *, seed: int, split: str, options: dict[str, Any] | None = None) -> TaskSource:
-    """A source from what a user gave: `builtin:NAME`, a file, a list of dicts or a Dataset. `split`: train or held_out."""
+    """A source from what a user gave: `builtin:NAME`, `reasoning_gym:NAME`, a file, a list of dicts or a Dataset.
+
+    `split` is train or held_out.
+    """
     if isinstance(source, str) and source.startswith("builtin:"):
         name = source.removeprefix("builtin:")
         if name not in BUILTIN:
@@ -63,8 +63,11 @@ def open_source(source: object, *, seed: int, split: str, options: dict[str, Any
         except TypeError as error:
             problem = str(error).rpartition("() ")[2]  # without the name of our class
             raise TaskError(f"tasks: {source}: options: {problem}") from error
+    if isinstance(source, str) and source.startswith(reasoning_gym.PREFIX):
+        name = source.removeprefix(reasoning_gym.PREFIX)
+        return reasoning_gym.ReasoningGym(name, seed=seed, split=split, options=options or {})
     if options:
-        raise TaskError(f"tasks: {source}: only built-in tasks have options, not {', '.join(options)}")
+        raise TaskError(f"tasks: {source}: only built-in and reasoning-gym tasks have options, not {', '.join(options)}")
     shuffle = split == "train"
     if isinstance(source, str | Path):
         return RowSource(_read(Path(source)), name=str(source), seed=seed, shuffle=shuffle)
@@ -73,8 +76,10 @@ def open_source(source: object, *, seed: int, split: str, options: dict[str, Any
     return RowSource(source, name="tasks", seed=seed, shuffle=shuffle)
 
 
-def builtin_reward(source: str) -> Callable[..., float] | None:
-    """The reward that belongs to a built-in task."""
+def builtin_reward(source: str) -> Callable[..., float | None] | None:
+    """The reward that comes with a task; None where there is none."""
+    if str(source).startswith(reasoning_gym.PREFIX):
+        return reasoning_gym.reward_of(source.removeprefix(reasoning_gym.PREFIX))
     return BUILTIN_REWARDS.get(source.removeprefix("builtin:")) if str(source).startswith("builtin:") else None
 
 

@@ -1,0 +1,7 @@
+"""What is wrong with tasks, said to the user."""
+
+from __future__ import annotations
+
+
+class TaskError(ValueError):
+    """Tasks cannot be used; the message names the source, the row and the fix."""
