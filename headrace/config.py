@@ -261,6 +261,12 @@ class TrainSettings:
     """Optimizer steps per version."""
     micro_batch_tokens: int = 16384
     """Tokens in one forward pass; changes memory and speed, not the gradient."""
+    recompute: Literal["none", "layers"] = "none"
+    """`layers`: a pass keeps each layer's input alone, and computes the layer again when its gradient is taken: a third more
+    time, a fraction of the memory."""
+    offload: tuple[Literal["optimizer", "reference", "activations"], ...] = ()
+    """What waits in the host's memory while the GPU does not need it: the optimizer's state, a reference model's weights, what
+    a pass keeps for its gradient."""
     learning_rate: float = 1e-6
     """Of AdamW, at the top of its schedule."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -308,6 +314,7 @@ class TrainSettings:
         _check(self.max_skipped >= 0, "max_skipped", self.max_skipped, "≥ 0")
         _check(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, "≥ 0")
         _check(self.micro_batch_tokens >= 16, "micro_batch_tokens", self.micro_batch_tokens, "≥ 16")
+        _check(len(set(self.offload)) == len(self.offload), "offload", list(self.offload), "a list that names each once")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -538,7 +545,8 @@ class Recipe:
         for name in ("observe", "orchestrate", "deadline", "heartbeat", "sync"):
             settings.pop(name)
         settings["engine"].pop("restarts")
-        settings["train"].pop("max_skipped")
+        for name in ("max_skipped", "recompute", "offload"):
+            settings["train"].pop(name)
         for name in ("timeout", "workers", "max_failures"):
             settings["reward"].pop(name)
         return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]

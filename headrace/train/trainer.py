@@ -13,6 +13,7 @@ from headrace.model.head import Head
 from headrace.model.load import served_dtype
 from headrace.model.packing import Packed, micro_batches, pack, packed_logprobs
 from headrace.model.weights import named_tensors
+from headrace.observe.memory import peak_memory
 from headrace.staleness import importance_weights
 from headrace.train.losses import TokenTensors, call_loss
 
@@ -93,7 +94,12 @@ class DeviceTrainer:
         if is_finite:
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        return {"grad_norm": norm if is_finite else -1.0, "skipped": float(not is_finite), "learning_rate": learning_rate}
+        return {
+            "grad_norm": norm if is_finite else -1.0,
+            "skipped": float(not is_finite),
+            "learning_rate": learning_rate,
+            "memory_peak": float(peak_memory(self._device)),
+        }
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Weights are float32 here, so that small steps are not lost, and leave in the dtypes the engine holds them in."""
