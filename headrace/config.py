@@ -345,6 +345,7 @@ class TrainSettings:
         _check(self.max_skipped >= 0, "max_skipped", self.max_skipped, "≥ 0")
         _check(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, "≥ 0")
         _check(self.micro_batch_tokens >= 16, "micro_batch_tokens", self.micro_batch_tokens, "≥ 16")
+        _check(len(set(self.offload)) == len(self.offload), "offload", list(self.offload), "a list that names each once")
         _check(0 <= self.discount <= 1, "discount", self.discount, "in [0, 1]")
         _check(0 <= self.gae_lambda <= 1, "gae_lambda", self.gae_lambda, "in [0, 1]")
         _check(0 <= self.kl < math.inf, "kl", self.kl, "a number ≥ 0")
@@ -615,7 +616,8 @@ class Recipe:
         for name in ("observe", "orchestrate", "deadline", "heartbeat", "sync"):
             settings.pop(name)
         settings["engine"].pop("restarts")
-        settings["train"].pop("max_skipped")
+        for name in ("max_skipped", "recompute", "offload"):
+            settings["train"].pop(name)
         for name in ("timeout", "workers", "max_failures"):
             settings["reward"].pop(name)
         return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]

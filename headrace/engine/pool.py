@@ -213,6 +213,7 @@ class EnginePool:
             slots=sum(state["slots"] for state in states),
             free_blocks=sum(state["free_blocks"] for state in states),
             tokens=sum(state["tokens"] for state in states),
+            memory_peak=max((state["memory_peak"] for state in states), default=0),
         )
 
     async def in_flight(self) -> list[InFlight]:

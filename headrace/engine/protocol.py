@@ -51,6 +51,8 @@ class EngineState:
     free_blocks: int
     tokens: int
     """Drawn since it was made: a clock that only moves when work does."""
+    memory_peak: int = 0
+    """Bytes its process has come to take at most, of the GPU's memory where it has one; of several engines, the largest."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ def final_report(summary: dict[str, Any], equation: str, samples: list[tuple[str
         f"step {seconds['first_step']:.1f} s after the command",
         f"tokens     {tokens['trained']:,} trained of {tokens['sampled']:,} sampled, {tokens['wasted']:,} wasted; "
         f"lag {lag['mean']:.2f} on average, {lag['max']} at most",
+        _memory_line(summary["memory"]),
         "",
         *budget_table(summary["time_budget"]),
         "",
@@ -40,3 +41,12 @@ def final_report(summary: dict[str, Any], equation: str, samples: list[tuple[str
     for prompt, completion, reward in samples:
         lines += [f"sample     {prompt!r} -> {completion!r}   reward {reward if reward is None else round(reward, 3)}"]
     return "\n".join(lines)
+
+
+def _memory_line(memory: dict[str, dict[str, int | None]]) -> str:
+    """What each role took at most, and what was expected."""
+    parts = []
+    for role, sizes in memory.items():
+        peak, expected = sizes["peak"] or 0, sizes["predicted"]
+        parts.append(f"{role} {peak / 1e9:.2f} GB" + (f" ({expected / 1e9:.2f} predicted)" if expected else ""))
+    return f"memory     {', '.join(parts)} at the peak"

@@ -197,6 +197,7 @@ def build_roles(recipe: Recipe, model_path: str, given: UserInputs, *, observer:
         trainer=TrainerHere(trainer, sync, observer.timeline("trainer"), canary=around.canary),
         stop_ids=stop_tokens(core.model, around.encoder.tokenizer),
         services=(engine.serve,),
+        engine_peak=lambda: engine.peak_memory,
         around=around,
     )
 

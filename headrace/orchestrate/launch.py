@@ -16,13 +16,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from headrace.model.load import config_limit, load_config
+from headrace.model.shape import ModelShape
 from headrace.observe import Observer
 from headrace.observe.report import final_report
 from headrace.observe.screen import open_screen
 from headrace.orchestrate.build import build_roles, preflight, set_threads
 from headrace.orchestrate.checkpoint import CheckpointStore
 from headrace.orchestrate.folder import FolderLock, cache_folder, find_folder, prepare_folder, write_summary
-from headrace.orchestrate.inputs import UserInputs, held_out_tasks, run_identity
+from headrace.orchestrate.forecast import LOOKED_AT, forecast_here, free_here, longest_prompt
+from headrace.orchestrate.inputs import UserInputs, held_out_tasks, open_tasks, run_identity
 from headrace.orchestrate.local import LocalProcesses
 from headrace.orchestrate.processes import Processes
 from headrace.orchestrate.session import Session
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
 
     from headrace.config import Recipe
     from headrace.observe.screen import Screen
+    from headrace.orchestrate.forecast import Forecast
     from headrace.orchestrate.roles import Roles
     from headrace.types import Episode
 
@@ -214,15 +218,18 @@ class _Run:
             restored=None if checkpoint is None else checkpoint.version,
             elsewhere=() if self.local is None else ("engine", "trainer"),
         )
+        free = free_here(recipe)  # before anybody takes of it
+        roles = await self._make_roles(model_path, observer, lineage, watched)
         session = Session(
             recipe=recipe,
-            roles=await self._make_roles(model_path, observer, lineage, watched),
+            roles=roles,
             lineage=lineage,
             observer=observer,
             store=store,
             held_out=held_out_tasks(recipe, self.given),
             command_started=self.started,
             identity=self.identity,
+            forecast=self._forecast(model_path, roles, free=free),
         )
         if checkpoint is not None:
             await session.restore(checkpoint)
@@ -241,6 +248,16 @@ class _Run:
         roles, close = await self.local.start(model_path, self.given, observer=observer, lineage=lineage, say=say)
         watched.callback(close)
         return roles
+
+    def _forecast(self, model_path: str, roles: Roles, *, free: int) -> Forecast:
+        config, tasks = load_config(model_path), open_tasks(self.recipe, self.given)
+        return forecast_here(
+            self.recipe,
+            ModelShape.of(config),
+            context=config_limit(config, self.recipe.model.context),
+            longest_prompt=longest_prompt((tasks.next() for _ in range(LOOKED_AT)), roles.around.encoder),
+            free=free,
+        )
 
     def _stop(self, session: Session) -> None:
         self.screen.say("stopping after this version; once more to stop at once")

@@ -87,6 +87,7 @@ class LocalProcesses:
             services=(supervisor.watch,),
             describe=supervisor.describe,
             versions=lambda: supervisor.pool.versions,
+            engine_peak=lambda: supervisor.engine_peak,
             refresh=supervisor.refresh,
         )
         return roles, close

@@ -274,5 +274,7 @@ class Roles:
     """Each process in words, for an error: what it is at and where its log is."""
     versions: Callable[[], Mapping[str, int]] = dict
     """What each engine holds, where there are several."""
+    engine_peak: Callable[[], int] = int
+    """Bytes of memory that an engine has come to take at most; of several, the largest."""
     refresh: Callable[[], Awaitable[None]] = _nothing
     """Have every process say now how it has spent its time."""

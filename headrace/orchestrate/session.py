@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from headrace.config import Recipe
     from headrace.observe import Observer
     from headrace.orchestrate.checkpoint import Checkpoint, CheckpointStore
+    from headrace.orchestrate.forecast import Forecast
     from headrace.orchestrate.roles import Roles
     from headrace.orchestrate.work import Begun
     from headrace.sync import Lineage
@@ -83,6 +84,8 @@ class Session:
     progress: Progress = field(default_factory=Progress)
     samples: tuple[Episode, ...] = ()
     checkpoint_folder: Path | None = None
+    forecast: Forecast | None = None
+    """The memory it is expected to take."""
 
     def __post_init__(self) -> None:
         self.run = Run(
@@ -97,6 +100,7 @@ class Session:
         self._saved_version = -1
         self._settled = (0, 0)
         """Rollouts trained and rejected when the last version was."""
+        self._trainer_peak = 0
         self._unnoted: deque[_Trained] = deque()
         self._last_moment = time.perf_counter()
         self.evaluator = Evaluator(
@@ -190,6 +194,7 @@ class Session:
 
     def _on_trained(self, begun: Begun, seen: list[dict[str, float]]) -> None:
         self.progress.skipped_steps += sum(bool(step.get("skipped", 0.0)) for step in seen)
+        self._trainer_peak = max(self._trainer_peak, *(int(step.get("memory_peak", 0.0)) for step in seen))
         before, self._settled = self._settled, self._trained_and_rejected()
         trained, rejected = (now - then for now, then in zip(self._settled, before, strict=True))
         self._unnoted.append(_Trained(begun, seen, time.perf_counter(), rejected / max(trained + rejected, 1)))
@@ -265,6 +270,7 @@ class Session:
         progress.reward_first = progress.reward_last if progress.reward_first is None else progress.reward_first
         trainer = {name: float(np.mean([step[name] for step in seen])) for name in seen[0]}
         trainer |= {name: seen[0][name] for name in ("mismatch", "mismatch_max")}  # later steps have moved the weights
+        trainer["memory_peak"] = float(self._trainer_peak)
         return {
             "reward": progress.reward_last,
             "reward_std": float(np.std(rewards)),
@@ -278,6 +284,7 @@ class Session:
             "failed_syncs": self.run.failed_syncs,
             **self._synced(),
             **{f"held/{name}": version for name, version in self.run.roles.versions().items()},
+            "engine/memory_peak": self.roles.engine_peak(),
             **{f"train/{name}": value for name, value in trainer.items()},
             **{f"rollouts/{name}": count for name, count in self.run.ledger.counts().items()},
         }
@@ -288,6 +295,15 @@ class Session:
         if update is None or "parcel" not in update.place:
             return {}
         return {"sync_bytes": float(str(update.place["parcel"])), "sync_full_bytes": float(update.manifest.total_bytes)}
+
+    def _memory(self) -> dict[str, dict[str, int | None]]:
+        """Bytes at the peak, as far as they are known by now; in `inline` mode both are of the one process."""
+        expected = self.forecast
+        trainer, engine = (None, None) if expected is None else (expected.trainer_process, expected.engine_process)
+        return {
+            "trainer": {"predicted": trainer, "peak": self._trainer_peak},
+            "engine": {"predicted": engine, "peak": self.roles.engine_peak()},
+        }
 
     async def _evaluate(self) -> Evaluation | None:
         if not self.held_out:
@@ -373,6 +389,7 @@ class Session:
             },
             "lag": {"mean": progress.lag_sum / max(progress.trained_tokens, 1), "max": progress.lag_max},
             "skipped_steps": progress.skipped_steps,
+            "memory": self._memory(),
             "accounting": run.ledger.counts(),
             "dropped_because": run.ledger.reasons,
             "time_budget": budget,

@@ -48,6 +48,8 @@ class Supervisor:
         self.relays: dict[str, str] = {}
         """Where each engine hands weights on, where it does."""
         self.num_restarts = 0
+        self.engine_peak = 0
+        """Bytes of memory, by what engines say of themselves; of those that are gone too."""
 
     async def watch(self) -> None:
         """Waits for a failure that cannot be mended, and raises it."""
@@ -190,6 +192,8 @@ class Supervisor:
             child.lost.set()
             return False
         child.state, child.doing = told["state"], told["report"]["state"]
+        if child.role == "engine":
+            self.engine_peak = max(self.engine_peak, int(child.state.get("memory_peak", 0)))
         self._timelines[child.role].take(child.name, told["report"])
         return True
 

@@ -17,6 +17,7 @@ from headrace.model.load import hidden_states, narrow
 from headrace.model.packing import Packed, pack
 from headrace.model.plan import members_of, plan_passes
 from headrace.model.weights import named_tensors
+from headrace.observe.memory import peak_memory
 from headrace.staleness import BATCH_WIDE
 from headrace.train import activations, folder
 from headrace.train.columns import COMPUTED, PROXIMAL, VALUES
@@ -134,12 +135,17 @@ class DeviceTrainer:
         for each in [self._prepare(batch, units, columns, corrections) for units in self._plan(batch.rollouts)]:
             self.num_passes += 1
             self._train_pass(batch, each, seen)
-        return seen.metrics() | self._memory()
+        return seen.metrics()
 
     def optim_step(self, learning_rate: float) -> Metrics:
         norm = float(self.optimizer.step(learning_rate))
         is_finite = bool(np.isfinite(norm))
-        return {"grad_norm": norm if is_finite else -1.0, "skipped": float(not is_finite), "learning_rate": learning_rate}
+        return {
+            "grad_norm": norm if is_finite else -1.0,
+            "skipped": float(not is_finite),
+            "learning_rate": learning_rate,
+            "memory_peak": float(peak_memory(self._device)),
+        }
 
     def tensors(self) -> Arena:
         """The weights in the dtypes the engine holds them in."""
@@ -259,11 +265,6 @@ class DeviceTrainer:
         context = make_context(packed.layout, self._device, self._exact)
         hidden = hidden_states(model, packed.token_ids, packed.positions, context)
         return hidden.index_select(0, packed.rows)
-
-    def _memory(self) -> Metrics:
-        if self._device.type != "cuda":
-            return {}
-        return {"memory_peak": float(torch.cuda.max_memory_allocated(self._device))}
 
 
 def _targets(rollout: Rollout) -> Array:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from headrace.engine.native.demand import MEMORY_SHARE
 from headrace.engine.native.memory import make_memory
 from headrace.model.attention import AttentionSpec, PackedContext, attend, layer_of
 from headrace.model.load import hidden_states
@@ -19,9 +20,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from headrace.model.routing import Routers
-
-_MEMORY_SHARE = 0.4
-"""Of the memory free when the engine starts; the rest is for the trainer and for computing."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +53,14 @@ class CacheShape:
 
     def blocks_that_fit(self, block_size: int) -> int:
         """KV blocks that a share of the free memory holds."""
-        if self.device.type == "cuda":
-            free = torch.cuda.mem_get_info(self.device)[0]
-        else:
-            free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return int(_MEMORY_SHARE * free) // (self.bytes_per_token * block_size)
+        return int(MEMORY_SHARE * free_memory(self.device)) // (self.bytes_per_token * block_size)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that nobody has taken."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 class _Meter(PackedContext):

@@ -161,6 +161,13 @@ class EngineCore:
         return len(self.scheduler.pool)
 
     @property
+    def mapped_bytes(self) -> int:
+        """Of a GPU's memory, what does not come from torch: the weights and the cache, when they are not asleep."""
+        if self.arena.device.type != "cuda":
+            return 0
+        return self.cache.num_bytes + sum(memory.tensor.numel() for memory in self._weights)
+
+    @property
     def has_sleeping_weights(self) -> bool:
         """Whether the weights wait in the host's memory: nothing may be computed."""
         return self._kept is not None

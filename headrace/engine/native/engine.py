@@ -16,6 +16,7 @@ from headrace.engine.protocol import EngineState, Increment, InFlight
 from headrace.model.packing import score as score_packed
 from headrace.model.weights import SpareWeights, WeightError, check_order
 from headrace.observe import Signal
+from headrace.observe.memory import peak_memory
 from headrace.partial import Interrupt
 from headrace.types import FinishReason, Payload
 
@@ -171,7 +172,14 @@ class NativeEngine:
             slots=core.num_slots,
             free_blocks=core.num_free_blocks,
             tokens=core.num_drawn,
+            memory_peak=self.peak_memory,
         )
+
+    @property
+    def peak_memory(self) -> int:
+        """Bytes taken at most so far, those that the driver mapped among them."""
+        core = self.core
+        return peak_memory(core.arena.device) + core.mapped_bytes
 
     def _score(self, rollouts: Sequence[Rollout]) -> list[Array]:
         core = self.core

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from headrace.config import Recipe
+    from headrace.model.shape import ModelShape
     from headrace.score import RewardFunction
     from headrace.types import Plain
 
@@ -44,6 +45,9 @@ class Subject:
     context: int = 0
     """The most tokens a rollout may have."""
     num_parameters: int = 0
+    shape: ModelShape | None = None
+    longest_prompt: int = 0
+    """Tokens, among the first tasks."""
 
     @property
     def weight_bytes(self) -> int:

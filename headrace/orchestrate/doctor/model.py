@@ -15,6 +15,7 @@ import transformers
 from headrace.envs import PromptEncoder
 from headrace.model import tiny
 from headrace.model.load import ModelError, config_limit, load_config, load_tokenizer
+from headrace.model.shape import ModelShape
 from headrace.orchestrate.build import check_columns, check_loss, check_sync, choose_device
 from headrace.orchestrate.doctor.finding import Finding, problem, size
 from headrace.orchestrate.inputs import UserInputs
@@ -83,6 +84,7 @@ def check_model(subject: Subject) -> Iterator[Finding]:
     try:
         config = tiny.build_config(settings, tiny.build_tokenizer()) if path == tiny.NAME else load_config(path)
         subject.context = config_limit(config, settings.context)
+        subject.shape = ModelShape.of(config)
         subject.num_parameters = _count_parameters(path, config)
     except ModelError as error:
         yield problem(error, fix="name a folder or hub model of a decoder with full or sliding attention in model.path")
@@ -192,7 +194,8 @@ def check_prompts(subject: Subject) -> Iterator[Finding]:
         lengths = [len(encoder.encode(row["prompt"])) for row in subject.rows]
     except ConfigError:  # no template; said above
         return
-    longest, count, room = max(lengths), len(lengths), subject.context - recipe.sampling.max_tokens
+    subject.longest_prompt = longest = max(lengths)
+    count, room = len(lengths), subject.context - recipe.sampling.max_tokens
     sizes = f"context {subject.context}, max_tokens {recipe.sampling.max_tokens}"
     what = f"prompts: {longest} tokens at most in the first {count}; {sizes}"
     too_long = sum(length >= subject.context for length in lengths)

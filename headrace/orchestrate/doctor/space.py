@@ -3,32 +3,48 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import math
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from headrace.orchestrate.doctor.finding import Finding, size
 from headrace.orchestrate.doctor.machine import SHARED_MEMORY
+from headrace.orchestrate.forecast import forecast_here, free_here
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from headrace.config import Recipe
     from headrace.orchestrate.doctor.finding import Check, Subject
+    from headrace.orchestrate.forecast import Forecast
 
 _THERE = ("auto", "shared_memory", "files")
 """Transports whose updates lie in sync.folder."""
+_FULL = 0.95
+"""Of a GPU's memory: what is predicted to take more may not fit."""
+_FEWEST_TOKENS = 2048
+"""In a pass that still keeps a GPU busy."""
 
 
 def check_memory(subject: Subject) -> Iterator[Finding]:
     free, total = free_memory()
-    need = 0 if _is_on_gpu(subject) else subject.weight_bytes + subject.trainer_bytes
     if not total:
         return
-    what = f"memory: {size(free)} free of {size(total)}" + (f"; weights and optimizer take {size(need)}" if need else "")
+    what = f"memory: {size(free)} free of {size(total)}"
+    expected = None if _is_on_gpu(subject) else _forecast(subject)
+    if expected is None or subject.recipe is None:
+        need = 0 if _is_on_gpu(subject) else subject.weight_bytes + subject.trainer_bytes
+        what += f"; weights and optimizer take {size(need)}" if need else ""
+        fix = "take a smaller model, or a machine with more memory" if need > free else ""
+        yield Finding("problem" if fix else "ok", what, fix)
+        return
+    need, what = expected.together(subject.recipe.engine.count), f"{what}; {_described(expected)}"
     if need > free:
-        yield Finding("problem", what, "take a smaller model, or a machine with more memory")
+        yield Finding("problem", what, _fix(subject, free))
     else:
         yield Finding("ok", what)
 
@@ -47,17 +63,83 @@ def free_memory() -> tuple[int, int]:
 
 
 def check_gpu_memory(subject: Subject) -> Iterator[Finding]:
-    need = subject.weight_bytes + subject.trainer_bytes
-    if not need or not _is_on_gpu(subject):
+    expected = _forecast(subject) if _is_on_gpu(subject) else None
+    if expected is None or subject.recipe is None:
         return
     free, total = torch.cuda.mem_get_info()
-    what = f"GPU memory: {size(free)} free of {size(total)}; weights and optimizer take {size(need)}, the KV cache the rest"
+    need = _largest_need(expected, subject.recipe)
+    what = f"GPU memory: {size(free)} free of {size(total)}; {_described(expected)}"
     if need > total:
-        yield Finding("problem", what, "take a smaller model, model.dtype = 'bfloat16', or a larger GPU")
-    elif need > 0.8 * free:
-        yield Finding("warning", what, "little is left for the KV cache and activations; free the GPU of other processes")
+        yield Finding("problem", what, _fix(subject, total))
+    elif need > free:
+        yield Finding("problem", what, f"free the GPU of other processes, or {_fix(subject, free)}")
+    elif need > _FULL * free:
+        yield Finding("warning", what, f"it may just fit; to be sure, {_fix(subject, int(_FULL * free))}")
     else:
         yield Finding("ok", what)
+
+
+def _forecast(subject: Subject, recipe: Recipe | None = None) -> Forecast | None:
+    """Of the recipe, or of another in its place; nothing where the model is not known, or its device is not there."""
+    recipe = recipe or subject.recipe
+    if recipe is None or subject.shape is None or (recipe.device == "cuda" and not torch.cuda.is_available()):
+        return None
+    return forecast_here(
+        recipe,
+        subject.shape,
+        context=subject.context,
+        longest_prompt=subject.longest_prompt,
+        free=free_here(recipe),
+        num_parameters=subject.num_parameters,
+    )
+
+
+def _largest_need(expected: Forecast, recipe: Recipe) -> int:
+    """Of one GPU: the trainer has the first to itself where there are several, and engines share the others."""
+    others = torch.cuda.device_count() - 1
+    if others < 1:
+        return expected.together(recipe.engine.count)
+    return max(expected.trainer.total + expected.exported, math.ceil(recipe.engine.count / others) * expected.engine.total)
+
+
+def _described(expected: Forecast) -> str:
+    trainer, engine = expected.trainer, expected.engine
+    optimizer = trainer.masters + trainer.gradients + trainer.moments
+    return (
+        f"at its peak the trainer takes {size(trainer.total)} (weights {size(trainer.weights)}, optimizer {size(optimizer)}, "
+        f"activations of {trainer.tokens} tokens {size(trainer.activations)}), an engine {size(engine.total)} (weights twice "
+        f"{size(engine.weights + engine.staging)}, KV cache {size(engine.cache)})"
+    )
+
+
+def _fix(subject: Subject, room: int) -> str:
+    """The first change, of those that cost least first, with which it is predicted to fit."""
+    recipe = subject.recipe
+    assert recipe is not None
+    for words, changes in _changes(recipe):
+        changed = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, **changes))
+        expected = _forecast(subject, changed)
+        if expected is None:
+            break
+        on_gpu = _is_on_gpu(subject)
+        need = _largest_need(expected, changed) if on_gpu else expected.together(recipe.engine.count)
+        if need <= room:
+            return f"set {words}: {size(expected.trainer.total)} for the trainer then"
+    larger = "GPU" if _is_on_gpu(subject) else "machine"
+    return f"lower engine.kv_blocks, take a smaller model or model.dtype = 'bfloat16', or a larger {larger}"
+
+
+def _changes(recipe: Recipe) -> Iterator[tuple[str, dict[str, Any]]]:
+    tokens = recipe.train.micro_batch_tokens // 2
+    while tokens >= _FEWEST_TOKENS:
+        yield f"train.micro_batch_tokens = {tokens}", {"micro_batch_tokens": tokens}
+        tokens //= 2
+    few = min(recipe.train.micro_batch_tokens, _FEWEST_TOKENS)
+    yield "train.recompute = 'layers'", {"recompute": "layers"}
+    words = f"train.recompute = 'layers' and train.micro_batch_tokens = {few}"
+    yield words, {"recompute": "layers", "micro_batch_tokens": few}
+    moved = ("optimizer", "activations")
+    yield f"{words}, and train.offload = {list(moved)}", {"recompute": "layers", "micro_batch_tokens": few, "offload": moved}
 
 
 def check_shared_memory(subject: Subject) -> Iterator[Finding]:

@@ -1,0 +1,69 @@
+"""How much memory an engine will take, from the model's sizes and the settings alone."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from headrace.config import EngineSettings
+    from headrace.model.shape import ModelShape
+
+MEMORY_SHARE = 0.4
+"""Of the memory free when the engine has its weights, that the KV cache takes at most by itself; the rest is for the trainer
+and for computing."""
+MOST_PROMPT_TOKENS = 8192
+"""In one step beside the decoding."""
+_STEP_BYTES = {"hidden": 12, "intermediate": 6, "routed_hidden": 6, "routed_intermediate": 6}
+"""Of a step's temporaries, for one number of each width of one prompt token."""
+_LOGIT_COPIES = 3
+"""float32, of the rows that are drawn from."""
+_PROCESS_BYTES = 450_000_000
+"""Of a process before it has a model, where the process's own size is what is measured."""
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """Bytes at the peak."""
+
+    weights: int
+    staging: int
+    """Where new weights are made ready beside those that run: as much again."""
+    cache: int
+    """Keys and values."""
+    steps: int
+    """What a step works with."""
+    process: int
+    """Of a CPU's process before it has a model."""
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.staging + self.cache + self.steps + self.process
+
+    def asleep(self, sleep: str) -> int:
+        """What is left of it while it sleeps (`engine.sleep`)."""
+        kept = self.steps + self.process
+        return {"never": self.total, "cache": self.total - self.cache, "weights": kept}[sleep]
+
+
+def predict_engine_memory(
+    shape: ModelShape, settings: EngineSettings, *, dtype: str, context: int, free: int, on_gpu: bool = True
+) -> EngineMemory:
+    """`free`: the memory there is when the engine begins."""
+    width = 2 if dtype == "bfloat16" else 4
+    weights = width * shape.matrices + 4 * shape.vectors
+    block = settings.block_size * shape.cached_numbers * width
+    per_slot = math.ceil(context / settings.block_size)
+    fitting = int(MEMORY_SHARE * max(0, free - weights)) // max(block, 1)
+    blocks = settings.kv_blocks or min(settings.slots * per_slot + 1, fitting)
+    widths = shape.widths()
+    prompts = min(MOST_PROMPT_TOKENS, settings.slots * context)
+    temporaries = prompts * sum(widths[name] * each for name, each in _STEP_BYTES.items())
+    return EngineMemory(
+        weights=weights,
+        staging=weights,
+        cache=blocks * block,
+        steps=int(temporaries + settings.slots * shape.vocabulary * 4 * _LOGIT_COPIES),
+        process=0 if on_gpu else _PROCESS_BYTES,
+    )

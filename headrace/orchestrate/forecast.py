@@ -1,0 +1,133 @@
+"""What memory a run will take, before it takes it: the doctor says it, and a run compares it with what it took."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from headrace.engine.native.cache import free_memory
+from headrace.engine.native.demand import EngineMemory, predict_engine_memory
+from headrace.orchestrate.build import choose_device, choose_transport, place_of
+from headrace.train.memory import TrainerMemory, predict_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from headrace.config import Recipe
+    from headrace.envs import PromptEncoder
+    from headrace.model.shape import ModelShape
+    from headrace.types import Plain
+
+LOOKED_AT = 64
+"""Tasks whose prompts stand for all of them."""
+_COPIES = 2
+"""Of the weights that a transport holds: the newest, and the one being written."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Of one run."""
+
+    trainer: TrainerMemory
+    engine: EngineMemory
+    exported: int
+    """Weights made ready for the engines in memory of the driver's, beside torch's."""
+    is_one_process: bool
+    sleep: str
+    """`engine.sleep`."""
+
+    @property
+    def trainer_process(self) -> int:
+        """What the trainer's process is measured to take: with `inline` that is the engine's, too."""
+        together = self.engine.total - self.engine.process if self.is_one_process else 0
+        return self.trainer.total + together
+
+    @property
+    def engine_process(self) -> int:
+        return self.trainer_process if self.is_one_process else self.engine.total
+
+    def together(self, num_engines: int) -> int:
+        """Trainer and engines in the same memory, in turns where the engines sleep while the trainer trains."""
+        shared = self.trainer.process if self.is_one_process else 0
+        training = self.trainer.total + num_engines * (self.engine.asleep(self.sleep) - shared)
+        generating = self.trainer.resident + num_engines * (self.engine.total - shared)
+        is_in_turns = self.sleep != "never"
+        most = max(training, generating) if is_in_turns else self.trainer.total + num_engines * (self.engine.total - shared)
+        return self.exported + most
+
+
+def forecast(
+    recipe: Recipe,
+    shape: ModelShape,
+    *,
+    context: int,
+    longest_prompt: int,
+    on_gpu: bool,
+    transport: str,
+    free: int,
+    num_parameters: int = 0,
+) -> Forecast:
+    """`context`: the most tokens a rollout may have; `free`: the memory there is when the engine begins."""
+    dtype, is_exported = recipe.model.dtype, transport == "cuda_ipc"
+    engine = predict_engine_memory(shape, recipe.engine, dtype=dtype, context=context, free=free, on_gpu=on_gpu)
+    is_inside = not on_gpu or transport == "memory"
+    copies = _COPIES if is_inside else 1  # on a GPU the transports of a host's memory take one image, and carry it over
+    longest = min(context, longest_prompt + recipe.sampling.max_tokens)
+    trainer = predict_memory(
+        shape,
+        recipe.train,
+        dtype=dtype,
+        tokens=tokens_per_pass(recipe, longest=longest),
+        on_gpu=on_gpu,
+        num_parameters=num_parameters,
+        publishing=0 if is_exported else copies * engine.weights,
+    )
+    return Forecast(
+        trainer=trainer,
+        engine=engine,
+        exported=_COPIES * engine.weights if is_exported else 0,
+        is_one_process=recipe.orchestrate == "inline",
+        sleep="never",
+    )
+
+
+def forecast_here(
+    recipe: Recipe, shape: ModelShape, *, context: int, longest_prompt: int, free: int, num_parameters: int = 0
+) -> Forecast:
+    """On this machine."""
+    return forecast(
+        recipe,
+        shape,
+        context=context,
+        longest_prompt=longest_prompt,
+        on_gpu=choose_device(recipe) == "cuda",
+        transport=choose_transport(recipe) if recipe.orchestrate == "local" else "memory",
+        free=free,
+        num_parameters=num_parameters,
+    )
+
+
+def free_here(recipe: Recipe) -> int:
+    """Of the memory that an engine takes its cache from."""
+    return free_memory(torch.device(place_of(choose_device(recipe), "engine")))
+
+
+def tokens_per_pass(recipe: Recipe, *, longest: int) -> int:
+    """Of the largest forward pass: as many as `train.micro_batch_tokens`, unless a step has fewer or a rollout more."""
+    rollouts = math.ceil(recipe.groups_per_batch / recipe.train.mini_batches) * recipe.train.group_size
+    return max(longest, min(recipe.train.micro_batch_tokens, rollouts * longest))
+
+
+def longest_prompt(rows: Iterable[dict[str, Plain]], encoder: PromptEncoder) -> int:
+    """Tokens of the longest of these prompts. One that cannot be encoded is told of when it is its turn."""
+    lengths = []
+    for row in rows:
+        prompt: Any = row["prompt"]
+        try:
+            lengths.append(len(encoder.encode(prompt)))
+        except Exception:  # noqa: BLE001  (a template raises what it likes)
+            continue
+    return max(lengths, default=0)

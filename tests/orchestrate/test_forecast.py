@@ -1,0 +1,107 @@
+"""What a run is expected to take, and what the doctor says of it on machines that are too small."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import Qwen3Config
+
+from headrace.config import make_recipe
+from headrace.model.shape import ModelShape
+from headrace.orchestrate.doctor import Subject, space
+from headrace.orchestrate.forecast import forecast, longest_prompt, tokens_per_pass
+
+MIDDLING = ModelShape.of(
+    Qwen3Config(
+        hidden_size=2048,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        intermediate_size=6144,
+        vocab_size=151_936,
+        tie_word_embeddings=True,
+    )
+)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A machine with one GPU of so many gigabytes, as far as anybody can see."""
+
+    def make(gigabytes: float) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (int(gigabytes * 1e9), int(gigabytes * 1e9)))
+
+    return make
+
+
+def subject(**settings) -> Subject:
+    dotted = {name.replace("__", "."): value for name, value in settings.items()}
+    recipe = make_recipe({"model.dtype": "bfloat16", "sampling.max_tokens": 3072, "engine.slots": 32, **dotted})
+    return Subject(recipe=recipe, shape=MIDDLING, context=4096, longest_prompt=512)
+
+
+def test_a_pass_is_as_large_as_the_settings_let_it_be() -> None:
+    small = make_recipe({"train.batch": 16, "train.group_size": 8, "train.micro_batch_tokens": 16_384})
+    assert tokens_per_pass(small, longest=100) == 1600, "a step has no more"
+    assert tokens_per_pass(small, longest=4000) == 16_384
+    assert tokens_per_pass(small, longest=20_000) == 20_000, "a rollout is not cut"
+    assert tokens_per_pass(make_recipe({"train.batch": 64, "train.mini_batches": 2}), longest=100) == 3200
+
+
+def test_prompts_that_cannot_be_encoded_are_passed_over() -> None:
+    class Encoder:
+        def encode(self, prompt):
+            return [0] * {"a": 3, "b": 5}[prompt]
+
+    rows = [{"prompt": "a"}, {"prompt": "broken"}, {"prompt": "b"}]
+    assert longest_prompt(rows, Encoder()) == 5 and longest_prompt([], Encoder()) == 0
+
+
+def test_in_one_process_both_roles_are_one_figure() -> None:
+    def of(orchestrate: str, transport: str):
+        recipe = make_recipe({"orchestrate": orchestrate})
+        sizes = {"context": 256, "longest_prompt": 32, "on_gpu": False, "free": 10**10}
+        return forecast(recipe, MIDDLING, transport=transport, **sizes)
+
+    inline, local = of("inline", "memory"), of("local", "shared_memory")
+    assert inline.trainer_process == inline.engine_process == inline.together(1)
+    assert local.trainer_process + local.engine_process == local.together(1) == inline.together(1) + local.engine.process
+
+
+def test_what_fits_is_said_with_its_sizes(gpu) -> None:
+    gpu(192)
+    (finding,) = space.check_gpu_memory(subject())
+    assert finding.level == "ok" and not finding.fix
+    assert "activations of 16384 tokens" in finding.what and "KV cache" in finding.what and "weights twice" in finding.what
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "fix"),
+    [
+        (85, "set train.micro_batch_tokens = 8192"),
+        (64, "set train.micro_batch_tokens = 2048"),
+        (61, "set train.recompute = 'layers'"),
+        (24, "take a smaller model"),
+    ],
+)
+def test_what_does_not_fit_comes_with_the_change_that_makes_it(gpu, gigabytes, fix) -> None:
+    gpu(gigabytes)
+    (finding,) = space.check_gpu_memory(subject(engine__kv_blocks=4096))
+    assert finding.level == "problem" and fix in finding.fix
+
+
+def test_a_gpu_that_others_use_is_to_be_freed(gpu, monkeypatch) -> None:
+    gpu(192)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (40 * 10**9, 192 * 10**9))
+    (finding,) = space.check_gpu_memory(subject(engine__kv_blocks=4096))
+    assert finding.level == "problem" and finding.fix.startswith("free the GPU of other processes, or ")
+
+
+def test_on_a_cpu_the_memory_of_the_machine_counts(monkeypatch) -> None:
+    for free, level in ((10**12, "ok"), (10**9, "problem")):
+        monkeypatch.setattr(space, "free_memory", lambda free=free: (free, 2 * free))
+        (finding,) = space.check_memory(subject(device="cpu", model__dtype="float32"))
+        assert finding.level == level and "at its peak the trainer takes" in finding.what
