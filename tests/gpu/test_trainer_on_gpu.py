@@ -1,0 +1,82 @@
+"""The trainer on a GPU: compiled layers, kernels, and everything that saves memory, against plain float32 arithmetic."""
+
+from __future__ import annotations
+
+import families
+import numpy as np
+import pytest
+import torch
+
+from headrace.bench.trainer_loads import make_rollouts
+from headrace.config import TrainSettings
+from headrace.model.load import prepare
+from headrace.model.tiny import build_tokenizer
+from headrace.train import DeviceTrainer
+from headrace.types import Batch
+
+FAMILIES = ("llama", "qwen3", "gemma2", "gemma3", "gpt_oss", "granite", "qwen3_moe", "deepseek_v3")
+
+
+def batch(*, groups: int = 3, siblings: int = 4) -> Batch:
+    """Groups that share a prompt, of completions of different lengths."""
+    items = []
+    for group in range(groups):
+        for index in range(siblings):
+            made = make_rollouts([20 + 9 * index + group], prompt_tokens=12, vocabulary=90, seed=group)[0]
+            items.append(made.renamed(id=f"{group}/{index}", episode=f"{group}/{index}", group=str(group), index=index))
+    mask = np.concatenate([item.loss_mask for item in items])
+    values = np.random.default_rng(0).normal(size=len(mask)).astype(np.float32)
+    return Batch.from_columns(
+        items, advantages=np.where(mask, values, 0), weights=mask.astype(np.float32) / mask.sum(), loss="reinforce", version=0
+    )
+
+
+def make(family: str, *, device: str, dtype: torch.dtype, **settings) -> DeviceTrainer:
+    model = prepare(families.make(family), name=family).to(device)
+    return DeviceTrainer(model, tokenizer=build_tokenizer(), settings=TrainSettings(**settings), dtype=dtype)
+
+
+def gradient(trainer: DeviceTrainer) -> torch.Tensor:
+    names = sorted(trainer.optimizer.names)
+    return torch.cat([trainer.optimizer.gradient(name).flatten().cpu() for name in names])
+
+
+def apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_float32_gradients_are_the_cpus(family: str) -> None:
+    """Kernels with soft caps, sinks, windows, shared prefixes; sums in another order."""
+    found = []
+    for device in ("cpu", "cuda"):
+        trainer = make(family, device=device, dtype=torch.float32)
+        trainer.forward_backward(batch())
+        found.append(gradient(trainer))
+    assert apart(found[1], found[0]) < 2e-4
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+def test_bfloat16_gradients_are_near_and_do_not_depend_on_sharing(family: str) -> None:
+    exact = make(family, device="cpu", dtype=torch.float32)
+    exact.forward_backward(batch())
+    narrow = {}
+    for share in (True, False):
+        trainer = make(family, device="cuda", dtype=torch.bfloat16, share_prefixes=share)
+        trainer.forward_backward(batch())
+        narrow[share] = gradient(trainer)
+        assert apart(narrow[share], gradient(exact)) < 0.1
+    assert apart(narrow[True], narrow[False]) < 0.1
+
+
+@pytest.mark.parametrize("saving", [{"recompute": "layers"}, {"offload": ("activations",)}, {"offload": ("optimizer",)}])
+def test_what_saves_memory_trains_the_same(saving: dict) -> None:
+    weights = []
+    for settings in ({}, saving):
+        trainer = make("qwen3", device="cuda", dtype=torch.bfloat16, **settings)
+        for _ in range(3):
+            trainer.forward_backward(batch())
+            assert trainer.optim_step(1e-3)["skipped"] == 0
+        trainer.optimizer.settle()
+        weights.append(torch.cat([trainer.optimizer.master(name).flatten().cpu() for name in sorted(trainer.optimizer.names)]))
+    torch.testing.assert_close(weights[1], weights[0], atol=2e-3, rtol=2e-2)

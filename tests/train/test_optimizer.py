@@ -1,0 +1,114 @@
+"""AdamW over arenas against torch's own, tensor by tensor."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from headrace.config import TrainSettings
+from headrace.model.arena import Arena
+from headrace.train.optimizer import FlatAdamW
+
+
+class Small(nn.Module):
+    """Matrices, vectors, a frozen matrix between two trained ones, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.first = nn.Parameter(torch.randn(7, 5, generator=generator))
+        self.frozen = nn.Parameter(torch.randn(3, 3, generator=generator), requires_grad=False)
+        self.second = nn.Parameter(torch.randn(5, 11, generator=generator))
+        self.norm = nn.Parameter(torch.randn(11, generator=generator))
+        self.register_buffer("table", torch.ones(4))
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self.named_parameters() if p.requires_grad}
+
+
+def settings(**changes) -> TrainSettings:
+    return TrainSettings(**{"weight_decay": 0.1, "max_grad_norm": 0.7, "beta2": 0.95, **changes})
+
+
+def torchs(model: Small, chosen: TrainSettings) -> torch.optim.AdamW:
+    groups = [
+        {"params": [p for p in model.trained().values() if p.ndim >= 2], "weight_decay": chosen.weight_decay},
+        {"params": [p for p in model.trained().values() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=1.0, betas=(chosen.beta1, chosen.beta2))
+
+
+def gradients(step: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    return {name: torch.randn(p.shape, generator=generator) for name, p in Small().trained().items()}
+
+
+@pytest.mark.parametrize("limit", [0.7, 0.0])
+@pytest.mark.parametrize("offload", [False, True])
+def test_steps_are_those_of_torch(limit: float, offload: bool) -> None:
+    chosen = settings(max_grad_norm=limit)
+    ours, theirs = Small(), Small()
+    flat = FlatAdamW([(Arena.adopt(ours), ours.trained())], chosen, offload=offload)
+    reference = torchs(theirs, chosen)
+    for step in range(4):
+        for name, gradient in gradients(step).items():
+            theirs.trained()[name].grad = gradient.clone()
+            ours.trained()[name].backward(0.25 * gradient)
+            ours.trained()[name].backward(0.75 * gradient)  # added up over two passes
+        norm = torch.nn.utils.clip_grad_norm_(theirs.trained().values(), limit or float("inf"))
+        for group in reference.param_groups:
+            group["lr"] = 0.01 * (step + 1)
+        reference.step()
+        assert float(flat.step(0.01 * (step + 1))) == pytest.approx(float(norm), rel=1e-5)
+        assert not flat.gradient("first").any()
+    for name, parameter in ours.named_parameters():
+        torch.testing.assert_close(parameter, dict(theirs.named_parameters())[name], atol=1e-6, rtol=1e-5)
+
+
+def test_a_step_that_is_not_finite_changes_nothing_and_does_not_count() -> None:
+    model = Small()
+    flat = FlatAdamW([(Arena.adopt(model), model.trained())], settings())
+    model.first.backward(torch.ones_like(model.first))
+    flat.step(0.1)
+    before, state = {n: p.clone() for n, p in model.named_parameters()}, flat.state()
+    for odd in (float("nan"), float("inf")):
+        model.second.backward(torch.full_like(model.second, odd))
+        assert not torch.isfinite(flat.step(0.1))
+        assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+        assert all(torch.equal(value, state[name]) for name, value in flat.state().items())
+        assert not flat.gradient("second").any()  # the next step begins anew
+
+
+def test_bfloat16_weights_follow_float32_masters() -> None:
+    model = Small()
+    exact = {name: p.detach().clone() for name, p in model.trained().items()}
+    model.first.data, model.second.data = model.first.data.bfloat16(), model.second.data.bfloat16()
+    flat = FlatAdamW([(Arena.adopt(model), model.trained())], settings(weight_decay=0.0))
+    flat.load_weights(exact)
+    for _ in range(20):  # each far below what bfloat16 can hold
+        for name, parameter in model.trained().items():
+            parameter.backward(torch.ones_like(exact[name]).to(parameter.dtype))
+        flat.step(1e-5)
+    for name, parameter in model.trained().items():
+        moved = exact[name] - flat.master(name)
+        torch.testing.assert_close(moved, torch.full_like(moved, 2e-4), atol=2e-6, rtol=0.02)
+        assert torch.equal(parameter, flat.master(name).to(parameter.dtype))
+        assert flat.gradient(name).dtype == torch.float32
+
+
+def test_a_restart_goes_on_bitwise() -> None:
+    models = [Small(), Small()]
+    first, second = (FlatAdamW([(Arena.adopt(model), model.trained())], settings()) for model in models)
+    for step in range(3):
+        for name, gradient in gradients(step).items():
+            models[0].trained()[name].backward(gradient)
+        first.step(0.01)
+    second.load_weights({name: first.master(name).clone() for name in first.names})
+    second.load_state(first.state())
+    for model, flat in zip(models, (first, second), strict=True):
+        for name, gradient in gradients(9).items():
+            model.trained()[name].backward(gradient)
+        flat.step(0.01)
+    for name in first.names:
+        assert torch.equal(first.master(name), second.master(name)), name
