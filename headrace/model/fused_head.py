@@ -90,6 +90,8 @@ class Wanted:
 
     def chunks(self, vocabulary: int) -> list[tuple[int, int]]:
         rows, size = len(self.targets), chunk_rows(vocabulary, self.targets.device)
+        if self.targets.is_cuda:  # the weight's gradient is held beside a chunk, twice
+            size = max(ROWS, size * 3 // 4 // ROWS * ROWS)
         return [(start, min(rows, start + size)) for start in range(0, rows, size)]
 
     def mask(self, start: int, stop: int, vocabulary: int) -> Tensor | None:

@@ -217,9 +217,9 @@ def _collect(parameter: nn.Parameter, gradient: Tensor) -> None:
         return
 
     def add(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        gradient.add_(parameter.grad)
-        parameter.grad = None
+        if parameter.grad is not None:  # of a head whose gradient was gathered where it was made, there is none
+            gradient.add_(parameter.grad)
+            parameter.grad = None
 
     parameter.register_post_accumulate_grad_hook(add)
 

@@ -31,8 +31,13 @@ def batch(*, groups: int = 3, siblings: int = 4) -> Batch:
     )
 
 
-def make(family: str, *, device: str, dtype: torch.dtype, **settings) -> DeviceTrainer:
-    model = prepare(families.make(family), name=family).to(device)
+def make(family: str, *, device: str, dtype: torch.dtype, std: float = 0.2, **settings) -> DeviceTrainer:
+    """`std` of matrices: with 0.2 attention is so sharp that bfloat16 alone moves a gradient by a tenth."""
+    model = families.make(family)
+    for parameter in model.parameters():
+        if parameter.ndim >= 2 and std != 0.2:
+            torch.nn.init.normal_(parameter, std=std, generator=torch.Generator().manual_seed(parameter.numel()))
+    prepare(model, name=family).to(device)
     return DeviceTrainer(model, tokenizer=build_tokenizer(), settings=TrainSettings(**settings), dtype=dtype)
 
 
@@ -58,15 +63,15 @@ def test_float32_gradients_are_the_cpus(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
 def test_bfloat16_gradients_are_near_and_do_not_depend_on_sharing(family: str) -> None:
-    exact = make(family, device="cpu", dtype=torch.float32)
+    exact = make(family, device="cpu", dtype=torch.float32, std=0.05)
     exact.forward_backward(batch())
     narrow = {}
     for share in (True, False):
-        trainer = make(family, device="cuda", dtype=torch.bfloat16, share_prefixes=share)
+        trainer = make(family, device="cuda", dtype=torch.bfloat16, std=0.05, share_prefixes=share)
         trainer.forward_backward(batch())
         narrow[share] = gradient(trainer)
-        assert apart(narrow[share], gradient(exact)) < 0.1
-    assert apart(narrow[True], narrow[False]) < 0.1
+        assert apart(narrow[share], gradient(exact)) < 0.03
+    assert apart(narrow[True], narrow[False]) < 0.03
 
 
 @pytest.mark.parametrize("saving", [{"recompute": "layers"}, {"offload": ("activations",)}, {"offload": ("optimizer",)}])

@@ -97,6 +97,30 @@ def test_bfloat16_weights_follow_float32_masters() -> None:
         assert flat.gradient(name).dtype == torch.float32
 
 
+class Unheard(torch.autograd.Function):
+    """Uses a weight whose gradient autograd is told nothing of."""
+
+    @staticmethod
+    def forward(ctx, weight: torch.Tensor) -> torch.Tensor:
+        return weight.float().sum()
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> None:
+        return None
+
+
+def test_a_gradient_that_was_gathered_elsewhere_stays() -> None:
+    """As the head's, which adds its own where the optimizer holds it."""
+    model = Small()
+    model.first.data = model.first.data.bfloat16()
+    flat = FlatAdamW([(Arena.adopt(model), model.trained())], settings())
+    gathered = flat.gradient_of(model.first)
+    assert gathered is not None and flat.gradient_of(model.frozen) is None
+    gathered.fill_(2.0)
+    Unheard.apply(model.first).backward()
+    assert float(flat.gradient("first").min()) == 2.0
+
+
 def test_a_restart_goes_on_bitwise() -> None:
     models = [Small(), Small()]
     first, second = (FlatAdamW([(Arena.adopt(model), model.trained())], settings()) for model in models)
