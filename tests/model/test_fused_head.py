@@ -170,3 +170,16 @@ def test_few_is_judged_over_all_rows() -> None:
     assert kept_tokens(targets, most=2).is_few(VOCABULARY)
     assert not kept_tokens(targets, most=2, with_free=True).is_few(VOCABULARY)
     assert not kept_tokens(targets, most=40).is_few(VOCABULARY)
+
+
+def test_a_soft_cap_keeps_the_digits_of_small_logits() -> None:
+    """A logit far below the cap is nearly itself: it must not lose digits to the cap."""
+    head_rows = pytest.importorskip("headrace.model.head_rows")
+    logits = torch.linspace(-6.0, 6.0, VOCABULARY).mul(0.01).repeat(2, 1)
+    logits[1] *= 300
+    targets, ones = torch.tensor([3, 40]), torch.ones(2)
+    given = [tensor.to(DEVICE) for tensor in (logits, targets, ones)]
+    ours, _, _ = head_rows.forward_rows(*given, None, Scaling(softcap=30.0))
+    exact = 30.0 * torch.tanh(logits.double() / 30.0)
+    expected = torch.log_softmax(exact, dim=1).gather(1, targets.unsqueeze(1)).squeeze(1)
+    torch.testing.assert_close(ours.cpu().double(), expected, atol=1e-6, rtol=0)

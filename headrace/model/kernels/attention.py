@@ -8,6 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from headrace.model.kernels.softcap import capped
+
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -28,17 +30,10 @@ def _rows(
 
 
 @triton.jit
-def _capped(scores, softcap):
-    ratio = scores / softcap
-    shrunk = tl.exp(-2.0 * tl.abs(ratio))
-    return softcap * tl.where(ratio >= 0, 1.0, -1.0) * (1.0 - shrunk) / (1.0 + shrunk)
-
-
-@triton.jit
 def _logits(products, scale, softcap, HAS_SOFTCAP: tl.constexpr):
     """Of base 2, from query times key."""
     if HAS_SOFTCAP:
-        return _capped(products * scale, softcap) * LOG2E
+        return capped(products * scale, softcap) * LOG2E
     return products * (scale * LOG2E)
 
 

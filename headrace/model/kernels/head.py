@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from headrace.model.kernels.softcap import capped
+
 
 @triton.jit
 def _scaled(x, divisor, factor, softcap, HAS_DIVISOR: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
@@ -14,9 +16,7 @@ def _scaled(x, divisor, factor, softcap, HAS_DIVISOR: tl.constexpr, HAS_FACTOR: 
     if HAS_FACTOR:
         x = x * factor
     if HAS_SOFTCAP:
-        ratio = x / softcap
-        shrunk = tl.exp(-2.0 * tl.abs(ratio))
-        x = softcap * tl.where(ratio >= 0, 1.0, -1.0) * (1.0 - shrunk) / (1.0 + shrunk)
+        x = capped(x, softcap)
     return x
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from headrace.model.kernels.softcap import capped
+
 
 @triton.jit
 def _uniform(seed, position):
@@ -26,10 +28,7 @@ def _scaled(logits, temperature, divisor, factor, softcap, HAS_DIVISOR: tl.const
     if HAS_FACTOR:
         x = x * factor
     if HAS_SOFTCAP:
-        ratio = x / softcap
-        shrunk = tl.exp(-2.0 * tl.abs(ratio))
-        capped = softcap * tl.where(ratio >= 0, 1.0, -1.0) * (1.0 - shrunk) / (1.0 + shrunk)
-        x = tl.where(x == float("-inf"), x, capped)  # what was cut stays out of reach
+        x = tl.where(x == float("-inf"), x, capped(x, softcap))  # what was cut stays out of reach
     return x / tl.where(temperature == 0, 1.0, temperature)
 
 
