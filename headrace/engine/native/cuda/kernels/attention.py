@@ -5,15 +5,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from headrace.model.kernels.softcap import capped
+
 
 @triton.jit
 def _softcapped(scores, softcap, HAS_SOFTCAP: tl.constexpr):
     """Scores bent below a cap, as Gemma 2 does."""
     if HAS_SOFTCAP:
-        # tanh by exp, which has no overflow for either sign
-        ratio = scores / softcap
-        shrunk = tl.exp(-2.0 * tl.abs(ratio))
-        scores = softcap * tl.where(ratio >= 0, 1.0, -1.0) * (1.0 - shrunk) / (1.0 + shrunk)
+        scores = capped(scores, softcap)
     return scores
 
 
