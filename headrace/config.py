@@ -152,6 +152,9 @@ class EngineSettings:
     rollouts come to need, those admitted last are retracted and go on later."""
     graphs: bool = True
     """On a GPU: compile the model's layers and capture steps as CUDA graphs, beside serving. False serves eagerly."""
+    sleep: Literal["never", "cache", "weights"] = "never"
+    """In a synchronous run, what engines give back while the trainer trains, for both to have one GPU in turns: `cache` the KV
+    cache's memory, `weights` that of the weights too."""
 
     def __post_init__(self) -> None:
         _check(self.count >= 1, "count", self.count, "≥ 1")
@@ -475,6 +478,8 @@ class Recipe:
             self._check_cancel()
         if self.partial.oversample > 1:
             self._check_oversample()
+        if self.engine.sleep != "never":
+            self._check_sleep()
         if self.sampling.max_tokens >= self.model.context > 0:
             raise ConfigError(
                 f"sampling.max_tokens = {self.sampling.max_tokens}: leaves no room for a prompt in model.context = "
@@ -503,6 +508,19 @@ class Recipe:
             )
         if self.buffer_kind == "synchronous" and self.partial.oversample == 1:
             raise ConfigError(f"{setting}: in a synchronous run nothing is in flight when a batch is trained; leave it 'never'")
+
+    def _check_sleep(self) -> None:
+        setting, partial = f"engine.sleep = '{self.engine.sleep}'", self.partial
+        if self.buffer_kind != "synchronous":
+            raise ConfigError(
+                f"{setting}: engines that generate while the trainer trains cannot sleep then; set staleness.max_lag = 0 or "
+                f"buffer.kind = 'synchronous', or leave it 'never'"
+            )
+        if self.stops_when_whole and partial.interrupt == "keep" and partial.kv == "keep":
+            raise ConfigError(
+                f"{setting}: with partial.oversample = {partial.oversample:g} rollouts are in flight then, and would go on "
+                f"over keys and values that were given back; set partial.interrupt = 'retract' or 'abort'"
+            )
 
     def _check_oversample(self) -> None:
         setting, staleness = f"partial.oversample = {self.partial.oversample:g}", self.staleness
@@ -598,6 +616,11 @@ class Recipe:
         return self.buffer_kind == "synchronous" and self.extra_groups > 0
 
     @property
+    def takes_turns(self) -> bool:
+        """Whether engines stand still while a batch is trained, and are to be told when they may go on."""
+        return self.stops_when_whole or self.engine.sleep != "never"
+
+    @property
     def gate_depth(self) -> int | None:
         """Versions that submission may run ahead of training; None where it is not gated."""
         if self.buffer_kind == "synchronous":
@@ -615,7 +638,8 @@ class Recipe:
         settings = to_dict(self)
         for name in ("observe", "orchestrate", "deadline", "heartbeat", "sync"):
             settings.pop(name)
-        settings["engine"].pop("restarts")
+        for name in ("restarts", "sleep"):
+            settings["engine"].pop(name)
         for name in ("max_skipped", "recompute", "offload"):
             settings["train"].pop(name)
         for name in ("timeout", "workers", "max_failures"):

@@ -138,6 +138,12 @@ def test_every_section_is_documented() -> None:
         ({"train.batch": 4}, "train.batch = 4: not a multiple of group_size = 8; try 8"),
         ({"train.group_size": 1}, "train.group_size = 1: must be ≥ 2"),
         ({"train.batch": 0}, "train.batch = 0: must be ≥ 1"),
+        ({"engine.sleep": "cache"}, "engine.sleep = 'cache': engines that generate while the trainer trains cannot sleep"),
+        ({"engine.sleep": "weights", "buffer.kind": "stream"}, "engine.sleep = 'weights': engines that generate"),
+        (
+            {"engine.sleep": "cache", "buffer.kind": "synchronous", "partial.oversample": 1.5},
+            "engine.sleep = 'cache': with partial.oversample = 1.5 rollouts are in flight",
+        ),
         ({"train.max_skipped": -1}, "train.max_skipped = -1: must be ≥ 0"),
         ({"train.offload": ["optimizer", "optimizer"]}, "train.offload = ['optimizer', 'optimizer']: must be a list"),
         ({"train.batch": 16, "train.mini_batches": 3}, "train.mini_batches = 3: must be at most the 2 groups"),
@@ -371,6 +377,7 @@ def test_the_hash_is_of_what_decides_the_result() -> None:
     assert make_recipe({"observe": {"trace": False, "keep_rollouts_every": 1, "sinks": ["wandb"]}}).hash == base.hash
     assert make_recipe({"train": {"learning_rate": 1e-6}}).hash == base.hash
     assert make_recipe({"train": {"max_skipped": 0}}).hash == base.hash, "a run that it stopped may go on with another"
+    assert make_recipe({"engine.sleep": "cache", "staleness.max_lag": 0}).hash == make_recipe({"staleness.max_lag": 0}).hash
     for change in ({"recompute": "layers"}, {"offload": ["optimizer"]}):
         assert make_recipe({"train": change}).hash == base.hash, "one that ran out of memory may go on with less"
 

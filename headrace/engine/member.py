@@ -149,7 +149,7 @@ class Member:
     def _take_pull(self, count: int) -> None:
         self.credit += int(count)
         if self.pool is not None:
-            self.pool.wake()
+            self.pool.send_soon()
 
     def _take_done(self, value: Any) -> None:  # noqa: ANN401
         for key, rollout in zip(value["keys"].tolist(), unpack_rollouts(value["rollouts"]), strict=True):

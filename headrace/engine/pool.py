@@ -81,7 +81,7 @@ class EnginePool:
         member.pool = self
         self.members.append(member)
         self._joined.set()
-        self.wake()
+        self.send_soon()
 
     async def _bring(self, member: Member, wanted: WeightUpdate) -> None:
         try:
@@ -102,7 +102,7 @@ class EnginePool:
                         await self._bring(member, self._wanted)
                     member.is_behind = False
                     self._joined.set()
-                    self.wake()
+                    self.send_soon()
                     return
         except StreamClosed:
             pass
@@ -125,7 +125,7 @@ class EnginePool:
             else:
                 self._first[request.key] = request
         member.requests.clear()
-        self.wake()
+        self.send_soon()
 
     # The protocol
 
@@ -169,6 +169,16 @@ class EnginePool:
     async def resume(self) -> None:
         self._is_paused = False
         await self._all("resume")
+
+    async def sleep(self, *, weights: bool = False) -> None:
+        """All of them, when those that were left behind have caught up: an engine without its weights could not. One that joins
+        later is awake, holds what the others hold, and sleeps with them the next time."""
+        while self._following:
+            await asyncio.wait(list(self._following.values()))
+        await self._all("sleep", weights=weights)
+
+    async def wake(self) -> None:
+        await self._all("wake")
 
     async def load(self, update: WeightUpdate, *, interrupt: Interrupt = Interrupt.KEEP) -> None:
         """Returns when the engines hold the update, and there is one. The first that do wait for the others for as long as the
@@ -235,7 +245,7 @@ class EnginePool:
     def _num_waiting(self) -> int:
         return sum(map(len, self._queues))
 
-    def wake(self) -> None:
+    def send_soon(self) -> None:
         """Something may be sent: soon, so that what comes together goes together."""
         if not self._is_flush_due and self._num_waiting and self.members:
             self._is_flush_due = True
@@ -275,7 +285,7 @@ class EnginePool:
             self._first[request.key] = request  # interrupted: it goes on before anything new begins, and after those before it
         else:
             self._waiting[request.key] = request
-        self.wake()
+        self.send_soon()
 
     def _cancel(self, request: PoolRequest) -> None:
         if any(queue.pop(request.key, None) is not None for queue in self._queues):

@@ -125,6 +125,18 @@ class WeightSource(Protocol):
         """What brings an engine that holds `version` of this life, or nothing of it, to the newest that is held."""
 
 
+class SleepingEngine(Engine, Protocol):
+    """An engine that can give memory back for a while."""
+
+    async def sleep(self, *, weights: bool = ...) -> None:
+        """Give the KV cache's memory back, with `weights` that of the weights too. Called when it is paused and another needs
+        the memory; what is in flight waits, and is computed again from its tokens."""
+
+    async def wake(self) -> None:
+        """Take the memory again, with the weights as they were. One that is awake stays so. Called before new weights are
+        loaded."""
+
+
 class ForkingEngine(Engine, Protocol):
     """An engine that can go on from the middle of a rollout without computing what came before again."""
 

@@ -150,6 +150,8 @@ class EngineWorker:
         return {
             "pause": self._pause,
             "resume": self._engine.resume,
+            "sleep": self._sleep,
+            "wake": self._engine.wake,
             "load": self._load,
             "score": self._score,
             "state": self.state,
@@ -162,6 +164,9 @@ class EngineWorker:
 
     async def _pause(self, interrupt: str) -> None:
         await self._engine.pause(Interrupt(interrupt))
+
+    async def _sleep(self, weights: bool) -> None:
+        await self._engine.sleep(weights=weights)
 
     async def _load(self, update: WeightUpdate, interrupt: str) -> None:
         await self._engine.load(update, interrupt=Interrupt(interrupt))

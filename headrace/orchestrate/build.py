@@ -194,7 +194,9 @@ def build_roles(recipe: Recipe, model_path: str, given: UserInputs, *, observer:
     trainer = build_trainer(recipe, model_path, device=device)
     return Roles(
         engine=engine,
-        trainer=TrainerHere(trainer, sync, observer.timeline("trainer"), canary=around.canary),
+        trainer=TrainerHere(
+            trainer, sync, observer.timeline("trainer"), canary=around.canary, in_turns=recipe.engine.sleep != "never"
+        ),
         stop_ids=stop_tokens(core.model, around.encoder.tokenizer),
         services=(engine.serve,),
         engine_peak=lambda: engine.peak_memory,

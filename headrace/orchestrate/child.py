@@ -107,7 +107,8 @@ class Process:
         if self.role == "engine":
             return await self._build_engine(settings, model, device, self._sync)
         trainer = await asyncio.to_thread(build_trainer, settings, model, device=device)
-        self._worker = TrainerWorker(trainer, sync=self._sync, timeline=self._timeline)
+        in_turns = settings.engine.sleep != "never"
+        self._worker = TrainerWorker(trainer, sync=self._sync, timeline=self._timeline, in_turns=in_turns)
         self._control.calls.update(self._worker.calls())
         return {"device": device}
 

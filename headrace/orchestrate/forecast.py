@@ -90,7 +90,7 @@ def forecast(
         engine=engine,
         exported=_COPIES * engine.weights if is_exported else 0,
         is_one_process=recipe.orchestrate == "inline",
-        sleep="never",
+        sleep=recipe.engine.sleep,
     )
 
 

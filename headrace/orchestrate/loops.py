@@ -130,6 +130,7 @@ async def _begin(run: Run, version: int) -> Begun | None:
             break
         run.reject_stale(version)
         if run.buffer.ready.is_set():
+            await run.make_room()
             begun = await run.begin(version)
             await run.leave_unfinished(version)
             return begun

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from headrace.buffer import Group, GroupBuffer
 from headrace.envs import EngineClient
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Iterator
 
     from headrace.config import Recipe
+    from headrace.engine.protocol import SleepingEngine
     from headrace.observe import Observer
     from headrace.orchestrate.roles import Roles
     from headrace.orchestrate.unfinished import UnfinishedGroup
@@ -351,17 +352,36 @@ class Run:
 
     async def leave_unfinished(self, version: int) -> None:
         """The batch of `version` has been taken: do with what is not in it as `partial` says. In a synchronous run that has
-        more in flight, generation stops here, and goes on in `go_on`."""
-        if self.recipe.stops_when_whole:
-            await self.engine.pause(interrupt_of(self.recipe.partial.interrupt, kv=self.recipe.partial.kv))
+        more in flight, generation stops here, if it has not already, and goes on in `go_on`."""
+        if self.recipe.stops_when_whole and self.recipe.engine.sleep == "never":
+            await self._stand_still()
         if self.recipe.partial.cancel == "over_age" and version + 1 < self.recipe.steps:
             max_lag = self.recipe.staleness.max_lag
             for group, tokens in (await self.flight.over_age(self.pending, next_version=version + 1, max_lag=max_lag)).items():
                 self._cancel(group, tokens)
 
+    async def make_room(self) -> None:
+        """A batch is whole and the trainer is about to be asked: with `engine.sleep` the engines stop here and give their
+        memory back. They take it again in `publish`, when the trainer is done, and go on in `go_on`."""
+        if self.recipe.engine.sleep != "never":
+            await self._stand_still()
+            await self._sleeper.sleep(weights=self.recipe.engine.sleep == "weights")
+
+    async def wake_engines(self) -> None:
+        """New weights lie ready: the engines need their memory to load them."""
+        if self.recipe.engine.sleep != "never":
+            await self._sleeper.wake()
+
+    @property
+    def _sleeper(self) -> SleepingEngine:
+        return cast("SleepingEngine", self.engine)  # every engine that `engine.sleep` may be set for
+
+    async def _stand_still(self) -> None:
+        await self.engine.pause(interrupt_of(self.recipe.partial.interrupt, kv=self.recipe.partial.kv))
+
     async def go_on(self) -> None:
         """The next version is published: where generation was stopped it goes on, the unfinished first."""
-        if self.recipe.stops_when_whole:
+        if self.recipe.takes_turns:
             await self.published()
             await self.engine.resume()
 
@@ -397,7 +417,7 @@ class Run:
 
     def may_run_ahead(self, version: int) -> bool:
         """Whether a version may begin before the one before it has ended: not where the trainer must rest in between."""
-        is_in_turn = self.trainer.is_here or self.recipe.stops_when_whole
+        is_in_turn = self.trainer.is_here or self.recipe.takes_turns
         return not is_in_turn and version < self.leg_end and not self.rests_at(version)
 
     @contextlib.contextmanager

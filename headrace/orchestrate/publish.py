@@ -59,6 +59,7 @@ async def _deliver(run: Run, publishing: Awaitable[Published], interrupt: Interr
     """A version counts as held when engines have hashed what they run and found it to be what was sent. One that refuses stays
     on its old version, and the version is sent again, whole; unless the trainer has moved on, and the next is on its way."""
     published = await publishing
+    await run.wake_engines()
     for attempt in range(1, _ATTEMPTS + 1):
         update = published.update
         try:

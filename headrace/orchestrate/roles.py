@@ -12,7 +12,7 @@ from headrace.orchestrate.publish import Published
 from headrace.packed import pack_batch
 from headrace.stream import RemoteError, StreamClosed
 from headrace.train.columns import PROXIMAL
-from headrace.train.worker import Superseded
+from headrace.train.worker import Superseded, give_back_unused
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
@@ -86,8 +86,12 @@ class TrainerHere:
     is_here = True
     is_lost = False
 
-    def __init__(self, trainer: Trainer, sync: WeightSync, timeline: Timeline, *, canary: Batch) -> None:
+    def __init__(
+        self, trainer: Trainer, sync: WeightSync, timeline: Timeline, *, canary: Batch, in_turns: bool = False
+    ) -> None:
+        """`in_turns`: the engine slept while it trained, and is about to need the memory."""
         self._trainer, self._sync, self._timeline, self._canary = trainer, sync, timeline, canary
+        self._in_turns = in_turns
         self.num_steps = 0
 
     @property
@@ -106,6 +110,8 @@ class TrainerHere:
 
     async def publish(self, version: int, *, whole: bool = False) -> Published:
         canary = self._trainer.forward(self._canary)[0]
+        if self._in_turns:
+            give_back_unused()
         return Published(self._sync.offer(version, self._trainer.tensors(), whole=whole), canary)
 
     async def send(self, update: WeightUpdate, receivers: Sequence[str]) -> None:

@@ -13,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
+
 from headrace.packed import unpack_batch
 from headrace.train.columns import PROXIMAL
 
@@ -31,11 +33,19 @@ class Superseded(RuntimeError):
     """A version is asked for again, and the weights have moved on."""
 
 
+def give_back_unused() -> None:
+    """What torch keeps of a GPU's memory for its next tensors, for other processes and for what the driver maps."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
 class TrainerWorker:
     """Between a `Trainer` and the stream."""
 
-    def __init__(self, trainer: Trainer, *, sync: WeightSync, timeline: ProcessTimeline) -> None:
+    def __init__(self, trainer: Trainer, *, sync: WeightSync, timeline: ProcessTimeline, in_turns: bool = False) -> None:
+        """`in_turns`: engines slept while it trained, and are about to need the memory."""
         self._trainer, self._sync, self._timeline = trainer, sync, timeline
+        self._in_turns = in_turns
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
         self._readers: set[object] = set()
         """Publications that have not read the weights yet; the next may begin to wait before the one before it has ended."""
@@ -112,6 +122,8 @@ class TrainerWorker:
             raise Superseded(f"version {version} is not published again: the weights have moved on")
         self._published = {version: self._num_steps}
         logprobs = self._trainer.forward(unpack_batch(canary))[0]
+        if self._in_turns:
+            give_back_unused()
         with self._may_change:
             self._readers.add(reader)
         return logprobs

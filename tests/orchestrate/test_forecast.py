@@ -93,6 +93,14 @@ def test_what_does_not_fit_comes_with_the_change_that_makes_it(gpu, gigabytes, f
     assert finding.level == "problem" and fix in finding.fix
 
 
+def test_a_synchronous_run_is_told_to_take_turns_first(gpu) -> None:
+    gpu(90)
+    (finding,) = space.check_gpu_memory(subject(engine__kv_blocks=4096, staleness__max_lag=0))
+    assert finding.level == "problem" and finding.fix.startswith("set engine.sleep = 'cache'")
+    (finding,) = space.check_gpu_memory(subject(engine__kv_blocks=4096, staleness__max_lag=0, engine__sleep="cache"))
+    assert finding.level in ("ok", "warning")
+
+
 def test_a_gpu_that_others_use_is_to_be_freed(gpu, monkeypatch) -> None:
     gpu(192)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (40 * 10**9, 192 * 10**9))

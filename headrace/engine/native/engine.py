@@ -138,16 +138,22 @@ class NativeEngine:
         """Give memory back until `wake`: the cache's, and with `weights` that of the weights and of their staging. Rollouts
         in flight wait, and are computed again from their tokens."""
         self._sleep(weights)
+        self._timeline.enter("wait-weights")  # `serve` stands where it waits for work, and would count it as that
 
     async def wake(self) -> None:
         """Take the memory again and go on."""
-        self.core.wake()
+        self._wake()
         self._work.set()
 
     def _sleep(self, weights: bool) -> None:
-        self.core.sleep(weights=weights)
-        if weights:
-            self._spare.release()
+        with self._timeline.during("swap"):
+            self.core.sleep(weights=weights)
+            if weights:
+                self._spare.release()
+
+    def _wake(self) -> None:
+        with self._timeline.during("swap"):
+            self.core.wake()
 
     async def state(self) -> EngineState:
         return self._state()

@@ -200,10 +200,11 @@ class ThreadedEngine(NativeEngine):
             self.after_step()
 
     async def sleep(self, *, weights: bool = False) -> None:
-        await self.between_steps(lambda: self._sleep(weights))
+        async with self._loading:  # with the weights goes the memory that new ones are staged in
+            await self.between_steps(lambda: self._sleep(weights))
 
     async def wake(self) -> None:
-        await self.between_steps(self.core.wake)
+        await self.between_steps(self._wake)
 
     async def pin(self, rollout_id: str) -> None:
         await self.between_steps(lambda: self.core.scheduler.pin(rollout_id))

@@ -116,30 +116,37 @@ def _fix(subject: Subject, room: int) -> str:
     """The first change, of those that cost least first, with which it is predicted to fit."""
     recipe = subject.recipe
     assert recipe is not None
-    for words, changes in _changes(recipe):
-        changed = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, **changes))
+    for words, changed in _changes(recipe):
         expected = _forecast(subject, changed)
         if expected is None:
             break
-        on_gpu = _is_on_gpu(subject)
-        need = _largest_need(expected, changed) if on_gpu else expected.together(recipe.engine.count)
-        if need <= room:
+        count = recipe.engine.count
+        if (_largest_need(expected, changed) if _is_on_gpu(subject) else expected.together(count)) <= room:
             return f"set {words}: {size(expected.trainer.total)} for the trainer then"
     larger = "GPU" if _is_on_gpu(subject) else "machine"
     return f"lower engine.kv_blocks, take a smaller model or model.dtype = 'bfloat16', or a larger {larger}"
 
 
-def _changes(recipe: Recipe) -> Iterator[tuple[str, dict[str, Any]]]:
+def _changes(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
+    """What may be changed, in words, and the recipe with it."""
+
+    def with_train(**changes: Any) -> Recipe:  # noqa: ANN401
+        return dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, **changes))
+
+    if recipe.engine.sleep == "never" and recipe.buffer_kind == "synchronous" and not recipe.stops_when_whole:
+        for sleep in ("cache", "weights"):
+            slept = dataclasses.replace(recipe.engine, sleep=sleep)
+            yield f"engine.sleep = '{sleep}'", dataclasses.replace(recipe, engine=slept)
     tokens = recipe.train.micro_batch_tokens // 2
     while tokens >= _FEWEST_TOKENS:
-        yield f"train.micro_batch_tokens = {tokens}", {"micro_batch_tokens": tokens}
+        yield f"train.micro_batch_tokens = {tokens}", with_train(micro_batch_tokens=tokens)
         tokens //= 2
     few = min(recipe.train.micro_batch_tokens, _FEWEST_TOKENS)
-    yield "train.recompute = 'layers'", {"recompute": "layers"}
+    yield "train.recompute = 'layers'", with_train(recompute="layers")
     words = f"train.recompute = 'layers' and train.micro_batch_tokens = {few}"
-    yield words, {"recompute": "layers", "micro_batch_tokens": few}
+    yield words, with_train(recompute="layers", micro_batch_tokens=few)
     moved = ("optimizer", "activations")
-    yield f"{words}, and train.offload = {list(moved)}", {"recompute": "layers", "micro_batch_tokens": few, "offload": moved}
+    yield f"{words}, and train.offload = {list(moved)}", with_train(recompute="layers", micro_batch_tokens=few, offload=moved)
 
 
 def check_shared_memory(subject: Subject) -> Iterator[Finding]:
