@@ -33,17 +33,19 @@ def _rows(
 def _logits(products, scale, softcap, HAS_SOFTCAP: tl.constexpr):
     """Of base 2, from query times key."""
     if HAS_SOFTCAP:
-        return capped(products * scale, softcap) * LOG2E
-    return products * (scale * LOG2E)
+        logits = capped(products * scale, softcap) * LOG2E
+    else:
+        logits = products * (scale * LOG2E)
+    return logits
 
 
 @triton.jit
-def _slope(logits, softcap, HAS_SOFTCAP: tl.constexpr):
-    """d capped / d product, but for the scale."""
+def _sloped(slopes, logits, softcap, HAS_SOFTCAP: tl.constexpr):
+    """Slopes of capped logits as those of what was capped. One `return` for both: a kernel's function has one type."""
     if HAS_SOFTCAP:
         ratio = logits / (softcap * LOG2E)
-        return 1.0 - ratio * ratio
-    return 1.0
+        slopes = slopes * (1.0 - ratio * ratio)
+    return slopes
 
 
 @triton.jit
@@ -186,7 +188,7 @@ def _to_query(
                 sees = sees & (row_places[:, None] - key_places[None, :] < window)
             shares = tl.where(sees, shares, 0.0)
         slopes = tl.dot(given, tl.trans(v), input_precision=PRECISION) - deltas[:, None]
-        slopes = shares * slopes * _slope(logits, softcap, HAS_SOFTCAP)
+        slopes = _sloped(shares * slopes, logits, softcap, HAS_SOFTCAP)
         result = tl.dot(slopes.to(k.dtype), k, result, input_precision=PRECISION)
     return result
 
@@ -293,7 +295,7 @@ def _to_keys(
             shares = tl.where(sees, shares, 0.0)
         to_value = tl.dot(shares.to(given.dtype), given, to_value, input_precision=PRECISION)
         slopes = tl.dot(v, tl.trans(given), input_precision=PRECISION) - row_deltas[None, :]
-        slopes = shares * slopes * _slope(logits, softcap, HAS_SOFTCAP)
+        slopes = _sloped(shares * slopes, logits, softcap, HAS_SOFTCAP)
         to_key = tl.dot(slopes.to(q.dtype), q, to_key, input_precision=PRECISION)
     return to_key, to_value
 

@@ -1,0 +1,51 @@
+"""Kernels through the whole compiler, which needs no GPU: the interpreter is Python, and lets things pass that it does not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+COMPILED = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from headrace.model.kernels import attention, head
+
+KINDS = {
+    **dict.fromkeys(("query", "key", "value", "gradient", "out", "to_query", "to_key", "to_value"), "*bf16"),
+    **dict.fromkeys(("sinks", "sums", "deltas", "logits", "logprobs", "entropies", "totals", "gradients"), "*fp32"),
+    **dict.fromkeys(("temperatures",), "*fp32"), **dict.fromkeys(("tiles", "positions"), "*i32"),
+    **dict.fromkeys(("scale", "softcap", "divisor", "factor"), "fp32"), "targets": "*i64", "allowed": "*i1",
+}
+
+def compile(kernel, **constants):
+    kinds = {name: "constexpr" if name in constants else KINDS.get(name, "i32") for name in kernel.arg_names}
+    source = ASTSource(fn=kernel, signature=kinds, constexprs=constants)
+    assert triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "num_stages": 1}).asm["ptx"]
+
+sizes = {"GROUP": 2, "DIM": 32, "DIM_PAD": 32, "VALUE_DIM": 24, "VALUE_PAD": 32, "PRECISION": "tf32", "ROWS": 32, "KEYS": 32}
+for is_set in (True, False):
+    flags = {"HAS_SOFTCAP": is_set, "HAS_WINDOW": is_set}
+    compile(attention.forward_kernel, HEADS=4, HAS_SINKS=is_set, **sizes, **flags)
+    compile(attention.query_kernel, HEADS=4, **sizes, **flags)
+    compile(attention.key_kernel, KV_HEADS=2, **sizes, **flags)
+    flags = {"HAS_DIVISOR": is_set, "HAS_FACTOR": is_set, "HAS_SOFTCAP": is_set, "HAS_MASK": is_set}
+    compile(head.forward_kernel, BLOCK=128, **flags)
+    compile(head.backward_kernel, BLOCK=128, **flags)
+compile(attention.delta_kernel, HEADS=4, VALUE_DIM=24, VALUE_PAD=32, ROWS=32)
+"""
+
+
+def test_every_kernel_of_the_trainer_compiles(tmp_path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    (tmp_path / "compiled.py").write_text(COMPILED)  # Triton reads the source of what it compiles
+    command = [sys.executable, str(tmp_path / "compiled.py")]
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
