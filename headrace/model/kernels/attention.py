@@ -32,11 +32,7 @@ def _rows(
 @triton.jit
 def _logits(products, scale, softcap, HAS_SOFTCAP: tl.constexpr):
     """Of base 2, from query times key."""
-    if HAS_SOFTCAP:
-        logits = capped(products * scale, softcap) * LOG2E
-    else:
-        logits = products * (scale * LOG2E)
-    return logits
+    return capped(products * scale, softcap) * LOG2E if HAS_SOFTCAP else products * (scale * LOG2E)
 
 
 @triton.jit
