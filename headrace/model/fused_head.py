@@ -28,6 +28,10 @@ _CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 28}
 """Logits held at a time: 64 MiB of float32 on a CPU, 1 GiB on a GPU, where a product wants many rows to be fast."""
 ROWS = 16
 """Chunks begin at multiples of it."""
+_CACHED_ELEMENTS = 1 << 22
+"""Logits that a processor keeps near while it goes over them."""
+_OUT_OF_REACH = -1e30
+"""The logit of a token that could not be drawn."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,9 @@ class Scaling:
         """d scaled / d logit, from what `apply` gave."""
         slope = (1.0 if self.factor is None else self.factor) / (1.0 if self.divisor is None else self.divisor)
         return slope if self.softcap is None else slope * (1 - (scaled / self.softcap).square())
+
+
+_PLAIN = Scaling()
 
 
 def product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -148,7 +155,8 @@ class FusedLogprobs(torch.autograd.Function):
         for start, stop in wanted.chunks(weight.shape[0]):
             logits = _logits(hidden, weight, bias, wanted, start, stop)
             slopes = gradients[start:stop].contiguous()
-            of_logits = _differentiated(logits, wanted, totals[start:stop], slopes, start, stop, dtype=weight.dtype)
+            rows = _Rows(logprobs=slopes, entropies=slopes, totals=totals[start:stop])
+            of_logits = _differentiated(logits, wanted, rows, slopes, start, stop, dtype=weight.dtype)
             _add_products(hidden, weight, of_logits, start, stop, to_hidden, to_weight, to_bias)
         return to_hidden, to_weight.to(weight.dtype), None if to_bias is None else to_bias.to(bias.dtype), None
 
@@ -185,45 +193,88 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: Wanted,
 def _forward_chunk(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: Wanted, start: int, stop: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _read_rows(_logits(hidden, weight, bias, wanted, start, stop), wanted, start, stop)
+    rows = _read_rows(_logits(hidden, weight, bias, wanted, start, stop), wanted, start, stop)
+    return rows.logprobs, rows.entropies, rows.totals
 
 
-def _read_rows(logits: Tensor, wanted: Wanted, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(logprob of the target, entropy, log of the sum of exponentials) of each row."""
-    mask = wanted.mask(start, stop, logits.shape[1])
-    targets, temperatures = wanted.targets[start:stop], wanted.temperatures[start:stop]
+@dataclass(frozen=True)
+class _Rows:
+    """Of one chunk."""
+
+    logprobs: Tensor
+    entropies: Tensor
+    totals: Tensor
+    """Log of the sum of exponentials."""
+    shares: Tensor | None = None
+    """The softmax, where it was made on the way."""
+    scaled: Tensor | None = None
+    """Logits before temperature, where a soft cap's slope will be asked of them."""
+
+
+def _read_rows(logits: Tensor, wanted: Wanted, start: int, stop: int) -> _Rows:
+    """Uses the logits up."""
     if logits.is_cuda:
         from headrace.model.head_rows import forward_rows
 
-        return forward_rows(logits, targets, temperatures, mask, wanted.scaling)
-    scaled = wanted.scaling.apply(logits) / temperatures.unsqueeze(1)
-    if mask is not None:
-        scaled = scaled.masked_fill(~mask, float("-inf"))
-    logprobs = torch.log_softmax(scaled, dim=-1)
-    totals = torch.logsumexp(scaled, dim=-1)
-    return logprobs.gather(1, targets.unsqueeze(1)).squeeze(1), entropy_of(logprobs), totals
+        mask = wanted.mask(start, stop, logits.shape[1])
+        given = (wanted.targets[start:stop], wanted.temperatures[start:stop], mask, wanted.scaling)
+        return _Rows(*forward_rows(logits, *given))
+    scaled = wanted.scaling.apply(logits)
+    shares = scaled if wanted.scaling.softcap is None else scaled.clone()
+    logprobs, entropies, totals = (logits.new_empty(len(logits)) for _ in range(3))
+    for span in _in_cache(logits):
+        part = _tempered(shares[span], wanted, start + span.start)
+        totals[span] = torch.logsumexp(part, dim=-1)
+        # An engine that is to agree to the last bit draws from a log-softmax.
+        drawn = torch.log_softmax(part, dim=-1) if wanted.padding > 1 else None
+        part.sub_(totals[span].unsqueeze(1))
+        targets = wanted.targets[start + span.start : start + span.start + len(part)].unsqueeze(1)
+        logprobs[span] = (part if drawn is None else drawn).gather(1, targets).squeeze(1)
+        exponentials = part.exp()
+        entropies[span] = -torch.bmm(exponentials.unsqueeze(1), part.unsqueeze(2)).reshape(-1)
+        part.copy_(exponentials)
+    logprobs = logprobs.masked_fill(logprobs < _OUT_OF_REACH / 2, float("-inf"))
+    return _Rows(logprobs, entropies, totals, shares, None if shares is scaled else scaled)
 
 
-def entropy_of(logprobs: Tensor) -> Tensor:
-    return -(logprobs.exp() * logprobs.clamp_min(-1e30)).sum(dim=-1)
+def _in_cache(rows: Tensor) -> list[slice]:
+    """Parts that a processor can go over several times without fetching them anew."""
+    size = max(1, _CACHED_ELEMENTS // rows.shape[1])
+    return [slice(begin, begin + size) for begin in range(0, len(rows), size)]
+
+
+def _tempered(part: Tensor, wanted: Wanted, start: int) -> Tensor:
+    """What the softmax is taken of, in place; what could not be drawn is finite, and out of reach."""
+    temperatures = wanted.temperatures[start : start + len(part)]
+    if not bool((temperatures == 1).all()):
+        part.div_(temperatures.unsqueeze(1))
+    mask = wanted.mask(start, start + len(part), part.shape[1])
+    return part if mask is None else part.masked_fill_(~mask, _OUT_OF_REACH)
 
 
 def _differentiated(
-    logits: Tensor, wanted: Wanted, totals: Tensor, slopes: Tensor, start: int, stop: int, *, dtype: torch.dtype
+    logits: Tensor, wanted: Wanted, rows: _Rows, slopes: Tensor, start: int, stop: int, *, dtype: torch.dtype
 ) -> Tensor:
-    """[rows, vocabulary] of `dtype`: the derivative of Σ slopes · logprobs with respect to the logits."""
-    mask = wanted.mask(start, stop, logits.shape[1])
-    targets, temperatures = wanted.targets[start:stop], wanted.temperatures[start:stop]
+    """[rows, vocabulary] of `dtype`: the derivative of Σ slopes · logprobs by the logits. Uses logits and shares up."""
+    targets, temperatures, scaling = wanted.targets[start:stop], wanted.temperatures[start:stop], wanted.scaling
     if logits.is_cuda:
         from headrace.model.head_rows import backward_rows
 
-        return backward_rows(logits, targets, temperatures, mask, totals, slopes, wanted.scaling, dtype=dtype)
-    scaled = wanted.scaling.apply(logits)
-    shares = torch.exp(scaled / temperatures.unsqueeze(1) - totals.unsqueeze(1))
-    if mask is not None:
-        shares = shares.masked_fill(~mask, 0.0)
-    found = shares.neg_().scatter_add_(1, targets.unsqueeze(1), torch.ones_like(shares[:, :1]))
-    found *= (slopes / temperatures).unsqueeze(1) * wanted.scaling.slope(scaled)
+        mask = wanted.mask(start, stop, logits.shape[1])
+        return backward_rows(logits, targets, temperatures, mask, rows.totals, slopes, scaling, dtype=dtype)
+    found, scaled = rows.shares, rows.scaled
+    is_made = found is not None
+    if found is None:
+        scaled = scaling.apply(logits)
+        found = scaled if scaling.softcap is None else scaled.clone()
+    for span in _in_cache(found):
+        part = found[span]
+        if not is_made:
+            _tempered(part, wanted, start + span.start).sub_(rows.totals[span].unsqueeze(1)).exp_()
+        factors = (slopes[span] / temperatures[span]).unsqueeze(1)
+        part.mul_(-factors).scatter_add_(1, targets[span].unsqueeze(1), factors)
+        if scaling != _PLAIN:
+            part.mul_(scaling.slope(part if scaled is None else scaled[span]))
     return found.to(dtype)
 
 
@@ -257,9 +308,9 @@ class JudgedLogprobs(torch.autograd.Function):
         to_bias = None if bias is None else torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
         for start, stop in spans:
             logits = _logits(hidden, weight, bias, wanted, start, stop)
-            logprobs, entropies, totals = _read_rows(logits, wanted, start, stop)
-            slopes = judge(start, stop, logprobs, entropies)
-            of_logits = _differentiated(logits, wanted, totals, slopes, start, stop, dtype=weight.dtype)
+            rows = _read_rows(logits, wanted, start, stop)
+            slopes = judge(start, stop, rows.logprobs, rows.entropies)
+            of_logits = _differentiated(logits, wanted, rows, slopes, start, stop, dtype=weight.dtype)
             _add_products(hidden, weight, of_logits, start, stop, to_hidden, to_weight, to_bias)
         ctx.save_for_backward(to_hidden, None if gathered is not None else to_weight, to_bias)
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
