@@ -189,8 +189,8 @@ class _Steps:
     def wire(self) -> list[Tensor]:
         """The weights as a bfloat16 engine holds them, one flat tensor per dtype."""
         flats: dict[torch.dtype, list[Tensor]] = {}
-        for _, tensor in named_tensors(self._model):
-            dtype = served_dtype(self._model, tensor, torch.bfloat16)
+        for name, tensor in named_tensors(self._model):
+            dtype = served_dtype(self._model, name, tensor, torch.bfloat16)
             flats.setdefault(dtype, []).append(tensor.to(dtype).reshape(-1))
         return [torch.cat(parts) for parts in flats.values()]
 

@@ -22,7 +22,7 @@ def make_model(shape: str, device: torch.device, dtype: torch.dtype = torch.bflo
     config = transformers.AutoConfig.for_model(**SHAPES[shape])
     with torch.device(device):
         model: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-    for _, tensor in held_tensors(model):
-        tensor.data = tensor.data.to(served_dtype(model, tensor, dtype))
+    for name, tensor in held_tensors(model):
+        tensor.data = tensor.data.to(served_dtype(model, name, tensor, dtype))
     model.eval()
     return model

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 28}
 """Logits held at a time: 64 MiB of float32 on a CPU, 1 GiB on a GPU, where a product wants many rows to be fast."""
 ROWS = 16
-"""Chunks begin at multiples of it."""
+"""Chunks that need not hold whole sequences have a multiple of so many."""
 _CACHED_ELEMENTS = 1 << 22
 """Logits that a processor keeps near while it goes over them."""
 _OUT_OF_REACH = -1e30
@@ -309,7 +309,7 @@ class JudgedLogprobs(torch.autograd.Function):
         for start, stop in spans:
             logits = _logits(hidden, weight, bias, wanted, start, stop)
             rows = _read_rows(logits, wanted, start, stop)
-            slopes = judge(start, stop, rows.logprobs, rows.entropies)
+            slopes = judge(start, stop, rows.logprobs, rows.entropies).contiguous()
             of_logits = _differentiated(logits, wanted, rows, slopes, start, stop, dtype=weight.dtype)
             _add_products(hidden, weight, of_logits, start, stop, to_hidden, to_weight, to_bias)
         ctx.save_for_backward(to_hidden, None if gathered is not None else to_weight, to_bias)

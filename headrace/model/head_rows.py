@@ -51,7 +51,7 @@ def backward_rows(
     rows, vocabulary = logits.shape
     out = torch.empty((rows, vocabulary), dtype=dtype, device=logits.device)
     block = min(_BLOCK, triton.next_power_of_2(vocabulary))
-    backward_kernel[(triton.cdiv(vocabulary, block), rows)](
+    backward_kernel[(rows, triton.cdiv(vocabulary, block))](
         logits, targets, temperatures, logits if allowed is None else allowed, totals, gradients, out, vocabulary,
         logits.stride(0), 0 if allowed is None else allowed.stride(0), *scaling.values, **scaling.flags,
         HAS_MASK=allowed is not None, BLOCK=block, num_warps=8,

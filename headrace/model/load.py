@@ -72,8 +72,8 @@ def prepare(model: PreTrainedModel, *, name: str, exact: bool = False) -> PreTra
 
 def narrow(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Hold a model as an engine that runs it in `dtype` does, and let it compute so; whoever needs the digits keeps them."""
-    for _, tensor in held_tensors(model):
-        tensor.data = tensor.data.to(served_dtype(model, tensor, dtype))
+    for name, tensor in held_tensors(model):
+        tensor.data = tensor.data.to(served_dtype(model, name, tensor, dtype))
     _widen_residual(model)
 
 
@@ -83,15 +83,18 @@ def _widen_residual(model: PreTrainedModel) -> None:
     if is_narrow and not hasattr(model, _WIDE) and not has_experts(model):
         setattr(model, _WIDE, True)
         model.get_input_embeddings().register_forward_hook(_as_float32)
-        for _, tensor in held_tensors(model):
-            tensor.data = tensor.data.to(served_dtype(model, tensor, torch.bfloat16))
+        for name, tensor in held_tensors(model):
+            tensor.data = tensor.data.to(served_dtype(model, name, tensor, torch.bfloat16))
 
 
-def served_dtype(model: PreTrainedModel, tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which an engine that runs a model in `dtype` holds one of its tensors."""
+def served_dtype(model: PreTrainedModel, name: str, tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which an engine that runs a model in `dtype` holds one of its tensors. Some transformers loads as float32
+    whatever is asked for, such as what DeepSeek's routers add to their scores."""
     if not tensor.is_floating_point():
         return tensor.dtype
-    return torch.float32 if tensor.ndim < _MATRIX and not has_experts(model) else dtype
+    always = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    is_wide = tensor.ndim < _MATRIX and not has_experts(model)
+    return torch.float32 if is_wide or not always.isdisjoint(name.split(".")) else dtype
 
 
 def _as_float32(module: nn.Module, given: tuple[Any, ...], embedded: Tensor) -> Tensor:

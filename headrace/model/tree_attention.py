@@ -46,11 +46,14 @@ class _Blocks:
 
 _FORWARD, _QUERY, _KEY = _Blocks(128, 128, 8, 2), _Blocks(128, 64, 8, 3), _Blocks(64, 128, 8, 2)
 _WIDE = _Blocks(64, 32, 4, 2), _Blocks(64, 32, 4, 2), _Blocks(32, 64, 4, 2)
+_WIDEST = _Blocks(32, 16, 4, 1), _Blocks(32, 16, 4, 1), _Blocks(16, 32, 4, 1)
 
 
 def _blocks(query: Tensor) -> tuple[_Blocks, _Blocks, _Blocks]:
-    is_wide = _padded(query.shape[-1]) * query.element_size() > _NARROW_HEAD
-    return _WIDE if is_wide else (_FORWARD, _QUERY, _KEY)
+    width = _padded(query.shape[-1]) * query.element_size()
+    if width > 2 * _NARROW_HEAD:  # float32 heads of 256: larger tiles would fit the largest GPUs' shared memory only
+        return _WIDEST
+    return _WIDE if width > _NARROW_HEAD else (_FORWARD, _QUERY, _KEY)
 
 
 def _padded(size: int) -> int:

@@ -115,7 +115,7 @@ def _scales(lengths: Array, mask: Array, recipe: Recipe) -> Array:
     trained = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(mask)])
     stops = np.cumsum(lengths)
     counts = trained[stops] - trained[stops - lengths]
-    scales: Array = 1 / (len(lengths) * np.maximum(counts, 1))
+    scales: Array = 1 / (max(int(np.count_nonzero(counts)), 1) * np.maximum(counts, 1))
     return scales
 
 

@@ -268,7 +268,8 @@ class Session:
         progress.lag_max = max(progress.lag_max, int(lags.max(initial=0)))
         progress.reward_last = float(np.mean(rewards))
         progress.reward_first = progress.reward_last if progress.reward_first is None else progress.reward_first
-        trainer = {name: float(np.mean([step[name] for step in seen])) for name in seen[0]}
+        names = dict.fromkeys(name for step in seen for name in step)  # a step without a trained token says less
+        trainer = {name: float(np.mean([step[name] for step in seen if name in step])) for name in names}
         trainer |= {name: seen[0][name] for name in ("mismatch", "mismatch_max")}  # later steps have moved the weights
         trainer["memory_peak"] = float(self._trainer_peak)
         return {

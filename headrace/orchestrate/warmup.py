@@ -79,7 +79,19 @@ def model_folder(recipe: Recipe, given: UserInputs, *, say: Callable[[str], None
 
 async def _warm_up(recipe: Recipe, path: str, given: UserInputs, target: Path, say: Callable[[str], None]) -> None:
     settings = recipe.warmup
-    train = dataclasses.replace(recipe.train, learning_rate=settings.learning_rate, micro_batch_tokens=16384)
+    train = dataclasses.replace(
+        recipe.train,
+        learning_rate=settings.learning_rate,
+        micro_batch_tokens=16384,
+        # Demonstrations alone: no model is looked at, and no values are learnt.
+        loss="supervised",
+        constants={},
+        advantage="reward",
+        kl=0.0,
+        kl_in_reward=False,
+        reference="",
+        teacher="",
+    )
     observer = Observer()
     roles = build_roles(dataclasses.replace(recipe, train=train), path, given, observer=observer, lineage=Lineage.new())
     tasks = open_tasks(dataclasses.replace(recipe, seed=recipe.seed + 1), given)

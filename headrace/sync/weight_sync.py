@@ -262,7 +262,7 @@ class WeightSync:
 
     def _take(self, layout: _Layout, tensors: Mapping[str, Tensor] | Arena, key: str) -> tuple[Arena, Tensor | None]:
         """The image, and the room if that is where it lies: it does if weights travel whole and the room is on their device.
-        An arena is its own image, unless a difference is to be taken from it later."""
+        An adopted arena is its own image, and so is one whose room is on another device."""
         device = _device(tensors)
         if self._payload is not Payload.DELTA:
             if isinstance(tensors, Arena) and tensors is self._home:

@@ -29,14 +29,11 @@ def kept(*, on_host: bool) -> contextlib.AbstractContextManager[object]:
 
 
 class OnHost(torch.autograd.graph.saved_tensors_hooks):
-    """Saved tensors go to pinned memory beside the computation, and come back when they are asked for.
-
-    A tensor that several operations saved goes once. Weights stay: they are there anyhow.
-    """
+    """Saved tensors go to pinned memory beside the computation, and come back when they are asked for, each as often as it was
+    saved. Weights stay: they are there anyhow."""
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
-        self._gone: dict[tuple[int, int], tuple[Tensor, torch.cuda.Event]] = {}
         super().__init__(self._put_away, self._bring_back)
 
     def _put_away(self, tensor: Tensor) -> Any:  # noqa: ANN401  (autograd hands back what it got)

@@ -71,7 +71,8 @@ class Diagnostics:
     def metrics(self) -> Metrics:
         """Means over tokens, by name, with ESS = (Σρ)²/(n Σρ²), χ² = E[ρ²] − 1 and the spread of versions."""
         if self._loss is None or self._largest is None:
-            return {"loss": 0.0 if self._loss is None else float(self._loss), "tokens": 0.0}
+            nothing = dict.fromkeys(("mismatch", "mismatch_max", "ess", "chi2", "version_spread"), 0.0)
+            return {"loss": 0.0 if self._loss is None else float(self._loss), "tokens": 0.0, **nothing}
         read = torch.cat([torch.stack([self._loss, *self._sums.values()]), self._largest]).tolist()
         sums = dict(zip(self._sums, read[1:-3], strict=True))
         mismatch_max, newest, oldest = read[-3], read[-2], -read[-1]

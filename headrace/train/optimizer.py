@@ -62,6 +62,8 @@ class FlatAdamW:
         for arena, parameters in trained:
             for names in _neighbours(arena, parameters):
                 self._add(arena, names, parameters)
+        if not self._segments:
+            raise ValueError("every parameter of the model is frozen: there is nothing to train")
         self.num_steps = torch.zeros((), device=self._segments[0].gradient.device)
 
     @property

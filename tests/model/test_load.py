@@ -13,8 +13,9 @@ from families import FAMILIES, make
 from safetensors.torch import load_file, save_file
 
 from headrace.cli import main
+from headrace.model.arena import held_tensors
 from headrace.model.attention import PackedContext
-from headrace.model.load import ModelError, hidden_states, load_model, prepare
+from headrace.model.load import ModelError, hidden_states, load_model, narrow, prepare, served_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -126,3 +127,13 @@ def test_a_pass_takes_nothing_from_the_pass_of_another_thread() -> None:
     other.join()
     assert not torch.equal(during, before)
     torch.testing.assert_close(during, forward(), rtol=0, atol=0)
+
+
+def test_what_transformers_keeps_in_float32_stays_so() -> None:
+    """The routers' correction of DeepSeek: an engine loads it in float32, and a trainer must publish it so."""
+    model = make("deepseek_v3")
+    dtypes = {name: served_dtype(model, name, tensor, torch.bfloat16) for name, tensor in held_tensors(model)}
+    kept = [name for name, dtype in dtypes.items() if dtype == torch.float32]
+    assert kept and all(name.endswith("e_score_correction_bias") for name in kept)
+    narrow(model, torch.bfloat16)
+    assert {name: tensor.dtype for name, tensor in held_tensors(model)} == dtypes

@@ -62,7 +62,7 @@ LAYOUTS = {
 SPECS = {
     "plain": {},
     "window": {"sliding_window": 11},
-    "softcap": {"softcap": 1.5},
+    "softcap and window": {"softcap": 1.5, "sliding_window": 11},
     "sinks and window": {"sinks": True, "sliding_window": 18},
 }
 
@@ -71,7 +71,7 @@ SPECS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_result_and_gradients_are_those_of_one_softmax(layout: str, spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     small = tree_attention._Blocks(16, 16, 4, 1)
-    monkeypatch.setattr(tree_attention, "_WIDE", (small, small, small))
+    monkeypatch.setattr(tree_attention, "_WIDEST", (small, small, small))
     monkeypatch.setattr(tree_attention, "_NARROW_HEAD", 0)
     monkeypatch.setattr(tree_attention, "TILE", 32)  # of which programs hold half
     chosen, heads, kv_heads, width, value_width = LAYOUTS[layout], 4, 2, 24, 20

@@ -217,7 +217,8 @@ def test_diagnostics_wait_for_the_device_once(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_step_without_a_trained_token_has_diagnostics() -> None:
-    assert Diagnostics().metrics() == {"loss": 0.0, "tokens": 0.0}
+    names = ("loss", "tokens", "mismatch", "mismatch_max", "ess", "chi2", "version_spread")
+    assert Diagnostics().metrics() == dict.fromkeys(names, 0.0)  # those that a version's line is made of
 
 
 def test_a_rollout_is_of_a_version_only_as_a_whole() -> None:

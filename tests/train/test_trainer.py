@@ -343,6 +343,15 @@ def test_bfloat16_keeps_small_steps(tiny_model: str) -> None:
     assert {tensor.dtype for _, tensor in trainer.tensors() if tensor.ndim == 1} == {torch.float32}  # norms
 
 
+def test_a_step_without_a_trained_token_says_what_others_do(tiny_model: str) -> None:
+    items = [item.replace(loss_mask=np.zeros(len(item), dtype=bool)) for item in rollouts(tiny_model, 2)]
+    nothing = tuple(np.zeros(len(item), dtype=np.float32) for item in items)
+    trainer = make_trainer(tiny_model)
+    seen = trainer.forward_backward(make_batch(items, weights=nothing, advantages=nothing))
+    assert seen["tokens"] == 0 and {"loss", "mismatch", "mismatch_max", "ess"} <= seen.keys()
+    assert trainer.optim_step(1e-3)["grad_norm"] == 0
+
+
 def test_dropout_is_off(tiny_model: str) -> None:
     model = load_model(tiny_model)
     for module in model.modules():

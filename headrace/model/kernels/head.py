@@ -61,8 +61,8 @@ def backward_kernel(
     divisor, factor, softcap, HAS_DIVISOR: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_MASK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(1).to(tl.int64)
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)  # of which there may be more than a grid's second side can have
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_in = at < vocabulary
     temperature = tl.load(temperatures + row)
     target = tl.load(targets + row)
