@@ -72,15 +72,8 @@ def pass_sizes(rollouts: Sequence[Rollout], *, budget: int) -> list[int]:
 
 
 def gradient_of(trainer: DeviceTrainer) -> dict[str, torch.Tensor]:
-    """What the trainer holds after `forward_backward`, by the names that transformers gives: with the weights, or with an
-    optimizer that gathers it."""
-    gathered: Any = trainer.optimizer.gradient
-    found = {}
-    for name, parameter in trainer.model.named_parameters():
-        held = parameter.grad if gathered is None else gathered(name)
-        if held is not None:
-            found[name] = held.detach().clone()
-    return found
+    """What the trainer holds after `forward_backward`, by the names that transformers gives."""
+    return {name: trainer.optimizer.gradient(name).clone() for name, _ in trainer.model.named_parameters()}
 
 
 def relative_difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:

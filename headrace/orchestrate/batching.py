@@ -106,7 +106,8 @@ def _on_trained(values: Sequence[float] | Array, lengths: Array, mask: Array) ->
 
 
 def _scales(lengths: Array, mask: Array, recipe: Recipe) -> Array:
-    """What a trained token of each rollout weighs: the weights of a batch come to 1, or with a constant to less."""
+    """What a trained token of each rollout weighs: the weights of a batch come to 1, or to less with a constant, or
+    where sequences count the same and some have no trained token."""
     train = recipe.train
     if train.loss_mean == "constant":
         return np.full(len(lengths), train.mini_batches / (train.batch * recipe.sampling.max_tokens))
@@ -115,7 +116,7 @@ def _scales(lengths: Array, mask: Array, recipe: Recipe) -> Array:
     trained = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(mask)])
     stops = np.cumsum(lengths)
     counts = trained[stops] - trained[stops - lengths]
-    scales: Array = 1 / (max(int(np.count_nonzero(counts)), 1) * np.maximum(counts, 1))
+    scales: Array = 1 / (len(lengths) * np.maximum(counts, 1))
     return scales
 
 

@@ -81,10 +81,9 @@ def test_the_padded_loop_gives_our_gradient_however_it_is_cut(folder):
 def test_a_gradient_is_read_where_it_is_held():
     linear = torch.nn.Linear(2, 1, bias=False)
     held = {"weight": torch.tensor([[3.0, 4.0]])}
-    gathers = SimpleNamespace(model=linear, _optimizer=SimpleNamespace(gradient=held.get))
-    assert gradient_of(gathers)["weight"].tolist() == [[3.0, 4.0]] and gradient_of(SimpleNamespace(model=linear)) == {}
-    linear.weight.grad = torch.ones(1, 2)
-    assert gradient_of(SimpleNamespace(model=linear))["weight"].tolist() == [[1.0, 1.0]]
+    linear.weight.grad = torch.ones(1, 2)  # of a pass; what counts is what the optimizer has added up
+    gathers = SimpleNamespace(model=linear, optimizer=SimpleNamespace(gradient=held.get))
+    assert gradient_of(gathers)["weight"].tolist() == [[3.0, 4.0]]
     assert relative_difference({"a": torch.tensor([3.0, 5.0])}, {"a": torch.tensor([3.0, 4.0])}) == pytest.approx(0.2)
     with pytest.raises(RuntimeError, match="gradients of different weights"):
         relative_difference({}, {"a": torch.ones(1)})

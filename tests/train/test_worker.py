@@ -24,7 +24,7 @@ from headrace.train import DeviceTrainer
 from headrace.train.worker import Superseded, TrainerWorker
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+    from collections.abc import Awaitable, Callable, Iterable, Iterator
     from pathlib import Path
 
     from torch import Tensor
@@ -291,8 +291,8 @@ def test_a_version_is_published_bit_for_bit_although_the_next_step_was_begun_at_
     sender, receiver = (WeightSync(Lineage("life"), SharedMemoryTransport(prefix="w", folder=tmp_path)) for _ in range(2))
     pack, spare = weight_sync._pack, SpareWeights(load_model(tiny_model))
 
-    def slowly(image: Arena, tensors: Mapping[str, Tensor]) -> None:
-        for name, tensor in tensors.items():
+    def slowly(image: Arena, tensors: Arena) -> None:
+        for name, tensor in tensors:
             time.sleep(0.002)
             image.views[name].copy_(tensor)
         pack(image, tensors)
