@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
+    from headrace.model.arena import Arena
+
 _WORTH_MOVING = 1 << 20
 """Bytes; smaller tensors stay."""
 
@@ -23,22 +25,24 @@ def recompute_layers(model: PreTrainedModel) -> None:
         layer.training = True  # of the layer itself, which is how transformers asks; nothing in it drops anything out
 
 
-def kept(*, on_host: bool) -> contextlib.AbstractContextManager[object]:
+def kept(weights: Arena, *, on_host: bool) -> contextlib.AbstractContextManager[object]:
     """Around a forward pass: where what it leaves is kept."""
-    return OnHost() if on_host and torch.cuda.is_available() else contextlib.nullcontext()
+    return OnHost(weights) if on_host and weights.device.type == "cuda" else contextlib.nullcontext()
 
 
 class OnHost(torch.autograd.graph.saved_tensors_hooks):
     """Saved tensors go to pinned memory beside the computation, and come back when they are asked for, each as often as it was
     saved. Weights stay: they are there anyhow."""
 
-    def __init__(self) -> None:
+    def __init__(self, weights: Arena) -> None:
         self._stream = torch.cuda.Stream()
+        start = weights.memory.data_ptr()
+        self._weights = range(start, start + weights.num_bytes)
         super().__init__(self._put_away, self._bring_back)
 
     def _put_away(self, tensor: Tensor) -> Any:  # noqa: ANN401  (autograd hands back what it got)
         is_small = tensor.numel() * tensor.element_size() < _WORTH_MOVING
-        is_weight = tensor.requires_grad and tensor.is_leaf
+        is_weight = tensor.data_ptr() in self._weights
         if is_small or is_weight or not tensor.is_cuda or not tensor.is_contiguous():
             return tensor
         home = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

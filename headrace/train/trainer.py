@@ -80,7 +80,9 @@ class DeviceTrainer:
         self._tokenizer, self._settings, self._exact = tokenizer, settings, exact
         self._frozen = dict(frozen or {})
         self._device = next(model.parameters()).device
-        digits = {name: tensor.clone() for name, tensor in named_tensors(model)} if _loses_digits(model, dtype) else {}
+        digits: dict[str, Tensor] = {}
+        if _loses_digits(model, dtype):  # kept on the host until there are masters, so as not to be held twice
+            digits = {name: tensor.to("cpu", copy=True) for name, tensor in named_tensors(model)}
         if dtype != torch.float32:
             narrow(model, dtype)
         self.arena = adopt(model)
@@ -207,7 +209,7 @@ class DeviceTrainer:
 
     def _train_pass(self, batch: Batch, each: _Pass, seen: Diagnostics) -> None:
         packed = each.packed
-        with activations.kept(on_host="activations" in self._settings.offload):
+        with activations.kept(self.arena, on_host="activations" in self._settings.offload):
             rows = self._hidden(self.model, packed)
 
         def judge(start: int, stop: int, logprobs: Tensor, entropies: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ def rows(folder) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_the_trainer_is_asked_for_a_teachers_logprobs_and_they_become_advantages(tmp_path, monkeypatch) -> None:
+def test_the_trainer_is_asked_for_a_teachers_logprobs_and_they_become_advantages(tmp_path, monkeypatch, tiny_model) -> None:
     real, asked, trained = DeviceTrainer.forward, [], []
 
     def forward(self: DeviceTrainer, batch: Batch, *, column: str = "proximal") -> list[Array]:
@@ -36,7 +36,7 @@ def test_the_trainer_is_asked_for_a_teachers_logprobs_and_they_become_advantages
     monkeypatch.setattr(DeviceTrainer, "forward", forward)
     monkeypatch.setattr(DeviceTrainer, "forward_backward", forward_backward)
     run = small_run(
-        tmp_path / "run", steps=2, held_out=None, train={"advantage": "distill", "teacher": "anywhere", "group_size": 1}
+        tmp_path / "run", steps=2, held_out=None, train={"advantage": "distill", "teacher": tiny_model, "group_size": 1}
     )
     assert run.summary["accounting"]["trained"] == 32 and asked.count("teacher") == 2
     for batch in trained:

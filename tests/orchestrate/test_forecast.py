@@ -82,7 +82,7 @@ def test_what_fits_is_said_with_its_sizes(gpu) -> None:
     ("gigabytes", "fix"),
     [
         (85, "set train.micro_batch_tokens = 8192"),
-        (64, "set train.micro_batch_tokens = 2048"),
+        (64, "set train.micro_batch_tokens = 4096"),
         (61, "set train.recompute = 'layers'"),
         (24, "take a smaller model"),
     ],
@@ -94,7 +94,7 @@ def test_what_does_not_fit_comes_with_the_change_that_makes_it(gpu, gigabytes, f
 
 
 def test_a_synchronous_run_is_told_to_take_turns_first(gpu) -> None:
-    gpu(90)
+    gpu(86)
     (finding,) = space.check_gpu_memory(subject(engine__kv_blocks=4096, staleness__max_lag=0))
     assert finding.level == "problem" and finding.fix.startswith("set engine.sleep = 'cache'")
     (finding,) = space.check_gpu_memory(subject(engine__kv_blocks=4096, staleness__max_lag=0, engine__sleep="cache"))

@@ -12,7 +12,7 @@ One that looks at a column of the rollouts says so, `my_loss.needs = ("teacher",
 reference or a teacher.
 """
 
-from headrace.train.losses.apart import KL_ESTIMATORS
+from headrace.train.losses.apart import KL_ESTIMATORS, distill
 from headrace.train.losses.declare import needs
 from headrace.train.losses.naming import (
     LOSSES,
@@ -22,16 +22,43 @@ from headrace.train.losses.naming import (
     needed_columns,
     resolve_loss,
 )
+from headrace.train.losses.policy import (
+    a3po,
+    aipo,
+    cispo,
+    decoupled_ppo,
+    dppo,
+    grpo,
+    gspo,
+    m2po,
+    reinforce,
+    supervised,
+    topr,
+)
 from headrace.train.losses.tokens import TokenTensors
+from headrace.train.losses.value import ppo
 
 __all__ = [
     "KL_ESTIMATORS",
     "LOSSES",
     "TokenTensors",
+    "a3po",
+    "aipo",
     "call_loss",
+    "cispo",
     "columns_to_bring",
+    "decoupled_ppo",
+    "distill",
+    "dppo",
+    "grpo",
+    "gspo",
+    "m2po",
     "missing_column",
     "needed_columns",
     "needs",
+    "ppo",
+    "reinforce",
     "resolve_loss",
+    "supervised",
+    "topr",
 ]
