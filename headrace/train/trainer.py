@@ -29,7 +29,7 @@ from headrace.train.optimizer import FlatAdamW
 from headrace.train.values import ValueHead
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -70,11 +70,9 @@ class DeviceTrainer:
         settings: TrainSettings,
         exact: bool = False,
         dtype: torch.dtype = torch.float32,
-        adopt: Callable[[nn.Module], Arena] = Arena.adopt,
         frozen: Mapping[str, FrozenModel] | None = None,
     ) -> None:
-        """`adopt` lays the weights into an arena, which engines may read themselves. `frozen` are models by the column that
-        their logprobs fill."""
+        """`frozen` are models by the column that their logprobs fill."""
         self.model = model.eval()  # no dropout: the engine has none, and a gradient flows all the same
         self.num_passes = 0
         self._tokenizer, self._settings, self._exact = tokenizer, settings, exact
@@ -85,7 +83,7 @@ class DeviceTrainer:
             digits = {name: tensor.to("cpu", copy=True) for name, tensor in named_tensors(model)}
         if dtype != torch.float32:
             narrow(model, dtype)
-        self.arena = adopt(model)
+        self.arena = Arena.adopt(model)
         """The weights, as an engine holds them."""
         self._head = Head(model, exact=exact)
         self._values = ValueHead(model) if VALUES in needed_columns(settings.loss, "none", "none") else None
