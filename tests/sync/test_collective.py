@@ -33,11 +33,11 @@ SLOW = 0.05
 class Child:
     """A process with one end in it."""
 
-    def __init__(self, name):
+    def __init__(self, name, **settings):
         self.name = name
         root = Path(__file__).parents[2]
         self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("collective_child.py")), name, json.dumps(SETTINGS)],
+            [sys.executable, str(Path(__file__).with_name("collective_child.py")), name, json.dumps({**SETTINGS, **settings})],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -269,6 +269,23 @@ def test_a_sender_killed_or_stopped_midway(pool, how):
         move(healthy, "next", 5 * BUCKET, [a, b])
     finally:
         healthy.close()
+
+
+def test_half_a_bucket_holds_nobody_up():
+    """gloo tells everyone that a connection was closed but who is in the middle of a message from it."""
+    patient = {"deadline": 8.0, "bucket": 64 << 20}
+    receiver, sender = Child("a", **patient), CollectiveTransport(**patient)
+    try:
+        receiver.wait_for("is_up")
+        place, _ = parcel(sender, "large", 4 * patient["bucket"])
+        receiver.tell("fetch", place=place, slow=0.001, give_up_after=1)
+        began = time.monotonic()
+        error, seconds = Push(sender, "large", ["a"]).result(began)
+        assert "gave up (this engine is leaving) after" in error and seconds < 4.0
+        assert receiver.wait_for("error")["seconds"] < 4.0
+    finally:
+        sender.close()
+        receiver.end()
 
 
 @pytest.mark.parametrize("end", ["free", "close"])

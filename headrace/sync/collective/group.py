@@ -30,6 +30,8 @@ _SLICE = 0.1
 """Seconds between two looks at whether to go on."""
 _POLL = 0.0005
 """Seconds between two looks at a GPU's work, which cannot be waited for with a limit."""
+_ENDING = 0.25
+"""Seconds that whoever throws a group away waits for its connections and threads to be gone."""
 _NCCL_TIMEOUT = timedelta(hours=24)
 _ENVIRONMENT = threading.Lock()
 
@@ -211,12 +213,12 @@ class Group:
         self.mailbox.stop(reason)
         with self._lock:
             self._is_aborted = True
-            backend, self._backend = self._backend, None
+            last = [self._backend]
+            self._backend = None
         moves, self._moves = self._moves, []
         for move in moves:
             move.work = None
-        if backend is not None:
-            self._end(backend)
+        self._end(last)
 
     def join(self, seconds: float) -> None:
         """Wait for the thread that formed it, after `abort`."""
@@ -225,11 +227,12 @@ class Group:
 
     def _form(self) -> None:
         try:
-            backend = self._nccl() if self.stream is not None else self._gloo()
+            made = [self._nccl() if self.stream is not None else self._gloo()]
             with self._lock:
-                self._backend = None if self._is_aborted else backend
+                if not self._is_aborted:
+                    self._backend = made.pop()
             if self._is_aborted:
-                self._end(backend)
+                self._end(made)
             elif self.stream is not None:  # NCCL's communicator is made by the first call, which waits for the others
                 first = self.broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device))
                 while not self._is_aborted and not self.done(first, _SLICE):
@@ -237,11 +240,21 @@ class Group:
         except Exception as error:  # noqa: BLE001 - any failure of the backend is the group's, told in `form`
             self._failure = error
 
-    def _end(self, backend: Any) -> None:  # noqa: ANN401
-        if self.stream is None:
-            _end_gloo(backend, peer=1 - min(self.rank, 1), size=self.size)
-        else:  # ncclCommAbort can wait for a kernel to leave the GPU: not in the caller's thread
-            threading.Thread(target=backend.abort, name="headrace-collective-abort", daemon=True).start()
+    def _end(self, last: list[Any]) -> None:
+        """End the backend to which the list is the last reference, in a thread of its own: ncclCommAbort can wait for a kernel
+        to leave the GPU, and gloo tells everyone that its connections are closed but who has half a message of a peer that
+        went silent: that one waits for its time to run out, and the group's destructor for it."""
+        if last and last[0] is not None:
+            ending = threading.Thread(target=self._end_here, args=(last,), name="headrace-collective-end", daemon=True)
+            ending.start()
+            ending.join(_ENDING)
+
+    def _end_here(self, last: list[Any]) -> None:
+        if self.stream is not None:
+            last[0].abort()
+        else:
+            _end_gloo(last[0], peer=1 - min(self.rank, 1), size=self.size)
+        last.clear()
 
     def _gloo(self) -> Any:  # noqa: ANN401
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
