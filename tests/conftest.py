@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
+
+    from vllm_server import Running
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -35,3 +38,14 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("tiny")
     build_folder(folder, ModelSettings(), seed=0)
     return str(folder)
+
+
+@pytest.fixture(scope="session")
+def vllm_server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A real vLLM server of the tiny model, where vLLM is set up."""
+    import vllm_server
+
+    if vllm_server.vllm_python() is None:
+        pytest.skip("vLLM is not set up: `make vllm`")
+    with vllm_server.running(tiny_model, tmp_path_factory.mktemp("vllm") / "server.log") as server:
+        yield server

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from headrace.engine.native.core import EngineCore
-    from headrace.engine.native.request import Request, Step
+    from headrace.engine.native.request import Step
     from headrace.engine.native.work import Runner, Work
+    from headrace.engine.request import Request
 
 
 @dataclass(frozen=True)

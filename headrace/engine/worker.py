@@ -12,20 +12,20 @@ import dataclasses
 import time
 from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from headrace.engine.native.core import Request
+from headrace.engine.protocol import ForkingEngine, SleepingEngine
+from headrace.engine.request import Request
 from headrace.packed import pack_rollouts, unpack_rollouts, unpack_samplings
 from headrace.partial import Interrupt
 from headrace.types import SamplingMask
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Iterable, Sequence
 
-    from headrace.engine.native.core import EngineCore, Growth
-    from headrace.engine.native.threaded import ThreadedEngine
+    from headrace.engine.request import Growth
     from headrace.observe import ProcessTimeline
     from headrace.stream import Peer
     from headrace.types import Array, Rollout, WeightUpdate
@@ -34,10 +34,32 @@ TELL_SECONDS = 1.0
 REPORT_SECONDS = 0.25
 
 
-class EngineWorker:
-    """Between a `ThreadedEngine` and the two streams."""
+class WorkedEngine(SleepingEngine, ForkingEngine, Protocol):
+    """An engine that takes rollouts in batches, and can be asked what has grown."""
 
-    def __init__(self, engine: ThreadedEngine, *, timeline: ProcessTimeline) -> None:
+    after_step: Callable[[], None]
+    """Called whenever tokens have been drawn or a call has ended, in whatever thread that happens."""
+
+    @property
+    def num_slots(self) -> int: ...
+
+    @property
+    def policy(self) -> str: ...
+
+    def submit(self, requests: Sequence[Request], on_refused: Callable[[Request, ValueError], None]) -> None:
+        """Queue many at once; those that cannot be generated are told to `on_refused`."""
+
+    def cancel(self, requests: Sequence[Request]) -> None:
+        """Withdraw many at once."""
+
+    def growth(self, requests: Iterable[Request] | None = None) -> list[Growth]:
+        """News of these requests, or of all that run, since the last news of each; called within `after_step`."""
+
+
+class EngineWorker:
+    """Between an engine and the two streams."""
+
+    def __init__(self, engine: WorkedEngine, *, timeline: ProcessTimeline) -> None:
         self._engine, self._timeline = engine, timeline
         self._loop = asyncio.get_running_loop()
         self._data: Peer | None = None
@@ -56,7 +78,7 @@ class EngineWorker:
         """Begin to pull work: what fills every slot, and as much again, so that slots that fall free together are filled in
         the next step however long the launcher takes over what came back."""
         self._data = data
-        data.notify("pull", 2 * self._engine.core.num_slots)
+        data.notify("pull", 2 * self._engine.num_slots)
 
     def notices(self) -> dict[str, Callable[[Any], None]]:
         """What its data stream may be told: rollouts to lengthen, and which of those sent before are wanted no more."""
@@ -79,7 +101,7 @@ class EngineWorker:
         for request in requests:
             self._forget(request)
         if self._data is not None and requests:
-            self._engine.post(lambda: _cancel_all(self._engine.core, requests))
+            self._engine.cancel(requests)
             self._data.notify("pull", len(requests))
 
     def _on_refused(self, request: Request, error: Exception) -> None:
@@ -92,7 +114,7 @@ class EngineWorker:
         if is_due:
             self._told_at = time.monotonic()
         if is_due or self._streamed:
-            self._grown.extend(self._engine.core.growth(None if is_due else self._streamed))
+            self._grown.extend(self._engine.growth(None if is_due else self._streamed))
         if self._finished or self._grown:
             self._loop.call_soon_threadsafe(self._flush)
 
@@ -121,7 +143,6 @@ class EngineWorker:
         assert self._data is not None
         if not grown:
             return
-        core = self._engine.core
         masks = {str(place): SamplingMask.from_rows(each.masks) for place, each in enumerate(grown) if each.masks}
         self._data.notify(
             "grown",
@@ -133,7 +154,7 @@ class EngineWorker:
                 "versions": np.concatenate([each.versions for each in grown]),
                 "started": np.asarray([each.request.started for each in grown]),
                 "masks": masks,
-                "policy": core.policy,
+                "policy": self._engine.policy,
                 "lineages": [each.lineage for each in grown],
             },
         )
@@ -173,11 +194,6 @@ class EngineWorker:
 
     async def _score(self, rollouts: Any) -> list[Array]:  # noqa: ANN401
         return await self._engine.score(unpack_rollouts(rollouts))
-
-
-def _cancel_all(core: EngineCore, requests: list[Request]) -> None:
-    for request in requests:
-        core.cancel(request)
 
 
 def _take_all(queue: deque[Any]) -> list[Any]:

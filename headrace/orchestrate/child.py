@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from headrace.config import Recipe
+    from headrace.engine.vllm import VllmEngine
 
 log = logging.getLogger("headrace.child")
 _ORPHANED_SECONDS = 2.0
@@ -105,16 +106,25 @@ class Process:
         self._sync = WeightSync(life, transport, payload=settings.sync.payload, name=self.name)
         log.info("%s on %s, model %s, process %d", self.name, device, model, os.getpid())
         if self.role == "engine":
-            return await self._build_engine(settings, model, device, self._sync)
+            return await self._build_engine(settings, model, device, self._sync, index)
         trainer = await asyncio.to_thread(build_trainer, settings, model, device=device)
         in_turns = settings.engine.sleep != "never"
         self._worker = TrainerWorker(trainer, sync=self._sync, timeline=self._timeline, in_turns=in_turns)
         self._control.calls.update(self._worker.calls())
         return {"device": device}
 
-    async def _build_engine(self, recipe: Recipe, model: str, device: str, sync: WeightSync) -> dict[str, Any]:
-        core = await asyncio.to_thread(build_core, recipe, model, name=self.name, device=device)
-        engine = ThreadedEngine(core, sync=sync, timeline=self._timeline)
+    async def _build_engine(self, recipe: Recipe, model: str, device: str, sync: WeightSync, index: int) -> dict[str, Any]:
+        engine: ThreadedEngine | VllmEngine
+        if recipe.engine.kind == "vllm":
+            from headrace.orchestrate.vllm import open_engine  # its HTTP client takes a while to import
+
+            beside = {"sync": sync, "timeline": self._timeline, "log": Path(self._order["log"]).with_suffix(".vllm.log")}
+            opened = await open_engine(recipe, model, name=self.name, index=index, device=device, **beside)
+            engine, stop_ids = opened.engine, opened.stop_ids
+        else:
+            core = await asyncio.to_thread(build_core, recipe, model, name=self.name, device=device)
+            engine = ThreadedEngine(core, sync=sync, timeline=self._timeline)
+            stop_ids = stop_tokens(core.model, load_tokenizer(model))
         worker = self._worker = EngineWorker(engine, timeline=self._timeline)
         self._control.calls.update(worker.calls())
         loop = asyncio.get_running_loop()
@@ -124,7 +134,7 @@ class Process:
         self._reading = asyncio.ensure_future(data.run())
         self._reading.add_done_callback(self._on_data_closed)
         worker.attach(data)
-        return {"device": device, "stop_ids": list(stop_tokens(core.model, load_tokenizer(model))), "relay": sync.relay}
+        return {"device": device, "stop_ids": list(stop_ids), "relay": sync.relay}
 
     def _fail_as(self, died: Future[None]) -> None:
         self._fail(died.exception())

@@ -186,6 +186,7 @@ class Processes:
         order = {
             "name": child.name,
             "role": child.role,
+            "log": str(child.log.absolute()),
             "address": self._listener.address,
             "token": self._token,
             "launcher": os.getpid(),

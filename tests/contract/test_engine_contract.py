@@ -5,18 +5,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
 from pooled import parcel_of, pooled
+from safetensors.torch import save_file
+from vllm_server import served
 
 from headrace.engine import Engine, EngineState, PromptTooLong, UnusablePrompt
 from headrace.engine.native import NativeEngine
 from headrace.engine.native.core import EngineCore, Step
 from headrace.engine.native.threaded import ThreadedEngine
 from headrace.engine.protocol import EngineAsleep, NotFinite
+from headrace.engine.vllm.weights import saved_form
 from headrace.model.arena import Arena, lay_out
 from headrace.model.load import load_model, load_tokenizer
 from headrace.model.weights import make_manifest, named_tensors
@@ -43,8 +48,16 @@ class Bench:
     engine: Engine
     model: torch.nn.Module
     sync: WeightSync
-    core: EngineCore
-    """What steps in there: for tests that harm it, or look at what it computes."""
+    vocabulary: int
+    spoil: Callable[[], Awaitable[None]]
+    """Has the weights that run, and no others, hold what is not a number."""
+    native_core: EngineCore | None = None
+    """What steps in there: for tests that look at what it computes."""
+
+    @property
+    def core(self) -> EngineCore:
+        assert self.native_core is not None, "a test of native engines only"
+        return self.native_core
 
     async def publish(self, version: int, *, interrupt: Interrupt = Interrupt.KEEP, is_paused: bool = True) -> None:
         """To an engine that is paused meanwhile, or by `load` alone."""
@@ -64,6 +77,15 @@ class Bench:
                     tensor.add_(0.05 * torch.randn_like(tensor))
 
 
+def bench_of(engine: Engine, core: EngineCore, model_path: str, sync: WeightSync) -> Bench:
+    """Over an engine whose core is at hand."""
+
+    async def spoil_core() -> None:
+        spoil(core.model)
+
+    return Bench(engine, load_model(model_path), sync, core.head.vocabulary, spoil_core, core)
+
+
 def make_core(model_path: str, slots: int, decode: Decode | None) -> EngineCore:
     return EngineCore(load_model(model_path), name="engine-0", slots=slots, context=CONTEXT, decode=decode)
 
@@ -75,7 +97,7 @@ async def native(model_path: str, slots: int, decode: Decode | None) -> AsyncIte
     engine = NativeEngine(make_core(model_path, slots, decode), sync=sync, timeline=Timeline("engine"))
     serving = asyncio.ensure_future(engine.serve())
     try:
-        yield Bench(engine, load_model(model_path), sync, engine.core)
+        yield bench_of(engine, engine.core, model_path, sync)
     finally:
         serving.cancel()
         if serving.done() and not serving.cancelled():
@@ -89,7 +111,7 @@ async def threaded(model_path: str, slots: int, decode: Decode | None) -> AsyncI
     engine = ThreadedEngine(make_core(model_path, slots, decode), sync=sync, timeline=ProcessTimeline("engine"))
     engine.start()
     try:
-        yield Bench(engine, load_model(model_path), sync, engine.core)
+        yield bench_of(engine, engine.core, model_path, sync)
     finally:
         engine.close()
         assert not engine.died.done(), engine.died.exception()
@@ -100,13 +122,32 @@ async def pool(model_path: str, slots: int, decode: Decode | None) -> AsyncItera
     """In a pool of one, over sockets and shared memory."""
     async with pooled(model_path, decode=decode) as bench:
         far = await bench.join(slots=slots, context=CONTEXT)
-        yield Bench(bench.pool, load_model(model_path), bench.sync, far.core)
+        yield bench_of(bench.pool, far.core, model_path, bench.sync)
+
+
+@contextlib.asynccontextmanager
+async def vllm(model_path: str, slots: int, decode: Decode | None) -> AsyncIterator[Bench]:
+    """A real server over HTTP, the same for all tests; each has an engine of its own over it."""
+    sync = WeightSync(Lineage("life"), MemoryTransport())
+    async with served(model_path, sync=sync, slots=slots, context=CONTEXT, decode=decode) as (engine, api):
+        model = load_model(model_path)
+        vocabulary = engine.limits.vocabulary
+
+        async def spoil_server() -> None:
+            with tempfile.TemporaryDirectory() as folder:
+                harmed = load_model(model_path)
+                spoil(harmed)
+                save_file(saved_form(harmed), Path(folder) / "model.safetensors")
+                await api.reload(folder)
+
+        yield Bench(engine, model, sync, vocabulary, spoil_server)
 
 
 ENGINES: dict[str, Callable[[str, int, Decode | None], AbstractAsyncContextManager[Bench]]] = {
     "native": native,
     "threaded": threaded,
     "pool": pool,
+    "vllm": vllm,
 }
 
 
@@ -114,6 +155,8 @@ ENGINES: dict[str, Callable[[str, int, Decode | None], AbstractAsyncContextManag
 def run(request: pytest.FixtureRequest, tiny_model: str) -> Callable[..., Any]:
     """Runs a coroutine function with a served engine that holds version 0."""
     make = ENGINES[request.param]
+    if request.param == "vllm":
+        request.getfixturevalue("vllm_server")
 
     def runner(test: Callable[[Bench], Awaitable[Any]], *, slots: int = 4, has_tokenizer: bool = True) -> Any:
         async def main() -> Any:
@@ -555,7 +598,7 @@ def test_weights_that_are_not_numbers_fail_what_runs_and_good_ones_serve_again(r
         expected = await bench.engine.generate(prompt("good"), sampling)
         await until(bench, lambda state: state.running == 0)
         await bench.engine.pause(Interrupt.KEEP)
-        spoil(bench.core.model)
+        await bench.spoil()
         calls = [asyncio.ensure_future(bench.engine.generate(prompt(f"bad {i}", seed=i), sampling)) for i in range(6)]
         await bench.engine.resume()
         for index, error in enumerate(await asyncio.gather(*calls, return_exceptions=True)):
@@ -593,7 +636,7 @@ def test_an_update_that_holds_nan_is_refused_and_the_old_weights_serve(run):
 
 def test_a_token_outside_the_vocabulary_is_refused(run):
     async def check(bench: Bench) -> None:
-        vocabulary = bench.core.head.vocabulary
+        vocabulary = bench.vocabulary
         for token in (vocabulary, 2**31 - 1):
             with pytest.raises(UnusablePrompt, match=f"holds token {token}; the vocabulary has {vocabulary}"):
                 await bench.engine.generate(Rollout.from_prompt([7, token, 8], id="odd"), Sampling(max_tokens=4))

@@ -15,14 +15,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from headrace.engine import stops
 from headrace.engine.lengthen import lengthen
 from headrace.engine.native.cache import CacheShape, PagedCache
 from headrace.engine.native.memory import Memory, make_memory
 from headrace.engine.native.plain import PlainRunner
-from headrace.engine.native.request import Growth, Request, Step
+from headrace.engine.native.request import Step
 from headrace.engine.native.scheduler import Scheduler
 from headrace.engine.native.work import Slots
 from headrace.engine.protocol import EngineAsleep, Increment, InFlight, NotFinite, PromptTooLong, UnusablePrompt
+from headrace.engine.request import Growth, Request
 from headrace.model.arena import Arena
 from headrace.model.head import Head
 from headrace.model.load import ModelError
@@ -44,9 +46,6 @@ if TYPE_CHECKING:
     from headrace.types import Array
 
 __all__ = ["EngineCore", "Growth", "Request", "Step"]
-
-_SPARE_TOKENS = 8
-"""More than a stop string's characters are read again: a token may hold less than one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,20 +364,13 @@ class EngineCore:
                 self._finish(request, reason)
 
     def _ends_in_stop(self, request: Request) -> bool:
-        """Whether the last token drawn completes a stop string: looked for in the text of the last tokens, one step after they
-        were drawn. One completed within the first `min_tokens` is passed over, then and later, as a stop token is."""
+        """Whether the last token drawn completes a stop string, looked for one step after it was drawn."""
         assert self._decode is not None
         length = int(self._slots.length[request.slot])
-        if length - len(request.rollout) <= request.sampling.min_tokens:
+        first = stops.window(request.rollout, request.sampling, length)
+        if first is None:
             return False
-        first = max(_start_of_text(request.rollout), length - max(map(len, request.sampling.stop)) - _SPARE_TOKENS)
-        token_ids = self._slots.tokens[request.slot, first:length].tolist()
-        text = self._decode(token_ids)
-        found = [each for each in request.sampling.stop if each in text]
-        if not found:
-            return False
-        known = _num_alike(self._decode(token_ids[:-1]), text)
-        return any(text.find(each, max(0, known - len(each) + 1)) >= 0 for each in found)
+        return stops.completes(request.sampling.stop, self._slots.tokens[request.slot, first:length].tolist(), self._decode)
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         lengthened = self._lengthen(request, reason)
@@ -458,18 +450,3 @@ def _check_triton(device: torch.device) -> None:
 
 
 _NOTHING = np.zeros(0, dtype=np.int32)
-
-
-def _start_of_text(rollout: Rollout) -> int:
-    """Where the text began that the next call goes on with: what was interrupted is one text with what follows."""
-    start = len(rollout)
-    for call in reversed(rollout.calls):
-        if call.finish_reason is not FinishReason.ABORT or call.stop != start:
-            break
-        start = call.start
-    return start
-
-
-def _num_alike(before: str, text: str) -> int:
-    """Characters that were known before the last token: the last of `before` may have been half of one."""
-    return next((at for at, (old, new) in enumerate(zip(before, text, strict=False)) if old != new), len(before))

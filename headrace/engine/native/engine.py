@@ -8,21 +8,23 @@ in one event loop is wherever `serve` gives way. `ThreadedEngine` has the same l
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from typing import TYPE_CHECKING, NoReturn
 
-from headrace.engine.native.core import EngineCore, Request
-from headrace.engine.protocol import EngineState, Increment, InFlight
+from headrace.engine import asking
+from headrace.engine.protocol import EngineState
 from headrace.model.packing import score as score_packed
 from headrace.model.weights import SpareWeights, WeightError, check_order
 from headrace.observe import Signal
 from headrace.observe.memory import peak_memory
 from headrace.partial import Interrupt
-from headrace.types import FinishReason, Payload
+from headrace.types import Payload
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
+    from headrace.engine.native.core import EngineCore
+    from headrace.engine.protocol import Increment, InFlight
+    from headrace.engine.request import Request
     from headrace.observe import Timeline
     from headrace.sync import WeightSync
     from headrace.types import Array, Rollout, Sampling, WeightUpdate
@@ -60,37 +62,10 @@ class NativeEngine:
             await asyncio.sleep(0)
 
     async def generate(self, rollout: Rollout, sampling: Sampling) -> Rollout:
-        done: asyncio.Future[Rollout] = asyncio.get_running_loop().create_future()
-        request = Request(
-            rollout,
-            sampling,
-            on_done=lambda result: None if done.done() else done.set_result(result),
-            on_failed=lambda error: None if done.done() else done.set_exception(error),
-        )
-        self._submit(request)
-        try:
-            return await done
-        finally:
-            if not done.done() or done.cancelled():
-                self.core.cancel(request)
+        return await asking.generate(self, rollout, sampling)
 
-    async def stream(self, rollout: Rollout, sampling: Sampling) -> AsyncIterator[Increment]:
-        queue: asyncio.Queue[Increment | Exception] = asyncio.Queue()
-
-        def on_done(result: Rollout) -> None:
-            if result.finish_reason is FinishReason.ABORT:
-                queue.put_nowait(Increment((), (), (), FinishReason.ABORT))
-
-        request = Request(rollout, sampling, on_done=on_done, on_tokens=queue.put_nowait, on_failed=queue.put_nowait)
-        self._submit(request)
-        with contextlib.closing(_Cancelling(self.core, request)):
-            while True:
-                increment = await queue.get()
-                if isinstance(increment, Exception):
-                    raise increment
-                yield increment
-                if increment.finish_reason is not None:
-                    return
+    def stream(self, rollout: Rollout, sampling: Sampling) -> AsyncIterator[Increment]:
+        return asking.stream(self, rollout, sampling)
 
     async def score(self, rollouts: Sequence[Rollout]) -> list[Array]:
         return self._score(rollouts)
@@ -207,16 +182,9 @@ class NativeEngine:
         self.core.exchange_weights(self._spare)
         self.core.changed_weights(policy=update.policy, lineage=update.lineage, version=update.version)
 
-    def _submit(self, request: Request) -> None:
+    def begin(self, request: Request) -> None:
         self.core.submit(request)
         self._work.set()
 
-
-class _Cancelling:
-    """Gives a request's slot back when a stream is closed before its end."""
-
-    def __init__(self, core: EngineCore, request: Request) -> None:
-        self._core, self._request = core, request
-
-    def close(self) -> None:
-        self._core.cancel(self._request)
+    def withdraw(self, request: Request) -> None:
+        self.core.cancel(request)

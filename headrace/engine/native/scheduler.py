@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from headrace.engine.native.blocks import BlockPool
-from headrace.engine.native.request import Drawings, Pinned, Request
+from headrace.engine.native.request import Drawings, Pinned
 from headrace.engine.native.work import Chunk, Work
 from headrace.types import FinishReason
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator
 
-    from headrace.engine.native.request import Beginning
     from headrace.engine.native.work import Runner, Slots
+    from headrace.engine.request import Beginning, Request
     from headrace.types import Array
 
 

@@ -10,18 +10,20 @@ import asyncio
 import threading
 from collections import deque
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from headrace.engine.native.core import Request
+from headrace.engine import asking
 from headrace.engine.native.engine import NativeEngine
 from headrace.engine.protocol import EngineState, Increment, InFlight
+from headrace.engine.request import Request
 from headrace.partial import Interrupt
 from headrace.types import FinishReason
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
     from headrace.engine.native.core import EngineCore
+    from headrace.engine.request import Growth
     from headrace.observe import Timeline
     from headrace.sync import WeightSync
     from headrace.types import Array, Rollout, Sampling, WeightUpdate
@@ -220,7 +222,7 @@ class ThreadedEngine(NativeEngine):
 
     async def load(self, update: WeightUpdate, *, interrupt: Interrupt = Interrupt.KEEP) -> None:
         async with self._loading:
-            await _to_its_end(asyncio.to_thread(self._stage, update), give_up=self._spare.give_up)
+            await asking.to_its_end(asyncio.to_thread(self._stage, update), give_up=self._spare.give_up)
             if interrupt is Interrupt.DRAIN:
                 await (self.pause(interrupt) if self._is_paused else self._drain())
             await self.between_steps(lambda: self._exchange(update, interrupt))
@@ -241,6 +243,29 @@ class ThreadedEngine(NativeEngine):
     async def in_flight(self) -> list[InFlight]:
         return await self.between_steps(self.core.in_flight)
 
+    # What a worker does with it
+
+    @property
+    def num_slots(self) -> int:
+        return self.core.num_slots
+
+    @property
+    def policy(self) -> str:
+        return self.core.policy
+
+    def growth(self, requests: Iterable[Request] | None = None) -> list[Growth]:
+        """Called by the decode thread, in `after_step`."""
+        return self.core.growth(requests)
+
+    def cancel(self, requests: Sequence[Request]) -> None:
+        """Withdraw many at once."""
+
+        def act() -> None:
+            for request in requests:
+                self.core.cancel(request)
+
+        self.post(act)
+
     def submit(self, requests: Sequence[Request], on_refused: Callable[[Request, ValueError], None]) -> None:
         """Queue many at once; those that cannot be generated are told to `on_refused`, in the decode thread."""
 
@@ -252,14 +277,3 @@ class ThreadedEngine(NativeEngine):
                     on_refused(request, error)
 
         self.post(act)
-
-
-async def _to_its_end(work: Coroutine[Any, Any, None], *, give_up: Callable[[], None]) -> None:
-    """Wait for what a thread does; cancelled, tell it, and wait all the same."""
-    task = asyncio.ensure_future(work)
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        give_up()
-        await asyncio.wait([task])
-        raise

@@ -1,0 +1,46 @@
+"""What a given vLLM can do: read off what the server says of its own interface, and refused by name where it cannot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from headrace.settings import ConfigError
+
+if TYPE_CHECKING:
+    from headrace.engine.vllm.api import About
+
+
+@dataclass(frozen=True)
+class Ability:
+    """Something asked of a server, and how its interface shows that it can."""
+
+    what: str
+    since: str
+    """The first release that can."""
+    path: str = ""
+    field: tuple[str, str] = ("", "")
+    """(a message of the interface by the beginning of its name, one of its fields)."""
+
+    def is_in(self, about: About) -> bool:
+        return (not self.path or self.path in about.paths) and (not self.field[0] or about.has(*self.field))
+
+
+GENERATE = Ability("tokens in and tokens out", "0.14", path="/inference/v1/generate")
+PAUSE = Ability("pausing with rollouts in flight (VLLM_SERVER_DEV_MODE=1 opens it)", "0.15", path="/pause")
+RELOAD = Ability("new weights from a folder (VLLM_SERVER_DEV_MODE=1 opens it)", "0.14", path="/collective_rpc")
+DROP_CACHE = Ability("dropping keys and values (VLLM_SERVER_DEV_MODE=1 opens it)", "0.14", path="/reset_prefix_cache")
+SALT = Ability("keys and values kept apart by version", "0.14", field=("GenerateRequest", "cache_salt"))
+NAME_VERSION = Ability("the weight version of every token", "0.32", path="/update_weight_version")
+MASK = Ability("the tokens that could have been drawn", "0.32", field=("GenerateTokensStreamChoice", "sampling_mask"))
+
+NEEDED = (GENERATE, PAUSE, RELOAD, DROP_CACHE, SALT)
+"""Without one of these it is no engine here."""
+
+
+def check(about: About, *, server: str) -> None:
+    """Refuse a server that lacks what every run needs."""
+    lacking = [ability for ability in NEEDED if not ability.is_in(about)]
+    if lacking:
+        told = "; ".join(f"{ability.what} (vLLM {ability.since} can)" for ability in lacking)
+        raise ConfigError(f"vLLM {about.version} at {server} cannot do what this run needs: {told}")

@@ -1,0 +1,354 @@
+"""vLLM's HTTP interface: paths, bodies and answers, of every release that is spoken to. Nothing else knows them.
+
+A stock `vllm serve` with VLLM_SERVER_DEV_MODE=1, which opens pausing, weight updates and calls of its workers. Tokens go in and
+come out over `/inference/v1/generate`. What a release lacks is found out by `abilities`, from what the server says of itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import io
+import json
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import aiohttp
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping, Sequence
+
+    from headrace.types import Array, Sampling
+
+    PauseMode = Literal["keep", "wait", "abort"]
+
+_SHORT = 60.0
+"""Seconds for a call that does nothing long."""
+_LONGEST_LINE = 64 << 20
+"""Bytes of one event of a stream: those with the whole vocabulary's logprobs are long."""
+_LOST = -9998.0
+"""vLLM writes -9999 for minus infinity, and for what is not a number."""
+_TOKEN = re.compile(r"token_id:(\d+)$")
+
+
+class VllmError(RuntimeError):
+    """A call of a server went wrong; the message names the server, the call and the server's log."""
+
+
+class VllmRefused(VllmError):
+    """The server answered that it will not do it: its state is what it was."""
+
+
+class VllmGone(VllmError):
+    """The server does not answer, or answers what it never should: it counts as dead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one event of a stream brought."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    kept: list[Array] | None = None
+    """For each token the ids that could have been drawn, where they were asked for."""
+    finish: str | None = None
+    """`stop`, `length`, `abort`; None while more may come."""
+    spans: list[tuple[str, int, int]] | None = None
+    """(weight version, start, stop) over all of the call's tokens, where the server says so at the end."""
+    routing: Array | None = None
+    """[tokens - 1, MoE layers, top k] of prompt and output, where the server says so."""
+
+
+@dataclass(frozen=True)
+class About:
+    """What a server says of itself."""
+
+    version: str
+    paths: frozenset[str]
+    fields: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """By the name of a message of the interface: its fields."""
+
+    def has(self, message: str, name: str) -> bool:
+        """Whether any message whose name begins so has the field."""
+        return any(name in names for key, names in self.fields.items() if key.startswith(message))
+
+
+class VllmApi:
+    """One server. Used from one event loop; `close` when done."""
+
+    def __init__(self, url: str, *, token: str = "", log: str = "") -> None:
+        self.url, self.log = url.rstrip("/"), log
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._session = aiohttp.ClientSession(
+            headers=headers,
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
+            read_bufsize=1 << 20,
+        )
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    # What it is
+
+    async def is_up(self) -> bool:
+        """Whether it answers that it is well."""
+        try:
+            async with self._session.get(f"{self.url}/health", timeout=aiohttp.ClientTimeout(total=10)) as answer:
+                return answer.status == 200
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return False
+
+    async def about(self) -> About:
+        version = await self._get("/version")
+        schema = await self._get("/openapi.json")
+        try:
+            messages = schema["components"]["schemas"]
+            fields = {name: frozenset(message.get("properties", {})) for name, message in messages.items()}
+            return About(str(version["version"]), frozenset(schema["paths"]), fields)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise self._odd("/openapi.json", f"no description of an interface: {error!r}") from error
+
+    async def served(self) -> tuple[str, int]:
+        """(the name it serves its model under, the longest text that takes)."""
+        models = await self._get("/v1/models")
+        try:
+            first = models["data"][0]
+            return str(first["id"]), int(first["max_model_len"])
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise self._odd("/v1/models", f"no model with a length: {models!r}") from error
+
+    async def cache(self) -> tuple[int, int]:
+        """(tokens in a block of its KV cache, blocks); (1, 0) where it does not say."""
+        text = await self._text("/metrics")
+        told = re.search(r"vllm:cache_config_info\{([^}]*)\}", text)
+        found = dict(re.findall(r'(block_size|num_gpu_blocks)="(\d+)"', told[1] if told else ""))
+        return int(found.get("block_size", 1)), int(found.get("num_gpu_blocks", 0))
+
+    # Generation
+
+    async def generate(
+        self,
+        token_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        name: str,
+        max_tokens: int,
+        seed: int,
+        salt: str,
+        num_candidates: int,
+        model: str,
+    ) -> AsyncIterator[Piece]:
+        """One call, piece by piece. `salt` keeps its keys and values from calls with another. `num_candidates` is how many
+        of the likeliest tokens come with each, to tell which could have been drawn; 0 for none."""
+        body = {
+            "request_id": name,
+            "model": model,
+            "token_ids": [int(token) for token in token_ids],
+            "stream": True,
+            "cache_salt": salt,
+            "sampling_params": {
+                "temperature": sampling.temperature,
+                "top_k": sampling.top_k or -1,
+                "top_p": sampling.top_p,
+                "min_p": sampling.min_p,
+                "max_tokens": max_tokens,
+                "min_tokens": min(sampling.min_tokens, max_tokens),
+                "stop_token_ids": list(sampling.stop_ids),
+                "ignore_eos": True,
+                "seed": seed,
+                "logprobs": num_candidates,
+                "detokenize": False,
+            },
+        }
+        path = "/inference/v1/generate"
+        finish = None
+        try:
+            async with self._session.post(self.url + path, json=body) as answer:
+                await self._check(path, answer)
+                async for event in _events(answer.content):
+                    piece = self._piece(path, event, has_kept=num_candidates > 0)
+                    finish = piece.finish or finish
+                    yield piece
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise self._gone(path, error) from error
+        if finish is None:  # releases before 0.28 end the stream of an aborted call without a word
+            yield Piece([], [], finish="abort")
+
+    def _piece(self, path: str, event: bytes, *, has_kept: bool) -> Piece:
+        try:
+            message = json.loads(event)
+            if "error" in message:
+                raise VllmGone(f"{self._where(path)}: the call failed there: {_told(message)}")
+            if not message["choices"]:
+                return Piece([], [])
+            choice = message["choices"][0]
+            token_ids = [int(token) for token in choice["token_ids"] or ()]
+            content = (choice["logprobs"] or {}).get("content") or []
+            if len(content) != len(token_ids):
+                raise ValueError(f"{len(token_ids)} tokens and {len(content)} logprobs")
+            kept = None
+            if has_kept:
+                masks = choice.get("sampling_mask")
+                kept = [np.asarray(row, np.int32) for row in masks] if masks else [_kept(entry) for entry in content]
+            spans = choice.get("weight_versions")
+            return Piece(
+                token_ids,
+                [_logprob(entry) for entry in content],
+                kept,
+                choice["finish_reason"],
+                None if spans is None else [(str(s["version"]), int(s["start"]), int(s["end"])) for s in spans],
+                _routing(choice.get("routed_experts")),
+            )
+        except (ValueError, KeyError, TypeError, IndexError, binascii.Error) as error:
+            raise self._odd(path, f"{error!r} in {event[:200]!r}") from error
+
+    async def prompt_logprobs(
+        self, token_ids: Sequence[int], *, model: str, salt: str, whole: bool
+    ) -> tuple[Array, list[dict[int, float]]]:
+        """([tokens] float32 under the model's own distribution, 0 for the first; with `whole`, for each token but the first
+        the logprob of every token of the vocabulary)."""
+        sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": -1 if whole else 0, "detokenize": False}
+        ids = [int(token) for token in token_ids]
+        body = {"model": model, "token_ids": ids, "cache_salt": salt, "sampling_params": sampling}
+        answer = await self._post("/inference/v1/generate", body, seconds=600.0)
+        try:
+            rows = answer["prompt_logprobs"][1:]
+            if len(rows) != len(token_ids) - 1:
+                raise ValueError(f"{len(rows)} rows for {len(token_ids)} tokens")
+            told = [{int(token): float(entry["logprob"]) for token, entry in row.items()} for row in rows]
+            values = [0.0, *(row[token] for row, token in zip(told, ids[1:], strict=True))]
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise self._odd("/inference/v1/generate", f"no logprobs of the prompt: {error!r}") from error
+        return np.asarray(values, np.float32), told if whole else []
+
+    # Pausing and weights
+
+    async def pause(self, mode: PauseMode, *, seconds: float = _SHORT) -> None:
+        """`keep`: what runs stands still. `wait`: it finishes first. `abort`: it ends where it is. What comes later waits."""
+        await self._post(f"/pause?mode={mode}&clear_cache=false", {}, seconds=seconds)
+
+    async def resume(self) -> None:
+        await self._post("/resume", {})
+
+    async def drop_cache(self) -> None:
+        """Forget all keys and values; what runs computes its own again. Called while it is paused."""
+        answer = await self._post("/reset_prefix_cache?reset_running_requests=true", {})
+        if isinstance(answer, dict) and answer.get("success") is False:
+            raise VllmRefused(f"{self._where('/reset_prefix_cache')}: its keys and values could not be dropped")
+
+    async def reload(self, folder: str) -> None:
+        """Run the weights in a folder, in the form models are saved in. Called while it is paused."""
+        await self._post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}}, seconds=1800.0)
+
+    async def name_version(self, name: str) -> None:
+        """What it draws from now on is of these weights, and it says so at the end of every call."""
+        await self._post("/update_weight_version", {"new_version": name})
+
+    # One call
+
+    async def _get(self, path: str) -> Any:  # noqa: ANN401
+        return self._parsed(path, await self._text(path))
+
+    async def _text(self, path: str) -> str:
+        try:
+            async with self._session.get(self.url + path, timeout=aiohttp.ClientTimeout(total=_SHORT)) as answer:
+                await self._check(path, answer)
+                return await answer.text()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise self._gone(path, error) from error
+
+    async def _post(self, path: str, body: dict[str, Any], *, seconds: float = _SHORT) -> Any:  # noqa: ANN401
+        try:
+            async with self._session.post(
+                self.url + path, json=body, timeout=aiohttp.ClientTimeout(total=seconds, sock_connect=10)
+            ) as answer:
+                await self._check(path, answer)
+                text = await answer.text()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise self._gone(path, error) from error
+        return self._parsed(path, text) if text else None
+
+    async def _check(self, path: str, answer: aiohttp.ClientResponse) -> None:
+        if answer.status == 200:
+            return
+        text = await answer.text()
+        try:
+            told = _told(json.loads(text))
+        except ValueError:
+            told = text[:300]
+        kind = VllmGone if answer.status >= 500 else VllmRefused
+        raise kind(f"{self._where(path)}: status {answer.status}: {told or 'it gave no reason'}")
+
+    def _parsed(self, path: str, text: str) -> Any:  # noqa: ANN401
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise self._odd(path, f"no JSON: {text[:200]!r}") from error
+
+    def _where(self, path: str) -> str:
+        log = f", log {self.log}" if self.log else ""
+        return f"vLLM at {self.url}, call {path.partition('?')[0]}{log}"
+
+    def _gone(self, path: str, error: BaseException) -> VllmGone:
+        told = "no answer in time" if isinstance(error, TimeoutError | asyncio.TimeoutError) else str(error) or repr(error)
+        return VllmGone(f"{self._where(path)}: {told}")
+
+    def _odd(self, path: str, told: str) -> VllmGone:
+        return VllmGone(f"{self._where(path)}: an answer that makes no sense: {told}")
+
+
+async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """The data of each server-sent event, up to the last."""
+    unread = bytearray()
+    async for chunk in content.iter_any():
+        unread += chunk
+        *lines, rest = bytes(unread).split(b"\n")
+        unread = bytearray(rest)
+        if len(unread) > _LONGEST_LINE:
+            raise aiohttp.ClientPayloadError(f"an event of more than {_LONGEST_LINE >> 20} MiB")
+        for line in lines:
+            if line.startswith(b"data:"):
+                data = line[5:].strip()
+                if data == b"[DONE]":
+                    return
+                yield data
+    raise aiohttp.ClientPayloadError("the stream broke off")
+
+
+def _logprob(entry: Mapping[str, Any]) -> float:
+    """NaN where the model's logits were not numbers."""
+    value = float(entry["logprob"])
+    return value if value > _LOST else float("nan")
+
+
+def _kept(entry: Mapping[str, Any]) -> Array:
+    """The tokens that could have been drawn, from the logprobs of the distribution drawn from: those it left anything."""
+    ids = {_id(entry)} | {_id(other) for other in entry.get("top_logprobs") or () if float(other["logprob"]) > _LOST}
+    return np.asarray(sorted(ids), np.int32)
+
+
+def _id(entry: Mapping[str, Any]) -> int:
+    """Newer releases give the number, older ones a text with the number in it."""
+    if "token_id" in entry:
+        return int(entry["token_id"])
+    found = _TOKEN.search(entry["token"])
+    if found is None:
+        raise ValueError(f"no token id: {entry['token']!r}")
+    return int(found[1])
+
+
+def _routing(text: str | None) -> Array | None:
+    return None if text is None else np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
+
+
+def _told(message: Any) -> str:  # noqa: ANN401
+    """The reason in an error's body: a plain text, or one of the two shapes vLLM wraps it in."""
+    if isinstance(message, dict):
+        for key in ("error", "detail", "message"):
+            if key in message:
+                return _told(message[key])
+    return str(message)[:500]

@@ -1,0 +1,166 @@
+"""A vLLM server of our own: started on this machine, waited for, and ended with whoever started it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headrace.engine.vllm.api import VllmApi, VllmError
+from headrace.settings import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+_ATTEMPTS = 3
+"""To find a port that nobody else takes meanwhile."""
+_POLL = 0.25
+_ENDING = 15.0
+_TAIL = 64 << 10
+"""Bytes of a log that are looked at for why a server did not come up."""
+_PORT_TAKEN = re.compile(r"address already in use|Errno 98", re.IGNORECASE)
+_REASON = re.compile(r"^(?:\(\w[^)]*\)\s*)?(?:\w+\.)*(?:\w*(?:Error|Exception)|pydantic_core\S*): .+")
+
+
+class Server:
+    """A running one. `api` speaks to it."""
+
+    def __init__(self, process: subprocess.Popen[bytes], port: int, *, token: str, log: Path) -> None:
+        self.process, self.token, self.log = process, token, log
+        self.api = VllmApi(f"http://127.0.0.1:{port}", token=token, log=str(log))
+
+    @property
+    def has_ended(self) -> bool:
+        return self.process.poll() is not None
+
+    def why(self) -> str:
+        """The last reason its log gives."""
+        return reason_in(self.log)
+
+    async def close(self) -> None:
+        """End it, and everything it started."""
+        await self.api.close()
+        await asyncio.to_thread(end, self.process)
+
+
+async def start(
+    model: str,
+    arguments: Sequence[str],
+    *,
+    python: str,
+    log: Path,
+    seconds: float,
+    environment: Mapping[str, str] | None = None,
+) -> Server:
+    """`vllm serve`, reached from this machine alone, with a token of its own, once it answers. `python` has vLLM."""
+    find_vllm(python)
+    token = secrets.token_urlsafe(32)
+    variables = {
+        **_inherited(python),
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_API_KEY": token,
+        **(environment or {}),
+    }
+    for attempt in range(1, _ATTEMPTS + 1):
+        port = _free_port()
+        command = [python, "-m", "vllm.entrypoints.cli.main", "serve", model, "--host", "127.0.0.1", "--port", str(port)]
+        process = _run([*command, *arguments], variables, log)
+        server = Server(process, port, token=token, log=log)
+        try:
+            await _wait_up(server, seconds)
+        except BaseException as error:
+            await server.close()
+            if isinstance(error, VllmError) and _PORT_TAKEN.search(_tail(log)) and attempt < _ATTEMPTS:
+                continue
+            raise
+        return server
+    raise AssertionError("the last attempt returns or raises")
+
+
+def find_vllm(python: str) -> None:
+    """Refuse an interpreter that has no vLLM, before anything is waited for."""
+    hint = "install vLLM in an environment and name its interpreter in engine.vllm.python or HEADRACE_VLLM_PYTHON"
+    look = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    try:
+        status = subprocess.run([python, "-c", look], check=False, capture_output=True, timeout=60).returncode
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"engine.vllm.python = {python!r} is no interpreter that runs ({error}); {hint}") from error
+    if status:
+        raise ConfigError(f"engine.kind = 'vllm': {python} has no vLLM; {hint}")
+
+
+def choose_python(named: str) -> str:
+    """The interpreter that the recipe names, or the environment, or this one."""
+    return named or os.environ.get("HEADRACE_VLLM_PYTHON", "") or sys.executable
+
+
+def _inherited(python: str) -> dict[str, str]:
+    """This process's variables; another interpreter finds its own packages, not those this one was pointed to."""
+    is_ours = Path(python).resolve() == Path(sys.executable).resolve() and Path(python).parent == Path(sys.executable).parent
+    return {name: value for name, value in os.environ.items() if is_ours or name not in ("PYTHONPATH", "PYTHONHOME")}
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Its keeper ends it when it is told to, or when its pipe closes."""
+    if process.stdin is not None:
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+    with contextlib.suppress(ProcessLookupError):
+        process.terminate()
+    try:
+        process.wait(_ENDING)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _run(command: list[str], variables: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
+    log.parent.mkdir(parents=True, exist_ok=True)
+    keeper = str(Path(__file__).with_name("keep.py"))
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            [sys.executable, keeper, *command], stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, env=variables
+        )
+
+
+async def _wait_up(server: Server, seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while not await server.api.is_up():
+        if server.has_ended:
+            raise VllmError(f"vLLM did not start: {server.why()} (log {server.log})")
+        if time.monotonic() > until:
+            raise VllmError(f"vLLM did not come up within {seconds:g} s (engine.vllm.start_seconds), log {server.log}")
+        await asyncio.sleep(_POLL)
+
+
+def reason_in(log: Path) -> str:
+    """The first error of the last traceback in a log that says something: vLLM wraps one in another."""
+    lines = _tail(log).splitlines()
+    reasons = [match[0] for line in lines if (match := _REASON.match(line.strip()))]
+    telling = [reason for reason in reasons if "See root cause above" not in reason and "Engine core" not in reason]
+    return (telling or reasons or lines[-1:] or ["it ended without a word"])[-1][:500]
+
+
+def _tail(log: Path) -> str:
+    try:
+        with log.open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - _TAIL))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

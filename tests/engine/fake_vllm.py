@@ -1,0 +1,156 @@
+"""A server that talks like vLLM and draws tokens by counting: to be late, to answer nonsense, to die at a chosen moment."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+OLD, NEW = "0.26.0", "0.32.0"
+_PATHS = ("/inference/v1/generate", "/pause", "/resume", "/collective_rpc", "/reset_prefix_cache")
+_REQUEST = {"properties": {"cache_salt": {}, "token_ids": {}}}
+
+
+@dataclass
+class Fake:
+    """What it does, and what was asked of it. Token n of a call is 10 + n; its logprob is -0.5."""
+
+    version: str = NEW
+    paths: tuple[str, ...] = _PATHS
+    pace: float = 0.002
+    """Seconds between two tokens."""
+    fault: str = ""
+    """`garbage`, `broken off`, `refused`, `failed` of a generate call, `silent` for one that never says anything."""
+    failing: set[str] = field(default_factory=set)
+    """Paths that answer with status 500."""
+    asked: list[tuple[str, Any]] = field(default_factory=list)
+    weight_version: str = "default"
+    _go_on: asyncio.Event = field(default_factory=asyncio.Event)
+    _aborts: int = 0
+    _num_active: int = 0
+
+    @property
+    def is_new(self) -> bool:
+        return self.version == NEW
+
+    def app(self) -> web.Application:
+        self._go_on.set()
+        app = web.Application()
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/version", self._version)
+        app.router.add_get("/openapi.json", self._schema)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/metrics", self._metrics)
+        app.router.add_post("/inference/v1/generate", self._generate)
+        app.router.add_post("/{call}", self._call)
+        return app
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.Response(status=500 if "/health" in self.failing else 200)
+
+    async def _version(self, _: web.Request) -> web.Response:
+        return web.json_response({"version": self.version})
+
+    async def _models(self, _: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "policy", "max_model_len": 64}]})
+
+    async def _schema(self, _: web.Request) -> web.Response:
+        paths = {path: {} for path in (*self.paths, *(("/update_weight_version",) if self.is_new else ()))}
+        return web.json_response({"paths": paths, "components": {"schemas": {"GenerateRequest": _REQUEST}}})
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        return web.Response(text='vllm:cache_config_info{block_size="16",num_gpu_blocks="100"} 1.0\n')
+
+    async def _call(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.asked.append((request.path, {**request.query, **body}))
+        if request.path in self.failing:
+            return web.json_response({"error": {"message": "the disk is full"}}, status=500)
+        if request.path == "/pause":
+            while request.query["mode"] == "wait" and self._num_active:  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
+            self._go_on.clear()
+            self._aborts += request.query["mode"] == "abort"
+        elif request.path == "/resume":
+            self._go_on.set()
+        elif request.path == "/update_weight_version":
+            self.weight_version = body["new_version"]
+        return web.json_response({})
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.asked.append(("generate", body))
+        if self.fault == "refused":
+            return web.json_response({"error": {"message": "too long for me"}}, status=400)
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        if self.fault == "silent":
+            await asyncio.sleep(3600)
+        self._num_active += 1
+        try:
+            await self._draw(body, answer, request)
+        finally:
+            self._num_active -= 1
+        return answer
+
+    async def _draw(self, body: dict[str, Any], answer: web.StreamResponse, request: web.Request) -> None:
+        versions, aborts = [], self._aborts
+        most = body["sampling_params"]["max_tokens"]
+        for place in range(most):
+            await asyncio.sleep(self.pace)
+            while not self._go_on.is_set() and self._aborts == aborts:  # noqa: ASYNC110  (two things may end it)
+                await asyncio.sleep(0.002)
+            if self._aborts > aborts:
+                if self.is_new:
+                    await self._say(answer, [], "abort", versions)
+                break
+            if place == 3 and self.fault:
+                await self._misbehave(answer, request)
+            versions.append(self.weight_version)
+            await self._say(answer, [place], "length" if place + 1 == most else None, versions)
+        await answer.write(b"data: [DONE]\n\n")
+
+    async def _misbehave(self, answer: web.StreamResponse, request: web.Request) -> None:
+        if self.fault == "garbage":
+            await answer.write(b'data: {"choices": [{"token_ids": [7, 8], "logprobs": null}]}\n\n')
+        elif self.fault == "failed":
+            await answer.write(b'data: {"error": {"message": "EngineCore encountered an issue"}}\n\n')
+        elif self.fault == "broken off" and request.transport is not None:
+            request.transport.abort()
+
+    async def _say(self, answer: web.StreamResponse, places: list[int], finish: str | None, versions: list[str]) -> None:
+        ids = [10 + place for place in places]
+        content = [{"token_id": i} if self.is_new else {"token": f"token_id:{i}"} for i in ids]
+        choice = {
+            "index": 0,
+            "token_ids": ids,
+            "logprobs": {"content": [{**each, "logprob": -0.5, "top_logprobs": []} for each in content]},
+            "finish_reason": finish,
+        }
+        if self.is_new and finish is not None:
+            starts = [at for at in range(len(versions)) if at == 0 or versions[at] != versions[at - 1]]
+            stops = [*starts[1:], len(versions)]
+            choice["weight_versions"] = [
+                {"version": versions[a], "start": a, "end": b} for a, b in zip(starts, stops, strict=True)
+            ]
+        await answer.write(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
+
+
+@contextlib.asynccontextmanager
+async def serving(fake: Fake) -> AsyncIterator[str]:
+    """Its address."""
+    runner = web.AppRunner(fake.app(), shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()

@@ -1,0 +1,260 @@
+"""A vLLM server that is late, talks nonsense, refuses or dies: errors that name it, no hang, nothing invented."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fake_vllm import NEW, OLD, Fake, serving
+
+from headrace.engine import UnusablePrompt
+from headrace.engine.vllm import VllmEngine, abilities, keep
+from headrace.engine.vllm.api import VllmApi, VllmError
+from headrace.engine.vllm.engine import EngineDied, Limits, Unsupported
+from headrace.engine.vllm.server import find_vllm, start
+from headrace.engine.vllm.weights import Staging
+from headrace.model.load import load_model
+from headrace.model.weights import named_tensors
+from headrace.observe import Timeline
+from headrace.partial import Interrupt
+from headrace.settings import ConfigError
+from headrace.sync import Lineage, MemoryTransport, WeightSync
+from headrace.types import FinishReason, Rollout, Sampling
+
+PROMPT = Rollout.from_prompt([3, 4, 5], id="r")
+
+
+@pytest.fixture
+def run(tiny_model):
+    """Runs a test over a fake server and an engine that holds version 0 of it."""
+
+    def runner(test, fake, *, patience=60.0):
+        async def main():
+            sync = WeightSync(Lineage("life"), MemoryTransport())
+            async with serving(fake) as url:
+                api = VllmApi(url, log="server.log")
+                staging = Staging(load_model(tiny_model), sync=sync)
+                limits = Limits(2, 64, 200, *await api.cache())
+                engine = VllmEngine(
+                    api,
+                    await api.about(),
+                    name="engine-0",
+                    model="policy",
+                    limits=limits,
+                    staging=staging,
+                    timeline=Timeline("engine"),
+                    patience=patience,
+                )
+                engine.start()
+
+                async def publish(version, **options):
+                    update = sync.offer(version, named_tensors(load_model(tiny_model)))
+                    await engine.load(update, **options)
+                    sync.release(update)
+
+                try:
+                    await publish(0)
+                    await asyncio.wait_for(test(engine, publish), 30)
+                finally:
+                    await engine.close()
+                    await api.close()
+
+        asyncio.run(main())
+
+    return runner
+
+
+async def grown(engine, num_tokens):
+    while (await engine.state()).tokens < num_tokens:  # noqa: ASYNC110  (an engine has no event for each number)
+        await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("garbage", "an answer that makes no sense"),
+        ("failed", "the call failed there: EngineCore encountered an issue"),
+        ("broken off", "/inference/v1/generate"),
+    ],
+)
+def test_a_server_that_fails_midway_ends_the_engine_and_says_where(run, fault, told):
+    async def check(engine, _):
+        both = [asyncio.ensure_future(engine.generate(PROMPT, Sampling(max_tokens=9))) for _ in range(3)]
+        for error in await asyncio.gather(*both, return_exceptions=True):
+            assert isinstance(error, EngineDied) and told in str(error) and "log server.log" in str(error)
+            assert "vLLM at http://127.0.0.1" in str(error)
+        with pytest.raises(EngineDied):
+            await engine.generate(PROMPT, Sampling())
+        with pytest.raises(EngineDied):
+            await engine.pause(Interrupt.KEEP)
+        assert engine.died.done()
+
+    run(check, Fake(fault=fault))
+
+
+def test_what_the_server_refuses_is_that_rollouts_failure_alone(run):
+    fake = Fake(fault="refused")
+
+    async def check(engine, _):
+        with pytest.raises(UnusablePrompt, match=r"'r'.*status 400: too long for me"):
+            await engine.generate(PROMPT, Sampling(max_tokens=4))
+        fake.fault = ""
+        assert (await engine.generate(PROMPT, Sampling(max_tokens=4))).num_sampled == 4
+
+    run(check, fake)
+
+
+def test_a_silent_server_is_given_up(run):
+    async def check(engine, _):
+        began = time.monotonic()
+        with pytest.raises(
+            EngineDied, match=r"1 rollouts are in flight and none has grown for 0.5 s \(engine.vllm.answer_seconds\)"
+        ):
+            await engine.generate(PROMPT, Sampling(max_tokens=4))
+        assert time.monotonic() - began < 6
+
+    run(check, Fake(fault="silent"), patience=0.5)
+
+
+@pytest.mark.parametrize("path", ["/pause", "/collective_rpc", "/update_weight_version", "/resume"])
+def test_a_failure_in_the_middle_of_an_update_ends_the_engine(run, path):
+    """Nobody can tell what the server runs then."""
+    fake = Fake()
+
+    async def check(engine, publish):
+        call = asyncio.ensure_future(engine.generate(PROMPT, Sampling(max_tokens=60)))
+        await grown(engine, 3)
+        fake.failing.add(path)
+        with pytest.raises(EngineDied, match=rf"{path}.*status 500: the disk is full"):
+            await publish(1)
+        with pytest.raises(EngineDied):
+            await call
+
+    run(check, fake)
+
+
+@pytest.mark.parametrize("version", [OLD, NEW])
+@pytest.mark.parametrize("interrupt", list(Interrupt))
+def test_every_release_stamps_what_was_drawn_before_and_after(run, version, interrupt):
+    """An old one says nothing of versions, and ends an aborted stream without a word."""
+    fake = Fake(version=version)
+
+    async def check(engine, publish):
+        call = asyncio.ensure_future(engine.generate(PROMPT, Sampling(max_tokens=40)))
+        await grown(engine, 5)
+        drawn_before = (await engine.in_flight())[0].num_drawn
+        await publish(1, interrupt=interrupt)
+        rollout = await call
+        versions = rollout.versions[3:]
+        assert np.array_equal(rollout.token_ids[3:], 10 + np.arange(len(versions))) and (np.diff(versions) >= 0).all()
+        assert (versions[:drawn_before] == 0).all()
+        if interrupt is Interrupt.ABORT:
+            assert rollout.finish_reason is FinishReason.ABORT and (versions == 0).all() and len(versions) < 40
+        else:
+            assert len(versions) == 40 and versions[-1] == (0 if interrupt is Interrupt.DRAIN else 1)
+        later = await engine.generate(rollout, Sampling(max_tokens=2))
+        assert (later.versions[-2:] == 1).all()
+        salts = [body["cache_salt"] for name, body in fake.asked if name == "generate"]
+        assert salts == ["life/0", "life/1"], "no call may find keys and values of older weights"
+        assert (("/reset_prefix_cache", {"reset_running_requests": "true"}) in fake.asked) == (interrupt is Interrupt.RETRACT)
+        seeds = [body["sampling_params"]["seed"] for name, body in fake.asked if name == "generate"]
+        assert seeds[0] != seeds[1], "what goes on must not draw with the same numbers again"
+
+    run(check, fake)
+
+
+def test_it_scores_while_paused_only_where_nothing_would_go_on(run):
+    async def check(engine, _):
+        call = asyncio.ensure_future(engine.generate(PROMPT, Sampling(max_tokens=30)))
+        await grown(engine, 3)
+        await engine.pause(Interrupt.KEEP)
+        with pytest.raises(Unsupported, match="keeps 1 rollouts paused; resume it first"):
+            await engine.score([PROMPT])
+        await engine.resume()
+        await call
+
+    run(check, Fake())
+
+
+@pytest.mark.parametrize("path", ["/pause", "/collective_rpc", "/inference/v1/generate"])
+def test_what_a_release_lacks_is_refused_by_name(path):
+    fake = Fake(paths=tuple(each for each in Fake().paths if each != path))
+
+    async def main():
+        async with serving(fake) as url:
+            api = VllmApi(url)
+            about = await api.about()
+            await api.close()
+            with pytest.raises(ConfigError, match=rf"vLLM {NEW} at {url} cannot do what this run needs: .*\(vLLM 0.1\d can\)$"):
+                abilities.check(about, server=url)
+
+    asyncio.run(main())
+
+
+def test_an_interpreter_without_vllm_or_none_at_all_is_refused_at_once(tmp_path):
+    with pytest.raises(ConfigError, match=r"has no vLLM; install vLLM in an environment and name its interpreter"):
+        find_vllm(sys.executable)
+    with pytest.raises(ConfigError, match=r"engine.vllm.python = '/nowhere/python' is no interpreter that runs"):
+        find_vllm("/nowhere/python")
+
+
+PRETENDER = """#!{python}
+import sys, time
+if "-c" in sys.argv:
+    sys.exit(0)
+{body}
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("print('ValueError: Head size 16 is not supported'); sys.exit(1)", "did not start: ValueError: Head size 16 is not"),
+        ("sys.exit(3)", "did not start: it ended without a word"),
+        ("time.sleep(60)", r"did not come up within 1 s \(engine.vllm.start_seconds\)"),
+    ],
+)
+def test_a_server_that_does_not_come_up_says_why(tmp_path, body, told):
+    python = tmp_path / "python"
+    python.write_text(PRETENDER.format(python=sys.executable, body=body))
+    python.chmod(0o755)
+    began = time.monotonic()
+    with pytest.raises(VllmError, match=rf"{told}.*log {tmp_path}/server.log"):
+        asyncio.run(start("model", [], python=str(python), log=tmp_path / "server.log", seconds=1))
+    assert time.monotonic() - began < 12
+
+
+STUBBORN = """
+import os, signal, subprocess, sys, time
+if len(sys.argv) == 1:
+    subprocess.Popen([sys.executable, __file__, "child"])
+signal.signal(signal.SIGTERM, signal.SIG_IGN if len(sys.argv) > 1 else signal.SIG_DFL)
+print(os.getpid(), flush=True)
+time.sleep(600)
+"""
+
+
+def test_nothing_of_a_server_outlives_who_started_it(tmp_path):
+    """Not even what it started and what does not heed a request to end."""
+    script = tmp_path / "stubborn.py"
+    script.write_text(STUBBORN)
+    keeper = tmp_path / "keep.py"  # with less patience
+    keeper.write_text(Path(keep.__file__).read_text().replace("_PATIENCE = 8.0", "_PATIENCE = 0.5"))
+    starter = f"""
+import subprocess, sys, time
+process = subprocess.Popen([sys.executable, {str(keeper)!r}, sys.executable, {str(script)!r}], stdin=subprocess.PIPE)
+time.sleep(600)
+"""
+    with subprocess.Popen([sys.executable, "-c", starter], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pids = [int(process.stdout.readline()) for _ in range(2)]
+        process.kill()
+        until = time.monotonic() + 10
+        while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert not any(Path(f"/proc/{pid}").exists() for pid in pids)

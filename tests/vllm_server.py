@@ -1,0 +1,100 @@
+"""A real vLLM server on this machine's CPU, started once for all tests that need one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headrace.config import make_recipe
+from headrace.engine.vllm import VllmEngine
+from headrace.engine.vllm.api import VllmApi
+from headrace.engine.vllm.engine import Limits
+from headrace.engine.vllm.server import end, start
+from headrace.engine.vllm.weights import Staging
+from headrace.model.head import Head
+from headrace.model.load import load_model
+from headrace.observe import Timeline
+from headrace.orchestrate.vllm import server_arguments, server_environment
+
+if TYPE_CHECKING:
+    import subprocess
+    from collections.abc import AsyncIterator, Callable, Iterator
+
+    from headrace.sync import WeightSync
+
+VARIABLES = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16", "VLLM_CPU_KVCACHE_SPACE": "1"}
+"""The first for processors that announce what their host does not let them use."""
+CONTEXT = 128
+SLOTS = 256
+
+
+@dataclass
+class Running:
+    """Where it is, and how to end it."""
+
+    url: str
+    token: str
+    log: Path
+    process: subprocess.Popen[bytes]
+
+
+_running: Running | None = None
+
+
+def vllm_python() -> str | None:
+    """The interpreter that has vLLM, where one was set up."""
+    named = os.environ.get("HEADRACE_VLLM_PYTHON") or str(Path(__file__).parents[1] / ".venv-vllm" / "bin" / "python")
+    return shutil.which(named)
+
+
+async def start_server(model: str, log: Path, *arguments: str) -> Running:
+    python = vllm_python()
+    assert python is not None
+    recipe = make_recipe({"tasks": [{"source": "builtin:sort_digits"}], "engine": {"slots": SLOTS}})
+    words = server_arguments(recipe, context=CONTEXT, candidates=256, is_eager=True)
+    environment = {**server_environment("cpu"), **VARIABLES}
+    server = await start(model, [*words, *arguments], python=python, log=log, seconds=300, environment=environment)
+    await server.api.close()
+    return Running(server.api.url, server.token, log, server.process)
+
+
+@contextlib.contextmanager
+def running(model: str, log: Path) -> Iterator[Running]:
+    """One that serves a model, for `served`."""
+    global _running
+    _running = asyncio.run(start_server(model, log))
+    try:
+        yield _running
+    finally:
+        end(_running.process)
+        _running = None
+
+
+@contextlib.asynccontextmanager
+async def served(
+    model_path: str, *, sync: WeightSync, slots: int, context: int, decode: Callable[[list[int]], str] | None
+) -> AsyncIterator[tuple[VllmEngine, VllmApi]]:
+    """An engine over the server, which knows nothing of those before it."""
+    assert _running is not None
+    api = VllmApi(_running.url, token=_running.token, log=str(_running.log))
+    await api.resume()
+    await api.drop_cache()
+    model = load_model(model_path)
+    limits = Limits(slots, context, Head(model).vocabulary, *await api.cache(), num_candidates=256)
+    name, _ = await api.served()
+    staging = Staging(model, sync=sync)
+    about = await api.about()
+    engine = VllmEngine(
+        api, about, name="engine-0", model=name, limits=limits, staging=staging, timeline=Timeline("engine"), decode=decode
+    )
+    engine.start()
+    try:
+        yield engine, api
+    finally:
+        await engine.close()
+        await api.close()
