@@ -21,6 +21,7 @@ from headrace.config.training import (
     SyncSettings,
     TrainSettings,
 )
+from headrace.config.vllm import VllmSettings
 
 __all__ = [
     "BufferSettings",
@@ -37,6 +38,7 @@ __all__ = [
     "SyncSettings",
     "TaskSettings",
     "TrainSettings",
+    "VllmSettings",
     "WarmupSettings",
     "load_recipe",
     "make_recipe",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headrace.settings import ConfigError
+from headrace.config.vllm import VllmSettings
+from headrace.settings import ConfigError, to_dict
 
 if TYPE_CHECKING:
     from headrace.config.recipe import Recipe
@@ -26,6 +27,7 @@ def check_across_rooms(recipe: Recipe) -> None:
     if buffer.kind in ("one_ahead", "stream") and lag == 0 and bounded:
         raise ConfigError(f"buffer.kind = '{buffer.kind}': nothing can run ahead with staleness.max_lag = 0; set it to 1")
     _check_correction(recipe)
+    _check_engine(recipe)
     if recipe.exact:
         _check_exact(recipe)
     if recipe.partial.cancel == "over_age":
@@ -49,6 +51,20 @@ def _check_correction(recipe: Recipe) -> None:
         raise ConfigError(
             f"staleness.correct = '{correct}': train.loss = '{loss}' has the importance weight in it; leave it 'none'"
         )
+
+
+def _check_engine(recipe: Recipe) -> None:
+    """What the chosen engine would not look at, or cannot do."""
+    engine = recipe.engine
+    if engine.kind == "vllm" and engine.sleep != "never":
+        raise ConfigError(f"engine.sleep = '{engine.sleep}': vLLM's sleep is not driven yet; leave it 'never'")
+    if engine.kind == "native":
+        usual = to_dict(VllmSettings())
+        for name, value in to_dict(engine.vllm).items():
+            if value != usual[name]:
+                raise ConfigError(
+                    f"engine.vllm.{name} = {value!r}: engine.kind = 'native' does not look at it; set engine.kind = 'vllm'"
+                )
 
 
 def _check_cancel(recipe: Recipe) -> None:
@@ -108,8 +124,10 @@ def _check_processes(recipe: Recipe) -> None:
         )
     if transport == "cuda_ipc" and recipe.device == "cpu":
         raise ConfigError("sync.transport = 'cuda_ipc': device = 'cpu' has no GPU memory to share; leave it auto")
-    if recipe.engine.count > 1 and not is_local:
-        raise ConfigError(f"engine.count = {recipe.engine.count}: orchestrate = 'inline' has one engine; set it to 'local'")
+    if recipe.num_engines > 1 and not is_local:
+        count, urls = recipe.engine.count, list(recipe.engine.vllm.urls)
+        setting = f"engine.count = {count}" if count > 1 else f"engine.vllm.urls = {urls}"
+        raise ConfigError(f"{setting}: orchestrate = 'inline' has one engine; set it to 'local'")
 
 
 def _check_exact(recipe: Recipe) -> None:
@@ -117,6 +135,8 @@ def _check_exact(recipe: Recipe) -> None:
         raise ConfigError("device = 'cuda': exact = true is a promise about the CPU; set device = 'cpu'")
     if recipe.model.dtype != "float32":
         raise ConfigError(f"model.dtype = '{recipe.model.dtype}': exact = true needs float32")
+    if recipe.engine.kind != "native":
+        raise ConfigError(f"engine.kind = '{recipe.engine.kind}': exact = true needs the embedded engine; set it to 'native'")
     if recipe.engine.block_size != 16:
         raise ConfigError(f"engine.block_size = {recipe.engine.block_size}: exact = true needs 16")
     if not recipe.staleness.gate and recipe.buffer_kind == "stream":

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from headrace.config.check import check
+from headrace.config.vllm import VllmSettings
 from headrace.settings import ConfigError
 
 
@@ -130,8 +131,9 @@ class SamplingSettings:
 class EngineSettings:
     """What generates."""
 
-    kind: Literal["native"] = "native"
-    """`native`: the embedded engine, which runs the trainer's own model code."""
+    kind: Literal["native", "vllm"] = "native"
+    """`native`: the embedded engine, which runs the trainer's own model code. `vllm`: a stock vLLM server over HTTP, for models
+    past one GPU."""
     count: int = 1
     """Engine processes, each with slots of its own."""
     threads: int = 0
@@ -150,6 +152,7 @@ class EngineSettings:
     sleep: Literal["never", "cache", "weights"] = "never"
     """In a synchronous run, what engines give back while the trainer trains, for both to have one GPU in turns: `cache` the KV
     cache's memory, `weights` that of the weights too."""
+    vllm: VllmSettings = field(default_factory=VllmSettings)
 
     def __post_init__(self) -> None:
         check(self.count >= 1, "count", self.count, "≥ 1")
@@ -157,3 +160,7 @@ class EngineSettings:
         check(self.restarts >= 0, "restarts", self.restarts, "≥ 0")
         check(self.slots >= 1, "slots", self.slots, "≥ 1")
         check(self.block_size >= 1, "block_size", self.block_size, "≥ 1")
+        num_servers = len(self.vllm.urls)
+        if num_servers and self.count not in (1, num_servers):
+            names = f"engine.vllm.urls names {num_servers} server(s), one engine each"
+            raise ConfigError(f"count = {self.count}: {names}; leave it 1 or set it to {num_servers}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -88,10 +89,15 @@ class Recipe:
             return "stream"
         return {0: "synchronous", 1: "one_ahead"}.get(self.staleness.max_lag, "bounded")
 
+    @property
+    def num_engines(self) -> int:
+        """One for each server of `engine.vllm.urls`, or `engine.count`."""
+        return len(self.engine.vllm.urls) or self.engine.count
+
     def threads_of(self, role: str, *, cores: int) -> int:
         """Of torch in the process of a role: what is set for it, or for all, or its share of the cores."""
         own = {"engine": self.engine.threads, "trainer": self.train.threads}.get(role, 0)
-        processes = self.engine.count + 1 if self.orchestrate == "local" else 1
+        processes = self.num_engines + 1 if self.orchestrate == "local" else 1
         return own or self.threads or max(1, cores // processes)
 
     @property
@@ -158,6 +164,10 @@ class Recipe:
             settings.pop(name)
         for name in ("restarts", "sleep"):
             settings["engine"].pop(name)
+        settings["engine"]["count"] = self.num_engines
+        vllm = settings["engine"].pop("vllm")
+        if self.engine.kind == "vllm":  # where its servers run decides nothing
+            settings["engine"]["vllm"] = {"arguments": vllm["arguments"]}
         for name in ("max_skipped", "recompute", "offload"):
             settings["train"].pop(name)
         for name in ("timeout", "workers", "max_failures"):
@@ -183,12 +193,16 @@ class Recipe:
         waiting = self.batches_waiting
         held = "no bound" if waiting is None else f"{waiting} × {groups} = {waiting * groups} groups wait at most"
         rows.append(f"buffer     {self.buffer_kind}: {held}, trained in {self.order} order")
+        counted = "engine.vllm.urls" if self.engine.vllm.urls else "engine.count"
         rows.append(
-            f"engine     {self.engine.count} × {self.engine.slots} rollouts decoded at once (engine.count, engine.slots), "
+            f"engine     {self.num_engines} × {self.engine.slots} rollouts decoded at once ({counted}, engine.slots), "
             f"{self.sampling.max_tokens} new tokens each at most"
         )
+        if self.engine.kind == "vllm":
+            started = f"started here {shlex.join(self.engine.vllm.command_line())}".rstrip()
+            rows.append(f"vllm       {self.num_engines} server(s), {'running already' if self.engine.vllm.urls else started}")
         if self.orchestrate == "local":
-            rows.append(f"processes  launcher, {self.engine.count} engine(s), trainer (orchestrate = 'local')")
+            rows.append(f"processes  launcher, {self.num_engines} engine(s), trainer (orchestrate = 'local')")
         return rows
 
 
