@@ -151,7 +151,7 @@ def to_toml(data: Mapping[str, Any], *, prefix: str = "") -> str:
             lines += ["", f"[{prefix}{_toml_key(key)}]", to_toml(value, prefix=f"{prefix}{_toml_key(key)}.").strip("\n")]
         elif _is_table(value):
             for item in value:
-                lines += ["", f"[[{prefix}{key}]]", to_toml(item, prefix=f"{prefix}{key}.").strip("\n")]
+                lines += ["", f"[[{prefix}{_toml_key(key)}]]", to_toml(item, prefix=f"{prefix}{_toml_key(key)}.").strip("\n")]
     return "\n".join(lines) + "\n"
 
 
@@ -241,7 +241,7 @@ def _type_name(hint: Any) -> str:  # noqa: ANN401
         return f"a list of {_type_name(arguments[0])}"
     if kind is dict:
         return f"a table of {_type_name(arguments[1])}"
-    return {str: "text", int: "a whole number", float: "a number", bool: "true or false"}.get(hint, "a table")
+    return {str: "text", int: "a whole number", float: "a number", bool: "true or false", Any: "anything"}.get(hint, "a table")
 
 
 def _field_docs(cls: type[Any]) -> dict[str, str]:
@@ -267,7 +267,8 @@ def _copy(value: Any) -> Any:  # noqa: ANN401
 
 
 def _is_table(value: object) -> bool:
-    return isinstance(value, dict) or (isinstance(value, list) and bool(value) and isinstance(value[0], dict))
+    """Lists that hold anything else beside tables are values."""
+    return isinstance(value, dict) or (isinstance(value, list) and bool(value) and all(isinstance(v, dict) for v in value))
 
 
 def _toml_key(key: str) -> str:

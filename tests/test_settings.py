@@ -301,6 +301,11 @@ def test_toml_of_any_tables_parses_to_the_same(data: dict) -> None:
     assert typed(tomllib.loads(to_toml(data))) == typed(data)
 
 
+def test_a_list_of_tables_and_values_is_a_value_and_odd_names_are_quoted() -> None:
+    data = {"mixed": [{"a": 1}, 2], "odd name": [{"b": {"c.d": [{"e": True}]}}]}
+    assert tomllib.loads(to_toml({"deep": data})) == {"deep": data}
+
+
 def typed(value: object) -> object:
     """With the type beside each value: 1, 1.0 and True are equal but not the same setting."""
     if isinstance(value, dict):
@@ -313,6 +318,7 @@ def test_descriptions_come_from_the_text_under_each_field() -> None:
     assert rows["motor.is_loud"] == ("true or false", "false", "Whether it can be heard from afar.")
     assert rows["motor.fuel"] == ('"petrol" | "diesel" | "steam"', '"steam"', "What it burns.")
     assert rows["wheels.N.size"] == ("a number", "", "Across.")
+    assert rows["extra"][0] == "a table of anything"
     assert rows["motor.spare"][0] == "a whole number or nothing"
     assert list(rows) == [
         *("name", "speed", "motor.power", "motor.is_loud", "motor.fuel", "motor.spare"),

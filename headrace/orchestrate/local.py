@@ -41,7 +41,7 @@ class LocalProcesses:
 
     @classmethod
     def spawn(cls, processes: Processes) -> LocalProcesses:
-        count = processes.recipe.engine.count
+        count = processes.recipe.num_engines
         engines = [processes.spawn("engine", f"engine-{index}") for index in range(count)]
         return cls(processes, trainer=processes.spawn("trainer", "trainer"), engines=engines)
 

@@ -95,7 +95,7 @@ class Run:
             in_order=recipe.order == "submission",
         )
         self._sampling = Sampling(**dataclasses.asdict(recipe.sampling), stop_ids=roles.stop_ids)
-        self._num_places = 2 * recipe.engine.slots * recipe.engine.count
+        self._num_places = 2 * recipe.engine.slots * recipe.num_engines
         self._most_pending = max(recipe.groups_per_batch, self._num_places // recipe.train.group_size)
         """Groups in flight at most where no gate bounds them: enough to keep every slot busy."""
         self.submitted_groups = 0

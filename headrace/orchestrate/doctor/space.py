@@ -42,7 +42,7 @@ def check_memory(subject: Subject) -> Iterator[Finding]:
         fix = "take a smaller model, or a machine with more memory" if need > free else ""
         yield Finding("problem" if fix else "ok", what, fix)
         return
-    need, what = expected.together(subject.recipe.engine.count), f"{what}; {_described(expected)}"
+    need, what = expected.together(subject.recipe.num_engines), f"{what}; {_described(expected)}"
     if need > free:
         yield Finding("problem", what, _fix(subject, free))
     else:
@@ -98,8 +98,8 @@ def _largest_need(expected: Forecast, recipe: Recipe) -> int:
     """Of one GPU: the trainer has the first to itself where there are several, and engines share the others."""
     others = torch.cuda.device_count() - 1
     if others < 1:
-        return expected.together(recipe.engine.count)
-    return max(expected.trainer.total + expected.exported, math.ceil(recipe.engine.count / others) * expected.engine.total)
+        return expected.together(recipe.num_engines)
+    return max(expected.trainer.total + expected.exported, math.ceil(recipe.num_engines / others) * expected.engine.total)
 
 
 def _described(expected: Forecast) -> str:
@@ -120,7 +120,7 @@ def _fix(subject: Subject, room: int) -> str:
         expected = _forecast(subject, changed)
         if expected is None:
             break
-        count = recipe.engine.count
+        count = recipe.num_engines
         if (_largest_need(expected, changed) if _is_on_gpu(subject) else expected.together(count)) <= room:
             return f"set {words}: {size(expected.trainer.total)} for the trainer then"
     larger = "GPU" if _is_on_gpu(subject) else "machine"

@@ -1,0 +1,157 @@
+"""Settings of the vLLM engine, two levels deep: taken, refused, saved, and as vLLM's command line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from headrace.config import Recipe, VllmSettings, make_recipe, parse_recipe
+from headrace.settings import ConfigError, describe, flatten, parse_override, to_dict, to_toml
+
+TEXT = """\
+[engine]
+kind = "vllm"
+count = 2
+
+[engine.vllm]
+python = "/opt/vllm/bin/python"
+start_seconds = 30
+
+[engine.vllm.arguments]
+tensor_parallel_size = 2
+hf_overrides = {"odd name" = [{a = 1}], mixed = [{}, 1]}
+"""
+TWO = ["http://one:8000", "https://two/"]
+
+
+def vllm(**settings: object) -> Recipe:
+    return make_recipe(
+        {"engine.kind": "vllm", **{f"engine.{key.replace('__', '.')}": value for key, value in settings.items()}}
+    )
+
+
+def test_a_section_in_a_section_is_read_overridden_and_saved() -> None:
+    given = dict(
+        [parse_override("--engine.vllm.arguments.max-num-batched-tokens=64"), parse_override("--engine.vllm.python=py")]
+    )
+    recipe = parse_recipe(TEXT, name="mine.toml", overrides=given)
+    settings = recipe.engine.vllm
+    assert (settings.python, settings.start_seconds, settings.answer_seconds) == ("py", 30.0, 120.0)
+    again = parse_recipe(to_toml(to_dict(recipe)), name="resolved.toml")
+    assert again == recipe and again.hash == recipe.hash
+    flat = flatten(to_dict(recipe))
+    assert flat["engine.vllm.python"] == "py" and flat["engine.vllm.arguments.max_num_batched_tokens"] == 64
+    rows = {key: (kind, default) for key, kind, default, _ in describe(Recipe)}
+    assert rows["engine.vllm.urls"] == ("a list of text", "[]") and rows["engine.vllm.start_seconds"] == ("a number", "600.0")
+    assert "started here --tensor-parallel-size 2" in "\n".join(recipe.derivation())
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("python =", "pyhton =", "mine.toml:6: engine.vllm.pyhton is not a setting; did you mean engine.vllm.python?"),
+        ("= 30", "= 0", "mine.toml:7: engine.vllm.start_seconds = 0.0: must be a number above 0"),
+        ("tensor_parallel_size", "port", "mine.toml:10: engine.vllm.arguments.port = 2: Headrace chooses where"),
+        (
+            '"vllm"',
+            '"native"',
+            "mine.toml:6: engine.vllm.python = '/opt/vllm/bin/python': engine.kind = 'native' does not look",
+        ),
+    ],
+)
+def test_an_error_two_levels_deep_names_the_line(old: str, new: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_recipe(TEXT.replace(old, new), name="mine.toml")
+    assert str(caught.value).startswith(message)
+
+
+NO_SERVERS = (
+    *("localhost:8000", "ftp://h", "HTTP//h", "", "http://", "http://:80", "http://[::1", " http://h", "http://h h"),
+    *("http://h/v1", "http://h?a=1", "http://h/#", "http://h:port", "http://h:99999", "http://h:0"),
+)
+
+
+@pytest.mark.parametrize("url", NO_SERVERS)
+def test_an_address_that_is_no_server_is_refused_by_name(url: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        vllm(vllm__urls=["http://localhost:8000", url])
+    assert str(caught.value).startswith(f"engine.vllm.urls = {url!r}: must be http:// or https://")
+
+
+def test_no_secret_is_taken_or_shown() -> None:
+    for settings in (
+        {"vllm__urls": ["http://me:secret@host"]},
+        {"vllm__urls": ["me:secret@host"]},
+        {"vllm__token_variable": "sk-secret"},
+        {"vllm__arguments": {"api_key": "secret"}},
+        {"vllm__arguments": {"hf_token": "secret"}},
+    ):
+        with pytest.raises(ConfigError, match=r"^engine\.vllm\.") as caught:
+            vllm(**settings)
+        assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"vllm__urls": TWO, "count": 3}, "engine.count = 3: engine.vllm.urls names 2 server(s)"),
+        ({"vllm__urls": ["http://h", "http://h/"]}, "engine.vllm.urls = ['http://h', 'http://h/']: must be a list"),
+        ({"vllm__urls": TWO, "vllm__python": "py"}, "engine.vllm.python = 'py': no server is started"),
+        ({"vllm__urls": TWO, "vllm__arguments": {"swap": 1}}, "engine.vllm.arguments = {'swap': 1}: no server is started"),
+        ({"vllm__answer_seconds": float("inf")}, "engine.vllm.answer_seconds = inf: must be a number above 0"),
+        ({"vllm__arguments": {"max-num": 1}}, "engine.vllm.arguments.max-num is not a name"),
+        ({"vllm__arguments": {"max_num_seqs": 1}}, "engine.vllm.arguments.max_num_seqs = 1: engine.slots decides it"),
+        ({"vllm__arguments": {"max_num_seq": 1}}, "engine.vllm.arguments.max_num_seq = 1: vLLM takes it for max_num_seqs"),
+        ({"vllm__arguments": {"seed": None}}, "engine.vllm.arguments.seed = None: must be text, a finite number"),
+        ({"vllm__arguments": {"x": {"b": [float("nan")]}}}, "engine.vllm.arguments.x = {'b': [nan]}: must be text"),
+        ({"sleep": "cache"}, "engine.sleep = 'cache': vLLM's sleep is not driven yet"),
+    ],
+    ids=lambda value: value[:50] if isinstance(value, str) else "",
+)
+def test_what_vllm_cannot_be_given_is_refused(settings: dict, problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        vllm(**settings)
+    assert str(caught.value).startswith(problem)
+
+
+def test_what_needs_the_embedded_engine_or_one_engine_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^engine.kind = 'vllm': exact = true needs the embedded engine"):
+        make_recipe({"exact": True, "engine.kind": "vllm"})
+    with pytest.raises(ConfigError, match=r"^engine.vllm.urls = .*: orchestrate = 'inline' has one engine"):
+        make_recipe({"orchestrate": "inline", "engine.kind": "vllm", "engine.vllm.urls": TWO})
+    for key, value in {"urls": TWO, "token_variable": "MINE", "arguments": {"seed": 1}, "answer_seconds": 1}.items():
+        with pytest.raises(ConfigError, match=rf"^engine.vllm.{key} = .*engine.kind = 'native' does not look at it"):
+            make_recipe({f"engine.vllm.{key}": value})
+
+
+def test_engines_are_counted_by_servers_or_by_count() -> None:
+    assert [vllm().num_engines, vllm(count=3).num_engines, make_recipe({"engine.count": 2}).num_engines] == [1, 3, 2]
+    one, two = vllm(vllm__urls=TWO), vllm(vllm__urls=TWO, count=2)
+    assert one.num_engines == two.num_engines == 2 and one.hash == two.hash
+    assert one.threads_of("engine", cores=6) == 2
+    said = "\n".join(one.derivation())
+    assert (
+        "2 × 256 rollouts decoded at once (engine.vllm.urls, engine.slots)" in said and "2 server(s), running already" in said
+    )
+
+
+def test_the_hash_is_of_what_vllm_computes_and_not_of_where() -> None:
+    base = vllm()
+    assert base.hash == vllm(vllm__python="py", vllm__start_seconds=1, vllm__urls=[]).hash == vllm(vllm__urls=TWO[:1]).hash
+    assert len({base.hash, make_recipe({}).hash, vllm(count=2).hash, vllm(vllm__arguments={"quantization": "fp8"}).hash}) == 4
+
+
+def test_arguments_are_vllms_command_line() -> None:
+    arguments = {
+        **{"tensor_parallel_size": 2, "gpu_memory_utilization": 0.5, "quantization": "fp8", "offset": -1},
+        **{"enable_expert_parallel": True, "async_scheduling": False},
+        **{"allowed_origins": ["a", "b"], "speculative_config": {"é": [True, 0.5]}},
+    }
+    *line, table = VllmSettings(arguments=arguments).command_line()
+    assert line == [
+        *("--tensor-parallel-size", "2", "--gpu-memory-utilization", "0.5", "--quantization", "fp8", "--offset=-1"),
+        *("--enable-expert-parallel", "--no-async-scheduling"),
+        *("--allowed-origins", '["a", "b"]', "--speculative-config"),
+    ]
+    assert json.loads(table) == {"é": [True, 0.5]}
