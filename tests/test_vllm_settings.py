@@ -118,8 +118,10 @@ def test_what_vllm_cannot_be_given_is_refused(settings: dict, problem: str) -> N
 def test_what_needs_the_embedded_engine_or_one_engine_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^engine.kind = 'vllm': exact = true needs the embedded engine"):
         make_recipe({"exact": True, "engine.kind": "vllm"})
-    with pytest.raises(ConfigError, match=r"^engine.vllm.urls = .*: orchestrate = 'inline' has one engine"):
-        make_recipe({"orchestrate": "inline", "engine.kind": "vllm", "engine.vllm.urls": TWO})
+    with pytest.raises(ConfigError, match=r"^engine.kind = 'vllm': a server is a process of its own; set orchestrate"):
+        make_recipe({"orchestrate": "inline", "engine.kind": "vllm"})
+    with pytest.raises(ConfigError, match=r"^sync.transport = 'cuda_ipc': a vLLM server takes its weights from a folder"):
+        make_recipe({"sync.transport": "cuda_ipc", "engine.kind": "vllm"})
     for key, value in {"urls": TWO, "token_variable": "MINE", "arguments": {"seed": 1}, "answer_seconds": 1}.items():
         with pytest.raises(ConfigError, match=rf"^engine.vllm.{key} = .*engine.kind = 'native' does not look at it"):
             make_recipe({f"engine.vllm.{key}": value})

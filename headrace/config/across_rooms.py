@@ -56,8 +56,13 @@ def _check_correction(recipe: Recipe) -> None:
 def _check_engine(recipe: Recipe) -> None:
     """What the chosen engine would not look at, or cannot do."""
     engine = recipe.engine
-    if engine.kind == "vllm" and engine.sleep != "never":
-        raise ConfigError(f"engine.sleep = '{engine.sleep}': vLLM's sleep is not driven yet; leave it 'never'")
+    if engine.kind == "vllm":
+        if engine.sleep != "never":
+            raise ConfigError(f"engine.sleep = '{engine.sleep}': vLLM's sleep is not driven yet; leave it 'never'")
+        if recipe.orchestrate == "inline":
+            raise ConfigError("engine.kind = 'vllm': a server is a process of its own; set orchestrate = 'local'")
+        if recipe.sync.transport == "cuda_ipc":
+            raise ConfigError("sync.transport = 'cuda_ipc': a vLLM server takes its weights from a folder; leave it auto")
     if engine.kind == "native":
         usual = to_dict(VllmSettings())
         for name, value in to_dict(engine.vllm).items():
@@ -124,10 +129,8 @@ def _check_processes(recipe: Recipe) -> None:
         )
     if transport == "cuda_ipc" and recipe.device == "cpu":
         raise ConfigError("sync.transport = 'cuda_ipc': device = 'cpu' has no GPU memory to share; leave it auto")
-    if recipe.num_engines > 1 and not is_local:
-        count, urls = recipe.engine.count, list(recipe.engine.vllm.urls)
-        setting = f"engine.count = {count}" if count > 1 else f"engine.vllm.urls = {urls}"
-        raise ConfigError(f"{setting}: orchestrate = 'inline' has one engine; set it to 'local'")
+    if recipe.engine.count > 1 and not is_local:
+        raise ConfigError(f"engine.count = {recipe.engine.count}: orchestrate = 'inline' has one engine; set it to 'local'")
 
 
 def _check_exact(recipe: Recipe) -> None:

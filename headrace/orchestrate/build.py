@@ -132,7 +132,8 @@ def choose_transport(recipe: Recipe) -> str:
     """`sync.transport` between processes, with `auto` resolved."""
     if recipe.sync.transport != "auto":
         return recipe.sync.transport
-    shares_one = choose_device(recipe) == "cuda" and torch.cuda.device_count() == 1
+    has_memory_there = recipe.engine.kind == "native" and choose_device(recipe) == "cuda"
+    shares_one = has_memory_there and torch.cuda.device_count() == 1
     return "cuda_ipc" if shares_one else "shared_memory"
 
 

@@ -101,7 +101,9 @@ class Process:
         settings = make_recipe(recipe)
         set_threads(settings, self.role)
         device = place_of(choose_device(settings), self.role, index)
-        transport = Ends(**ends).make(is_sender=self.role == "trainer", device=device)
+        is_sender = self.role == "trainer"
+        receives_on = "cpu" if settings.engine.kind == "vllm" else device  # the server reads them from a folder
+        transport = Ends(**ends).make(is_sender=is_sender, device=device if is_sender else receives_on)
         life = Lineage(lineage["id"], lineage["ancestors"])
         self._sync = WeightSync(life, transport, payload=settings.sync.payload, name=self.name)
         log.info("%s on %s, model %s, process %d", self.name, device, model, os.getpid())
@@ -116,10 +118,11 @@ class Process:
     async def _build_engine(self, recipe: Recipe, model: str, device: str, sync: WeightSync, index: int) -> dict[str, Any]:
         engine: ThreadedEngine | VllmEngine
         if recipe.engine.kind == "vllm":
-            from headrace.orchestrate.vllm import open_engine  # its HTTP client takes a while to import
+            from headrace.orchestrate.vllm import Place, open_engine  # its HTTP client takes a while to import
 
-            beside = {"sync": sync, "timeline": self._timeline, "log": Path(self._order["log"]).with_suffix(".vllm.log")}
-            opened = await open_engine(recipe, model, name=self.name, index=index, device=device, **beside)
+            written = Path(self._order["log"]).with_suffix(".vllm.log")
+            place = Place(self.name, index, device, written)
+            opened = await open_engine(recipe, model, place, sync=sync, timeline=self._timeline)
             engine, stop_ids = opened.engine, opened.stop_ids
         else:
             core = await asyncio.to_thread(build_core, recipe, model, name=self.name, device=device)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from headrace.config import EngineSettings
 from headrace.engine.vllm import VllmEngine, abilities
-from headrace.engine.vllm.api import VllmApi, VllmError
+from headrace.engine.vllm.api import VllmApi, VllmError, VllmRefused
 from headrace.engine.vllm.engine import Limits
 from headrace.engine.vllm.server import Server, choose_python, start
 from headrace.engine.vllm.weights import Staging
@@ -32,7 +32,18 @@ _KV_GIGABYTES = "2"
 """On a CPU, where vLLM would take half of the memory; the variable VLLM_CPU_KVCACHE_SPACE says otherwise."""
 
 
-@dataclass
+@dataclass(frozen=True)
+class Place:
+    """Which of the run's engines it is, and where it runs."""
+
+    name: str
+    index: int
+    device: str
+    log: Path
+    """Of a server that is started for it."""
+
+
+@dataclass(frozen=True)
 class Opened:
     """An engine, what it needs to be ended, and what the launcher must know of its model."""
 
@@ -41,10 +52,8 @@ class Opened:
     stop_ids: tuple[int, ...]
 
 
-async def open_engine(
-    recipe: Recipe, model_path: str, *, name: str, index: int, device: str, sync: WeightSync, timeline: Timeline, log: Path
-) -> Opened:
-    """Engine number `index` of the run. A server that cannot serve it is refused with what it said."""
+async def open_engine(recipe: Recipe, model_path: str, place: Place, *, sync: WeightSync, timeline: Timeline) -> Opened:
+    """One engine of the run. A server that cannot serve it is refused with what it said."""
     model = load_model(model_path, dtype=recipe.model.dtype, device="cpu")
     context = context_limit(model, recipe.model.context)
     vocabulary = Head(model).vocabulary
@@ -52,14 +61,15 @@ async def open_engine(
     settings = recipe.engine.vllm
     server = None
     if settings.urls:
-        api = VllmApi(settings.urls[index], token=os.environ.get(settings.token_variable, ""))
+        api = VllmApi(settings.urls[place.index], token=os.environ.get(settings.token_variable, ""))
     else:
-        server = await _start(recipe, model_path, device=device, context=context, candidates=candidates, log=log)
+        server = await _start(recipe, model_path, place=place, context=context, candidates=candidates)
         api = server.api
     try:
         about = await api.about()
         abilities.check(about, server=api.url)
         served, longest = await api.served()
+        await _try_out(api, served)
         if longest < context:
             raise ConfigError(
                 f"vLLM at {api.url} takes {longest} tokens, the run up to {context}; set model.context = {longest}"
@@ -73,7 +83,7 @@ async def open_engine(
     engine = VllmEngine(
         api,
         about,
-        name=name,
+        name=place.name,
         model=served,
         limits=limits,
         staging=Staging(model, sync=sync),
@@ -84,17 +94,25 @@ async def open_engine(
     return Opened(engine, server, stop_tokens(model, tokenizer))
 
 
-async def _start(recipe: Recipe, model_path: str, *, device: str, context: int, candidates: int, log: Path) -> Server:
+async def _try_out(api: VllmApi, served: str) -> None:
+    """One token: a server may have the interface and keep it shut, or want another token."""
+    try:
+        await api.prompt_logprobs([0, 0], model=served, salt="try", whole=False)
+    except VllmRefused as error:
+        raise ConfigError(str(error)) from error
+
+
+async def _start(recipe: Recipe, model_path: str, *, place: Place, context: int, candidates: int) -> Server:
     settings = recipe.engine.vllm
-    arguments = server_arguments(recipe, context=context, candidates=candidates, is_eager=device == "cpu")
+    arguments = server_arguments(recipe, context=context, candidates=candidates, is_eager=place.device == "cpu")
     try:
         return await start(
             model_path,
             [*arguments, *settings.command_line()],
             python=choose_python(settings.python),
-            log=log,
+            log=place.log,
             seconds=settings.start_seconds,
-            environment=server_environment(device),
+            environment=server_environment(place.device),
         )
     except VllmError as error:
         raise ModelError(str(error)) from error

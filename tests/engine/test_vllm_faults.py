@@ -206,6 +206,7 @@ def test_an_interpreter_without_vllm_or_none_at_all_is_refused_at_once(tmp_path)
 PRETENDER = """#!{python}
 import sys, time
 if "-c" in sys.argv:
+    print("/nowhere/vllm")
     sys.exit(0)
 {body}
 """

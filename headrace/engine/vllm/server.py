@@ -61,7 +61,7 @@ async def start(
     environment: Mapping[str, str] | None = None,
 ) -> Server:
     """`vllm serve`, reached from this machine alone, with a token of its own, once it answers. `python` has vLLM."""
-    find_vllm(python)
+    opening = _opening(find_vllm(python))
     token = secrets.token_urlsafe(32)
     variables = {
         **_inherited(python),
@@ -73,7 +73,7 @@ async def start(
     for attempt in range(1, _ATTEMPTS + 1):
         port = _free_port()
         command = [python, "-m", "vllm.entrypoints.cli.main", "serve", model, "--host", "127.0.0.1", "--port", str(port)]
-        process = _run([*command, *arguments], variables, log)
+        process = _run([*command, *opening, *arguments], variables, log)
         server = Server(process, port, token=token, log=log)
         try:
             await _wait_up(server, seconds)
@@ -86,16 +86,23 @@ async def start(
     raise AssertionError("the last attempt returns or raises")
 
 
-def find_vllm(python: str) -> None:
-    """Refuse an interpreter that has no vLLM, before anything is waited for."""
+def find_vllm(python: str) -> Path:
+    """Where an interpreter has vLLM; refused where it has none, before anything is waited for."""
     hint = "install vLLM in an environment and name its interpreter in engine.vllm.python or HEADRACE_VLLM_PYTHON"
-    look = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    look = "import importlib.util; print(*importlib.util.find_spec('vllm').submodule_search_locations)"
     try:
-        status = subprocess.run([python, "-c", look], check=False, capture_output=True, timeout=60).returncode
+        found = subprocess.run([python, "-c", look], check=False, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"engine.vllm.python = {python!r} is no interpreter that runs ({error}); {hint}") from error
-    if status:
+    if found.returncode:
         raise ConfigError(f"engine.kind = 'vllm': {python} has no vLLM; {hint}")
+    return Path(found.stdout.strip())
+
+
+def _opening(package: Path) -> list[str]:
+    """What opens the interface for tokens: newer releases keep it shut unless told, older ones do not know the word."""
+    words = (file.read_text(errors="replace") for file in package.glob("entrypoints/**/cli_args.py"))
+    return ["--enable-scale-out"] if any("enable_scale_out" in text for text in words) else []
 
 
 def choose_python(named: str) -> str:
