@@ -27,7 +27,11 @@ if TYPE_CHECKING:
 
     from headrace.sync import WeightSync
 
-VARIABLES = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16", "VLLM_CPU_KVCACHE_SPACE": "1"}
+VARIABLES = {
+    "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "PYTHONPATH": str(Path(__file__).with_name("slow_vllm")),
+}
 """The first for processors that announce what their host does not let them use."""
 CONTEXT = 128
 SLOTS = 256
@@ -57,6 +61,7 @@ async def start_server(model: str, log: Path, *arguments: str) -> Running:
     assert python is not None
     recipe = make_recipe({"tasks": [{"source": "builtin:sort_digits"}], "engine": {"slots": SLOTS}})
     words = server_arguments(recipe, context=CONTEXT, candidates=256, is_eager=True)
+    words += ["--logits-processors", "slow_steps:SlowSteps"]
     environment = {**server_environment("cpu"), **VARIABLES}
     server = await start(model, [*words, *arguments], python=python, log=log, seconds=300, environment=environment)
     await server.api.close()

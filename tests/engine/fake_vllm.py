@@ -20,7 +20,7 @@ _REQUEST = {"properties": {"cache_salt": {}, "token_ids": {}}}
 
 @dataclass
 class Fake:
-    """What it does, and what was asked of it. Token n of a call is 10 + n; its logprob is -0.5."""
+    """What it does, and what was asked of it. Token n of a call is 10 + n; its logprob is always the same."""
 
     version: str = NEW
     paths: tuple[str, ...] = _PATHS
@@ -28,6 +28,7 @@ class Fake:
     """Seconds between two tokens."""
     fault: str = ""
     """`garbage`, `broken off`, `refused`, `failed` of a generate call, `silent` for one that never says anything."""
+    logprob: float = -0.5
     failing: set[str] = field(default_factory=set)
     """Paths that answer with status 500."""
     asked: list[tuple[str, Any]] = field(default_factory=list)
@@ -131,7 +132,7 @@ class Fake:
         choice = {
             "index": 0,
             "token_ids": ids,
-            "logprobs": {"content": [{**each, "logprob": -0.5, "top_logprobs": []} for each in content]},
+            "logprobs": {"content": [{**each, "logprob": self.logprob, "top_logprobs": []} for each in content]},
             "finish_reason": finish,
         }
         if self.is_new and finish is not None:

@@ -13,6 +13,7 @@ import pytest
 from fake_vllm import NEW, OLD, Fake, serving
 
 from headrace.engine import UnusablePrompt
+from headrace.engine.protocol import NotFinite
 from headrace.engine.vllm import VllmEngine, abilities, keep
 from headrace.engine.vllm.api import VllmApi, VllmError
 from headrace.engine.vllm.engine import EngineDied, Limits, Unsupported
@@ -160,10 +161,23 @@ def test_every_release_stamps_what_was_drawn_before_and_after(run, version, inte
         later = await engine.generate(rollout, Sampling(max_tokens=2))
         assert (later.versions[-2:] == 1).all()
         salts = [body["cache_salt"] for name, body in fake.asked if name == "generate"]
-        assert salts == ["life/0", "life/1"], "no call may find keys and values of older weights"
+        assert salts == ["life:0", "life:1"], "no call may find keys and values of older weights"
         assert (("/reset_prefix_cache", {"reset_running_requests": "true"}) in fake.asked) == (interrupt is Interrupt.RETRACT)
         seeds = [body["sampling_params"]["seed"] for name, body in fake.asked if name == "generate"]
         assert seeds[0] != seeds[1], "what goes on must not draw with the same numbers again"
+
+    run(check, fake)
+
+
+def test_logits_that_are_not_numbers_fail_what_runs_and_the_server_is_begun_anew_with_the_next_weights(run):
+    """What it computed stays in its cache, and vLLM lets it into what comes later."""
+    fake = Fake(logprob=-9999.0)
+
+    async def check(engine, publish):
+        with pytest.raises(NotFinite, match="'r'"):
+            await engine.generate(PROMPT, Sampling(max_tokens=4))
+        with pytest.raises(EngineDied, match="its cache holds what is not a number; it must be started anew"):
+            await publish(1)
 
     run(check, fake)
 

@@ -19,7 +19,7 @@ import aiohttp
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 
     from headrace.types import Array, Sampling
 
@@ -141,7 +141,7 @@ class VllmApi:
         salt: str,
         num_candidates: int,
         model: str,
-    ) -> AsyncIterator[Piece]:
+    ) -> AsyncGenerator[Piece, None]:
         """One call, piece by piece. `salt` keeps its keys and values from calls with another. `num_candidates` is how many
         of the likeliest tokens come with each, to tell which could have been drawn; 0 for none."""
         body = {

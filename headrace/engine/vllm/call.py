@@ -85,10 +85,16 @@ class RunningCall:
         self._tell(start, reason)
         return reason
 
+    def end(self) -> None:
+        """Close its stream, by which the server ends it."""
+        self.is_over = True
+        if self.task is not None:
+            self.task.cancel()
+
     def stamp(self, spans: list[tuple[str, int, int]]) -> None:
         """The versions as the server gives them; a name is a life and a version."""
         for name, start, stop in spans:
-            version = name.rpartition("/")[2]
+            version = name.rpartition(":")[2]
             if version.lstrip("-").isdigit():
                 for place in range(start, min(stop, self.num_drawn)):
                     self._versions[place] = int(version)

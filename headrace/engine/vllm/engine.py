@@ -11,6 +11,7 @@ names the version of every token at the end of a call, that is what counts.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import time
 from collections import OrderedDict
@@ -37,7 +38,9 @@ if TYPE_CHECKING:
     from headrace.types import Array, Rollout, Sampling, WeightUpdate
 
 _DRAIN_SECONDS = 3600.0
-_END_SECONDS = 10.0
+_ARRIVAL_SECONDS = 0.2
+"""For what has ended to be heard of, and for what was sent before a pause to arrive."""
+_END_SECONDS = 1.0
 """For aborted calls to say so; after that they are cut off here."""
 _PULSE = 2.0
 """Seconds between two looks at whether the server is well."""
@@ -96,6 +99,8 @@ class VllmEngine:
         self._idle = asyncio.Event()
         self._idle.set()
         self._is_paused, self._is_admitting = False, True
+        self._is_poisoned = False
+        """Its keys and values may hold what is not a number, and vLLM computes with those of freed blocks, at no weight."""
         self._is_retracted = False
         """What has begun waits without keys and values."""
         self._turn = asyncio.Lock()
@@ -125,9 +130,8 @@ class VllmEngine:
         """Its stream is closed, by which the server ends it."""
         self._waiting.pop(request, None)
         call = self._running.get(request)
-        if call is not None and call.task is not None:
-            call.is_over = True
-            call.task.cancel()
+        if call is not None:
+            call.end()
 
     def submit(self, requests: Sequence[Request], on_refused: Callable[[Request, ValueError], None]) -> None:
         """Queue many at once."""
@@ -175,11 +179,13 @@ class VllmEngine:
         except VllmRefused as error:
             _fail(request, UnusablePrompt(f"rollout {request.rollout.id!r}: {error}"))
         except NotFinite as error:
+            self._is_poisoned = True
             _fail(request, error)
         except VllmError as error:
             self._die(error)
         finally:
-            self._running.pop(request, None)
+            if self._running.get(request) is call:
+                del self._running[request]
             if not self._running:
                 self._idle.set()
             self._fill()
@@ -194,14 +200,15 @@ class VllmEngine:
             name=name,
             max_tokens=min(sampling.max_tokens, limits.context - len(rollout)),
             seed=call.seed,
-            salt=f"{self.lineage}/{self.version}",
+            salt=f"{self.lineage}:{self.version}",
             num_candidates=call.num_candidates(limits.vocabulary, limits.num_candidates),
             model=self._model,
         )
-        async for piece in pieces:
-            self._heard_at = time.monotonic()
-            if self._take(call, piece):
-                break
+        async with contextlib.aclosing(pieces):  # whatever ends it here, its stream is closed and the server hears of it
+            async for piece in pieces:
+                self._heard_at = time.monotonic()
+                if self._take(call, piece):
+                    break
 
     def _take(self, call: RunningCall, piece: Piece) -> bool:
         """Append what came; whether the call is over."""
@@ -219,7 +226,7 @@ class VllmEngine:
 
     def _finish(self, call: RunningCall, reason: FinishReason) -> None:
         call.is_over = True
-        self._running.pop(call.request, None)
+        del self._running[call.request]
         call.request.on_done(
             call.lengthened(reason, engine=self.name, policy=self.policy, lineage=call.lineage or self.lineage)
         )
@@ -267,7 +274,7 @@ class VllmEngine:
             if self._is_paused:
                 await self._guarded(self._api.resume)
             try:
-                salt = f"{self.lineage}/{self.version}"
+                salt = f"{self.lineage}:{self.version}"
                 whole = self.limits.num_candidates >= self.limits.vocabulary
                 scoring = (score(self._api, each, model=self._model, salt=salt, may_ask_for_all=whole) for each in rollouts)
                 return await asyncio.gather(*scoring)
@@ -288,6 +295,9 @@ class VllmEngine:
     async def load(self, update: WeightUpdate, *, interrupt: Interrupt = Interrupt.KEEP) -> None:
         """Received and written while the server goes on; it stands still only while it reads them."""
         staging = self._staging
+        if self._is_poisoned:
+            self._die(VllmGone(f"vLLM at {self._api.url}: its cache holds what is not a number; it must be started anew"))
+        self._raise_if_dead()
         with self._timeline.beside(f"receive {update.version}"):
             receiving = asyncio.to_thread(staging.receive, update, lineage=self.lineage, version=self.version)
             await asking.to_its_end(receiving, give_up=staging.give_up)
@@ -309,7 +319,7 @@ class VllmEngine:
         try:
             await self._api.reload(folder)
             if self._names_versions:
-                await self._api.name_version(f"{update.lineage}/{update.version}")
+                await self._api.name_version(f"{update.lineage}:{update.version}")
         except VllmError as error:
             self._die(error)
             raise EngineDied(f"version {update.version} did not get into the server: {error}") from error
@@ -332,26 +342,39 @@ class VllmEngine:
         self._note()
 
     async def _drain(self) -> None:
-        """What has begun finishes; one that was paused goes on for that."""
+        """What has begun finishes; one that was paused goes on for that, and so does what reached the server after it had
+        stopped to take anything new."""
         self._is_admitting = False
-        if self._is_paused:
-            await self._guarded(self._api.resume)
-        await self._guarded(self._api.pause, "wait", seconds=_DRAIN_SECONDS)
-        await self._idle.wait()
-        self._raise_if_dead()
+        while True:
+            if self._is_paused:
+                await self._guarded(self._api.resume)
+            await self._guarded(self._api.pause, "wait", seconds=_DRAIN_SECONDS)
+            self._is_paused = True
+            if await self._comes_idle(_ARRIVAL_SECONDS):
+                return
 
     async def _abort(self) -> None:
-        """What has begun ends where it is. Which of it the server says so of, and which is cut off here, is all one."""
+        """What has begun ends where it is. What reached the server too late to hear of it has not begun, and waits again."""
         self._is_paused = True  # nothing new begins meanwhile
         await self._guarded(self._api.pause, "abort")
-        try:
-            await asyncio.wait_for(self._idle.wait(), _END_SECONDS)
-        except TimeoutError:
-            for call in list(self._running.values()):
+        if await self._comes_idle(_END_SECONDS):
+            return
+        for call in reversed(list(self._running.values())):
+            if call.num_drawn:
                 self._finish(call, FinishReason.ABORT)
-                if call.task is not None:
-                    call.task.cancel()
+            else:
+                self._waiting[call.request] = RunningCall(call.request)
+                self._waiting.move_to_end(call.request, last=False)
+            call.end()
+        self._running.clear()
+        self._idle.set()
+
+    async def _comes_idle(self, seconds: float) -> bool:
+        """Whether nothing runs within so long."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), seconds)
         self._raise_if_dead()
+        return not self._running
 
     async def _resume(self) -> None:
         await self._guarded(self._api.resume)
@@ -426,10 +449,8 @@ class VllmEngine:
         self.died.set_exception(error)
         dead = EngineDied(str(error))
         for call in [*self._running.values(), *self._waiting.values()]:
-            call.is_over = True
+            call.end()
             _fail(call.request, dead)
-            if call.task is not None:
-                call.task.cancel()
         self._waiting.clear()
         self._idle.set()
 
