@@ -60,7 +60,7 @@ async def start_server(model: str, log: Path, *arguments: str) -> Running:
     python = vllm_python()
     assert python is not None
     recipe = make_recipe({"tasks": [{"source": "builtin:sort_digits"}], "engine": {"slots": SLOTS}})
-    words = server_arguments(recipe, context=CONTEXT, candidates=256, is_eager=True)
+    words = server_arguments(recipe, context=CONTEXT, candidates=256, is_on_cpu=True)
     words += ["--logits-processors", "slow_steps:SlowSteps"]
     environment = {**server_environment("cpu"), **VARIABLES}
     server = await start(model, [*words, *arguments], python=python, log=log, seconds=300, environment=environment)

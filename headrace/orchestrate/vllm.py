@@ -28,6 +28,8 @@ _SERVED = "policy"
 """What a server of ours calls its model."""
 _MOST_CANDIDATES = 4096
 """Logprobs that may come with one token: more than any cut-off in use keeps, and few enough to be sent with each."""
+_CPU_STEP_TOKENS = 8192
+"""Computed in one step on a CPU, where a prompt must fit into it whole."""
 _KV_GIGABYTES = "2"
 """On a CPU, where vLLM would take half of the memory; the variable VLLM_CPU_KVCACHE_SPACE says otherwise."""
 
@@ -104,7 +106,7 @@ async def _try_out(api: VllmApi, served: str) -> None:
 
 async def _start(recipe: Recipe, model_path: str, *, place: Place, context: int, candidates: int) -> Server:
     settings = recipe.engine.vllm
-    arguments = server_arguments(recipe, context=context, candidates=candidates, is_eager=place.device == "cpu")
+    arguments = server_arguments(recipe, context=context, candidates=candidates, is_on_cpu=place.device == "cpu")
     try:
         return await start(
             model_path,
@@ -118,7 +120,7 @@ async def _start(recipe: Recipe, model_path: str, *, place: Place, context: int,
         raise ModelError(str(error)) from error
 
 
-def server_arguments(recipe: Recipe, *, context: int, candidates: int, is_eager: bool) -> list[str]:
+def server_arguments(recipe: Recipe, *, context: int, candidates: int, is_on_cpu: bool) -> list[str]:
     """What the recipe says, in vLLM's words."""
     engine = recipe.engine
     arguments = {
@@ -136,7 +138,9 @@ def server_arguments(recipe: Recipe, *, context: int, candidates: int, is_eager:
     if engine.kv_blocks:
         arguments["--num-gpu-blocks-override"] = engine.kv_blocks
     words = [word for name, value in arguments.items() for word in (name, str(value))]
-    return [*words, "--enforce-eager"] if is_eager or not engine.graphs else words
+    if is_on_cpu:  # 0.32 ends there when a prompt with a seed is computed in parts
+        words += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(context, _CPU_STEP_TOKENS))]
+    return [*words, "--enforce-eager"] if is_on_cpu or not engine.graphs else words
 
 
 def server_environment(device: str) -> dict[str, str]:
