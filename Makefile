@@ -15,8 +15,13 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 quickstart: $(VENV)/.ready
 	$(BIN)/headrace train recipes/quickstart.toml
 
+# Tests that only compute, each by itself, run two at a time; those that start processes or watch the clock run one by one.
+COMPUTE := $(addprefix tests/,model train score staleness tasks buffer envs partial engine/cuda \
+	contract/test_engine_families.py test_types.py test_packed.py test_wire.py test_validate.py test_config.py test_settings.py)
+
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 $(COMPUTE)
+	$(BIN)/python -m pytest $(addprefix --ignore=,$(COMPUTE))
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

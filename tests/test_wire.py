@@ -172,7 +172,7 @@ def test_plain_types_and_their_subclasses() -> None:
         "\ud800",
         np.int64(3),
     ],
-    ids=repr,
+    ids=lambda value: type(value).__name__ if type(value) is object else repr(value),
 )
 def test_what_does_not_travel_is_refused_when_it_is_encoded(value) -> None:
     with pytest.raises(WireError):
