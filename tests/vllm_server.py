@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -92,7 +93,8 @@ async def served(
     model = load_model(model_path)
     limits = Limits(slots, context, Head(model).vocabulary, *await api.cache(), num_candidates=256)
     name, _ = await api.served()
-    staging = Staging(model, sync=sync)
+    folder = Path(tempfile.mkdtemp(prefix="headrace-test-"))
+    staging = Staging(model, sync=sync, folder=folder)
     about = await api.about()
     engine = VllmEngine(
         api, about, name="engine-0", model=name, limits=limits, staging=staging, timeline=Timeline("engine"), decode=decode

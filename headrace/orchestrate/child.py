@@ -103,25 +103,28 @@ class Process:
         device = place_of(choose_device(settings), self.role, index)
         is_sender = self.role == "trainer"
         receives_on = "cpu" if settings.engine.kind == "vllm" else device  # the server reads them from a folder
-        transport = Ends(**ends).make(is_sender=is_sender, device=device if is_sender else receives_on)
+        known = Ends(**ends)
+        transport = known.make(is_sender=is_sender, device=device if is_sender else receives_on)
         life = Lineage(lineage["id"], lineage["ancestors"])
         self._sync = WeightSync(life, transport, payload=settings.sync.payload, name=self.name)
         log.info("%s on %s, model %s, process %d", self.name, device, model, os.getpid())
         if self.role == "engine":
-            return await self._build_engine(settings, model, device, self._sync, index)
+            return await self._build_engine(settings, model, device, self._sync, index, known.handover(self.name))
         trainer = await asyncio.to_thread(build_trainer, settings, model, device=device)
         in_turns = settings.engine.sleep != "never"
         self._worker = TrainerWorker(trainer, sync=self._sync, timeline=self._timeline, in_turns=in_turns)
         self._control.calls.update(self._worker.calls())
         return {"device": device}
 
-    async def _build_engine(self, recipe: Recipe, model: str, device: str, sync: WeightSync, index: int) -> dict[str, Any]:
+    async def _build_engine(
+        self, recipe: Recipe, model: str, device: str, sync: WeightSync, index: int, handover: Path
+    ) -> dict[str, Any]:
         engine: ThreadedEngine | VllmEngine
         if recipe.engine.kind == "vllm":
             from headrace.orchestrate.vllm import Place, open_engine  # its HTTP client takes a while to import
 
             written = Path(self._order["log"]).with_suffix(".vllm.log")
-            place = Place(self.name, index, device, written)
+            place = Place(self.name, index, device, written, handover)
             opened = await open_engine(recipe, model, place, sync=sync, timeline=self._timeline)
             engine, stop_ids = opened.engine, opened.stop_ids
         else:

@@ -43,6 +43,8 @@ class Place:
     device: str
     log: Path
     """Of a server that is started for it."""
+    handover: Path
+    """The folder where it lays new weights ready for the server."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ async def open_engine(recipe: Recipe, model_path: str, place: Place, *, sync: We
         name=place.name,
         model=served,
         limits=limits,
-        staging=Staging(model, sync=sync),
+        staging=Staging(model, sync=sync, folder=place.handover),
         timeline=timeline,
         decode=decoder_of(tokenizer) if recipe.sampling.stop else None,
         patience=settings.answer_seconds,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -55,6 +56,10 @@ class Ends:
         """Where files or segments lie."""
         return shared_folder(self.folder)
 
+    def handover(self, name: str) -> Path:
+        """A folder of an engine's own, where it lays weights ready for a server that reads files."""
+        return self.place / f"{self.prefix}-{name}"
+
     def make(self, *, is_sender: bool, device: str) -> Transport:
         """One end."""
         if self.transport == "shared_memory":
@@ -81,6 +86,8 @@ class Ends:
             check_room(self.place, num_bytes)
 
     def remove_leftovers(self) -> None:
-        """What a sender that was killed could not give back."""
+        """What processes that were killed could not give back."""
+        for path in self.place.glob(f"{self.prefix}-*/"):
+            shutil.rmtree(path, ignore_errors=True)
         remove_segments(self.place, self.prefix)
         remove_files(self.place, self.prefix)

@@ -31,7 +31,7 @@ PROMPT = Rollout.from_prompt([3, 4, 5], id="r")
 
 
 @pytest.fixture
-def run(tiny_model):
+def run(tiny_model, tmp_path):
     """Runs a test over a fake server and an engine that holds version 0 of it."""
 
     def runner(test, fake, *, patience=60.0):
@@ -39,7 +39,7 @@ def run(tiny_model):
             sync = WeightSync(Lineage("life"), MemoryTransport())
             async with serving(fake) as url:
                 api = VllmApi(url, log="server.log")
-                staging = Staging(load_model(tiny_model), sync=sync)
+                staging = Staging(load_model(tiny_model), sync=sync, folder=tmp_path / "weights")
                 limits = Limits(2, 64, 200, *await api.cache())
                 engine = VllmEngine(
                     api,

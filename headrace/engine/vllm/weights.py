@@ -7,8 +7,6 @@ they are written in the form models are saved in, whatever their layout in memor
 from __future__ import annotations
 
 import shutil
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,24 +17,23 @@ from headrace.model.weights import SpareWeights, WeightError, check_order, named
 from headrace.types import Payload
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import Tensor
     from transformers import PreTrainedModel
 
     from headrace.sync import WeightSync
     from headrace.types import WeightUpdate
 
-_MEMORY = Path("/dev/shm")
-
 
 class Staging:
     """The last update that arrived whole, and a folder to hand it on in. Its calls block: they are made in a thread."""
 
-    def __init__(self, model: PreTrainedModel, *, sync: WeightSync, folder: Path | None = None) -> None:
-        """`model` is the policy in the host's memory; where `folder` is not given, it is one in memory."""
-        self._model, self._sync = model, sync
+    def __init__(self, model: PreTrainedModel, *, sync: WeightSync, folder: Path) -> None:
+        """`model` is the policy in the host's memory; `folder` is this engine's own, best in memory too."""
+        self._model, self._sync, self._folder = model, sync, folder
         self._spare = SpareWeights(model)
-        place = folder or (_MEMORY if _MEMORY.is_dir() else None)
-        self._folder = Path(tempfile.mkdtemp(prefix="headrace-vllm-", dir=place))
+        folder.mkdir(mode=0o700, exist_ok=True)
 
     def receive(self, update: WeightUpdate, *, lineage: str, version: int) -> None:
         """Beside what is held; raises where it is not what was sent."""
