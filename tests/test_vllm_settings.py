@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
 from headrace.config import Recipe, VllmSettings, make_recipe, parse_recipe
+from headrace.orchestrate.build import check_engine, preflight
+from headrace.orchestrate.inputs import UserInputs
 from headrace.settings import ConfigError, describe, flatten, parse_override, to_dict, to_toml
 
 TEXT = """\
@@ -157,3 +160,14 @@ def test_arguments_are_vllms_command_line() -> None:
         *("--allowed-origins", '["a", "b"]', "--speculative-config"),
     ]
     assert json.loads(table) == {"é": [True, 0.5]}
+
+
+def test_vllm_that_is_not_there_is_missed_before_a_run_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADRACE_VLLM_PYTHON", sys.executable)
+    for check in (
+        check_engine,
+        lambda recipe: preflight(recipe, UserInputs(tasks=[{"prompt": "1"}], reward=lambda prompt, completion: 1.0)),
+    ):
+        with pytest.raises(ConfigError, match=r"^engine.kind = 'vllm': .* has no vLLM; install vLLM in an environment"):
+            check(vllm(vllm__start_seconds=1))
+    check_engine(vllm(vllm__urls=TWO))

@@ -60,6 +60,7 @@ def preflight(recipe: Recipe, given: UserInputs) -> None:
     reward_functions(recipe, given)
     choose_device(recipe)
     check_sync(recipe)
+    check_engine(recipe)
     check_loss(recipe)
     check_columns(recipe, given)
     path = recipe.model.path
@@ -78,6 +79,14 @@ def check_sync(recipe: Recipe) -> None:
         check_place(transport, folder=recipe.sync.folder, host=recipe.sync.host)
     except SyncError as error:
         raise ConfigError(str(error)) from error
+
+
+def check_engine(recipe: Recipe) -> None:
+    """A server that is to be started can be."""
+    if recipe.engine.kind == "vllm" and not recipe.engine.vllm.urls:
+        from headrace.engine.vllm.server import choose_python, find_vllm  # its HTTP client takes a while to import
+
+        find_vllm(choose_python(recipe.engine.vllm.python))
 
 
 def check_loss(recipe: Recipe) -> None:

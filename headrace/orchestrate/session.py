@@ -298,13 +298,14 @@ class Session:
         return {"sync_bytes": float(str(update.place["parcel"])), "sync_full_bytes": float(update.manifest.total_bytes)}
 
     def _memory(self) -> dict[str, dict[str, int | None]]:
-        """Bytes at the peak, as far as they are known by now; in `inline` mode both are of the one process."""
+        """Bytes at the peak, as far as they are known by now; in `inline` mode both are of the one process. What a vLLM server
+        takes is its own to say."""
         expected = self.forecast
         trainer, engine = (None, None) if expected is None else (expected.trainer_process, expected.engine_process)
-        return {
-            "trainer": {"predicted": trainer, "peak": self._trainer_peak},
-            "engine": {"predicted": engine, "peak": self.roles.engine_peak()},
-        }
+        memory = {"trainer": {"predicted": trainer, "peak": self._trainer_peak}}
+        if self.run.recipe.engine.kind == "native":
+            memory["engine"] = {"predicted": engine, "peak": self.roles.engine_peak()}
+        return memory
 
     async def _evaluate(self) -> Evaluation | None:
         if not self.held_out:
