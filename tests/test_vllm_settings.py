@@ -10,6 +10,7 @@ import pytest
 from headrace.config import Recipe, VllmSettings, make_recipe, parse_recipe
 from headrace.orchestrate.build import check_engine, preflight
 from headrace.orchestrate.inputs import UserInputs
+from headrace.orchestrate.vllm import check_sampling, gpus_of
 from headrace.settings import ConfigError, describe, flatten, parse_override, to_dict, to_toml
 
 TEXT = """\
@@ -46,7 +47,7 @@ def test_a_section_in_a_section_is_read_overridden_and_saved() -> None:
     flat = flatten(to_dict(recipe))
     assert flat["engine.vllm.python"] == "py" and flat["engine.vllm.arguments.max_num_batched_tokens"] == 64
     rows = {key: (kind, default) for key, kind, default, _ in describe(Recipe)}
-    assert rows["engine.vllm.urls"] == ("a list of text", "[]") and rows["engine.vllm.start_seconds"] == ("a number", "600.0")
+    assert rows["engine.vllm.urls"] == ("a list of text", "[]") and rows["engine.vllm.start_seconds"] == ("a number", "300.0")
     assert "started here --tensor-parallel-size 2" in "\n".join(recipe.derivation())
 
 
@@ -106,7 +107,7 @@ def test_no_secret_is_taken_or_shown() -> None:
         ({"vllm__arguments": {"max-num": 1}}, "engine.vllm.arguments.max-num is not a name"),
         ({"vllm__arguments": {"max_num_seqs": 1}}, "engine.vllm.arguments.max_num_seqs = 1: engine.slots decides it"),
         ({"vllm__arguments": {"max_num_seq": 1}}, "engine.vllm.arguments.max_num_seq = 1: vLLM takes it for max_num_seqs"),
-        ({"vllm__arguments": {"seed": None}}, "engine.vllm.arguments.seed = None: must be text, a finite number"),
+        ({"vllm__arguments": {"swap": None}}, "engine.vllm.arguments.swap = None: must be text, a finite number"),
         ({"vllm__arguments": {"x": {"b": [float("nan")]}}}, "engine.vllm.arguments.x = {'b': [nan]}: must be text"),
         ({"sleep": "cache"}, "engine.sleep = 'cache': vLLM's sleep is not driven yet"),
     ],
@@ -125,7 +126,7 @@ def test_what_needs_the_embedded_engine_or_one_engine_is_refused() -> None:
         make_recipe({"orchestrate": "inline", "engine.kind": "vllm"})
     with pytest.raises(ConfigError, match=r"^sync.transport = 'cuda_ipc': a vLLM server takes its weights from a folder"):
         make_recipe({"sync.transport": "cuda_ipc", "engine.kind": "vllm"})
-    for key, value in {"urls": TWO, "token_variable": "MINE", "arguments": {"seed": 1}, "answer_seconds": 1}.items():
+    for key, value in {"urls": TWO, "token_variable": "MINE", "arguments": {"swap": 1}, "answer_seconds": 1}.items():
         with pytest.raises(ConfigError, match=rf"^engine.vllm.{key} = .*engine.kind = 'native' does not look at it"):
             make_recipe({f"engine.vllm.{key}": value})
 
@@ -171,3 +172,40 @@ def test_vllm_that_is_not_there_is_missed_before_a_run_begins(monkeypatch: pytes
         with pytest.raises(ConfigError, match=r"^engine.kind = 'vllm': .* has no vLLM; install vLLM in an environment"):
             check(vllm(vllm__start_seconds=1))
     check_engine(vllm(vllm__urls=TWO))
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"sampling.temperature": 2.5}, "sampling.temperature = 2.5: vLLM draws at temperatures from 0.01 to 2"),
+        ({"sampling.temperature": 0.001}, "sampling.temperature = 0.001: vLLM draws"),
+        ({"engine.vllm.start_seconds": 600}, "engine.vllm.start_seconds = 600: a run stops after deadline = 600 s"),
+        (
+            {"buffer.kind": "synchronous", "partial.oversample": 1.5},
+            "partial.interrupt = 'keep': vLLM cannot score new weights while it keeps",
+        ),
+    ],
+    ids=lambda value: value[:40] if isinstance(value, str) else "",
+)
+def test_what_a_server_would_do_otherwise_is_refused(settings: dict, problem: str) -> None:
+    make_recipe(settings if "engine.vllm.start_seconds" not in settings else {})
+    with pytest.raises(ConfigError) as caught:
+        make_recipe({"engine.kind": "vllm", **settings})
+    assert str(caught.value).startswith(problem)
+
+
+def test_servers_of_several_gpus_get_as_many_and_never_the_trainers() -> None:
+    two = vllm(vllm__arguments={"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, count=2)
+    assert [gpus_of(two, index, count=9) for index in range(2)] == [[1, 2, 3, 4], [5, 6, 7, 8]]
+    with pytest.raises(ConfigError, match="2 servers of 4 GPUs each and the trainer's one are more than the 8 there are"):
+        gpus_of(two, 0, count=8)
+    one = vllm(count=3)
+    assert [gpus_of(one, index, count=3) for index in range(3)] == [[1], [2], [1]] and gpus_of(one, 2, count=1) == [0]
+
+
+def test_a_cut_off_whose_tokens_cannot_all_be_told_is_refused() -> None:
+    check_sampling(make_recipe({"sampling.top_p": 0.9}), vocabulary=4096)
+    check_sampling(make_recipe({"sampling.top_p": 0.9, "sampling.top_k": 100}), vocabulary=150_000)
+    for settings in ({"sampling.top_p": 0.9}, {"sampling.min_p": 0.1}, {"sampling.top_k": 4000}):
+        with pytest.raises(ConfigError, match=r"a vocabulary of 150000, a cut-off needs top_k between 1 and 2048"):
+            check_sampling(make_recipe(settings), vocabulary=150_000)

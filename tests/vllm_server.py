@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 from headrace.config import make_recipe
 from headrace.engine.vllm import VllmEngine
 from headrace.engine.vllm.api import VllmApi
-from headrace.engine.vllm.engine import Limits
 from headrace.engine.vllm.server import end, start
+from headrace.engine.vllm.traffic import Limits
 from headrace.engine.vllm.weights import Staging
 from headrace.model.head import Head
 from headrace.model.load import load_model
 from headrace.observe import Timeline
-from headrace.orchestrate.vllm import server_arguments, server_environment
+from headrace.orchestrate.vllm import server_arguments
 
 if TYPE_CHECKING:
     import subprocess
@@ -63,7 +63,7 @@ async def start_server(model: str, log: Path, *arguments: str) -> Running:
     recipe = make_recipe({"tasks": [{"source": "builtin:sort_digits"}], "engine": {"slots": SLOTS}})
     words = server_arguments(recipe, context=CONTEXT, candidates=256, is_on_cpu=True)
     words += ["--logits-processors", "slow_steps:SlowSteps"]
-    environment = {**server_environment("cpu"), **VARIABLES}
+    environment = VARIABLES
     server = await start(model, [*words, *arguments], python=python, log=log, seconds=300, environment=environment)
     await server.api.close()
     return Running(server.api.url, server.token, log, server.process)

@@ -61,6 +61,7 @@ def _check_engine(recipe: Recipe) -> None:
             raise ConfigError(f"engine.sleep = '{engine.sleep}': vLLM's sleep is not driven yet; leave it 'never'")
         if recipe.orchestrate == "inline":
             raise ConfigError("engine.kind = 'vllm': a server is a process of its own; set orchestrate = 'local'")
+        _check_vllm(recipe)
         if recipe.sync.transport == "cuda_ipc":
             raise ConfigError("sync.transport = 'cuda_ipc': a vLLM server takes its weights from a folder; leave it auto")
     if engine.kind == "native":
@@ -70,6 +71,23 @@ def _check_engine(recipe: Recipe) -> None:
                 raise ConfigError(
                     f"engine.vllm.{name} = {value!r}: engine.kind = 'native' does not look at it; set engine.kind = 'vllm'"
                 )
+
+
+def _check_vllm(recipe: Recipe) -> None:
+    """What a vLLM server takes, and what would have to be done with it while it stands still."""
+    temperature, settings = recipe.sampling.temperature, recipe.engine.vllm
+    if not 0.01 <= temperature <= 2:
+        raise ConfigError(f"sampling.temperature = {temperature}: vLLM draws at temperatures from 0.01 to 2")
+    if settings.start_seconds >= recipe.deadline:
+        raise ConfigError(
+            f"engine.vllm.start_seconds = {settings.start_seconds:g}: a run stops after deadline = {recipe.deadline:g} s "
+            f"without news; raise that first"
+        )
+    if recipe.stops_when_whole and recipe.partial.interrupt == "keep":
+        raise ConfigError(
+            "partial.interrupt = 'keep': vLLM cannot score new weights while it keeps unfinished rollouts of a synchronous "
+            "run paused; set it to 'abort'"
+        )
 
 
 def _check_cancel(recipe: Recipe) -> None:

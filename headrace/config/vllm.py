@@ -25,6 +25,13 @@ _DECIDED = {
     "api_key": "a recipe is saved and must hold no token; leave it out",
     "hf_token": "a recipe is saved and must hold no token; put it in the variable HF_TOKEN",
     "served_model_name": "Headrace names the model it asks for; leave it out",
+    "max_logprobs": "Headrace asks for as many as it needs; leave it out",
+    "generation_config": "the recipe's sampling decides; leave it out",
+    "seed": "the recipe's seed decides it; set that instead",
+    "return_sampling_mask": "Headrace reads it off the logprobs; leave it out",
+    "config": "a file could decide what Headrace decides; give its lines here",
+    "uds": "Headrace chooses where its servers listen; leave it out",
+    "api_server_count": "one that is asked must have heard of all; leave it out",
     "logprobs_mode": "training needs the logprobs of what was drawn; leave it out",
 }
 """Of vLLM's arguments, those that are not the user's to give, and why."""
@@ -43,7 +50,7 @@ class VllmSettings:
     arguments: dict[str, Any] = field(default_factory=dict)
     """More of vLLM's own command line for servers that are started: `tensor_parallel_size = 2` is `--tensor-parallel-size 2`,
     true a bare flag, false the flag with `--no-` before it; lists and tables are given as JSON."""
-    start_seconds: float = 600.0
+    start_seconds: float = 300.0
     """How long a server may take to come up."""
     answer_seconds: float = 120.0
     """How long a server may be silent while rollouts are in flight before it counts as dead."""

@@ -24,6 +24,10 @@ class NotFinite(RuntimeError):
     """The model's logits for a rollout are not numbers: its weights or its input make it overflow."""
 
 
+class EngineDied(RuntimeError):
+    """It is gone, or nobody can tell what it runs; whoever supervises it begins it anew."""
+
+
 class EngineAsleep(RuntimeError):
     """It was asked to finish what is in flight, and has no memory to do it with until it is woken."""
 

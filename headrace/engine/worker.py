@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from headrace.engine.protocol import ForkingEngine, SleepingEngine
+from headrace.engine.protocol import EngineDied, ForkingEngine, SleepingEngine
 from headrace.engine.request import Request
 from headrace.packed import pack_rollouts, unpack_rollouts, unpack_samplings
 from headrace.partial import Interrupt
@@ -105,7 +105,10 @@ class EngineWorker:
             self._data.notify("pull", len(requests))
 
     def _on_refused(self, request: Request, error: Exception) -> None:
-        self._refused.append((request, error))
+        if isinstance(error, EngineDied):  # nobody refused it: whoever loses this process goes on from what is known of it
+            self._grown.extend(self._engine.growth())
+        else:
+            self._refused.append((request, error))
         self._loop.call_soon_threadsafe(self._flush)
 
     def _after_step(self) -> None:

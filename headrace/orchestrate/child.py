@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from headrace.config import Recipe
     from headrace.engine.vllm import VllmEngine
+    from headrace.orchestrate.vllm import Opened
 
 log = logging.getLogger("headrace.child")
 _ORPHANED_SECONDS = 2.0
@@ -50,6 +51,8 @@ class Process:
         self._worker: EngineWorker | TrainerWorker | None = None
         self._reading: asyncio.Task[None] | None = None
         self._failure: asyncio.Future[None] | None = None
+        self._opened: Opened | None = None
+        """A vLLM server of ours: it lives as long as this is held."""
         self._is_told_to_end = False
 
     async def run(self) -> int:
@@ -79,6 +82,8 @@ class Process:
         """Leave no shared memory and no socket behind, whoever went first."""
         if self._sync is not None:
             self._sync.close()
+        if self._opened is not None:
+            self._opened.end()
         if self._is_told_to_end or not _is_gone(int(self._order["launcher"])):
             return
         Ends(**self._order["leftovers"]).remove_leftovers()  # the trainer may have been killed too
@@ -126,6 +131,7 @@ class Process:
             written = Path(self._order["log"]).with_suffix(".vllm.log")
             place = Place(self.name, index, device, written, handover)
             opened = await open_engine(recipe, model, place, sync=sync, timeline=self._timeline)
+            self._opened = opened
             engine, stop_ids = opened.engine, opened.stop_ids
         else:
             core = await asyncio.to_thread(build_core, recipe, model, name=self.name, device=device)

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from headrace.config import EngineSettings
 from headrace.engine.vllm import VllmEngine, abilities
-from headrace.engine.vllm.api import VllmApi, VllmError, VllmRefused
-from headrace.engine.vllm.engine import Limits
-from headrace.engine.vllm.server import Server, choose_python, start
+from headrace.engine.vllm.api import Piece, VllmApi, VllmRefused
+from headrace.engine.vllm.server import Server, choose_python, end, start
+from headrace.engine.vllm.traffic import Limits
 from headrace.engine.vllm.weights import Staging
 from headrace.model.head import Head
-from headrace.model.load import ModelError, context_limit, load_model, load_tokenizer
+from headrace.model.load import context_limit, load_model, load_tokenizer
 from headrace.orchestrate.build import decoder_of, stop_tokens
 from headrace.settings import ConfigError
+from headrace.types import Sampling
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from headrace.config import Recipe
     from headrace.observe import Timeline
@@ -26,12 +32,13 @@ if TYPE_CHECKING:
 
 _SERVED = "policy"
 """What a server of ours calls its model."""
-_MOST_CANDIDATES = 4096
+MOST_CANDIDATES = 4096
 """Logprobs that may come with one token: more than any cut-off in use keeps, and few enough to be sent with each."""
 _CPU_STEP_TOKENS = 8192
 """Computed in one step on a CPU, where a prompt must fit into it whole."""
 _KV_GIGABYTES = "2"
 """On a CPU, where vLLM would take half of the memory; the variable VLLM_CPU_KVCACHE_SPACE says otherwise."""
+_TRY_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
@@ -55,42 +62,50 @@ class Opened:
     server: Server | None
     stop_ids: tuple[int, ...]
 
+    def end(self) -> None:
+        """End the server, if it is ours, before a successor looks for room."""
+        if self.server is not None:
+            end(self.server.process)
+
 
 async def open_engine(recipe: Recipe, model_path: str, place: Place, *, sync: WeightSync, timeline: Timeline) -> Opened:
     """One engine of the run. A server that cannot serve it is refused with what it said."""
-    model = load_model(model_path, dtype=recipe.model.dtype, device="cpu")
-    context = context_limit(model, recipe.model.context)
-    vocabulary = Head(model).vocabulary
-    candidates = min(vocabulary, _MOST_CANDIDATES)
+    model, tokenizer = await asyncio.to_thread(_load, recipe, model_path)
+    context, vocabulary = context_limit(model, recipe.model.context), Head(model).vocabulary
+    candidates = min(vocabulary, MOST_CANDIDATES)
+    check_sampling(recipe, vocabulary=vocabulary)
     settings = recipe.engine.vllm
     server = None
     if settings.urls:
         api = VllmApi(settings.urls[place.index], token=os.environ.get(settings.token_variable, ""))
     else:
-        server = await _start(recipe, model_path, place=place, context=context, candidates=candidates)
+        server = await start(
+            model_path,
+            server_arguments(recipe, context=context, candidates=candidates, is_on_cpu=place.device == "cpu"),
+            python=choose_python(settings.python),
+            log=place.log,
+            seconds=settings.start_seconds,
+            environment=server_environment(recipe, place),
+        )
         api = server.api
     try:
         about = await api.about()
         abilities.check(about, server=api.url)
         served, longest = await api.served()
-        await _try_out(api, served)
-        if longest < context:
-            raise ConfigError(
-                f"vLLM at {api.url} takes {longest} tokens, the run up to {context}; set model.context = {longest}"
-            )
-        block_size, num_blocks = await api.cache()
-        limits = Limits(recipe.engine.slots, context, vocabulary, block_size, num_blocks, num_candidates=candidates)
+        if longest <= context:
+            raise ConfigError(f"vLLM at {api.url} takes {longest} tokens, a run of {context} needs one more than that")
+        await try_out(api, served, candidates)
+        limits = Limits(recipe.engine.slots, context, vocabulary, *await api.cache(), num_candidates=candidates)
     except BaseException:
         await (server.close() if server is not None else api.close())
         raise
-    tokenizer = load_tokenizer(model_path)
     engine = VllmEngine(
         api,
         about,
         name=place.name,
         model=served,
         limits=limits,
-        staging=Staging(model, sync=sync, folder=place.handover),
+        staging=await asyncio.to_thread(Staging, model, sync=sync, folder=place.handover),
         timeline=timeline,
         decode=decoder_of(tokenizer) if recipe.sampling.stop else None,
         patience=settings.answer_seconds,
@@ -98,37 +113,55 @@ async def open_engine(recipe: Recipe, model_path: str, place: Place, *, sync: We
     return Opened(engine, server, stop_tokens(model, tokenizer))
 
 
-async def _try_out(api: VllmApi, served: str) -> None:
-    """One token: a server may have the interface and keep it shut, or want another token."""
+def _load(recipe: Recipe, model_path: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    return load_model(model_path, dtype=recipe.model.dtype, device="cpu"), load_tokenizer(model_path)
+
+
+def check_sampling(recipe: Recipe, *, vocabulary: int) -> None:
+    """Which tokens could have been drawn is told by their logprobs, and those of a large vocabulary are too many to send."""
+    sampling = recipe.sampling
+    is_cut = sampling.top_p < 1 or sampling.min_p > 0 or sampling.top_k > 0
+    if is_cut and vocabulary > MOST_CANDIDATES and not 0 < sampling.top_k <= MOST_CANDIDATES // 2:
+        raise ConfigError(
+            f"sampling.top_k = {sampling.top_k}: with engine.kind = 'vllm' and a vocabulary of {vocabulary}, a cut-off needs "
+            f"top_k between 1 and {MOST_CANDIDATES // 2}, to know which tokens could have been drawn"
+        )
+
+
+async def try_out(api: VllmApi, served: str, candidates: int) -> None:
+    """One token drawn and one scored: a server may be left paused, keep its interface shut, want another token, or give the
+    logprobs of another distribution than it draws from, and each would show late or not at all."""
+    await api.resume()
+    greedy = Sampling(max_tokens=1, top_k=1)
+    drawing = api.generate(
+        [0, 0], greedy, name="try", max_tokens=1, seed=0, salt="try", num_candidates=candidates, model=served
+    )
     try:
-        await api.prompt_logprobs([0, 0], model=served, salt="try", whole=False)
+        async with asyncio.timeout(_TRY_SECONDS):
+            _check_certain(api, [piece async for piece in drawing])
+            await api.prompt_logprobs([0, 0], model=served, salt="try", whole=False)
     except VllmRefused as error:
         raise ConfigError(str(error)) from error
+    except TimeoutError as error:
+        raise ConfigError(f"vLLM at {api.url} has not drawn one token for {_TRY_SECONDS:g} s") from error
 
 
-async def _start(recipe: Recipe, model_path: str, *, place: Place, context: int, candidates: int) -> Server:
-    settings = recipe.engine.vllm
-    arguments = server_arguments(recipe, context=context, candidates=candidates, is_on_cpu=place.device == "cpu")
-    try:
-        return await start(
-            model_path,
-            [*arguments, *settings.command_line()],
-            python=choose_python(settings.python),
-            log=place.log,
-            seconds=settings.start_seconds,
-            environment=server_environment(place.device),
+def _check_certain(api: VllmApi, pieces: list[Piece]) -> None:
+    logprobs = [logprob for piece in pieces for logprob in piece.logprobs]
+    if len(logprobs) != 1 or not abs(logprobs[0]) < 1e-3:
+        raise ConfigError(
+            f"vLLM at {api.url} gives {logprobs} for a choice that is certain: it must be started with "
+            f"--logprobs-mode processed_logprobs"
         )
-    except VllmError as error:
-        raise ModelError(str(error)) from error
 
 
 def server_arguments(recipe: Recipe, *, context: int, candidates: int, is_on_cpu: bool) -> list[str]:
-    """What the recipe says, in vLLM's words."""
+    """What the recipe says, in vLLM's words. A rollout of `context` tokens is scored with one more drawn after it."""
     engine = recipe.engine
     arguments = {
         "--served-model-name": _SERVED,
         "--dtype": recipe.model.dtype,
-        "--max-model-len": context,
+        "--max-model-len": context + 1,
         "--max-num-seqs": engine.slots,
         "--logprobs-mode": "processed_logprobs",
         "--max-logprobs": candidates,
@@ -141,16 +174,38 @@ def server_arguments(recipe: Recipe, *, context: int, candidates: int, is_on_cpu
         arguments["--num-gpu-blocks-override"] = engine.kv_blocks
     words = [word for name, value in arguments.items() for word in (name, str(value))]
     if is_on_cpu:  # 0.32 ends there when a prompt with a seed is computed in parts
-        words += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(context, _CPU_STEP_TOKENS))]
-    return [*words, "--enforce-eager"] if is_on_cpu or not engine.graphs else words
+        words += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(context + 1, _CPU_STEP_TOKENS))]
+    if is_on_cpu or not engine.graphs:
+        words += ["--enforce-eager"]
+    return [*words, *engine.vllm.command_line()]
 
 
-def server_environment(device: str) -> dict[str, str]:
-    """Which GPU it may see, or how much of the host's memory its cache takes."""
-    kind, _, number = device.partition(":")
-    if kind == "cuda":
-        return {"CUDA_VISIBLE_DEVICES": _visible(int(number))} if number else {}
-    return {"VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", _KV_GIGABYTES)}
+def server_environment(recipe: Recipe, place: Place) -> dict[str, str]:
+    """Which GPUs it may see, or how much of the host's memory its cache takes."""
+    if not place.device.startswith("cuda"):
+        return {"VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", _KV_GIGABYTES)}
+    count = torch.cuda.device_count()
+    gpus = gpus_of(recipe, place.index, count=count)
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(_visible, gpus))}
+
+
+def gpus_of(recipe: Recipe, index: int, *, count: int) -> list[int]:
+    """The trainer has the first, each engine those that follow, as many as its server's parallelism takes; of one GPU all have
+    that one."""
+    arguments = recipe.engine.vllm.arguments
+    names = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+    each = 1
+    for name in names:
+        each *= int(arguments.get(name, 1))
+    if each == 1 and count < 2:
+        return [0]
+    free = max(count - 1, 1)
+    if each > 1 and each * recipe.num_engines > free:
+        raise ConfigError(
+            f"engine.vllm.arguments: {recipe.num_engines} servers of {each} GPUs each and the trainer's one are more than the "
+            f"{count} there are"
+        )
+    return [1 + (index * each + offset) % free for offset in range(each)]
 
 
 def _visible(number: int) -> str:

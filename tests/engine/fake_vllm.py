@@ -27,8 +27,10 @@ class Fake:
     pace: float = 0.002
     """Seconds between two tokens."""
     fault: str = ""
-    """`garbage`, `broken off`, `refused`, `failed` of a generate call, `silent` for one that never says anything."""
-    logprob: float = -0.5
+    """Of a generate call: `garbage`, `broken off`, `refused`, `refused late`, `failed`, or `silent`: it never says anything."""
+    logprob: float | None = -0.5
+    candidates: tuple[tuple[int, float], ...] = ()
+    """That come with every token, and their logprobs."""
     failing: set[str] = field(default_factory=set)
     """Paths that answer with status 500."""
     asked: list[tuple[str, Any]] = field(default_factory=list)
@@ -118,9 +120,14 @@ class Fake:
             await self._say(answer, [place], "length" if place + 1 == most else None, versions)
         await answer.write(b"data: [DONE]\n\n")
 
+    def _candidates(self) -> list[dict[str, Any]]:
+        return [{"token_id": token, "logprob": logprob} for token, logprob in self.candidates]
+
     async def _misbehave(self, answer: web.StreamResponse, request: web.Request) -> None:
         if self.fault == "garbage":
             await answer.write(b'data: {"choices": [{"token_ids": [7, 8], "logprobs": null}]}\n\n')
+        elif self.fault == "refused late":
+            await answer.write(b'data: {"error": {"message": "Requested sample logprobs of 300", "code": 400}}\n\n')
         elif self.fault == "failed":
             await answer.write(b'data: {"error": {"message": "EngineCore encountered an issue"}}\n\n')
         elif self.fault == "broken off" and request.transport is not None:
@@ -132,7 +139,9 @@ class Fake:
         choice = {
             "index": 0,
             "token_ids": ids,
-            "logprobs": {"content": [{**each, "logprob": self.logprob, "top_logprobs": []} for each in content]},
+            "logprobs": {
+                "content": [{**each, "logprob": self.logprob, "top_logprobs": self._candidates()} for each in content]
+            },
             "finish_reason": finish,
         }
         if self.is_new and finish is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import subprocess
 import sys
 import time
@@ -13,15 +14,19 @@ import pytest
 from fake_vllm import NEW, OLD, Fake, serving
 
 from headrace.engine import UnusablePrompt
-from headrace.engine.protocol import NotFinite
+from headrace.engine.protocol import EngineDied, NotFinite
 from headrace.engine.vllm import VllmEngine, abilities, keep
 from headrace.engine.vllm.api import VllmApi, VllmError
-from headrace.engine.vllm.engine import EngineDied, Limits, Unsupported
+from headrace.engine.vllm.engine import Unsupported
 from headrace.engine.vllm.server import find_vllm, start
+from headrace.engine.vllm.traffic import Limits
 from headrace.engine.vllm.weights import Staging
+from headrace.engine.worker import EngineWorker
 from headrace.model.load import load_model
 from headrace.model.weights import named_tensors
-from headrace.observe import Timeline
+from headrace.observe import ProcessTimeline, Timeline
+from headrace.orchestrate.vllm import try_out
+from headrace.packed import pack_rollouts, pack_samplings
 from headrace.partial import Interrupt
 from headrace.settings import ConfigError
 from headrace.sync import Lineage, MemoryTransport, WeightSync
@@ -40,7 +45,7 @@ def run(tiny_model, tmp_path):
             async with serving(fake) as url:
                 api = VllmApi(url, log="server.log")
                 staging = Staging(load_model(tiny_model), sync=sync, folder=tmp_path / "weights")
-                limits = Limits(2, 64, 200, *await api.cache())
+                limits = Limits(2, 64, 200, *await api.cache(), num_candidates=16)
                 engine = VllmEngine(
                     api,
                     await api.about(),
@@ -110,6 +115,85 @@ def test_what_the_server_refuses_is_that_rollouts_failure_alone(run):
     run(check, fake)
 
 
+def test_what_is_refused_after_the_stream_began_is_that_rollouts_failure_too(run):
+    fake = Fake(fault="refused late")
+
+    async def check(engine, _):
+        with pytest.raises(UnusablePrompt, match=r"'r'.*Requested sample logprobs of 300"):
+            await engine.generate(PROMPT, Sampling(max_tokens=9))
+        fake.fault = ""
+        assert (await engine.generate(PROMPT, Sampling(max_tokens=4))).num_sampled == 4
+
+    run(check, fake)
+
+
+def test_an_answer_that_no_rollout_can_hold_ends_the_engine_and_hangs_nobody(run):
+    async def check(engine, _):
+        with pytest.raises(EngineDied, match="what it answered could not be taken"):
+            await engine.generate(PROMPT, Sampling(max_tokens=4))
+
+    run(check, Fake(logprob=0.7))
+
+
+def test_a_mask_that_leaves_out_what_could_have_been_drawn_is_no_mask(run):
+    """The logprobs that came hold less than all of the probability."""
+    fake = Fake(logprob=-1.0, candidates=((50, -1.5), (51, -2.5)))
+
+    async def check(engine, _):
+        with pytest.raises(UnusablePrompt, match=r"more tokens could have been drawn than the 3 that came"):
+            await engine.generate(PROMPT, Sampling(max_tokens=4, top_p=0.9))
+        fake.candidates = ((50, float(np.log(1 - np.exp(-1.0)))), (51, -9999.0))
+        rollout = await engine.generate(PROMPT, Sampling(max_tokens=4, top_p=0.9))
+        assert [sorted(rollout.sampling_mask.row(3 + place)) for place in range(4)] == [[10 + place, 50] for place in range(4)]
+
+    run(check, fake)
+
+
+def test_an_idle_spell_is_no_silence(run):
+    async def check(engine, _):
+        await asyncio.sleep(2.2)
+        assert (await engine.generate(PROMPT, Sampling(max_tokens=40))).num_sampled == 40
+        assert not engine.died.done()
+
+    run(check, Fake(pace=0.08), patience=1.0)
+
+
+def test_two_loads_come_one_after_the_other_and_a_cancelled_one_is_brought_to_its_end(run):
+    """Half of one would leave a server that stands still, or weights that nobody can name."""
+    fake = Fake()
+
+    async def check(engine, publish):
+        await asyncio.gather(publish(1), publish(2))
+        reloads = [place for place, (path, _) in enumerate(fake.asked) if path == "/collective_rpc"]
+        resumes = [place for place, (path, _) in enumerate(fake.asked) if path == "/resume"]
+        assert len(reloads) == 3 and resumes[-2] < reloads[-1], "the first was over when the second began"
+        for delay in (0.0, 0.01, 0.02, 0.04, 0.08):
+            version = engine.version + 1
+            loading = asyncio.ensure_future(publish(version))
+            await asyncio.sleep(delay)
+            loading.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await loading
+            rollout = await asyncio.wait_for(engine.generate(PROMPT, Sampling(max_tokens=3)), 5)
+            assert set(rollout.versions[3:].tolist()) == {engine.version} and fake.weight_version == f"life:{engine.version}"
+
+    run(check, fake)
+
+
+def test_a_drain_ends_with_a_server_that_has_lost_a_call(run):
+    fake = Fake(fault="silent")
+
+    async def check(engine, _):
+        call = asyncio.ensure_future(engine.generate(PROMPT, Sampling(max_tokens=4)))
+        await asyncio.sleep(0.1)
+        with pytest.raises(EngineDied, match=r"none has grown for 0.5 s"):
+            await engine.pause(Interrupt.DRAIN)
+        with pytest.raises(EngineDied):
+            await call
+
+    run(check, fake, patience=0.5)
+
+
 def test_a_silent_server_is_given_up(run):
     async def check(engine, _):
         began = time.monotonic()
@@ -169,9 +253,10 @@ def test_every_release_stamps_what_was_drawn_before_and_after(run, version, inte
     run(check, fake)
 
 
-def test_logits_that_are_not_numbers_fail_what_runs_and_the_server_is_begun_anew_with_the_next_weights(run):
+@pytest.mark.parametrize("logprob", [-9999.0, None], ids=[NEW, OLD])
+def test_logits_that_are_not_numbers_fail_what_runs_and_the_server_is_begun_anew_with_the_next_weights(run, logprob):
     """What it computed stays in its cache, and vLLM lets it into what comes later."""
-    fake = Fake(logprob=-9999.0)
+    fake = Fake(logprob=logprob)
 
     async def check(engine, publish):
         with pytest.raises(NotFinite, match="'r'"):
@@ -193,6 +278,43 @@ def test_it_scores_while_paused_only_where_nothing_would_go_on(run):
         await call
 
     run(check, Fake())
+
+
+def test_a_server_that_dies_leaves_what_had_come_and_refuses_nothing(run):
+    """To whoever sent it work over streams: what is lost there goes on elsewhere, from the last token that is known."""
+    fake = Fake(fault="broken off", pace=0.02)
+
+    async def check(engine, _):
+        told = []
+
+        class Data:
+            def notify(self, name, value):
+                told.append((name, value))
+
+        worker = EngineWorker(engine, timeline=ProcessTimeline("engine"))
+        worker.attach(Data())
+        rollouts, samplings = pack_rollouts([PROMPT]), pack_samplings([Sampling(max_tokens=9)])
+        worker.notices()["work"]({"keys": np.asarray([7]), "rollouts": rollouts, "samplings": samplings, "streamed": []})
+        while not engine.died.done():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        assert [name for name, _ in told if name in ("grown", "refused", "done")] == ["grown"]
+        grown = dict(told)["grown"]
+        assert grown["keys"].tolist() == [7] and grown["token_ids"].tolist() == [10, 11, 12]
+
+    run(check, fake)
+
+
+def test_a_server_that_gives_other_logprobs_than_it_draws_from_is_refused():
+    async def main(fake, problem):
+        async with serving(fake) as url:
+            api = VllmApi(url)
+            with pytest.raises(ConfigError, match=problem):
+                await try_out(api, "policy", 16)
+            await api.close()
+
+    asyncio.run(main(Fake(), r"gives \[-0.5\] for a choice that is certain.*--logprobs-mode processed_logprobs"))
+    asyncio.run(main(Fake(fault="refused"), "status 400: too long for me"))
 
 
 @pytest.mark.parametrize("path", ["/pause", "/collective_rpc", "/inference/v1/generate"])

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from headrace.engine import asking
 from headrace.engine.native.engine import NativeEngine
-from headrace.engine.protocol import EngineState, Increment, InFlight
+from headrace.engine.protocol import EngineDied, EngineState, Increment, InFlight
 from headrace.engine.request import Request
 from headrace.partial import Interrupt
 from headrace.types import FinishReason
@@ -30,10 +30,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _COME_BACK_SECONDS = 0.001
-
-
-class EngineDied(RuntimeError):
-    """The decode thread ended with an error."""
 
 
 class ThreadedEngine(NativeEngine):

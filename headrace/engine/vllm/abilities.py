@@ -32,7 +32,6 @@ RELOAD = Ability("new weights from a folder (VLLM_SERVER_DEV_MODE=1 opens it)", 
 DROP_CACHE = Ability("dropping keys and values (VLLM_SERVER_DEV_MODE=1 opens it)", "0.14", path="/reset_prefix_cache")
 SALT = Ability("keys and values kept apart by version", "0.14", field=("GenerateRequest", "cache_salt"))
 NAME_VERSION = Ability("the weight version of every token", "0.32", path="/update_weight_version")
-MASK = Ability("the tokens that could have been drawn", "0.32", field=("GenerateTokensStreamChoice", "sampling_mask"))
 
 NEEDED = (GENERATE, PAUSE, RELOAD, DROP_CACHE, SALT)
 """Without one of these it is no engine here."""

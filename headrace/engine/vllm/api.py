@@ -11,6 +11,7 @@ import base64
 import binascii
 import io
 import json
+import math
 import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -47,13 +48,22 @@ class VllmGone(VllmError):
 
 
 @dataclass(frozen=True, slots=True)
+class Kept:
+    """The tokens that could have been drawn at one place."""
+
+    ids: Array
+    share: float = 1.0
+    """Of the probability: less than all of it where some are not among them."""
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
     """What one event of a stream brought."""
 
     token_ids: list[int]
     logprobs: list[float]
-    kept: list[Array] | None = None
-    """For each token the ids that could have been drawn, where they were asked for."""
+    kept: list[Kept] | None = None
+    """For each token which could have been drawn, where that was asked for."""
     finish: str | None = None
     """`stop`, `length`, `abort`; None while more may come."""
     spans: list[tuple[str, int, int]] | None = None
@@ -182,7 +192,7 @@ class VllmApi:
         try:
             message = json.loads(event)
             if "error" in message:
-                raise VllmGone(f"{self._where(path)}: the call failed there: {_told(message)}")
+                raise self._failed(path, message)
             if not message["choices"]:
                 return Piece([], [])
             choice = message["choices"][0]
@@ -193,7 +203,7 @@ class VllmApi:
             kept = None
             if has_kept:
                 masks = choice.get("sampling_mask")
-                kept = [np.asarray(row, np.int32) for row in masks] if masks else [_kept(entry) for entry in content]
+                kept = [Kept(np.asarray(row, np.int32)) for row in masks] if masks else [_kept(entry) for entry in content]
             spans = choice.get("weight_versions")
             return Piece(
                 token_ids,
@@ -207,14 +217,14 @@ class VllmApi:
             raise self._odd(path, f"{error!r} in {event[:200]!r}") from error
 
     async def prompt_logprobs(
-        self, token_ids: Sequence[int], *, model: str, salt: str, whole: bool
+        self, token_ids: Sequence[int], *, model: str, salt: str, whole: bool, seconds: float = 600.0
     ) -> tuple[Array, list[dict[int, float]]]:
         """([tokens] float32 under the model's own distribution, 0 for the first; with `whole`, for each token but the first
         the logprob of every token of the vocabulary)."""
         sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": -1 if whole else 0, "detokenize": False}
         ids = [int(token) for token in token_ids]
         body = {"model": model, "token_ids": ids, "cache_salt": salt, "sampling_params": sampling}
-        answer = await self._post("/inference/v1/generate", body, seconds=600.0)
+        answer = await self._post("/inference/v1/generate", body, seconds=seconds)
         try:
             rows = answer["prompt_logprobs"][1:]
             if len(rows) != len(token_ids) - 1:
@@ -227,7 +237,7 @@ class VllmApi:
 
     # Pausing and weights
 
-    async def pause(self, mode: PauseMode, *, seconds: float = _SHORT) -> None:
+    async def pause(self, mode: PauseMode, *, seconds: float | None = _SHORT) -> None:
         """`keep`: what runs stands still. `wait`: it finishes first. `abort`: it ends where it is. What comes later waits."""
         await self._post(f"/pause?mode={mode}&clear_cache=false", {}, seconds=seconds)
 
@@ -261,7 +271,7 @@ class VllmApi:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise self._gone(path, error) from error
 
-    async def _post(self, path: str, body: dict[str, Any], *, seconds: float = _SHORT) -> Any:  # noqa: ANN401
+    async def _post(self, path: str, body: dict[str, Any], *, seconds: float | None = _SHORT) -> Any:  # noqa: ANN401
         try:
             async with self._session.post(
                 self.url + path, json=body, timeout=aiohttp.ClientTimeout(total=seconds, sock_connect=10)
@@ -293,6 +303,12 @@ class VllmApi:
         log = f", log {self.log}" if self.log else ""
         return f"vLLM at {self.url}, call {path.partition('?')[0]}{log}"
 
+    def _failed(self, path: str, message: dict[str, Any]) -> VllmError:
+        """What a stream says after it was begun well: a refusal of that call alone, or the end of the server."""
+        code = message["error"].get("code") if isinstance(message["error"], dict) else None
+        kind = VllmRefused if isinstance(code, int) and 400 <= code < 500 else VllmGone
+        return kind(f"{self._where(path)}: the call failed there: {_told(message)}")
+
     def _gone(self, path: str, error: BaseException) -> VllmGone:
         told = "no answer in time" if isinstance(error, TimeoutError | asyncio.TimeoutError) else str(error) or repr(error)
         return VllmGone(f"{self._where(path)}: {told}")
@@ -320,15 +336,16 @@ async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
 
 
 def _logprob(entry: Mapping[str, Any]) -> float:
-    """NaN where the model's logits were not numbers."""
-    value = float(entry["logprob"])
-    return value if value > _LOST else float("nan")
+    """NaN where the model's logits were not numbers: newer releases write what stands for minus infinity, older ones null."""
+    value = entry["logprob"]
+    return float("nan") if value is None or value <= _LOST else float(value)
 
 
-def _kept(entry: Mapping[str, Any]) -> Array:
+def _kept(entry: Mapping[str, Any]) -> Kept:
     """The tokens that could have been drawn, from the logprobs of the distribution drawn from: those it left anything."""
-    ids = {_id(entry)} | {_id(other) for other in entry.get("top_logprobs") or () if float(other["logprob"]) > _LOST}
-    return np.asarray(sorted(ids), np.int32)
+    logprobs = {_id(each): _logprob(each) for each in (entry, *(entry.get("top_logprobs") or ()))}
+    left = {token: value for token, value in logprobs.items() if not math.isnan(value)}
+    return Kept(np.asarray(sorted(left), np.int32), sum(math.exp(value) for value in left.values()))
 
 
 def _id(entry: Mapping[str, Any]) -> int:

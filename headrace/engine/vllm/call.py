@@ -10,7 +10,7 @@ import numpy as np
 
 from headrace.engine import stops
 from headrace.engine.lengthen import lengthen
-from headrace.engine.protocol import Increment, InFlight, NotFinite
+from headrace.engine.protocol import Increment, InFlight, NotFinite, UnusablePrompt
 from headrace.engine.request import Growth
 from headrace.types import Call, FinishReason, unknown_routing
 
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 _NOTHING = np.zeros(0, np.int32)
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 _MIX = 0x9E3779B97F4A7C15
+_TIES = 16
+"""Tokens as likely as the last of the k likeliest, which vLLM keeps too."""
+_MISSING = 1e-3
+"""Of the probability, at most, that may lie outside a sampling mask before it counts as incomplete."""
 
 
 class RunningCall:
@@ -48,6 +52,11 @@ class RunningCall:
         return len(self._token_ids)
 
     @property
+    def length(self) -> int:
+        """Of the rollout as it would be now."""
+        return len(self.request.rollout) + self.num_drawn
+
+    @property
     def seed(self) -> int:
         """vLLM begins its random numbers anew with each call: one that goes on where another was interrupted must not draw
         with the same ones again."""
@@ -58,7 +67,7 @@ class RunningCall:
         sampling = self.request.sampling
         if not (sampling.temperature > 0 and (sampling.top_k or sampling.top_p < 1 or sampling.min_p)):
             return 0
-        return min(sampling.top_k or vocabulary, vocabulary, most)
+        return min(sampling.top_k + _TIES if sampling.top_k else vocabulary, vocabulary, most)
 
     def take(
         self, piece: Piece, *, version: int, lineage: str, decode: Callable[[list[int]], str] | None, vocabulary: int
@@ -75,7 +84,7 @@ class RunningCall:
             self._logprobs.append(logprob if sampling.temperature > 0 else 0.0)
             self._versions.append(version)
             if sampling.is_truncated:
-                self._masks.append(self._mask(None if piece.kept is None else piece.kept[place], vocabulary))
+                self._masks.append(self._mask(piece, place, vocabulary))
             self.lineage = self.lineage or lineage
             if sampling.stop and decode is not None and self._completes_stop(decode):
                 reason = FinishReason.STOP
@@ -114,9 +123,13 @@ class RunningCall:
         )
 
     def in_flight(self, *, engine: str, policy: str) -> InFlight:
-        partial = self.lengthened(FinishReason.ABORT, engine=engine, policy=policy, lineage=self.lineage)
+        """`partial` is of what has come when it is called, which may be more by then."""
+
+        def partial() -> Rollout:
+            return self.lengthened(FinishReason.ABORT, engine=engine, policy=policy, lineage=self.lineage)
+
         first = self._versions[0] if self._versions else -1
-        return InFlight.of(self.request.rollout, num_drawn=self.num_drawn, first=first, partial=lambda: partial)
+        return InFlight.of(self.request.rollout, num_drawn=self.num_drawn, first=first, partial=partial)
 
     def lengthened(self, reason: FinishReason, *, engine: str, policy: str, lineage: str) -> Rollout:
         rollout = self.request.rollout
@@ -142,11 +155,17 @@ class RunningCall:
             expert_routing=self._whole_routing(call.stop),
         )
 
-    def _mask(self, kept: Array | None, vocabulary: int) -> Array:
+    def _mask(self, piece: Piece, place: int, vocabulary: int) -> Array:
         """The ids that could have been drawn at the place just filled; empty where all could."""
         sampling = self.request.sampling
-        if kept is not None:
-            return kept
+        if piece.kept is not None:
+            kept = piece.kept[place]
+            if kept.share < 1 - _MISSING:
+                raise UnusablePrompt(
+                    f"rollout {self.request.rollout.id!r}: more tokens could have been drawn than the {len(kept.ids)} that "
+                    f"came with their logprobs; set sampling.top_k to fewer"
+                )
+            return kept.ids
         if self.num_drawn <= sampling.min_tokens and sampling.stop_ids:
             return np.setdiff1d(np.arange(vocabulary, dtype=np.int32), np.asarray(sampling.stop_ids, np.int32))
         return _NOTHING

@@ -1,75 +1,54 @@
 """A vLLM server behind the engine protocol.
 
-As many calls are at the server as it has slots, each a stream of its own; the others wait here. So what runs and what waits is
-known, an interruption reaches exactly what has begun, and what a lost server leaves is known to the last piece that came.
-
 Which weights drew a token is known twice. Weights change while the server stands still, and what it had drawn by then has come
 before it goes on (`_settle`): so what comes before is of the old version and what comes after of the new one. Where a server
-names the version of every token at the end of a call, that is what counts.
+names the version of every token at the end of a call, that is what counts; it does not for a call that was ended here.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
+import functools
 import time
-from collections import OrderedDict
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from headrace.engine import asking
-from headrace.engine.protocol import EngineState, InFlight, NotFinite, PromptTooLong, UnusablePrompt
+from headrace.engine.protocol import EngineDied, EngineState
 from headrace.engine.vllm.abilities import NAME_VERSION
-from headrace.engine.vllm.api import VllmError, VllmGone, VllmRefused
-from headrace.engine.vllm.call import RunningCall
+from headrace.engine.vllm.api import VllmError, VllmGone
 from headrace.engine.vllm.score import score
+from headrace.engine.vllm.traffic import Traffic
 from headrace.partial import Interrupt
 from headrace.types import FinishReason
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 
-    from headrace.engine.protocol import Increment
-    from headrace.engine.request import Growth, Request
-    from headrace.engine.vllm.api import About, Piece, VllmApi
+    from headrace.engine.protocol import Increment, InFlight
+    from headrace.engine.vllm.api import About, VllmApi
+    from headrace.engine.vllm.traffic import Limits
     from headrace.engine.vllm.weights import Staging
     from headrace.observe import Timeline
     from headrace.types import Array, Rollout, Sampling, WeightUpdate
 
-_DRAIN_SECONDS = 3600.0
 _ARRIVAL_SECONDS = 0.2
 """For what has ended to be heard of, and for what was sent before a pause to arrive."""
 _END_SECONDS = 1.0
 """For aborted calls to say so; after that they are cut off here."""
+_ANSWER_SECONDS = 60.0
+"""For a server that has drained to say so."""
 _PULSE = 2.0
 """Seconds between two looks at whether the server is well."""
 _MISSED = 5
 """Looks in a row that may fail before it counts as dead."""
 
 
-class EngineDied(RuntimeError):
-    """The server is gone, or nobody can tell what it runs."""
-
-
 class Unsupported(RuntimeError):
     """A stock vLLM cannot do it; the message names the engine that can."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """What the server was started with, or says of itself."""
-
-    slots: int
-    context: int
-    vocabulary: int
-    block_size: int = 16
-    num_blocks: int = 0
-    num_candidates: int = 0
-    """The most logprobs a token may come with."""
-
-
-class VllmEngine:
+class VllmEngine(Traffic):
     """An `Engine`, used from one event loop. `start` or `serve` has it watch over the server."""
 
     def __init__(
@@ -86,31 +65,14 @@ class VllmEngine:
         patience: float = 120.0,
     ) -> None:
         """`model` is the name the server knows its model by; `patience` the seconds it may be silent over calls in flight."""
-        self.name, self.limits = name, limits
-        self.version, self.lineage, self.policy = -1, "", ""
-        self.after_step: Callable[[], None] = lambda: None
-        self.died: Future[None] = Future()
-        """Fails with what ended it."""
-        self._api, self._model, self._staging, self._timeline = api, model, staging, timeline
-        self._decode, self._patience = decode, patience
-        self._names_versions = NAME_VERSION.is_in(about)
-        self._waiting: OrderedDict[Request, RunningCall] = OrderedDict()
-        self._running: dict[Request, RunningCall] = {}
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self._is_paused, self._is_admitting = False, True
-        self._is_poisoned = False
-        """Its keys and values may hold what is not a number, and vLLM computes with those of freed blocks, at no weight."""
+        names = NAME_VERSION.is_in(about)
+        super().__init__(api, name=name, model=model, limits=limits, timeline=timeline, names_versions=names, decode=decode)
+        self._staging, self._patience = staging, patience
         self._is_retracted = False
         """What has begun waits without keys and values."""
-        self._turn = asyncio.Lock()
-        """Of whoever pauses, resumes or loads: one at a time."""
-        self._num_drawn = self._num_begun = 0
+        self._turn, self._loading = asyncio.Lock(), asyncio.Lock()
+        """Of whoever pauses, resumes or exchanges weights, and of whoever has an update on its way: one at a time."""
         self._watching: asyncio.Task[NoReturn] | None = None
-        self._heard_at = time.monotonic()
-        self._note()
-
-    # Calls
 
     async def generate(self, rollout: Rollout, sampling: Sampling) -> Rollout:
         return await asking.generate(self, rollout, sampling)
@@ -118,141 +80,17 @@ class VllmEngine:
     def stream(self, rollout: Rollout, sampling: Sampling) -> AsyncIterator[Increment]:
         return asking.stream(self, rollout, sampling)
 
-    def begin(self, request: Request) -> None:
-        """Queue it; raises where it cannot be generated."""
-        if self.died.done():
-            raise EngineDied("the server has ended") from self.died.exception()
-        self._check(request)
-        self._waiting[request] = RunningCall(request)
-        self._fill()
-
-    def withdraw(self, request: Request) -> None:
-        """Its stream is closed, by which the server ends it."""
-        self._waiting.pop(request, None)
-        call = self._running.get(request)
-        if call is not None:
-            call.end()
-
-    def submit(self, requests: Sequence[Request], on_refused: Callable[[Request, ValueError], None]) -> None:
-        """Queue many at once."""
-        for request in requests:
-            try:
-                self.begin(request)
-            except ValueError as error:
-                on_refused(request, error)
-
-    def cancel(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            self.withdraw(request)
-
-    def _check(self, request: Request) -> None:
-        rollout, limits = request.rollout, self.limits
-        length = len(rollout)
-        if length >= limits.context:
-            raise PromptTooLong(f"rollout {rollout.id!r} has {length} tokens; the context is {limits.context}")
-        if length == 0:
-            raise UnusablePrompt(f"rollout {rollout.id!r} is empty; a prompt has at least one token")
-        highest = int(rollout.token_ids.max())
-        if highest >= limits.vocabulary:
-            raise UnusablePrompt(f"rollout {rollout.id!r} holds token {highest}; the vocabulary has {limits.vocabulary}")
-        if request.sampling.stop and self._decode is None:
-            raise UnusablePrompt(f"rollout {rollout.id!r} has stop strings; this engine was given no tokenizer")
-
-    def _fill(self) -> None:
-        """Send as many as there are slots for."""
-        while self._waiting and len(self._running) < self.limits.slots and self._is_admitting and not self._is_paused:
-            request, call = self._waiting.popitem(last=False)
-            self._running[request] = call
-            self._idle.clear()
-            request.started = time.time()
-            self._num_begun += 1
-            call.task = asyncio.ensure_future(self._run(call, f"{self.name}-{self._num_begun}"))
-        self._note()
-
-    async def _run(self, call: RunningCall, name: str) -> None:
-        request = call.request
-        try:
-            await self._read(call, name)
-        except asyncio.CancelledError:
-            if not call.is_over:  # by whoever ends this process
-                raise
-        except VllmRefused as error:
-            _fail(request, UnusablePrompt(f"rollout {request.rollout.id!r}: {error}"))
-        except NotFinite as error:
-            self._is_poisoned = True
-            _fail(request, error)
-        except VllmError as error:
-            self._die(error)
-        finally:
-            if self._running.get(request) is call:
-                del self._running[request]
-            if not self._running:
-                self._idle.set()
-            self._fill()
-            self.after_step()
-
-    async def _read(self, call: RunningCall, name: str) -> None:
-        request, limits = call.request, self.limits
-        rollout, sampling = request.rollout, request.sampling
-        pieces = self._api.generate(
-            rollout.token_ids.tolist(),
-            sampling,
-            name=name,
-            max_tokens=min(sampling.max_tokens, limits.context - len(rollout)),
-            seed=call.seed,
-            salt=f"{self.lineage}:{self.version}",
-            num_candidates=call.num_candidates(limits.vocabulary, limits.num_candidates),
-            model=self._model,
-        )
-        async with contextlib.aclosing(pieces):  # whatever ends it here, its stream is closed and the server hears of it
-            async for piece in pieces:
-                self._heard_at = time.monotonic()
-                if self._take(call, piece):
-                    break
-
-    def _take(self, call: RunningCall, piece: Piece) -> bool:
-        """Append what came; whether the call is over."""
-        self._num_drawn += len(piece.token_ids)
-        reason = call.take(
-            piece, version=self.version, lineage=self.lineage, decode=self._decode, vocabulary=self.limits.vocabulary
-        )
-        if reason is None:
-            self.after_step()
-            return False
-        if piece.spans is not None and self._names_versions:
-            call.stamp(piece.spans)
-        self._finish(call, reason)
-        return True
-
-    def _finish(self, call: RunningCall, reason: FinishReason) -> None:
-        call.is_over = True
-        del self._running[call.request]
-        call.request.on_done(
-            call.lengthened(reason, engine=self.name, policy=self.policy, lineage=call.lineage or self.lineage)
-        )
-
-    # What is in flight
-
-    @property
-    def num_slots(self) -> int:
-        return self.limits.slots
-
     async def state(self) -> EngineState:
         size = self.limits.block_size
-        is_retracted = self._is_retracted
-        running = 0 if is_retracted else len(self._running)
-        taken = (
-            0
-            if is_retracted
-            else sum(-(-(len(call.request.rollout) + call.num_drawn) // size) for call in self._running.values())
-        )
+        running = 0 if self._is_retracted else len(self._running)
+        lengths = [] if self._is_retracted else [call.length for call in self._running.values()]
         return EngineState(
             version=self.version,
             lineage=self.lineage,
             running=running,
             waiting=len(self._waiting) + len(self._running) - running,
             slots=self.limits.slots,
-            free_blocks=max(0, self.limits.num_blocks - taken),
+            free_blocks=max(0, self.limits.num_blocks - sum(-(-length // size) for length in lengths)),
             tokens=self._num_drawn,
         )
 
@@ -260,13 +98,9 @@ class VllmEngine:
         calls = [*self._running.values(), *self._waiting.values()]
         return [call.in_flight(engine=self.name, policy=self.policy) for call in calls if not call.is_over]
 
-    def growth(self, requests: Iterable[Request] | None = None) -> list[Growth]:
-        """News of these requests, or of all that run, since the last news of each."""
-        calls = self._running.values() if requests is None else [self._running[r] for r in requests if r in self._running]
-        return [grown for call in calls if (grown := call.growth()) is not None]
-
     async def score(self, rollouts: Sequence[Rollout]) -> list[Array]:
         async with self._turn:
+            self._raise_if_dead()
             if self._is_paused and self._running:
                 raise Unsupported(
                     f"{self.name}: vLLM cannot score while it keeps {len(self._running)} rollouts paused; resume it first"
@@ -274,56 +108,40 @@ class VllmEngine:
             if self._is_paused:
                 await self._guarded(self._api.resume)
             try:
-                salt = f"{self.lineage}:{self.version}"
-                whole = self.limits.num_candidates >= self.limits.vocabulary
-                scoring = (score(self._api, each, model=self._model, salt=salt, may_ask_for_all=whole) for each in rollouts)
-                return await asyncio.gather(*scoring)
+                return await self._score(rollouts)
             finally:
-                if self._is_paused:
+                if self._is_paused and not self.died.done():
                     await self._guarded(self._api.pause, "keep")
 
-    # Pausing and weights
+    async def _score(self, rollouts: Sequence[Rollout]) -> list[Array]:
+        whole = self.limits.num_candidates >= self.limits.vocabulary
+        asked = functools.partial(score, self._api, model=self._model, salt=self.salt, may_ask_for_all=whole)
+        try:
+            async with asyncio.TaskGroup() as group:
+                scoring = [group.create_task(asked(each)) for each in rollouts]
+        except* VllmGone as gone:
+            self._die(gone.exceptions[0])
+            self._raise_if_dead()
+        except* VllmError as refused:
+            raise refused.exceptions[0] from None
+        return [task.result() for task in scoring]
+
+    # Pausing
 
     async def pause(self, interrupt: Interrupt) -> None:
-        async with self._turn:
-            await self._pause(interrupt)
+        await self._in_turn(self._pause(interrupt))
 
     async def resume(self) -> None:
-        async with self._turn:
-            await self._resume()
+        await self._in_turn(self._resume())
 
-    async def load(self, update: WeightUpdate, *, interrupt: Interrupt = Interrupt.KEEP) -> None:
-        """Received and written while the server goes on; it stands still only while it reads them."""
-        staging = self._staging
-        if self._is_poisoned:
-            self._die(VllmGone(f"vLLM at {self._api.url}: its cache holds what is not a number; it must be started anew"))
-        self._raise_if_dead()
-        with self._timeline.beside(f"receive {update.version}"):
-            receiving = asyncio.to_thread(staging.receive, update, lineage=self.lineage, version=self.version)
-            await asking.to_its_end(receiving, give_up=staging.give_up)
-        folder = await asyncio.to_thread(staging.write)
-        async with self._turn:
-            was_paused = self._is_paused
-            if not was_paused or interrupt is not Interrupt.KEEP:
-                await self._pause(interrupt)
-            try:
-                with self._timeline.during("swap"):
-                    await self._exchange(folder, update)
-            finally:
-                if not was_paused and not self.died.done():
-                    await self._resume()
-                self._note()
+    async def _in_turn(self, doing: Coroutine[Any, Any, None]) -> None:
+        """Begun, it is done to its end, whoever asked for it: half of it would leave a server that nobody resumes."""
 
-    async def _exchange(self, folder: str, update: WeightUpdate) -> None:
-        """Half an update is none that can be named: whatever fails here ends the engine."""
-        try:
-            await self._api.reload(folder)
-            if self._names_versions:
-                await self._api.name_version(f"{update.lineage}:{update.version}")
-        except VllmError as error:
-            self._die(error)
-            raise EngineDied(f"version {update.version} did not get into the server: {error}") from error
-        self.version, self.lineage, self.policy = update.version, update.lineage, update.policy
+        async def work() -> None:
+            async with self._turn:
+                await doing
+
+        await asking.to_its_end(work(), give_up=lambda: None)
 
     async def _pause(self, interrupt: Interrupt) -> None:
         if interrupt is Interrupt.DRAIN:
@@ -345,13 +163,28 @@ class VllmEngine:
         """What has begun finishes; one that was paused goes on for that, and so does what reached the server after it had
         stopped to take anything new."""
         self._is_admitting = False
+        if self._is_paused:
+            self._is_paused, self._heard_at = False, time.monotonic()
+            await self._guarded(self._api.resume)
         while True:
-            if self._is_paused:
-                await self._guarded(self._api.resume)
-            await self._guarded(self._api.pause, "wait", seconds=_DRAIN_SECONDS)
-            self._is_paused = True
+            await self._pause_when_drained()
             if await self._comes_idle(_ARRIVAL_SECONDS):
                 return
+            self._die_if_silent()
+            await self._guarded(self._api.resume)
+
+    async def _pause_when_drained(self) -> None:
+        """Rollouts may take as long as they grow; a server over which none is left has a minute to say so."""
+        pausing = asyncio.ensure_future(self._guarded(self._api.pause, "wait", seconds=None))
+        pausing.add_done_callback(lambda task: task.cancelled() or task.exception())
+        drained = asyncio.ensure_future(self._idle.wait())
+        await asyncio.wait({pausing, drained}, return_when=asyncio.FIRST_COMPLETED)
+        drained.cancel()
+        try:
+            await asyncio.wait_for(pausing, 0 if self.died.done() else _ANSWER_SECONDS)
+        except TimeoutError:
+            self._die(VllmGone(f"vLLM at {self._api.url} has drained and does not say so, log {self._api.log}"))
+        self._raise_if_dead()
 
     async def _abort(self) -> None:
         """What has begun ends where it is. What reached the server too late to hear of it has not begun, and waits again."""
@@ -360,11 +193,12 @@ class VllmEngine:
         if await self._comes_idle(_END_SECONDS):
             return
         for call in reversed(list(self._running.values())):
+            if call.is_over:
+                continue
             if call.num_drawn:
                 self._finish(call, FinishReason.ABORT)
             else:
-                self._waiting[call.request] = RunningCall(call.request)
-                self._waiting.move_to_end(call.request, last=False)
+                self._put_back(call)
             call.end()
         self._running.clear()
         self._idle.set()
@@ -385,14 +219,49 @@ class VllmEngine:
     async def _settle(self) -> None:
         """Until all that was drawn has come. A server that stands still says nothing new; what it has said is on its way, and
         passes before an answer that is asked for later does, or shortly after it: so until two answers with nothing between."""
-        quiet = 0
+        quiet = missed = 0
         while quiet < 2 and self._running:
             before = self._num_drawn
-            if not await self._api.is_up():
+            missed = 0 if await self._api.is_up() else missed + 1
+            if missed >= _MISSED:
                 self._die(VllmGone(f"vLLM at {self._api.url} does not answer while it is paused, log {self._api.log}"))
             self._raise_if_dead()
             await asyncio.sleep(0.002)
-            quiet = quiet + 1 if self._num_drawn == before else 0
+            quiet = quiet + 1 if self._num_drawn == before and not missed else 0
+
+    # Weights
+
+    async def load(self, update: WeightUpdate, *, interrupt: Interrupt = Interrupt.KEEP) -> None:
+        """Received and written while the server goes on; it stands still only while it reads them."""
+        async with self._loading:
+            if self._is_poisoned:
+                self._die(VllmGone(f"vLLM at {self._api.url}: its cache holds what is not a number; it must be started anew"))
+            self._raise_if_dead()
+            staging = self._staging
+            with self._timeline.beside(f"receive {update.version}"):
+                receiving = asyncio.to_thread(staging.receive, update, lineage=self.lineage, version=self.version)
+                await asking.to_its_end(receiving, give_up=staging.give_up)
+            await asking.to_its_end(self._bring_in(update, interrupt), give_up=lambda: None)
+
+    async def _bring_in(self, update: WeightUpdate, interrupt: Interrupt) -> None:
+        """What was received to the server. Half an update is none that can be named: whatever fails here ends the engine."""
+        folder = await asyncio.to_thread(self._staging.write)
+        async with self._turn:
+            was_paused = self._is_paused
+            if not was_paused or interrupt is not Interrupt.KEEP:
+                await self._pause(interrupt)
+            with self._timeline.during("swap"):
+                try:
+                    await self._api.reload(folder)
+                    if self._names_versions:
+                        await self._api.name_version(f"{update.lineage}:{update.version}")
+                except VllmError as error:
+                    self._die(error)
+                    raise EngineDied(f"version {update.version} did not get into the server: {error}") from error
+                self.version, self.lineage, self.policy = update.version, update.lineage, update.policy
+            if not was_paused:
+                await self._resume()
+            self._note()
 
     # What it cannot do
 
@@ -421,18 +290,22 @@ class VllmEngine:
 
     async def serve(self) -> NoReturn:
         """Watch over the server; raises what it died of."""
-        missed = 0
+        missed, died = 0, asyncio.wrap_future(self.died)
         while True:
-            waiting = asyncio.wrap_future(self.died)
-            await asyncio.wait([waiting], timeout=_PULSE)
+            await asyncio.wait([died], timeout=_PULSE)
+            if died.done():
+                died.exception()
+            if not self._is_paused:
+                self._die_if_silent()
             self._raise_if_dead()
             missed = 0 if await self._api.is_up() else missed + 1
             if missed >= _MISSED:
                 self._die(VllmGone(f"vLLM at {self._api.url} does not answer, log {self._api.log}"))
-            is_silent = self._running and not self._is_paused and time.monotonic() - self._heard_at > self._patience
-            if is_silent:
-                told = f"{len(self._running)} rollouts are in flight and none has grown for {self._patience:g} s"
-                self._die(VllmGone(f"vLLM at {self._api.url}: {told} (engine.vllm.answer_seconds), log {self._api.log}"))
+
+    def _die_if_silent(self) -> None:
+        if self._running and time.monotonic() - self._heard_at > self._patience:
+            told = f"{len(self._running)} rollouts are in flight and none has grown for {self._patience:g} s"
+            self._die(VllmGone(f"vLLM at {self._api.url}: {told} (engine.vllm.answer_seconds), log {self._api.log}"))
 
     async def close(self) -> None:
         """Give up what is in flight."""
@@ -443,22 +316,6 @@ class VllmEngine:
         self._waiting.clear()
         await asyncio.to_thread(self._staging.close)
 
-    def _die(self, error: Exception) -> None:
-        if self.died.done():
-            return
-        self.died.set_exception(error)
-        dead = EngineDied(str(error))
-        for call in [*self._running.values(), *self._waiting.values()]:
-            call.end()
-            _fail(call.request, dead)
-        self._waiting.clear()
-        self._idle.set()
-
-    def _raise_if_dead(self) -> None:
-        if self.died.done():
-            error = self.died.exception()
-            raise EngineDied(str(error)) from error
-
     async def _guarded(self, call: Callable[..., Awaitable[None]], *arguments: Any, **options: Any) -> None:  # noqa: ANN401
         """A call of which nobody knows what it did where it failed: the engine ends with it."""
         self._raise_if_dead()
@@ -467,14 +324,3 @@ class VllmEngine:
         except VllmError as error:
             self._die(error)
             raise EngineDied(str(error)) from error
-
-    def _note(self) -> None:
-        """What its time goes to from now on."""
-        self._timeline.count(occupied=len(self._running), slots=self.limits.slots)
-        self._timeline.enter("wait-weights" if self._is_paused else "decode" if self._running else "wait-gate")
-
-
-def _fail(request: Request, error: Exception) -> None:
-    if request.on_failed is None:
-        raise error
-    request.on_failed(error)

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 _ATTEMPTS = 3
 """To find a port that nobody else takes meanwhile."""
 _POLL = 0.25
-_ENDING = 15.0
+_ENDING = 25.0
+"""Seconds: more than its keeper takes to end what does not heed it."""
 _TAIL = 64 << 10
 """Bytes of a log that are looked at for why a server did not come up."""
 _PORT_TAKEN = re.compile(r"address already in use|Errno 98", re.IGNORECASE)
@@ -33,8 +34,10 @@ _REASON = re.compile(r"^(?:\(\w[^)]*\)\s*)?(?:\w+\.)*(?:\w*(?:Error|Exception)|p
 class Server:
     """A running one. `api` speaks to it."""
 
-    def __init__(self, process: subprocess.Popen[bytes], port: int, *, token: str, log: Path) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], port: int, *, token: str, log: Path, begins_at: int) -> None:
+        """`begins_at`: where in the log its own lines begin."""
         self.process, self.token, self.log = process, token, log
+        self._begins_at = begins_at
         self.api = VllmApi(f"http://127.0.0.1:{port}", token=token, log=str(log))
 
     @property
@@ -43,7 +46,11 @@ class Server:
 
     def why(self) -> str:
         """The last reason its log gives."""
-        return reason_in(self.log)
+        return reason_in(self.log, self._begins_at)
+
+    def output(self) -> str:
+        """The last of what it wrote."""
+        return _tail(self.log, self._begins_at)
 
     async def close(self) -> None:
         """End it, and everything it started."""
@@ -61,7 +68,7 @@ async def start(
     environment: Mapping[str, str] | None = None,
 ) -> Server:
     """`vllm serve`, reached from this machine alone, with a token of its own, once it answers. `python` has vLLM."""
-    opening = _opening(find_vllm(python))
+    opening = await asyncio.to_thread(lambda: _opening(find_vllm(python)))
     token = secrets.token_urlsafe(32)
     variables = {
         **_inherited(python),
@@ -73,13 +80,13 @@ async def start(
     for attempt in range(1, _ATTEMPTS + 1):
         port = _free_port()
         command = [python, "-m", "vllm.entrypoints.cli.main", "serve", model, "--host", "127.0.0.1", "--port", str(port)]
-        process = _run([*command, *opening, *arguments], variables, log)
-        server = Server(process, port, token=token, log=log)
+        process, begins_at = _run([*command, *opening, *arguments], variables, log)
+        server = Server(process, port, token=token, log=log, begins_at=begins_at)
         try:
             await _wait_up(server, seconds)
         except BaseException as error:
             await server.close()
-            if isinstance(error, VllmError) and _PORT_TAKEN.search(_tail(log)) and attempt < _ATTEMPTS:
+            if isinstance(error, VllmError) and _PORT_TAKEN.search(server.output()) and attempt < _ATTEMPTS:
                 continue
             raise
         return server
@@ -130,13 +137,16 @@ def end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _run(command: list[str], variables: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
+def _run(command: list[str], variables: dict[str, str], log: Path) -> tuple[subprocess.Popen[bytes], int]:
+    """(the process of its keeper, where in the log it begins): the log of one before it stays."""
     log.parent.mkdir(parents=True, exist_ok=True)
     keeper = str(Path(__file__).with_name("keep.py"))
-    with log.open("wb") as output:
-        return subprocess.Popen(
+    with log.open("ab") as output:
+        begins_at = output.seek(0, os.SEEK_END)
+        process = subprocess.Popen(
             [sys.executable, keeper, *command], stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, env=variables
         )
+    return process, begins_at
 
 
 async def _wait_up(server: Server, seconds: float) -> None:
@@ -149,19 +159,19 @@ async def _wait_up(server: Server, seconds: float) -> None:
         await asyncio.sleep(_POLL)
 
 
-def reason_in(log: Path) -> str:
-    """The first error of the last traceback in a log that says something: vLLM wraps one in another."""
-    lines = _tail(log).splitlines()
+def reason_in(log: Path, start: int = 0) -> str:
+    """From that byte on, the first error of the last traceback in a log that says something: vLLM wraps one in another."""
+    lines = _tail(log, start).splitlines()
     reasons = [match[0] for line in lines if (match := _REASON.match(line.strip()))]
     telling = [reason for reason in reasons if "See root cause above" not in reason and "Engine core" not in reason]
     return (telling or reasons or lines[-1:] or ["it ended without a word"])[-1][:500]
 
 
-def _tail(log: Path) -> str:
+def _tail(log: Path, start: int = 0) -> str:
     try:
         with log.open("rb") as file:
             file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - _TAIL))
+            file.seek(max(start, file.tell() - _TAIL))
             return file.read().decode(errors="replace")
     except OSError:
         return ""

@@ -1,0 +1,242 @@
+"""The calls of a vLLM engine: as many at the server as it has slots, each a stream of its own, the others waiting here.
+
+So what runs and what waits is known, an interruption reaches exactly what has begun, and what a lost server leaves is known to
+the last piece that came.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import OrderedDict
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from headrace.engine.protocol import EngineDied, NotFinite, PromptTooLong, UnusablePrompt
+from headrace.engine.vllm.api import VllmError, VllmGone, VllmRefused
+from headrace.engine.vllm.call import RunningCall
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from headrace.engine.request import Growth, Request
+    from headrace.engine.vllm.api import Piece, VllmApi
+    from headrace.observe import Timeline
+    from headrace.types import FinishReason
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the server was started with, or says of itself."""
+
+    slots: int
+    context: int
+    vocabulary: int
+    block_size: int = 16
+    num_blocks: int = 0
+    num_candidates: int = 0
+    """The most logprobs a token may come with."""
+
+
+class Traffic:
+    """What waits and what runs. Used from one event loop."""
+
+    def __init__(
+        self,
+        api: VllmApi,
+        *,
+        name: str,
+        model: str,
+        limits: Limits,
+        timeline: Timeline,
+        names_versions: bool,
+        decode: Callable[[list[int]], str] | None,
+    ) -> None:
+        """`model` is the name the server knows its model by; `names_versions`: it says which weights drew each token."""
+        self.name, self.limits = name, limits
+        self.version, self.lineage, self.policy = -1, "", ""
+        self.after_step: Callable[[], None] = lambda: None
+        self.died: Future[None] = Future()
+        """Fails with what ended it."""
+        self._api, self._model, self._timeline, self._decode = api, model, timeline, decode
+        self._names_versions = names_versions
+        self._waiting: OrderedDict[Request, RunningCall] = OrderedDict()
+        self._running: dict[Request, RunningCall] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._is_paused, self._is_admitting = False, True
+        self._is_poisoned = False
+        """Its keys and values may hold what is not a number, and vLLM computes with those of freed blocks, at no weight."""
+        self._num_drawn = self._num_begun = 0
+        self._heard_at = time.monotonic()
+        self._note()
+
+    @property
+    def num_slots(self) -> int:
+        return self.limits.slots
+
+    @property
+    def salt(self) -> str:
+        """Keeps keys and values of older weights from new calls, and names the weights to the server."""
+        return f"{self.lineage}:{self.version}"
+
+    # Requests come and go
+
+    def begin(self, request: Request) -> None:
+        """Queue it; raises where it cannot be generated."""
+        self._raise_if_dead()
+        self._check(request)
+        self._waiting[request] = RunningCall(request)
+        self._fill()
+
+    def withdraw(self, request: Request) -> None:
+        """Its stream is closed, by which the server ends it."""
+        self._waiting.pop(request, None)
+        call = self._running.get(request)
+        if call is not None:
+            call.end()
+
+    def submit(self, requests: Sequence[Request], on_refused: Callable[[Request, ValueError], None]) -> None:
+        """Queue many at once."""
+        for request in requests:
+            try:
+                self.begin(request)
+            except ValueError as error:
+                on_refused(request, error)
+
+    def cancel(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self.withdraw(request)
+
+    def growth(self, requests: Iterable[Request] | None = None) -> list[Growth]:
+        """News of these requests, or of all that run, since the last news of each."""
+        calls = self._running.values() if requests is None else [self._running[r] for r in requests if r in self._running]
+        return [grown for call in calls if (grown := call.growth()) is not None]
+
+    def _check(self, request: Request) -> None:
+        rollout, limits = request.rollout, self.limits
+        length = len(rollout)
+        if length >= limits.context:
+            raise PromptTooLong(f"rollout {rollout.id!r} has {length} tokens; the context is {limits.context}")
+        if length == 0:
+            raise UnusablePrompt(f"rollout {rollout.id!r} is empty; a prompt has at least one token")
+        highest = int(rollout.token_ids.max())
+        if highest >= limits.vocabulary:
+            raise UnusablePrompt(f"rollout {rollout.id!r} holds token {highest}; the vocabulary has {limits.vocabulary}")
+        if request.sampling.stop and self._decode is None:
+            raise UnusablePrompt(f"rollout {rollout.id!r} has stop strings; this engine was given no tokenizer")
+
+    # One call
+
+    def _fill(self) -> None:
+        """Send as many as there are slots for."""
+        while self._waiting and len(self._running) < self.limits.slots and self._is_admitting and not self._is_paused:
+            if not self._running:
+                self._heard_at = time.monotonic()
+            request, call = self._waiting.popitem(last=False)
+            self._running[request] = call
+            self._idle.clear()
+            request.started = time.time()
+            self._num_begun += 1
+            call.task = asyncio.ensure_future(self._run(call, f"{self.name}-{self._num_begun}"))
+        self._note()
+
+    async def _run(self, call: RunningCall, name: str) -> None:
+        request = call.request
+        try:
+            await self._read(call, name)
+        except asyncio.CancelledError:
+            if not call.is_over:  # by whoever ends this process
+                raise
+        except VllmRefused as error:
+            _fail(request, UnusablePrompt(f"rollout {request.rollout.id!r}: {error}"))
+        except (NotFinite, UnusablePrompt) as error:
+            self._is_poisoned = self._is_poisoned or isinstance(error, NotFinite)
+            _fail(request, error)
+        except VllmError as error:
+            self._die(error)
+        except Exception as error:  # noqa: BLE001  (whatever it is, who waits for the call must hear of it)
+            self._die(VllmGone(f"vLLM at {self._api.url}: what it answered could not be taken: {error!r}, log {self._api.log}"))
+        finally:
+            if self._running.get(request) is call:
+                del self._running[request]
+            if not self._running:
+                self._idle.set()
+            self._fill()
+            self.after_step()
+
+    async def _read(self, call: RunningCall, name: str) -> None:
+        request, limits = call.request, self.limits
+        rollout, sampling = request.rollout, request.sampling
+        pieces = self._api.generate(
+            rollout.token_ids.tolist(),
+            sampling,
+            name=name,
+            max_tokens=min(sampling.max_tokens, limits.context - len(rollout)),
+            seed=call.seed,
+            salt=self.salt,
+            num_candidates=call.num_candidates(limits.vocabulary, limits.num_candidates),
+            model=self._model,
+        )
+        async with contextlib.aclosing(pieces):  # whatever ends it here, its stream is closed and the server hears of it
+            async for piece in pieces:
+                self._heard_at = time.monotonic()
+                if self._take(call, piece):
+                    break
+
+    def _take(self, call: RunningCall, piece: Piece) -> bool:
+        """Append what came; whether the call is over."""
+        self._num_drawn += len(piece.token_ids)
+        vocabulary = self.limits.vocabulary
+        reason = call.take(piece, version=self.version, lineage=self.lineage, decode=self._decode, vocabulary=vocabulary)
+        if reason is None:
+            self.after_step()
+            return False
+        if piece.spans is not None and self._names_versions:
+            call.stamp(piece.spans)
+        self._finish(call, reason)
+        return True
+
+    def _finish(self, call: RunningCall, reason: FinishReason) -> None:
+        lengthened = call.lengthened(reason, engine=self.name, policy=self.policy, lineage=call.lineage or self.lineage)
+        call.is_over = True
+        del self._running[call.request]
+        call.request.on_done(lengthened)
+
+    def _put_back(self, call: RunningCall) -> None:
+        """Have a call that has drawn nothing wait again, before all others."""
+        self._waiting[call.request] = RunningCall(call.request)
+        self._waiting.move_to_end(call.request, last=False)
+
+    # Its end
+
+    def _die(self, error: Exception) -> None:
+        """Everything in flight fails; whoever holds what had come of it goes on from there."""
+        if self.died.done():
+            return
+        self.died.set_exception(error)
+        dead = EngineDied(str(error))
+        for call in [*self._running.values(), *self._waiting.values()]:
+            if not call.is_over:
+                _fail(call.request, dead)
+                call.end()
+        self._waiting.clear()
+        self._idle.set()
+
+    def _raise_if_dead(self) -> None:
+        if self.died.done():
+            error = self.died.exception()
+            raise EngineDied(str(error)) from error
+
+    def _note(self) -> None:
+        """What its time goes to from now on."""
+        self._timeline.count(occupied=len(self._running), slots=self.limits.slots)
+        self._timeline.enter("wait-weights" if self._is_paused else "decode" if self._running else "wait-gate")
+
+
+def _fail(request: Request, error: Exception) -> None:
+    if request.on_failed is None:
+        raise error
+    request.on_failed(error)
