@@ -1,7 +1,8 @@
 """`headrace bench vllm`: a vLLM server as the engine, beside the native engine, on the same model and the same work.
 
 The server is a stock one, started as a run starts it; both engines are asked through the engine protocol, turn about. Figures
-are medians of their turns. The value is vLLM's, the column beside it the native engine's.
+are medians of their turns. The value is vLLM's, the column beside it the native engine's. On a CPU both compute with all
+cores but one, as vLLM does by itself.
 
 An update's time is that of `load` alone, with every slot decoding: the trainer's side has the weights ready before. What of it
 is spent exchanging weights is the engine's own account. How long nothing was drawn is seen from outside, by the count
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import statistics
 import tempfile
 import time
@@ -96,9 +98,9 @@ def make_plan(device: str, *, quick: bool, has_model: bool) -> Plan:
     return Plan(
         device=device,
         dtype="float32",
-        model=ModelSettings(context=1024),
+        model=ModelSettings(context=4096),
         load=Load.uniform(count, 32, drawn),
-        context=1024,
+        context=1024 if has_model else 4096,
         mismatch=(8, 16) if quick else (16, 64),
         turns=turns,
         updates=updates,
@@ -115,6 +117,8 @@ def run(*, quick: bool, json_file: Path | None, model: str | None = None) -> int
         fix = "install vLLM in an environment and name its interpreter in HEADRACE_VLLM_PYTHON"
         raise ConfigError(f"headrace bench vllm: {python} has no vLLM, or does not run; {fix}") from error
     plan = make_plan("cuda" if torch.cuda.is_available() else "cpu", quick=quick, has_model=model is not None)
+    if plan.device == "cpu":  # as vLLM has there, which leaves one core to all but the model
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) - 1))
     rows: list[Row] = []
     try:
         if model is not None:

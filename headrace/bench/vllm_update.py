@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 _LOOK_SECONDS = 0.001
 _BEGIN_STEPS, _USUAL_STEPS, _LATER_STEPS = 2, 8, 4
 """Steps until all have surely begun, steps watched before the update, and steps after it."""
-_MOST_SECONDS = 300.0
-"""For so few steps; far more than any engine takes."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +46,12 @@ async def update_in_flight(
     slots, old = state.slots, state.version
     load, between = 0.0, {}
     try:
-        await _draw(engine, _BEGIN_STEPS * slots)
-        usual = await _longest_wait(engine, _draw(engine, _USUAL_STEPS * slots))
+        await _draw(engine, _BEGIN_STEPS * slots, rolling)
+        usual = await _longest_wait(engine, _draw(engine, _USUAL_STEPS * slots, rolling))
         before = await _drawn(engine)
-        if len(before) != slots or not all(before.values()):
-            raise RuntimeError(f"{sum(map(bool, before.values()))} of {slots} slots decode before update {update.version}")
+        while len(before) < slots or not all(before.values()):  # a busy machine may bring many tokens of one first
+            await _draw(engine, slots, rolling)
+            before = await _drawn(engine)
         timeline.report()  # what came before is not the update's
 
         async def load_and_go_on() -> None:
@@ -61,7 +60,7 @@ async def update_in_flight(
             await engine.load(update, interrupt=Interrupt.KEEP)
             load = time.perf_counter() - started
             between = await _drawn(engine)
-            await _draw(engine, _LATER_STEPS * slots)
+            await _draw(engine, _LATER_STEPS * slots, rolling)
 
         still = await _longest_wait(engine, load_and_go_on())
         swap = sum(stop - start for name, start, stop in timeline.report()["spans"] if name == "swap")
@@ -95,12 +94,14 @@ async def _drawn(engine: Engine) -> dict[str, int]:
     return {each.rollout.id: each.num_drawn for each in await engine.in_flight()}
 
 
-async def _draw(engine: Engine, tokens: int) -> None:
+async def _draw(engine: Engine, tokens: int, rolling: asyncio.Future[list[Rollout]]) -> None:
     """Until so many more are drawn."""
     until = (await engine.state()).tokens + tokens
-    async with asyncio.timeout(_MOST_SECONDS):
-        while (await engine.state()).tokens < until:  # noqa: ASYNC110  (an engine's count rings no bell)
-            await asyncio.sleep(_LOOK_SECONDS)
+    while (await engine.state()).tokens < until:
+        if rolling.done():
+            rolling.result()  # raises what ended them, if something did
+            raise RuntimeError("all rollouts ended before the update did: this machine is too slow for it, or too busy")
+        await asyncio.sleep(_LOOK_SECONDS)
 
 
 async def _longest_wait(engine: Engine, work: Awaitable[None]) -> float:
