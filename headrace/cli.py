@@ -30,12 +30,13 @@ BENCHES = {
     "engine": "the native engine's tokens a second, against the memory's limit, transformers and vLLM",
     "trainer": "the trainer's tokens a second, share of the GPU's arithmetic and memory, against transformers",
     "step": "whole steps of RL, in turn and side by side, against TRL with vLLM",
+    "vllm": "a vLLM server as the engine, beside the native one: tokens a second, logprobs, updates in flight",
 }
 """Each is a module of `headrace.bench` with a `run(*, quick, json_file)`."""
 BENCH_OPTIONS = {
     "seeds": ("learn",),
     "losses": ("learn",),
-    "model": ("engine", "sync"),
+    "model": ("engine", "sync", "vllm"),
     "device": ("partial",),
     "only": ("trainer", "step"),
     "mps": ("step",),
@@ -124,7 +125,7 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     bench.add_argument("--quick", action="store_true", help="under a minute on 2 cores; shows that it runs, not the figure")
     bench.add_argument("--seeds", type=int, help="of learn: how many seeds, from 0; 5 if not given, 3 with --losses")
     bench.add_argument("--losses", help="of learn: losses to try on every seed, such as grpo,cispo,gspo,decoupled_ppo")
-    bench.add_argument("--model", help="of engine and sync: a Hugging Face folder to measure with, too")
+    bench.add_argument("--model", help="of engine, sync and vllm: a Hugging Face folder to measure with")
     bench.add_argument(
         "--device", choices=["auto", "cpu", "cuda"], help="of partial: auto, the GPU if there is one, if not given"
     )

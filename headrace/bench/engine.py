@@ -279,7 +279,7 @@ def _mismatch_rows(plan: Plan, model_folder: str, vllm: VllmPeer | None, *, has_
     model = load_model(model_folder, dtype=plan.dtype, device=plan.device)
     core = EngineCore(model, name="bench", slots=requests, context=min(plan.context, 1024))
     core.wait_warm()
-    workload = _mismatch_workload(model, model_folder, requests=requests, length=length, has_text=has_text)
+    workload = mismatch_workload(model, model_folder, requests=requests, length=length, has_text=has_text)
     ours = list(generate(core, workload, seed=0).rollouts)
     groups = [ours]
     if vllm is not None:
@@ -312,7 +312,7 @@ def mismatch_rows(*, against_trainer: Sequence[Mismatch], against_plain: Mismatc
     ]
 
 
-def _mismatch_workload(model: PreTrainedModel, folder: str, *, requests: int, length: int, has_text: bool) -> Workload:
+def mismatch_workload(model: PreTrainedModel, folder: str, *, requests: int, length: int, has_text: bool) -> Workload:
     """Text for a real model; random tokens for one that was never trained."""
     if has_text:
         return text_workload(load_tokenizer(folder), siblings=max(1, requests // 8), length=length)

@@ -44,6 +44,8 @@ class Mismatch:
     divergence: float
     """KL from the engine's distribution, by the mean of exp(d) - 1 - d: never negative, and without bias."""
     num_tokens: int
+    largest_difference: float
+    """The largest |d|."""
 
 
 def compare(rollouts: Sequence[Rollout], again: Sequence[Array]) -> Mismatch:
@@ -56,6 +58,7 @@ def compare(rollouts: Sequence[Rollout], again: Sequence[Array]) -> Mismatch:
         mean_difference=float(np.abs(differences).mean()),
         divergence=float((np.expm1(differences) - differences).mean()),
         num_tokens=len(differences),
+        largest_difference=float(np.abs(differences).max()),
     )
 
 

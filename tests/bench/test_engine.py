@@ -285,8 +285,9 @@ def test_mismatch_is_over_drawn_tokens_and_never_negative(core) -> None:
     found = compare(rollouts, shifted)
     assert found.num_tokens == 15
     assert found.mean_difference == pytest.approx(0.25, rel=1e-5)
+    assert found.largest_difference == pytest.approx(0.25, rel=1e-5)
     assert found.divergence == pytest.approx(np.exp(0.25) - 1.25, rel=1e-5)
-    assert compare(rollouts, [rollout.logprobs for rollout in rollouts]) == Mismatch(0.0, 0.0, 15)
+    assert compare(rollouts, [rollout.logprobs for rollout in rollouts]) == Mismatch(0.0, 0.0, 15, 0.0)
 
 
 def test_engine_trainer_and_plain_forward_agree_and_other_weights_do_not(core, folder, tmp_path) -> None:
@@ -301,7 +302,9 @@ def test_engine_trainer_and_plain_forward_agree_and_other_weights_do_not(core, f
 
 
 def test_kl_is_set_against_vllms_where_it_is_there() -> None:
-    ours, theirs, plain = Mismatch(1e-3, 1e-6, 9), Mismatch(1e-2, 1e-5, 9), Mismatch(2e-3, 2e-6, 9)
+    ours, theirs, plain = (
+        Mismatch(mean, divergence, 9, 1.0) for mean, divergence in ((1e-3, 1e-6), (1e-2, 1e-5), (2e-3, 2e-6))
+    )
     rows = {row.name: row for row in mismatch_rows(against_trainer=[ours, theirs], against_plain=plain)}
     assert rows["KL against the trainer ÷ vLLM's"].value == pytest.approx(0.1)
     assert rows["KL against the trainer"].peers == {"vLLM": 1e-5}
@@ -345,7 +348,9 @@ def test_every_goal_is_of_a_row_that_the_plan_can_have(device) -> None:
     loads = [*plan.loads, plan.tail, plan.once]
     possible = {f"{load.name} ÷ {peer}" for load in loads for peer in ("vLLM", "model.generate")}
     possible |= {f"{load.name}: decode step, share of the roofline" for load in plan.loads}
-    possible |= {row.name for row in mismatch_rows(against_trainer=[Mismatch(1, 1, 1)] * 2, against_plain=Mismatch(1, 1, 1))}
+    possible |= {
+        row.name for row in mismatch_rows(against_trainer=[Mismatch(1, 1, 1, 1)] * 2, against_plain=Mismatch(1, 1, 1, 1))
+    }
     possible |= {"command to first token", "scheduling per request"}
     assert plan.goals.keys() <= possible
     most = max(load.prompt_tokens + max(load.lengths) for load in [*loads, plan.group])

@@ -1,0 +1,108 @@
+"""The benchmark of the vLLM engine: what it checks of an update, that it runs, and what it says without vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+
+import numpy as np
+import pytest
+from vllm_server import VARIABLES, vllm_python
+
+from headrace.bench.vllm_update import are_in_order, update_in_flight
+from headrace.cli import main
+from headrace.engine.native.core import EngineCore
+from headrace.engine.native.threaded import ThreadedEngine
+from headrace.model.load import load_model
+from headrace.model.weights import named_tensors
+from headrace.observe import ProcessTimeline
+from headrace.sync import Lineage, MemoryTransport, WeightSync
+from headrace.types import Call, FinishReason, Rollout, Sampling, Source
+
+
+def drawn(*versions: int) -> Rollout:
+    """One that was sampled by these versions after a prompt of one token."""
+    count = len(versions)
+    call = Call(
+        start=1, stop=1 + count, engine="e", sampling=Sampling(), finish_reason=FinishReason.ABORT, started=0, finished=0
+    )
+    return Rollout(
+        id="a",
+        episode="",
+        group="",
+        index=0,
+        token_ids=np.arange(1 + count),
+        source=np.asarray([Source.PROMPT] + [Source.SAMPLED] * count),
+        loss_mask=np.asarray([False] + [True] * count),
+        logprobs=np.zeros(1 + count),
+        versions=np.asarray([-1, *versions]),
+        calls=(call,),
+        finish_reason=FinishReason.ABORT,
+    )
+
+
+@pytest.mark.parametrize(
+    ("versions", "is_right"),
+    [
+        ((3, 3, 4, 4), True),
+        ((3, 3, 3, 4), True),
+        ((3, 4, 4, 4), False),  # the second was drawn before the update
+        ((3, 3, 3, 3), False),  # the last was drawn after it
+        ((3, 3, 2, 4), False),
+        ((3, 3, 5, 5), False),
+        ((3, 3, 4), False),  # it did not go on
+    ],
+)
+def test_versions_in_order(versions: tuple[int, ...], is_right: bool) -> None:
+    assert are_in_order(drawn(*versions), old=3, new=4, before=2, after=3) is is_right
+
+
+def test_an_update_is_seen_with_rollouts_in_flight(tiny_model: str) -> None:
+    async def measure() -> None:
+        sync, timeline, model = (
+            WeightSync(Lineage("life"), MemoryTransport()),
+            ProcessTimeline("engine"),
+            load_model(tiny_model),
+        )
+        engine = ThreadedEngine(
+            EngineCore(load_model(tiny_model), name="e", slots=4, context=256), sync=sync, timeline=timeline
+        )
+        engine.start()
+        try:
+            asked = (
+                engine.generate(Rollout.from_prompt([7, 8], id=f"{n}"), Sampling(max_tokens=250, seed=n)) for n in range(4)
+            )
+            update = sync.offer(1, named_tensors(model))
+            seen = await update_in_flight(engine, update, asyncio.gather(*asked), timeline=timeline)
+        finally:
+            engine.close()
+        assert seen.in_order == 1 and 0 < seen.swap <= seen.load and seen.usual > 0 and seen.still > 0
+
+    asyncio.run(measure())
+
+
+def test_without_vllm_one_line_says_what_to_do(monkeypatch, capsys) -> None:
+    monkeypatch.setenv("HEADRACE_VLLM_PYTHON", "/nowhere/python")
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "vllm", "--quick"])
+    told = capsys.readouterr().err
+    assert ended.value.code == 2 and told.count("\n") == 1 and "/nowhere/python" in told and "HEADRACE_VLLM_PYTHON" in told
+
+
+@pytest.mark.skipif(vllm_python() is None, reason="vLLM is not set up: `make vllm`")
+def test_both_engines_are_measured(monkeypatch, tmp_path) -> None:
+    for name, value in {**VARIABLES, "HEADRACE_VLLM_PYTHON": vllm_python() or sys.executable}.items():
+        if name != "PYTHONPATH":
+            monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "vllm", "--quick", "--json", str(tmp_path / "figures.json")])
+    rows = {row["name"]: row for row in json.loads((tmp_path / "figures.json").read_text())["rows"]}
+    assert ended.value.code == 0
+    assert (
+        rows["vLLM: rollouts with versions in order"]["value"] == rows["native: rollouts with versions in order"]["value"] == 1
+    )
+    for name in ("mean |Δ logprob| against the trainer", "max |Δ logprob| against the trainer"):
+        assert 0 < rows[name]["value"] < 1e-4 and 0 < rows[name]["peers"]["native"] < 1e-4
+    timed = [row for row in rows.values() if row["unit"] in ("ms", "tokens/s")]
+    assert len(timed) == 5 and all(row["value"] > 0 and row["peers"]["native"] > 0 for row in timed)
