@@ -73,6 +73,7 @@ async def open_engine(recipe: Recipe, model_path: str, place: Place, *, sync: We
     model, tokenizer = await asyncio.to_thread(_load, recipe, model_path)
     context, vocabulary = context_limit(model, recipe.model.context), Head(model).vocabulary
     candidates = min(vocabulary, MOST_CANDIDATES)
+    longest = min(context + 1, context_limit(model, 0))  # to score a rollout of full length, one token is drawn after it
     check_sampling(recipe, vocabulary=vocabulary)
     settings = recipe.engine.vllm
     server = None
@@ -81,7 +82,7 @@ async def open_engine(recipe: Recipe, model_path: str, place: Place, *, sync: We
     else:
         server = await start(
             model_path,
-            server_arguments(recipe, context=context, candidates=candidates, is_on_cpu=place.device == "cpu"),
+            server_arguments(recipe, context=longest, candidates=candidates, is_on_cpu=place.device == "cpu"),
             python=choose_python(settings.python),
             log=place.log,
             seconds=settings.start_seconds,
@@ -92,9 +93,11 @@ async def open_engine(recipe: Recipe, model_path: str, place: Place, *, sync: We
         about = await api.about()
         abilities.check(about, server=api.url)
         served, longest = await api.served()
-        if longest <= context:
-            raise ConfigError(f"vLLM at {api.url} takes {longest} tokens, a run of {context} needs one more than that")
-        await try_out(api, served, candidates)
+        if longest < context:
+            raise ConfigError(
+                f"vLLM at {api.url} takes {longest} tokens, the run up to {context}; set model.context = {longest}"
+            )
+        await try_out(api, served, vocabulary)
         limits = Limits(recipe.engine.slots, context, vocabulary, *await api.cache(), num_candidates=candidates)
     except BaseException:
         await (server.close() if server is not None else api.close())
@@ -128,40 +131,40 @@ def check_sampling(recipe: Recipe, *, vocabulary: int) -> None:
         )
 
 
-async def try_out(api: VllmApi, served: str, candidates: int) -> None:
-    """One token drawn and one scored: a server may be left paused, keep its interface shut, want another token, or give the
+async def try_out(api: VllmApi, served: str, vocabulary: int) -> None:
+    """One token drawn, one scored: a server may be left paused, keep its interface shut, want another token, or give the
     logprobs of another distribution than it draws from, and each would show late or not at all."""
     await api.resume()
-    greedy = Sampling(max_tokens=1, top_k=1)
-    drawing = api.generate(
-        [0, 0], greedy, name="try", max_tokens=1, seed=0, salt="try", num_candidates=candidates, model=served
-    )
+    prompt = [vocabulary // 3, vocabulary // 2, vocabulary // 5]  # the first ids may be those of padding, and say nothing
+    of_two, asked = Sampling(max_tokens=1, top_k=2), min(vocabulary, 8)
+    drawing = api.generate(prompt, of_two, name="try", max_tokens=1, seed=0, salt="try", num_candidates=asked, model=served)
     try:
         async with asyncio.timeout(_TRY_SECONDS):
-            _check_certain(api, [piece async for piece in drawing])
-            await api.prompt_logprobs([0, 0], model=served, salt="try", whole=False)
+            _check_processed(api, [piece async for piece in drawing])
+            await api.prompt_logprobs(prompt, model=served, salt="try", whole=False)
     except VllmRefused as error:
         raise ConfigError(str(error)) from error
     except TimeoutError as error:
         raise ConfigError(f"vLLM at {api.url} has not drawn one token for {_TRY_SECONDS:g} s") from error
 
 
-def _check_certain(api: VllmApi, pieces: list[Piece]) -> None:
-    logprobs = [logprob for piece in pieces for logprob in piece.logprobs]
-    if len(logprobs) != 1 or not abs(logprobs[0]) < 1e-3:
+def _check_processed(api: VllmApi, pieces: list[Piece]) -> None:
+    """Of a draw from the two likeliest tokens, nothing is left to the others."""
+    kept = [each for piece in pieces for each in piece.kept or ()]
+    if len(kept) != 1 or len(kept[0].ids) > 4 or kept[0].share < 0.999:
         raise ConfigError(
-            f"vLLM at {api.url} gives {logprobs} for a choice that is certain: it must be started with "
+            f"vLLM at {api.url} gives the logprobs of another distribution than it draws from: it must be started with "
             f"--logprobs-mode processed_logprobs"
         )
 
 
 def server_arguments(recipe: Recipe, *, context: int, candidates: int, is_on_cpu: bool) -> list[str]:
-    """What the recipe says, in vLLM's words. A rollout of `context` tokens is scored with one more drawn after it."""
+    """What the recipe says, in vLLM's words."""
     engine = recipe.engine
     arguments = {
         "--served-model-name": _SERVED,
         "--dtype": recipe.model.dtype,
-        "--max-model-len": context + 1,
+        "--max-model-len": context,
         "--max-num-seqs": engine.slots,
         "--logprobs-mode": "processed_logprobs",
         "--max-logprobs": candidates,
@@ -174,7 +177,7 @@ def server_arguments(recipe: Recipe, *, context: int, candidates: int, is_on_cpu
         arguments["--num-gpu-blocks-override"] = engine.kv_blocks
     words = [word for name, value in arguments.items() for word in (name, str(value))]
     if is_on_cpu:  # 0.32 ends there when a prompt with a seed is computed in parts
-        words += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(context + 1, _CPU_STEP_TOKENS))]
+        words += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(context, _CPU_STEP_TOKENS))]
     if is_on_cpu or not engine.graphs:
         words += ["--enforce-eager"]
     return [*words, *engine.vllm.command_line()]

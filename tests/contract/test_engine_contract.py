@@ -230,6 +230,7 @@ def test_stop_tokens_end_a_call_and_belong_to_it(run):
         Sampling(max_tokens=12),
         Sampling(max_tokens=12, temperature=0.6),
         Sampling(max_tokens=12, top_k=5),
+        Sampling(max_tokens=12, top_k=1),
         Sampling(max_tokens=12, top_p=0.7),
         Sampling(max_tokens=12, min_p=0.2),
         Sampling(max_tokens=12, temperature=1.7, top_k=20, top_p=0.9, min_p=0.05),

@@ -162,7 +162,11 @@ async def _wait_up(server: Server, seconds: float) -> None:
 def reason_in(log: Path, start: int = 0) -> str:
     """From that byte on, the first error of the last traceback in a log that says something: vLLM wraps one in another."""
     lines = _tail(log, start).splitlines()
-    reasons = [match[0] for line in lines if (match := _REASON.match(line.strip()))]
+    reasons = [
+        f"{match[0]}: {after.strip()}" if "validation error" in line else match[0]
+        for line, after in zip(lines, [*lines[1:], ""], strict=True)
+        if (match := _REASON.match(line.strip()))
+    ]
     telling = [reason for reason in reasons if "See root cause above" not in reason and "Engine core" not in reason]
     return (telling or reasons or lines[-1:] or ["it ended without a word"])[-1][:500]
 
