@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 
 _SHORT = 60.0
 """Seconds for a call that does nothing long."""
+_CONNECT_SECONDS = 60.0
+"""A server whose interpreter is busy takes connections late."""
+_KEPT_SECONDS = 1.0
+"""That an idle connection is used again: vLLM closes those of five seconds, and a call sent into that moment would be lost."""
 _LONGEST_LINE = 64 << 20
 """Bytes of one event of a stream: those with the whole vocabulary's logprobs are long."""
 _LOST = -9998.0
@@ -94,8 +98,8 @@ class VllmApi:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._session = aiohttp.ClientSession(
             headers=headers,
-            connector=aiohttp.TCPConnector(limit=0),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT_SECONDS),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
             read_bufsize=1 << 20,
         )
 
@@ -274,7 +278,7 @@ class VllmApi:
     async def _post(self, path: str, body: dict[str, Any], *, seconds: float | None = _SHORT) -> Any:  # noqa: ANN401
         try:
             async with self._session.post(
-                self.url + path, json=body, timeout=aiohttp.ClientTimeout(total=seconds, sock_connect=10)
+                self.url + path, json=body, timeout=aiohttp.ClientTimeout(total=seconds, sock_connect=_CONNECT_SECONDS)
             ) as answer:
                 await self._check(path, answer)
                 text = await answer.text()
