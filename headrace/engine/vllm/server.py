@@ -164,7 +164,7 @@ def reason_in(log: Path, start: int = 0) -> str:
     lines = _tail(log, start).splitlines()
     reasons = [
         f"{match[0]}: {after.strip()}" if "validation error" in line else match[0]
-        for line, after in zip(lines, [*lines[1:], ""], strict=True)
+        for line, after in zip(lines, [*lines[1:], ""], strict=False)
         if (match := _REASON.match(line.strip()))
     ]
     telling = [reason for reason in reasons if "See root cause above" not in reason and "Engine core" not in reason]
