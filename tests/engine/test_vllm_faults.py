@@ -151,11 +151,11 @@ def test_a_mask_that_leaves_out_what_could_have_been_drawn_is_no_mask(run):
 
 def test_an_idle_spell_is_no_silence(run):
     async def check(engine, _):
-        await asyncio.sleep(2.2)
-        assert (await engine.generate(PROMPT, Sampling(max_tokens=40))).num_sampled == 40
+        await asyncio.sleep(3.0)
+        assert (await engine.generate(PROMPT, Sampling(max_tokens=30))).num_sampled == 30
         assert not engine.died.done()
 
-    run(check, Fake(pace=0.08), patience=1.0)
+    run(check, Fake(pace=0.08), patience=2.5)
 
 
 def test_two_loads_come_one_after_the_other_and_a_cancelled_one_is_brought_to_its_end(run):
@@ -174,7 +174,7 @@ def test_two_loads_come_one_after_the_other_and_a_cancelled_one_is_brought_to_it
             loading.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await loading
-            rollout = await asyncio.wait_for(engine.generate(PROMPT, Sampling(max_tokens=3)), 5)
+            rollout = await asyncio.wait_for(engine.generate(PROMPT, Sampling(max_tokens=3)), 20)
             assert set(rollout.versions[3:].tolist()) == {engine.version} and fake.weight_version == f"life:{engine.version}"
 
     run(check, fake)
@@ -201,7 +201,7 @@ def test_a_silent_server_is_given_up(run):
             EngineDied, match=r"1 rollouts are in flight and none has grown for 0.5 s \(engine.vllm.answer_seconds\)"
         ):
             await engine.generate(PROMPT, Sampling(max_tokens=4))
-        assert time.monotonic() - began < 6
+        assert time.monotonic() - began < 20
 
     run(check, Fake(fault="silent"), patience=0.5)
 
@@ -363,7 +363,7 @@ def test_a_server_that_does_not_come_up_says_why(tmp_path, body, told):
     began = time.monotonic()
     with pytest.raises(VllmError, match=rf"{told}.*log {tmp_path}/server.log"):
         asyncio.run(start("model", [], python=str(python), log=tmp_path / "server.log", seconds=1))
-    assert time.monotonic() - began < 12
+    assert time.monotonic() - began < 25
 
 
 STUBBORN = """
@@ -391,7 +391,7 @@ time.sleep(600)
         assert process.stdout is not None
         pids = [int(process.stdout.readline()) for _ in range(2)]
         process.kill()
-        until = time.monotonic() + 10
+        until = time.monotonic() + 20
         while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < until:
             time.sleep(0.05)
         assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
