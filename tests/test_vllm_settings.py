@@ -19,7 +19,7 @@ kind = "vllm"
 count = 2
 
 [engine.vllm]
-python = "/opt/vllm/bin/python"
+python = "other/bin/python"
 start_seconds = 30
 
 [engine.vllm.arguments]
@@ -60,7 +60,7 @@ def test_a_section_in_a_section_is_read_overridden_and_saved() -> None:
         (
             '"vllm"',
             '"native"',
-            "mine.toml:6: engine.vllm.python = '/opt/vllm/bin/python': engine.kind = 'native' does not look",
+            "mine.toml:6: engine.vllm.python = 'other/bin/python': engine.kind = 'native' does not look",
         ),
     ],
 )

@@ -112,7 +112,7 @@ class EngineWorker:
         self._loop.call_soon_threadsafe(self._flush)
 
     def _after_step(self) -> None:
-        """In the decode thread: note what there is to tell, and wake the event loop if there is any."""
+        """In the thread the engine steps in: note what there is to tell, and wake the event loop if there is any."""
         is_due = time.monotonic() - self._told_at >= TELL_SECONDS
         if is_due:
             self._told_at = time.monotonic()
@@ -200,5 +200,5 @@ class EngineWorker:
 
 
 def _take_all(queue: deque[Any]) -> list[Any]:
-    """Everything in it; the decode thread may add at the same time."""
+    """Everything in it; the engine's thread may add at the same time."""
     return [queue.popleft() for _ in range(len(queue))]
