@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 
 import pytest
+import torch
 
 from headrace.config import Recipe, VllmSettings, make_recipe, parse_recipe
 from headrace.orchestrate.build import check_engine, preflight
+from headrace.orchestrate.devices import choose_handover, choose_transport, gpus_of, receiving_place
 from headrace.orchestrate.inputs import UserInputs
-from headrace.orchestrate.vllm import check_sampling, gpus_of
+from headrace.orchestrate.vllm import check_sampling, server_arguments
 from headrace.settings import ConfigError, describe, flatten, parse_override, to_dict, to_toml
 
 TEXT = """\
@@ -124,9 +127,13 @@ def test_what_needs_the_embedded_engine_or_one_engine_is_refused() -> None:
         make_recipe({"exact": True, "engine.kind": "vllm"})
     with pytest.raises(ConfigError, match=r"^engine.kind = 'vllm': a server is a process of its own; set orchestrate"):
         make_recipe({"orchestrate": "inline", "engine.kind": "vllm"})
-    with pytest.raises(ConfigError, match=r"^sync.transport = 'cuda_ipc': a vLLM server takes its weights from a folder"):
-        make_recipe({"sync.transport": "cuda_ipc", "engine.kind": "vllm"})
-    for key, value in {"urls": TWO, "token_variable": "MINE", "arguments": {"swap": 1}, "answer_seconds": 1}.items():
+    for key, value in {
+        "urls": TWO,
+        "token_variable": "MINE",
+        "arguments": {"swap": 1},
+        "handover": "nccl",
+        "answer_seconds": 1,
+    }.items():
         with pytest.raises(ConfigError, match=rf"^engine.vllm.{key} = .*engine.kind = 'native' does not look at it"):
             make_recipe({f"engine.vllm.{key}": value})
 
@@ -201,6 +208,47 @@ def test_servers_of_several_gpus_get_as_many_and_never_the_trainers() -> None:
         gpus_of(two, 0, count=8)
     one = vllm(count=3)
     assert [gpus_of(one, index, count=3) for index in range(3)] == [[1], [2], [1]] and gpus_of(one, 2, count=1) == [0]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "settings", "ways"),
+    [
+        (0, {}, ("folder", "shared_memory", ["cpu", "cpu"])),
+        (1, {}, ("ipc", "cuda_ipc", ["cuda", "cuda"])),
+        (1, {"vllm__handover": "folder"}, ("folder", "shared_memory", ["cpu", "cpu"])),
+        (1, {"vllm__urls": TWO}, ("folder", "shared_memory", ["cpu", "cpu"])),
+        (1, {"vllm__urls": TWO, "vllm__handover": "ipc"}, ("ipc", "cuda_ipc", ["cuda", "cuda"])),
+        (3, {}, ("ipc", "shared_memory", ["cuda:1", "cuda:2"])),
+        (5, {"vllm__arguments": {"tensor_parallel_size": 2}}, ("nccl", "cuda_ipc", ["cuda:0", "cuda:0"])),
+        (3, {"vllm__handover": "nccl"}, ("nccl", "cuda_ipc", ["cuda:0", "cuda:0"])),
+    ],
+)
+def test_weights_take_the_shortest_way_that_the_gpus_have(monkeypatch, gpus: int, settings: dict, ways: tuple) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    recipe = vllm(**settings, **({} if "vllm__urls" in settings else {"count": 2}))
+    assert (choose_handover(recipe), choose_transport(recipe), [receiving_place(recipe, each) for each in (0, 1)]) == ways
+
+
+@pytest.mark.parametrize("handover", ["ipc", "nccl"])
+def test_a_run_without_a_gpu_hands_over_by_files_alone(handover) -> None:
+    with pytest.raises(ConfigError, match=rf"^engine.vllm.handover = '{handover}': the run is on the CPU"):
+        check_engine(make_recipe({"device": "cpu", "engine.kind": "vllm", "engine.vllm.handover": handover}))
+
+
+def test_a_server_is_started_for_the_way_its_weights_come_and_leaves_the_trainer_room() -> None:
+    def started(recipe, **options) -> dict[str, str]:
+        words = server_arguments(recipe, context=64, candidates=8, is_on_cpu=False, **options)
+        return dict(itertools.pairwise(words))
+
+    assert "--weight-transfer-config" not in started(vllm()) and "--gpu-memory-utilization" not in started(vllm())
+    alone = started(vllm(), handover="nccl", shares_gpu=False)
+    assert json.loads(alone["--weight-transfer-config"]) == {"backend": "nccl"} and "--gpu-memory-utilization" not in alone
+    assert started(vllm(), handover="ipc", shares_gpu=True)["--gpu-memory-utilization"] == "0.4"
+    own = vllm(vllm__arguments={"gpu_memory_utilization": 0.7})
+    assert started(own, handover="ipc", shares_gpu=True)["--gpu-memory-utilization"] == "0.7"
+    with pytest.raises(ConfigError, match=r"engine\.vllm\.handover decides it"):
+        vllm(vllm__arguments={"weight_transfer_config": {}})
 
 
 def test_a_cut_off_whose_tokens_cannot_all_be_told_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""A real vLLM server on this machine's CPU, started once for all tests that need one."""
+"""A real vLLM server on this machine, on its GPU if it has one, started once for all tests that need one."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from headrace.config import make_recipe
 from headrace.engine.vllm import VllmEngine
 from headrace.engine.vllm.api import VllmApi
@@ -20,7 +22,7 @@ from headrace.engine.vllm.weights import Staging
 from headrace.model.head import Head
 from headrace.model.load import load_model
 from headrace.observe import Timeline
-from headrace.orchestrate.vllm import server_arguments
+from headrace.orchestrate.vllm import make_handover, server_arguments
 
 if TYPE_CHECKING:
     import subprocess
@@ -28,12 +30,20 @@ if TYPE_CHECKING:
 
     from headrace.sync import WeightSync
 
-VARIABLES = {
-    "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16",
+HAS_GPU = torch.cuda.is_available()
+HANDOVER = os.environ.get("HEADRACE_TEST_HANDOVER", "ipc" if HAS_GPU else "folder")
+"""How it gets new weights."""
+_ON_CPU = {
+    "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16",  # for processors that announce what their host does not let them use
     "VLLM_CPU_KVCACHE_SPACE": "1",
-    "PYTHONPATH": str(Path(__file__).with_name("slow_vllm")),
 }
-"""The first for processors that announce what their host does not let them use."""
+_ON_GPU = {
+    "TRITON_F32_DEFAULT": "ieee",  # what is compared here is compared to more digits than the faster kind has
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+    "NCCL_HOSTID": "server",  # NCCL broadcasts between two processes of one GPU if it takes them for two hosts'
+    "NCCL_SOCKET_IFNAME": "lo",
+}
+VARIABLES = _ON_GPU if HAS_GPU else _ON_CPU
 CONTEXT = 128
 SLOTS = 256
 
@@ -61,9 +71,12 @@ async def start_server(model: str, log: Path, *arguments: str) -> Running:
     python = vllm_python()
     assert python is not None
     recipe = make_recipe({"tasks": [{"source": "builtin:sort_digits"}], "engine": {"slots": SLOTS}})
-    words = server_arguments(recipe, context=CONTEXT, candidates=256, is_on_cpu=True)
+    words = server_arguments(recipe, context=CONTEXT, candidates=256, is_on_cpu=not HAS_GPU, handover=HANDOVER)
     words += ["--logits-processors", "slow_steps:SlowSteps"]
-    environment = VARIABLES
+    if HAS_GPU:
+        words += ["--enforce-eager", "--gpu-memory-utilization", "0.1"]
+    found = [str(Path(__file__).with_name("slow_vllm")), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**VARIABLES, "PYTHONPATH": os.pathsep.join(found)}
     server = await start(model, [*words, *arguments], python=python, log=log, seconds=300, environment=environment)
     await server.api.close()
     return Running(server.api.url, server.token, log, server.process)
@@ -90,14 +103,23 @@ async def served(
     api = VllmApi(_running.url, token=_running.token, log=str(_running.log))
     await api.resume()
     await api.drop_cache()
-    model = load_model(model_path)
+    model = load_model(model_path, device="cpu" if HANDOVER == "folder" else "cuda")
     limits = Limits(slots, context, Head(model).vocabulary, *await api.cache(), num_candidates=256)
     name, _ = await api.served()
     folder = Path(tempfile.mkdtemp(prefix="headrace-test-"))
-    staging = Staging(model, sync=sync, folder=folder)
+    staging, handover = Staging(model, sync=sync), make_handover(HANDOVER, folder=folder, device=str(model.device))
+    await handover.open(api)
     about = await api.about()
     engine = VllmEngine(
-        api, about, name="engine-0", model=name, limits=limits, staging=staging, timeline=Timeline("engine"), decode=decode
+        api,
+        about,
+        name="engine-0",
+        model=name,
+        limits=limits,
+        staging=staging,
+        handover=handover,
+        timeline=Timeline("engine"),
+        decode=decode,
     )
     engine.start()
     try:

@@ -35,8 +35,9 @@ from headrace.engine.native.threaded import ThreadedEngine
 from headrace.model.weights import named_tensors
 from headrace.observe import Observer, ProcessTimeline
 from headrace.orchestrate import loops
-from headrace.orchestrate.build import build_around, build_core, pick_device, set_threads
+from headrace.orchestrate.build import build_around, build_core, set_threads
 from headrace.orchestrate.collector import few_collections
+from headrace.orchestrate.devices import pick_device
 from headrace.orchestrate.inputs import UserInputs
 from headrace.orchestrate.pipeline import Run
 from headrace.orchestrate.publish import Published, publish

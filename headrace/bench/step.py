@@ -3,7 +3,8 @@
 Whole runs of `headrace.train` in processes of their own: a model with random weights and as large a vocabulary as a real one,
 groups of siblings, a reward that takes no time. No token ends a completion, so that all have the length they are to have.
 In turn: the engine waits while the trainer works. Asleep: it gives back its cache meanwhile. Lag 1 and 2: side by side.
-Each once with completions of one length and once with a long tail. Figures are of the steps after two that warm up, and
+Each once with completions of one length and once with a long tail; where vLLM is installed, some with a vLLM server as the
+engine. Figures are of the steps after two that warm up, and
 before those that have nothing generated beside them because the run ends.
 """
 
@@ -34,7 +35,9 @@ from headrace.bench.trainer_loads import CPU_SHAPE
 from headrace.bench.trl_peer import TrlFailed, missing_modules, trl_seconds
 from headrace.bench.words import write_model
 from headrace.config import EngineSettings
+from headrace.engine.vllm.server import choose_python, find_vllm
 from headrace.observe.observer import read_metrics
+from headrace.settings import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -97,7 +100,10 @@ VARIANTS = (
     Variant("lag 1", {}, max_lag=1),
     Variant("lag 2", {}, max_lag=2),
 )
-_SLEEP = "engine.sleep"
+_VLLM = {"engine.kind": "vllm", "deadline": 600.0}
+"""A server may take minutes to come up."""
+OVER_VLLM = (Variant("in turn, vLLM", _VLLM), Variant("lag 1, vLLM", _VLLM, max_lag=1))
+_SLEEP, _SWAP = "engine.sleep", "seconds/engine/swap"
 
 
 def make_plan(device: str, *, quick: bool) -> Plan:
@@ -138,8 +144,17 @@ def variants(*, quick: bool) -> dict[str, Variant]:
     can_sleep = any(field.name == "sleep" for field in dataclasses.fields(EngineSettings))
     plain = [variant for variant in VARIANTS if can_sleep or _SLEEP not in variant.settings]
     tails = [dataclasses.replace(variant, name=f"{variant.name}, long tail", has_tail=True) for variant in plain]
-    chosen = [plain[0], tails[-2]] if quick else [*plain, *tails]
+    chosen = [plain[0], tails[-2]] if quick else [*plain, *(OVER_VLLM if has_vllm() else ()), *tails]
     return {variant.name.replace(", ", "-").replace(" ", "-"): variant for variant in chosen}
+
+
+def has_vllm() -> bool:
+    """Whether a server can be started here."""
+    try:
+        find_vllm(choose_python(""))
+    except ConfigError:
+        return False
+    return True
 
 
 def run(*, quick: bool, json_file: Path | None, only: str | None = None, mps: bool = False) -> int:
@@ -249,6 +264,7 @@ def step_rows(plan: Plan, variant: Variant, seen: Sequence[dict[str, Any]], *, p
         Row(f"{name}: completions", rate, "tokens/s", goal=goal, peers=others),
         *(Row(f"{name}: completions ÷ {who}", rate / theirs, "ratio") for who, theirs in others.items()),
         Row(f"{name}: mean lag", lag, "versions"),
+        Row(f"{name}: exchange of weights", statistics.median(row.get(_SWAP, 0.0) for row in seen), "s"),
         *(Row(f"{name}: {role}, {state}", share, "share") for (role, state), share in budget.items() if share >= _SHOWN),
     ]
 

@@ -5,8 +5,8 @@ are medians of their turns. The value is vLLM's, the column beside it the native
 cores but one, as vLLM does by itself.
 
 An update's time is that of `load` alone, with every slot decoding: the trainer's side has the weights ready before. What of it
-is spent exchanging weights is the engine's own account. How long nothing was drawn is seen from outside, by the count
-of tokens: it has the pausing and resuming of a server in it too, and the usual time between two steps; a row has that alone.
+is spent exchanging weights, a server's pausing and resuming included, is the engine's own account. How long nothing was drawn
+is seen from outside, by the count of tokens: the usual time between two steps is in it, and a row has that alone.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from headrace.model.load import ModelError, load_config, load_model
 from headrace.model.tiny import build_folder
 from headrace.model.weights import named_tensors
 from headrace.observe import ProcessTimeline
+from headrace.orchestrate.devices import receiving_place
 from headrace.orchestrate.vllm import Place, open_engine
 from headrace.settings import ConfigError
 from headrace.sync import Lineage, MemoryTransport, WeightSync
@@ -172,7 +173,8 @@ async def _vllm(plan: Plan, path: str, log: Path) -> AsyncIterator[Side]:
             "engine": {"kind": "vllm", "slots": plan.slots, "vllm": {"arguments": dict(plan.arguments)}},
         }
     )
-    sync, timeline = WeightSync(Lineage("bench"), MemoryTransport()), ProcessTimeline("engine")
+    transport = MemoryTransport(receiving_place(recipe, 0))
+    sync, timeline = WeightSync(Lineage("bench"), transport), ProcessTimeline("engine")
     with tempfile.TemporaryDirectory(prefix="headrace-bench-", dir=shared_folder()) as shared:
         place = Place("vllm", 0, plan.device, log, Path(shared) / "weights")
         opened = await open_engine(recipe, path, place, sync=sync, timeline=timeline)

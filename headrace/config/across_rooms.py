@@ -62,8 +62,6 @@ def _check_engine(recipe: Recipe) -> None:
         if recipe.orchestrate == "inline":
             raise ConfigError("engine.kind = 'vllm': a server is a process of its own; set orchestrate = 'local'")
         _check_vllm(recipe)
-        if recipe.sync.transport == "cuda_ipc":
-            raise ConfigError("sync.transport = 'cuda_ipc': a vLLM server takes its weights from a folder; leave it auto")
     if engine.kind == "native":
         usual = to_dict(VllmSettings())
         for name, value in to_dict(engine.vllm).items():

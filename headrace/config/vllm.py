@@ -6,7 +6,7 @@ import json
 import math
 import re
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from headrace.config.check import check
@@ -30,6 +30,7 @@ _DECIDED = {
     "seed": "the recipe's seed decides it; set that instead",
     "return_sampling_mask": "Headrace reads it off the logprobs; leave it out",
     "config": "a file could decide what Headrace decides; give its lines here",
+    "weight_transfer_config": "engine.vllm.handover decides it; set that instead",
     "uds": "Headrace chooses where its servers listen; leave it out",
     "api_server_count": "one that is asked must have heard of all; leave it out",
     "logprobs_mode": "training needs the logprobs of what was drawn; leave it out",
@@ -50,6 +51,10 @@ class VllmSettings:
     arguments: dict[str, Any] = field(default_factory=dict)
     """More of vLLM's own command line for servers that are started: `tensor_parallel_size = 2` is `--tensor-parallel-size 2`,
     true a bare flag, false the flag with `--no-` before it; lists and tables are given as JSON."""
+    handover: Literal["auto", "folder", "ipc", "nccl"] = "auto"
+    """How new weights get into a server. `folder`: it reads files in sync.folder. `ipc`: it opens GPU memory of the engine's
+    process, on the GPU it uses too. `nccl`: they are broadcast to its GPUs from the trainer's. auto is folder for `urls` and on
+    the CPU, ipc for servers of one GPU, nccl for those of more."""
     start_seconds: float = 300.0
     """How long a server may take to come up."""
     answer_seconds: float = 120.0

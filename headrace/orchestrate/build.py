@@ -13,6 +13,7 @@ from headrace.engine.native import NativeEngine
 from headrace.engine.native.core import EngineCore
 from headrace.envs import PromptEncoder, SingleTurn
 from headrace.model.load import ModelError, context_limit, load_model, load_tokenizer
+from headrace.orchestrate.devices import choose_device, choose_handover, choose_transport
 from headrace.orchestrate.inputs import UserInputs, held_out_tasks, open_tasks, reward_functions
 from headrace.orchestrate.publish import make_canary
 from headrace.orchestrate.roles import Around, Roles, TrainerHere
@@ -38,19 +39,6 @@ if TYPE_CHECKING:
 def set_threads(recipe: Recipe, role: str = "") -> None:
     """torch's CPU threads in this process, as the recipe says."""
     torch.set_num_threads(recipe.threads_of(role, cores=os.cpu_count() or 1))
-
-
-def choose_device(recipe: Recipe) -> str:
-    return pick_device(recipe.device, exact=recipe.exact)
-
-
-def pick_device(wanted: str, *, exact: bool = False) -> str:
-    """The device a setting comes to; `auto` is the GPU where there is one, but not for exact runs."""
-    if wanted != "auto":
-        if wanted == "cuda" and not torch.cuda.is_available():
-            raise ConfigError("device = 'cuda': torch sees no GPU; set device = 'cpu' or 'auto'")
-        return wanted
-    return "cuda" if torch.cuda.is_available() and not exact else "cpu"
 
 
 def preflight(recipe: Recipe, given: UserInputs) -> None:
@@ -82,7 +70,9 @@ def check_sync(recipe: Recipe) -> None:
 
 
 def check_engine(recipe: Recipe) -> None:
-    """A server that is to be started can be."""
+    """A server that is to be started can be, and weights can get into it."""
+    if recipe.engine.kind == "vllm":
+        choose_handover(recipe)
     if recipe.engine.kind == "vllm" and not recipe.engine.vllm.urls:
         from headrace.engine.vllm.server import choose_python, find_vllm  # its HTTP client takes a while to import
 
@@ -127,23 +117,6 @@ def stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> t
     named = getattr(generation, "eos_token_id", None)
     listed = named if isinstance(named, list) else [named]
     return tuple(sorted({int(token) for token in [tokenizer.eos_token_id, *listed] if token is not None}))
-
-
-def place_of(device: str, role: str, index: int = 0) -> str:
-    """Which GPU a process gets: the trainer the first, engines the others in turn, all of them the only one."""
-    count = torch.cuda.device_count() if device == "cuda" else 0
-    if count < 2:
-        return device
-    return "cuda:0" if role == "trainer" else f"cuda:{1 + index % (count - 1)}"
-
-
-def choose_transport(recipe: Recipe) -> str:
-    """`sync.transport` between processes, with `auto` resolved."""
-    if recipe.sync.transport != "auto":
-        return recipe.sync.transport
-    has_memory_there = recipe.engine.kind == "native" and choose_device(recipe) == "cuda"
-    shares_one = has_memory_there and torch.cuda.device_count() == 1
-    return "cuda_ipc" if shares_one else "shared_memory"
 
 
 def build_core(recipe: Recipe, model_path: str, *, name: str, device: str) -> EngineCore:

@@ -24,7 +24,8 @@ from headrace.engine.native.threaded import ThreadedEngine
 from headrace.engine.worker import EngineWorker
 from headrace.model.load import load_tokenizer
 from headrace.observe import ProcessTimeline
-from headrace.orchestrate.build import build_core, build_trainer, choose_device, place_of, set_threads, stop_tokens
+from headrace.orchestrate.build import build_core, build_trainer, set_threads, stop_tokens
+from headrace.orchestrate.devices import choose_device, place_of, receiving_place
 from headrace.stream import Peer, Stream, StreamClosed, connect, describe_error
 from headrace.sync import Ends, Lineage, WeightSync
 from headrace.train.worker import TrainerWorker
@@ -107,9 +108,8 @@ class Process:
         set_threads(settings, self.role)
         device = place_of(choose_device(settings), self.role, index)
         is_sender = self.role == "trainer"
-        receives_on = "cpu" if settings.engine.kind == "vllm" else device  # the server reads them from a folder
         known = Ends(**ends)
-        transport = known.make(is_sender=is_sender, device=device if is_sender else receives_on)
+        transport = known.make(is_sender=is_sender, device=device if is_sender else receiving_place(settings, index))
         life = Lineage(lineage["id"], lineage["ancestors"])
         self._sync = WeightSync(life, transport, payload=settings.sync.payload, name=self.name)
         log.info("%s on %s, model %s, process %d", self.name, device, model, os.getpid())

@@ -10,7 +10,7 @@ import torch
 
 from headrace.engine.native.cache import free_memory
 from headrace.engine.native.demand import EngineMemory, predict_engine_memory
-from headrace.orchestrate.build import choose_device, choose_transport, place_of
+from headrace.orchestrate.devices import choose_device, choose_transport, place_of
 from headrace.train.memory import TrainerMemory, predict_memory
 
 if TYPE_CHECKING:

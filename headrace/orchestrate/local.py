@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headrace.orchestrate.build import build_around, choose_transport
+from headrace.orchestrate.build import build_around
+from headrace.orchestrate.devices import choose_transport
 from headrace.orchestrate.roles import Roles, TrainerThere
 from headrace.orchestrate.source import TrainerSource
 from headrace.orchestrate.supervise import Supervisor

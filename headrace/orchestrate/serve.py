@@ -22,8 +22,9 @@ from headrace.engine.server.app import SERVER, listening, make_app
 from headrace.model import tiny
 from headrace.model.load import context_limit, load_model, load_tokenizer
 from headrace.observe import Timeline
-from headrace.orchestrate.build import decoder_of, pick_device, stop_tokens
+from headrace.orchestrate.build import decoder_of, stop_tokens
 from headrace.orchestrate.checkpoint import FORMAT, MANIFEST
+from headrace.orchestrate.devices import pick_device
 from headrace.orchestrate.stop import StopRequest
 from headrace.settings import ConfigError
 from headrace.sync import Lineage, MemoryTransport, WeightSync

@@ -11,7 +11,7 @@ from headrace.engine.member import Member
 from headrace.engine.pool import EnginePool
 from headrace.errors import SyncError
 from headrace.model.load import ModelError
-from headrace.orchestrate.build import choose_transport
+from headrace.orchestrate.devices import choose_transport
 from headrace.orchestrate.processes import Child, Processes, RoleFailed
 from headrace.settings import ConfigError, to_dict
 from headrace.stream import Peer, RemoteError, Stream, StreamClosed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,12 +13,14 @@ import torch
 from headrace.config import EngineSettings
 from headrace.engine.vllm import VllmEngine, abilities
 from headrace.engine.vllm.api import Piece, VllmApi, VllmRefused
+from headrace.engine.vllm.handover import FolderHandover, IpcHandover
 from headrace.engine.vllm.server import Server, choose_python, end, start
 from headrace.engine.vllm.traffic import Limits
 from headrace.engine.vllm.weights import Staging
 from headrace.model.head import Head
 from headrace.model.load import context_limit, load_model, load_tokenizer
 from headrace.orchestrate.build import decoder_of, stop_tokens
+from headrace.orchestrate.devices import choose_handover, receiving_place, shares_the_trainers, visible_to
 from headrace.settings import ConfigError
 from headrace.types import Sampling
 
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from headrace.config import Recipe
+    from headrace.engine.vllm.handover import Handover
     from headrace.observe import Timeline
     from headrace.sync import WeightSync
 
@@ -38,6 +42,8 @@ _CPU_STEP_TOKENS = 8192
 """Computed in one step on a CPU, where a prompt must fit into it whole."""
 _KV_GIGABYTES = "2"
 """On a CPU, where vLLM would take half of the memory; the variable VLLM_CPU_KVCACHE_SPACE says otherwise."""
+_SHARED_GPU = 0.4
+"""Of the memory of a GPU that a server shares with the trainer; vLLM would take nearly all."""
 _TRY_SECONDS = 120.0
 
 
@@ -50,8 +56,8 @@ class Place:
     device: str
     log: Path
     """Of a server that is started for it."""
-    handover: Path
-    """The folder where it lays new weights ready for the server."""
+    folder: Path
+    """Where it lays new weights ready, for a server that reads files."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,8 @@ class Opened:
 
 async def open_engine(recipe: Recipe, model_path: str, place: Place, *, sync: WeightSync, timeline: Timeline) -> Opened:
     """One engine of the run. A server that cannot serve it is refused with what it said."""
-    model, tokenizer = await asyncio.to_thread(_load, recipe, model_path)
+    handover, receives_on = choose_handover(recipe), receiving_place(recipe, place.index)
+    model, tokenizer = await asyncio.to_thread(_load, recipe, model_path, receives_on)
     context, vocabulary = context_limit(model, recipe.model.context), Head(model).vocabulary
     candidates = min(vocabulary, MOST_CANDIDATES)
     longest = min(context + 1, context_limit(model, 0))  # to score a rollout of full length, one token is drawn after it
@@ -82,7 +89,14 @@ async def open_engine(recipe: Recipe, model_path: str, place: Place, *, sync: We
     else:
         server = await start(
             model_path,
-            server_arguments(recipe, context=longest, candidates=candidates, is_on_cpu=place.device == "cpu"),
+            server_arguments(
+                recipe,
+                context=longest,
+                candidates=candidates,
+                is_on_cpu=place.device == "cpu",
+                handover=handover,
+                shares_gpu=place.device != "cpu" and shares_the_trainers(recipe, place.index),
+            ),
             python=choose_python(settings.python),
             log=place.log,
             seconds=settings.start_seconds,
@@ -91,7 +105,7 @@ async def open_engine(recipe: Recipe, model_path: str, place: Place, *, sync: We
         api = server.api
     try:
         about = await api.about()
-        abilities.check(about, server=api.url)
+        abilities.check(about, server=api.url, more=() if handover == "folder" else (abilities.TRANSFER,))
         served, longest = await api.served()
         if longest < context:
             raise ConfigError(
@@ -99,6 +113,8 @@ async def open_engine(recipe: Recipe, model_path: str, place: Place, *, sync: We
             )
         await try_out(api, served, vocabulary)
         limits = Limits(recipe.engine.slots, context, vocabulary, *await api.cache(), num_candidates=candidates)
+        way = make_handover(handover, folder=place.folder, device=receives_on)
+        await way.open(api)
     except BaseException:
         await (server.close() if server is not None else api.close())
         raise
@@ -108,7 +124,8 @@ async def open_engine(recipe: Recipe, model_path: str, place: Place, *, sync: We
         name=place.name,
         model=served,
         limits=limits,
-        staging=await asyncio.to_thread(Staging, model, sync=sync, folder=place.handover),
+        staging=await asyncio.to_thread(Staging, model, sync=sync),
+        handover=way,
         timeline=timeline,
         decode=decoder_of(tokenizer) if recipe.sampling.stop else None,
         patience=settings.answer_seconds,
@@ -116,8 +133,15 @@ async def open_engine(recipe: Recipe, model_path: str, place: Place, *, sync: We
     return Opened(engine, server, stop_tokens(model, tokenizer))
 
 
-def _load(recipe: Recipe, model_path: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    return load_model(model_path, dtype=recipe.model.dtype, device="cpu"), load_tokenizer(model_path)
+def _load(recipe: Recipe, model_path: str, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    return load_model(model_path, dtype=recipe.model.dtype, device=device), load_tokenizer(model_path)
+
+
+def make_handover(name: str, *, folder: Path, device: str) -> Handover:
+    """By the name of the setting; `device` is where the weights are handed over from."""
+    if name == "ipc":
+        return IpcHandover(torch.device(device))
+    return FolderHandover(folder)
 
 
 def check_sampling(recipe: Recipe, *, vocabulary: int) -> None:
@@ -158,7 +182,9 @@ def _check_processed(api: VllmApi, pieces: list[Piece]) -> None:
         )
 
 
-def server_arguments(recipe: Recipe, *, context: int, candidates: int, is_on_cpu: bool) -> list[str]:
+def server_arguments(
+    recipe: Recipe, *, context: int, candidates: int, is_on_cpu: bool, handover: str = "folder", shares_gpu: bool = False
+) -> list[str]:
     """What the recipe says, in vLLM's words."""
     engine = recipe.engine
     arguments = {
@@ -175,6 +201,10 @@ def server_arguments(recipe: Recipe, *, context: int, candidates: int, is_on_cpu
         arguments["--block-size"] = engine.block_size
     if engine.kv_blocks:
         arguments["--num-gpu-blocks-override"] = engine.kv_blocks
+    if handover != "folder":
+        arguments["--weight-transfer-config"] = json.dumps({"backend": handover})
+    if shares_gpu and not {"gpu_memory_utilization", "kv_cache_memory_bytes"} & set(engine.vllm.arguments):
+        arguments["--gpu-memory-utilization"] = _SHARED_GPU
     words = [word for name, value in arguments.items() for word in (name, str(value))]
     if is_on_cpu:  # 0.32 ends there when a prompt with a seed is computed in parts
         words += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(context, _CPU_STEP_TOKENS))]
@@ -187,31 +217,7 @@ def server_environment(recipe: Recipe, place: Place) -> dict[str, str]:
     """Which GPUs it may see, or how much of the host's memory its cache takes."""
     if not place.device.startswith("cuda"):
         return {"VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", _KV_GIGABYTES)}
-    count = torch.cuda.device_count()
-    gpus = gpus_of(recipe, place.index, count=count)
-    return {"CUDA_VISIBLE_DEVICES": ",".join(map(_visible, gpus))}
-
-
-def gpus_of(recipe: Recipe, index: int, *, count: int) -> list[int]:
-    """The trainer has the first, each engine those that follow, as many as its server's parallelism takes; of one GPU all have
-    that one."""
-    arguments = recipe.engine.vllm.arguments
-    names = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
-    each = 1
-    for name in names:
-        each *= int(arguments.get(name, 1))
-    if each == 1 and count < 2:
-        return [0]
-    free = max(count - 1, 1)
-    if each > 1 and each * recipe.num_engines > free:
-        raise ConfigError(
-            f"engine.vllm.arguments: {recipe.num_engines} servers of {each} GPUs each and the trainer's one are more than the "
-            f"{count} there are"
-        )
-    return [1 + (index * each + offset) % free for offset in range(each)]
-
-
-def _visible(number: int) -> str:
-    """The GPU that this process calls `number`."""
-    seen = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
-    return seen[number] if seen else str(number)
+    variables = {"CUDA_VISIBLE_DEVICES": visible_to(recipe, place.index)}
+    if choose_handover(recipe) == "ipc":  # handles are pickled, and only who has its token can send it any
+        variables["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    return variables

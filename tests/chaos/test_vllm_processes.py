@@ -34,8 +34,7 @@ def environment_of(pid: int) -> str:
 @pytest.fixture
 def begin(tmp_path, monkeypatch):
     for name, value in {**VARIABLES, "HEADRACE_VLLM_PYTHON": vllm_python(), "HEADRACE_TEST_RUN": str(tmp_path)}.items():
-        if name != "PYTHONPATH":
-            monkeypatch.setenv(name, value)
+        monkeypatch.setenv(name, value)
     return lambda *overrides: start(tmp_path, *VLLM, *overrides)
 
 

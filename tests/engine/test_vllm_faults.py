@@ -18,6 +18,7 @@ from headrace.engine.protocol import EngineDied, NotFinite
 from headrace.engine.vllm import VllmEngine, abilities, keep
 from headrace.engine.vllm.api import VllmApi, VllmError
 from headrace.engine.vllm.engine import Unsupported
+from headrace.engine.vllm.handover import FolderHandover
 from headrace.engine.vllm.server import find_vllm, start
 from headrace.engine.vllm.traffic import Limits
 from headrace.engine.vllm.weights import Staging
@@ -44,7 +45,7 @@ def run(tiny_model, tmp_path):
             sync = WeightSync(Lineage("life"), MemoryTransport())
             async with serving(fake) as url:
                 api = VllmApi(url, log="server.log")
-                staging = Staging(load_model(tiny_model), sync=sync, folder=tmp_path / "weights")
+                staging = Staging(load_model(tiny_model), sync=sync)
                 limits = Limits(2, 64, 200, *await api.cache(), num_candidates=16)
                 engine = VllmEngine(
                     api,
@@ -53,6 +54,7 @@ def run(tiny_model, tmp_path):
                     model="policy",
                     limits=limits,
                     staging=staging,
+                    handover=FolderHandover(tmp_path / "weights"),
                     timeline=Timeline("engine"),
                     patience=patience,
                 )

@@ -32,14 +32,15 @@ RELOAD = Ability("new weights from a folder (VLLM_SERVER_DEV_MODE=1 opens it)", 
 DROP_CACHE = Ability("dropping keys and values (VLLM_SERVER_DEV_MODE=1 opens it)", "0.14", path="/reset_prefix_cache")
 SALT = Ability("keys and values kept apart by version", "0.14", field=("GenerateRequest", "cache_salt"))
 NAME_VERSION = Ability("the weight version of every token", "0.32", path="/update_weight_version")
+TRANSFER = Ability("new weights from GPU memory (VLLM_SERVER_DEV_MODE=1 opens it)", "0.26", path="/start_weight_update")
 
 NEEDED = (GENERATE, PAUSE, RELOAD, DROP_CACHE, SALT)
 """Without one of these it is no engine here."""
 
 
-def check(about: About, *, server: str) -> None:
-    """Refuse a server that lacks what every run needs."""
-    lacking = [ability for ability in NEEDED if not ability.is_in(about)]
+def check(about: About, *, server: str, more: tuple[Ability, ...] = ()) -> None:
+    """Refuse a server that lacks what every run needs, or what this one needs besides."""
+    lacking = [ability for ability in (*NEEDED, *more) if not ability.is_in(about)]
     if lacking:
         told = "; ".join(f"{ability.what} (vLLM {ability.since} can)" for ability in lacking)
         raise ConfigError(f"vLLM {about.version} at {server} cannot do what this run needs: {told}")

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 _SHORT = 60.0
 """Seconds for a call that does nothing long."""
+_UPDATE_SECONDS = 1800.0
+"""For a large model to take new weights."""
 _CONNECT_SECONDS = 60.0
 """A server whose interpreter is busy takes connections late."""
 _KEPT_SECONDS = 1.0
@@ -256,7 +258,32 @@ class VllmApi:
 
     async def reload(self, folder: str) -> None:
         """Run the weights in a folder, in the form models are saved in. Called while it is paused."""
-        await self._post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}}, seconds=1800.0)
+        await self._post(
+            "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}}, seconds=_UPDATE_SECONDS
+        )
+
+    async def init_transfer(self, told: Mapping[str, Any]) -> None:
+        """How the weights of all updates will come. Called once, before the first."""
+        await self._post("/init_weight_transfer_engine", {"init_info": dict(told)}, seconds=_UPDATE_SECONDS)
+
+    async def start_update(self) -> None:
+        """New weights begin to come, by its weight-transfer interface; until `finish_update` it must not go on."""
+        await self._post("/start_weight_update", {}, seconds=_UPDATE_SECONDS)
+
+    async def update_weights(self, told: Mapping[str, Any]) -> None:
+        """Take these, in the form models are saved in."""
+        await self._post("/update_weights", {"update_info": dict(told)}, seconds=_UPDATE_SECONDS)
+
+    async def finish_update(self) -> None:
+        await self._post("/finish_weight_update", {}, seconds=_UPDATE_SECONDS)
+
+    async def num_workers(self) -> int:
+        """Processes of it that hold weights, each with a GPU."""
+        told = await self._get("/get_world_size")
+        try:
+            return int(told["world_size"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise self._odd("/get_world_size", f"no number of workers: {told!r}") from error
 
     async def name_version(self, name: str) -> None:
         """What it draws from now on is of these weights, and it says so at the end of every call."""

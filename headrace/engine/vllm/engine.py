@@ -19,6 +19,7 @@ from headrace.engine.vllm.abilities import NAME_VERSION
 from headrace.engine.vllm.api import VllmError, VllmGone
 from headrace.engine.vllm.score import score
 from headrace.engine.vllm.traffic import Traffic
+from headrace.errors import SyncError
 from headrace.partial import Interrupt
 from headrace.types import FinishReason
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from headrace.engine.protocol import Increment, InFlight
     from headrace.engine.vllm.api import About, VllmApi
+    from headrace.engine.vllm.handover import Handover
     from headrace.engine.vllm.traffic import Limits
     from headrace.engine.vllm.weights import Staging
     from headrace.observe import Timeline
@@ -60,6 +62,7 @@ class VllmEngine(Traffic):
         model: str,
         limits: Limits,
         staging: Staging,
+        handover: Handover,
         timeline: Timeline,
         decode: Callable[[list[int]], str] | None = None,
         patience: float = 120.0,
@@ -67,7 +70,7 @@ class VllmEngine(Traffic):
         """`model` is the name the server knows its model by; `patience` the seconds it may be silent over calls in flight."""
         names = NAME_VERSION.is_in(about)
         super().__init__(api, name=name, model=model, limits=limits, timeline=timeline, names_versions=names, decode=decode)
-        self._staging, self._patience = staging, patience
+        self._staging, self._handover, self._patience = staging, handover, patience
         self._is_retracted = False
         """What has begun waits without keys and values."""
         self._turn, self._loading = asyncio.Lock(), asyncio.Lock()
@@ -232,7 +235,7 @@ class VllmEngine(Traffic):
     # Weights
 
     async def load(self, update: WeightUpdate, *, interrupt: Interrupt = Interrupt.KEEP) -> None:
-        """Received and written while the server goes on; it stands still only while it reads them."""
+        """Received and laid ready while the server goes on; it stands still only while it takes them."""
         async with self._loading:
             if self._is_poisoned:
                 self._die(VllmGone(f"vLLM at {self._api.url}: its cache holds what is not a number; it must be started anew"))
@@ -245,23 +248,32 @@ class VllmEngine(Traffic):
 
     async def _bring_in(self, update: WeightUpdate, interrupt: Interrupt) -> None:
         """What was received to the server. Half an update is none that can be named: whatever fails here ends the engine."""
-        folder = await asyncio.to_thread(self._staging.write)
+        await asyncio.to_thread(lambda: self._handover.lay_ready(self._staging.take()))
         async with self._turn:
             was_paused = self._is_paused
-            if not was_paused or interrupt is not Interrupt.KEEP:
+            if interrupt is Interrupt.DRAIN:
                 await self._pause(interrupt)
-            with self._timeline.during("swap"):
-                try:
-                    await self._api.reload(folder)
-                    if self._names_versions:
-                        await self._api.name_version(f"{update.lineage}:{update.version}")
-                except VllmError as error:
-                    self._die(error)
-                    raise EngineDied(f"version {update.version} did not get into the server: {error}") from error
-                self.version, self.lineage, self.policy = update.version, update.lineage, update.policy
-            if not was_paused:
-                await self._resume()
+            self._is_swapping = True
             self._note()
+            try:
+                if not self._is_paused or interrupt not in (Interrupt.KEEP, Interrupt.DRAIN):
+                    await self._pause(interrupt)
+                await self._hand_over(update)
+                if not was_paused:
+                    await self._resume()
+            finally:
+                self._is_swapping = False
+                self._note()
+
+    async def _hand_over(self, update: WeightUpdate) -> None:
+        try:
+            await self._handover.hand_over(self._api)
+            if self._names_versions:
+                await self._api.name_version(f"{update.lineage}:{update.version}")
+        except (VllmError, SyncError) as error:
+            self._die(error)
+            raise EngineDied(f"version {update.version} did not get into the server: {error}") from error
+        self.version, self.lineage, self.policy = update.version, update.lineage, update.policy
 
     # What it cannot do
 
@@ -314,7 +326,7 @@ class VllmEngine(Traffic):
         for call in [*self._running.values()]:
             self.withdraw(call.request)
         self._waiting.clear()
-        await asyncio.to_thread(self._staging.close)
+        await asyncio.to_thread(self._handover.close)
 
     async def _guarded(self, call: Callable[..., Awaitable[None]], *arguments: Any, **options: Any) -> None:  # noqa: ANN401
         """A call of which nobody knows what it did where it failed: the engine ends with it."""

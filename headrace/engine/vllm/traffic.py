@@ -66,7 +66,7 @@ class Traffic:
         self._running: dict[Request, RunningCall] = {}
         self._idle = asyncio.Event()
         self._idle.set()
-        self._is_paused, self._is_admitting = False, True
+        self._is_paused, self._is_admitting, self._is_swapping = False, True, False
         self._is_poisoned = False
         """Its keys and values may hold what is not a number, and vLLM computes with those of freed blocks, at no weight."""
         self._num_drawn = self._num_begun = 0
@@ -233,7 +233,8 @@ class Traffic:
     def _note(self) -> None:
         """What its time goes to from now on."""
         self._timeline.count(occupied=len(self._running), slots=self.limits.slots)
-        self._timeline.enter("wait-weights" if self._is_paused else "decode" if self._running else "wait-gate")
+        paused = "swap" if self._is_swapping else "wait-weights" if self._is_paused else ""
+        self._timeline.enter(paused or ("decode" if self._running else "wait-gate"))
 
 
 def _fail(request: Request, error: Exception) -> None:

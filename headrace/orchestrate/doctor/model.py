@@ -16,7 +16,8 @@ from headrace.envs import PromptEncoder
 from headrace.model import tiny
 from headrace.model.load import ModelError, config_limit, load_config, load_tokenizer
 from headrace.model.shape import ModelShape
-from headrace.orchestrate.build import check_columns, check_engine, check_loss, check_sync, choose_device
+from headrace.orchestrate.build import check_columns, check_engine, check_loss, check_sync
+from headrace.orchestrate.devices import choose_device
 from headrace.orchestrate.doctor.finding import Finding, problem, size
 from headrace.orchestrate.inputs import UserInputs
 from headrace.settings import ConfigError

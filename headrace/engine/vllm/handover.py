@@ -1,0 +1,119 @@
+"""The last step of new weights into a vLLM server: from this process's memory, where they were checked, to the server's.
+
+A server reads them from a folder, or takes them by its weight-transfer interface: from this process's GPU memory, which it
+opens (`ipc`, where both use the same GPU), or as they are broadcast to its workers' GPUs (`nccl`). Which of the two is decided
+when it is started.
+"""
+
+from __future__ import annotations
+
+import base64
+import pickle
+import shutil
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from safetensors.torch import save_file
+from torch.multiprocessing.reductions import reduce_tensor
+
+from headrace.cuda_driver import Bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from headrace.engine.vllm.api import VllmApi
+
+    Tensors = Mapping[str, Tensor]
+    """By the names of a saved folder."""
+
+_SIZE, _STRIDE, _OFFSET, _DTYPE = 1, 2, 3, 5
+"""Places in what torch needs to rebuild a tensor of another process, after the tensor's class."""
+
+
+class Handover(Protocol):
+    """One way. What it is given stays as it is until it is given the next."""
+
+    async def open(self, api: VllmApi) -> None:
+        """Called once, when the server is up."""
+
+    def lay_ready(self, tensors: Tensors) -> None:
+        """All that can be done while the server goes on. Blocks: it is called in a thread."""
+
+    async def hand_over(self, api: VllmApi) -> None:
+        """Have the server, which stands still, take what lies ready."""
+
+    def close(self) -> None:
+        """Give back what is held. Blocks."""
+
+
+class FolderHandover:
+    """Written to a folder, best in memory, that the server reads."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir(mode=0o700, exist_ok=True)
+
+    async def open(self, api: VllmApi) -> None:
+        """Any server can read files."""
+
+    def lay_ready(self, tensors: Tensors) -> None:
+        save_file(dict(tensors), self._folder / "model.safetensors")
+
+    async def hand_over(self, api: VllmApi) -> None:
+        await api.reload(str(self._folder))
+
+    def close(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class IpcHandover:
+    """Handles of GPU memory: the server opens it and copies from there. It must use the GPU that the tensors are on."""
+
+    def __init__(self, device: torch.device) -> None:
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        self._gpu = str(torch.cuda.get_device_properties(index).uuid)
+        self._update: dict[str, Any] = {}
+        self._held: list[Tensor] = []
+        """What the server may be reading."""
+
+    async def open(self, api: VllmApi) -> None:
+        await api.init_transfer({})
+
+    def lay_ready(self, tensors: Tensors) -> None:
+        """The server wants to know how each tensor is rebuilt. All but a few share one memory, of which there is one handle."""
+        handles: dict[int, tuple[Any, ...]] = {}
+        held: list[Tensor] = []
+        rebuilt = []
+        for tensor in tensors.values():
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in handles:  # its alias is shared: that is over when the alias goes
+                alias = torch.as_tensor(Bytes(storage.data_ptr(), storage.nbytes()), device=tensor.device)
+                handles[storage.data_ptr()] = reduce_tensor(alias)[1]
+                held += [alias, tensor]
+            parts = list(handles[storage.data_ptr()])
+            parts[_SIZE], parts[_STRIDE] = tensor.size(), tensor.stride()
+            parts[_OFFSET], parts[_DTYPE] = tensor.storage_offset(), tensor.dtype
+            rebuilt.append({self._gpu: tuple(parts)})
+        torch.cuda.synchronize(next(iter(tensors.values())).device)
+        self._held = held
+        self._update = {**described(tensors), "ipc_handles_pickled": base64.b64encode(pickle.dumps(rebuilt)).decode()}
+
+    async def hand_over(self, api: VllmApi) -> None:
+        await api.start_update()
+        await api.update_weights(self._update)
+        await api.finish_update()
+
+    def close(self) -> None:
+        self._held, self._update = [], {}
+
+
+def described(tensors: Tensors) -> dict[str, Any]:
+    """What an update brings, as the server wants to be told."""
+    return {
+        "names": list(tensors),
+        "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
+        "shapes": [list(tensor.shape) for tensor in tensors.values()],
+    }

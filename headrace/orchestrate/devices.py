@@ -1,0 +1,112 @@
+"""Which process of a run uses which GPU, and how weights get from one to the other."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import torch
+
+from headrace.settings import ConfigError
+
+if TYPE_CHECKING:
+    from headrace.config import Recipe
+
+_PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+"""Arguments of vLLM that multiply the GPUs of a server."""
+
+
+def choose_device(recipe: Recipe) -> str:
+    return pick_device(recipe.device, exact=recipe.exact)
+
+
+def pick_device(wanted: str, *, exact: bool = False) -> str:
+    """The device a setting comes to; `auto` is the GPU where there is one, but not for exact runs."""
+    if wanted != "auto":
+        if wanted == "cuda" and not torch.cuda.is_available():
+            raise ConfigError("device = 'cuda': torch sees no GPU; set device = 'cpu' or 'auto'")
+        return wanted
+    return "cuda" if torch.cuda.is_available() and not exact else "cpu"
+
+
+def place_of(device: str, role: str, index: int = 0) -> str:
+    """Which GPU a process gets: the trainer the first, engines the others in turn, all of them the only one."""
+    count = _count(device)
+    if count < 2:
+        return device
+    return "cuda:0" if role == "trainer" else f"cuda:{1 + index % (count - 1)}"
+
+
+def receiving_place(recipe: Recipe, index: int) -> str:
+    """Where an engine's process takes new weights: where it computes, or where it hands them on to a server from."""
+    device = choose_device(recipe)
+    if recipe.engine.kind == "native":
+        return place_of(device, "engine", index)
+    handover = choose_handover(recipe)
+    if handover == "folder":
+        return "cpu"
+    if handover == "nccl":  # its workers' GPUs are theirs alone
+        return place_of(device, "trainer")
+    return place_of(device, "engine", index) if recipe.engine.vllm.urls else _first_gpu(recipe, index, device)
+
+
+def choose_transport(recipe: Recipe) -> str:
+    """`sync.transport` between processes, with `auto` resolved: engines that receive on the trainer's GPU open its memory."""
+    if recipe.sync.transport != "auto":
+        return recipe.sync.transport
+    trainer = place_of(choose_device(recipe), "trainer")
+    is_shared = all(receiving_place(recipe, index) == trainer for index in range(recipe.num_engines))
+    return "cuda_ipc" if is_shared and trainer != "cpu" else "shared_memory"
+
+
+def choose_handover(recipe: Recipe) -> str:
+    """`engine.vllm.handover`, with `auto` resolved."""
+    wanted, device = recipe.engine.vllm.handover, choose_device(recipe)
+    if wanted != "auto":
+        if wanted != "folder" and device != "cuda":
+            raise ConfigError(
+                f"engine.vllm.handover = '{wanted}': the run is on the CPU, and there is no GPU memory to hand over from; "
+                f"leave it auto"
+            )
+        return wanted
+    if device != "cuda" or recipe.engine.vllm.urls:
+        return "folder"
+    return "ipc" if len(gpus_of(recipe, 0, count=_count(device))) == 1 else "nccl"
+
+
+def gpus_of(recipe: Recipe, index: int, *, count: int) -> list[int]:
+    """Of a vLLM server: the trainer has the first, each server those that follow, as many as its parallelism takes; of one GPU
+    all have that one."""
+    each = 1
+    for name in _PARALLEL:
+        each *= int(recipe.engine.vllm.arguments.get(name, 1))
+    if each == 1 and count < 2:
+        return [0]
+    free = max(count - 1, 1)
+    if each > 1 and each * recipe.num_engines > free:
+        raise ConfigError(
+            f"engine.vllm.arguments: {recipe.num_engines} servers of {each} GPUs each and the trainer's one are more than the "
+            f"{count} there are"
+        )
+    return [1 + (index * each + offset) % free for offset in range(each)]
+
+
+def visible_to(recipe: Recipe, index: int) -> str:
+    """CUDA_VISIBLE_DEVICES of a server, by the numbers that this process's own variable has."""
+    seen = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
+    gpus = gpus_of(recipe, index, count=torch.cuda.device_count())
+    return ",".join(seen[number] if seen else str(number) for number in gpus)
+
+
+def shares_the_trainers(recipe: Recipe, index: int) -> bool:
+    """Whether a server of ours has the trainer's GPU too."""
+    return gpus_of(recipe, index, count=torch.cuda.device_count())[0] == 0
+
+
+def _first_gpu(recipe: Recipe, index: int, device: str) -> str:
+    count = _count(device)
+    return device if count < 2 else f"cuda:{gpus_of(recipe, index, count=count)[0]}"
+
+
+def _count(device: str) -> int:
+    return torch.cuda.device_count() if device == "cuda" else 0
