@@ -107,16 +107,16 @@ async def served(
     limits = Limits(slots, context, Head(model).vocabulary, *await api.cache(), num_candidates=256)
     name, _ = await api.served()
     folder = Path(tempfile.mkdtemp(prefix="headrace-test-"))
-    staging, handover = Staging(model, sync=sync), make_handover(HANDOVER, folder=folder, device=str(model.device))
-    await handover.open(api)
-    about = await api.about()
+    recipe, about = make_recipe({"tasks": [{"source": "builtin:sort_digits"}]}), await api.about()
+    handover = make_handover(HANDOVER, recipe, folder=folder, device=str(model.device))
+    await handover.open(api, about.version)
     engine = VllmEngine(
         api,
         about,
         name="engine-0",
         model=name,
         limits=limits,
-        staging=staging,
+        staging=Staging(model, sync=sync),
         handover=handover,
         timeline=Timeline("engine"),
         decode=decode,

@@ -13,7 +13,7 @@ import torch
 from headrace.config import EngineSettings
 from headrace.engine.vllm import VllmEngine, abilities
 from headrace.engine.vllm.api import Piece, VllmApi, VllmRefused
-from headrace.engine.vllm.handover import FolderHandover, IpcHandover
+from headrace.engine.vllm.handover import FolderHandover, IpcHandover, NcclHandover
 from headrace.engine.vllm.server import Server, choose_python, end, start
 from headrace.engine.vllm.traffic import Limits
 from headrace.engine.vllm.weights import Staging
@@ -113,8 +113,8 @@ async def open_engine(recipe: Recipe, model_path: str, place: Place, *, sync: We
             )
         await try_out(api, served, vocabulary)
         limits = Limits(recipe.engine.slots, context, vocabulary, *await api.cache(), num_candidates=candidates)
-        way = make_handover(handover, folder=place.folder, device=receives_on)
-        await way.open(api)
+        way = make_handover(handover, recipe, folder=place.folder, device=receives_on)
+        await way.open(api, about.version)
     except BaseException:
         await (server.close() if server is not None else api.close())
         raise
@@ -137,10 +137,12 @@ def _load(recipe: Recipe, model_path: str, device: str) -> tuple[PreTrainedModel
     return load_model(model_path, dtype=recipe.model.dtype, device=device), load_tokenizer(model_path)
 
 
-def make_handover(name: str, *, folder: Path, device: str) -> Handover:
+def make_handover(name: str, recipe: Recipe, *, folder: Path, device: str) -> Handover:
     """By the name of the setting; `device` is where the weights are handed over from."""
     if name == "ipc":
         return IpcHandover(torch.device(device))
+    if name == "nccl":
+        return NcclHandover(torch.device(device), host=recipe.sync.host, deadline=recipe.sync.deadline)
     return FolderHandover(folder)
 
 

@@ -7,7 +7,9 @@ when it is started.
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import functools
 import pickle
 import shutil
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,9 +19,10 @@ from safetensors.torch import save_file
 from torch.multiprocessing.reductions import reduce_tensor
 
 from headrace.cuda_driver import Bytes
+from headrace.engine.vllm.nccl import PackedSender
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Coroutine, Mapping
     from pathlib import Path
 
     from torch import Tensor
@@ -36,8 +39,8 @@ _SIZE, _STRIDE, _OFFSET, _DTYPE = 1, 2, 3, 5
 class Handover(Protocol):
     """One way. What it is given stays as it is until it is given the next."""
 
-    async def open(self, api: VllmApi) -> None:
-        """Called once, when the server is up."""
+    async def open(self, api: VllmApi, release: str) -> None:
+        """Called once, when the server is up; `release` is which vLLM it is."""
 
     def lay_ready(self, tensors: Tensors) -> None:
         """All that can be done while the server goes on. Blocks: it is called in a thread."""
@@ -56,7 +59,7 @@ class FolderHandover:
         self._folder = folder
         folder.mkdir(mode=0o700, exist_ok=True)
 
-    async def open(self, api: VllmApi) -> None:
+    async def open(self, api: VllmApi, release: str) -> None:
         """Any server can read files."""
 
     def lay_ready(self, tensors: Tensors) -> None:
@@ -79,7 +82,7 @@ class IpcHandover:
         self._held: list[Tensor] = []
         """What the server may be reading."""
 
-    async def open(self, api: VllmApi) -> None:
+    async def open(self, api: VllmApi, release: str) -> None:
         await api.init_transfer({})
 
     def lay_ready(self, tensors: Tensors) -> None:
@@ -108,6 +111,54 @@ class IpcHandover:
 
     def close(self) -> None:
         self._held, self._update = [], {}
+
+
+class NcclHandover:
+    """Broadcast to the GPUs of the server's workers from one that is none of them."""
+
+    def __init__(self, device: torch.device, *, host: str, deadline: float) -> None:
+        """`host` is an address of this machine that the server reaches; `deadline` the seconds in which something moves."""
+        self._device, self._host, self._deadline = device, host, deadline
+        self._sender: PackedSender | None = None
+        self._release = ""
+        self._tensors: Tensors = {}
+
+    async def open(self, api: VllmApi, release: str) -> None:
+        workers = await api.num_workers()
+        self._sender = PackedSender(self._device, host=self._host, num_workers=workers, deadline=self._deadline)
+        self._release = release
+        await self._beside(api.init_transfer(self._sender.init_info(release)), self._sender.join)
+
+    def lay_ready(self, tensors: Tensors) -> None:
+        self._tensors = tensors
+
+    async def hand_over(self, api: VllmApi) -> None:
+        assert self._sender is not None
+        await api.start_update()
+        told = self._sender.update_info(self._tensors, self._release)
+        await self._beside(api.update_weights(told), functools.partial(self._sender.send, self._tensors))
+        await api.finish_update()
+
+    async def _beside(self, asking: Coroutine[Any, Any, None], sending: Callable[[], None]) -> None:
+        """The server answers when it has all, and has it only while it is sent; where one of the two fails, the other would
+        wait for nothing."""
+        assert self._sender is not None
+        both = [asyncio.ensure_future(asking), asyncio.ensure_future(asyncio.to_thread(sending))]
+        try:
+            done, _ = await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
+            for each in done:
+                each.result()
+        except BaseException as error:
+            await asyncio.to_thread(self._sender.abort, f"the server ended it: {error}")
+            for each in both:
+                each.cancel()
+            await asyncio.gather(*both, return_exceptions=True)
+            raise
+
+    def close(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
+        self._tensors = {}
 
 
 def described(tensors: Tensors) -> dict[str, Any]:
