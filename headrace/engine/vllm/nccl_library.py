@@ -83,31 +83,29 @@ class NcclLibrary:
     def is_idle(self, communicator: int) -> bool:
         """Whether the last call has done all it does before the GPU goes on alone. Raises what failed, then or since."""
         status = ctypes.c_int()
-        self._call("ncclCommGetAsyncError", communicator, ctypes.byref(status), communicator=communicator)
-        self._check("communicator", status.value, communicator)
+        self._call("ncclCommGetAsyncError", communicator, ctypes.byref(status))
+        self._check("the group", status.value)
         return status.value == _SUCCESS
 
     def all_reduce(self, communicator: int, address: int, *, num_floats: int, stream: int) -> None:
         """In place, the sum."""
-        arguments = (address, address, num_floats, _FLOAT32, _SUM, communicator, stream)
-        self._call("ncclAllReduce", *arguments, communicator=communicator)
+        self._call("ncclAllReduce", address, address, num_floats, _FLOAT32, _SUM, communicator, stream)
 
     def broadcast(self, communicator: int, address: int, *, num_bytes: int, stream: int) -> None:
         """From rank 0, which this is."""
-        self._call("ncclBroadcast", address, address, num_bytes, _UINT8, 0, communicator, stream, communicator=communicator)
+        self._call("ncclBroadcast", address, address, num_bytes, _UINT8, 0, communicator, stream)
 
     def abort(self, communicator: int) -> None:
         """End what runs and free it all. Asks no peer; can wait for a kernel to leave the GPU."""
         self._call("ncclCommAbort", communicator)
 
-    def _call(self, name: str, *arguments: object, communicator: int = 0) -> None:
-        self._check(name, getattr(self._library, name)(*arguments), communicator)
+    def _call(self, name: str, *arguments: object) -> None:
+        self._check(name, getattr(self._library, name)(*arguments))
 
-    def _check(self, name: str, status: int, communicator: int) -> None:
+    def _check(self, name: str, status: int) -> None:
         if status not in (_SUCCESS, _IN_PROGRESS):
             said = [self._text("ncclGetErrorString", ctypes.c_int(status)) or f"status {status}"]
-            if communicator:
-                said.append(self._text("ncclGetLastError", ctypes.c_void_p(communicator)))
+            said.append(self._text("ncclGetLastError", ctypes.c_void_p()))  # of the process: it asks for a group, and uses none
             raise SyncError(f"{name}: {': '.join(filter(None, said))}")
 
     def _text(self, name: str, argument: object) -> str:
