@@ -1,0 +1,79 @@
+"""What vLLM's workers read of an `nccl` weight transfer, in the form they read it, made without vLLM.
+
+The store through which they find rank 0, the group's id in it, and where one broadcast of packed weights ends and the next
+begins: both ends work that out alone, so it must come out the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from torch._C._distributed_c10d import TCPStore
+
+from headrace.engine.vllm.nccl_library import ID_BYTES
+from headrace.errors import SyncError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+    Named = tuple[str, Tensor]
+
+ID_KEY = "broadcast_from/0/0"
+"""Where a worker's `StatelessProcessGroup` looks for the first thing that rank 0 tells all."""
+_PACKED_AT_INIT = (0, 28)
+
+
+def is_packed_at_init(release: str) -> bool:
+    """Whether that vLLM is told at the beginning, and not with every update, how weights are packed: it refuses what it does
+    not expect. One that names no number counts as new."""
+    numbers = re.match(r"v?(\d+)\.(\d+)", release)
+    return numbers is None or (int(numbers[1]), int(numbers[2])) >= _PACKED_AT_INIT
+
+
+def in_order(tensors: Mapping[str, Tensor]) -> list[Named]:
+    """As they are sent: long elements first, for a worker reads each where it lies, which must be a multiple of its length."""
+    return sorted(tensors.items(), key=lambda named: -named[1].element_size())
+
+
+def chunks(ordered: Sequence[Named], buffer_bytes: int) -> list[list[Named]]:
+    """Those of each broadcast. A worker goes on to the next after the tensor that took it past the size, so this must too."""
+    made: list[list[Named]] = []
+    total = buffer_bytes + 1
+    for name, tensor in ordered:
+        if total > buffer_bytes:
+            made.append([])
+            total = 0
+        made[-1].append((name, tensor))
+        total += tensor.nbytes
+    return made
+
+
+def pickled_id(group_id: bytes) -> bytes:
+    """The id as a worker reads it: as the ctypes structure that vLLM's wrapper of NCCL has for it. Only ever written here."""
+    assert len(group_id) == ID_BYTES
+    names = b"c_ctypes\n_unpickle\ncvllm.distributed.device_communicators.pynccl_wrapper\nncclUniqueId\n"
+    # Protocol 3; both names; no attributes, and the bytes, as one pair; that and the class as another; call; end
+    return b"\x80\x03" + names + b"}C" + bytes([ID_BYTES]) + group_id + b"\x86\x86R."
+
+
+def open_store(host: str, *, deadline: float) -> TCPStore:
+    """On a free port of `host` and of no other address: torch by itself would listen on all."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        listening = socket.create_server(address[:2], family=family)
+    except OSError as error:
+        raise SyncError(f"cannot listen on {host}: {error}; name an address of this machine that the server reaches") from error
+    port, handle = listening.getsockname()[1], listening.detach()
+    limit = timedelta(seconds=deadline)
+    try:
+        return TCPStore(host, port, None, True, limit, wait_for_workers=False, master_listen_fd=handle, use_libuv=False)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            socket.close(handle)
+        raise
