@@ -46,6 +46,6 @@ def vllm_server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> It
     import vllm_server
 
     if vllm_server.vllm_python() is None:
-        pytest.skip("vLLM is not set up: `make vllm`")
+        pytest.skip(vllm_server.MISSING)
     with vllm_server.running(tiny_model, tmp_path_factory.mktemp("vllm") / "server.log") as server:
         yield server

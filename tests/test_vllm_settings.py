@@ -112,6 +112,11 @@ def test_no_secret_is_taken_or_shown() -> None:
         ({"vllm__arguments": {"max_num_seq": 1}}, "engine.vllm.arguments.max_num_seq = 1: vLLM takes it for max_num_seqs"),
         ({"vllm__arguments": {"swap": None}}, "engine.vllm.arguments.swap = None: must be text, a finite number"),
         ({"vllm__arguments": {"x": {"b": [float("nan")]}}}, "engine.vllm.arguments.x = {'b': [nan]}: must be text"),
+        ({"vllm__arguments": {"ignore_patterns": []}}, "engine.vllm.arguments.ignore_patterns = []: must be a list of one or"),
+        (
+            {"vllm__arguments": {"x": ["a", "--y"]}},
+            "engine.vllm.arguments.x = ['a', '--y']: must be a list of one or",
+        ),
         ({"sleep": "cache"}, "engine.sleep = 'cache': vLLM's sleep is not driven yet"),
     ],
     ids=lambda value: value[:50] if isinstance(value, str) else "",
@@ -168,6 +173,18 @@ def test_arguments_are_vllms_command_line() -> None:
         *("--allowed-origins", '["a", "b"]', "--speculative-config"),
     ]
     assert json.loads(table) == {"é": [True, 0.5]}
+
+
+def test_lists_go_out_as_each_option_of_vllm_takes_them() -> None:
+    arguments = {
+        **{"logits_processors": ["a:B", "c:D"], "cudagraph_capture_sizes": [1, 2], "numa_bind_cpus": ["0-3"]},
+        **{"lora_modules": [{"name": "n"}], "middleware": ["a.b", "c.d"], "device_ids": [2, 3], "allowed_methods": []},
+    }
+    assert VllmSettings(arguments=arguments).command_line() == [
+        *("--logits-processors", "a:B", "c:D", "--cudagraph-capture-sizes", "1", "2", "--numa-bind-cpus", "0-3"),
+        *("--lora-modules", '{"name": "n"}', "--middleware", "a.b", "--middleware", "c.d", "--device-ids", "2,3"),
+        *("--allowed-methods", "[]"),
+    ]
 
 
 def test_vllm_that_is_not_there_is_missed_before_a_run_begins(monkeypatch: pytest.MonkeyPatch) -> None:

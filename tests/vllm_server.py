@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
 import torch
 
 from headrace.config import make_recipe
@@ -44,6 +45,9 @@ _ON_GPU = {
     "NCCL_SOCKET_IFNAME": "lo",
 }
 VARIABLES = _ON_GPU if HAS_GPU else _ON_CPU
+MISSING = "vLLM is not set up: `make vllm`"
+ON_SERVER = pytest.mark.xdist_group("vllm")
+"""Of tests over the one server: where tests run in several processes, they run in one of them."""
 CONTEXT = 128
 SLOTS = 256
 
@@ -62,9 +66,15 @@ _running: Running | None = None
 
 
 def vllm_python() -> str | None:
-    """The interpreter that has vLLM, where one was set up."""
-    named = os.environ.get("HEADRACE_VLLM_PYTHON") or str(Path(__file__).parents[1] / ".venv-vllm" / "bin" / "python")
-    return shutil.which(named)
+    """The interpreter that has vLLM, where one was set up; that which HEADRACE_TEST_VLLM names, as in `make test`, must be."""
+    needed = os.environ.get("HEADRACE_TEST_VLLM")
+    if needed:
+        if shutil.which(needed) is None:
+            raise RuntimeError(f"HEADRACE_TEST_VLLM = {needed!r} is no interpreter, and no test is skipped for that; {MISSING}")
+        return needed
+    own = Path(__file__).parents[1] / ".venv-vllm"
+    made_here = str(own / "bin" / "python") if (own / ".ready").exists() else ""
+    return shutil.which(os.environ.get("HEADRACE_VLLM_PYTHON") or made_here)
 
 
 async def start_server(model: str, log: Path, *arguments: str) -> Running:

@@ -36,6 +36,10 @@ _DECIDED = {
     "logprobs_mode": "training needs the logprobs of what was drawn; leave it out",
 }
 """Of vLLM's arguments, those that are not the user's to give, and why."""
+_JSON_LISTS = ("allowed_origins", "allowed_methods", "allowed_headers")
+_COMMA_LISTS = ("device_ids", "disable_access_log_for_endpoints")
+_REPEATED = ("middleware",)
+"""Of vLLM's options that take lists, from 0.26 to 0.32, those that do not take them as separate words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +54,7 @@ class VllmSettings:
     """The environment variable that holds the token of the servers in `urls`; never the token itself, for recipes are saved."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """More of vLLM's own command line for servers that are started: `tensor_parallel_size = 2` is `--tensor-parallel-size 2`,
-    true a bare flag, false the flag with `--no-` before it; lists and tables are given as JSON."""
+    true a bare flag, false the flag with `--no-` before it, a list its words one after another; tables are given as JSON."""
     handover: Literal["auto", "folder", "ipc", "nccl"] = "auto"
     """How new weights get into a server. `folder`: it reads files in sync.folder. `ipc`: it opens GPU memory of the engine's
     process, on the GPU it uses too. `nccl`: they are broadcast to its GPUs from the trainer's. auto is folder for `urls` and on
@@ -83,9 +87,23 @@ class VllmSettings:
             if isinstance(value, bool):
                 words.append(f"--{name}" if value else f"--no-{name}")
                 continue
-            text = value if isinstance(value, str) else json.dumps(value)
-            words += [f"--{name}={text}"] if text.startswith("-") else [f"--{name}", text]  # "-1" alone reads as an option
+            if not isinstance(value, list) or key in _JSON_LISTS:
+                words += _option(name, _word(value))
+            elif key in _COMMA_LISTS:
+                words += _option(name, ",".join(map(_word, value)))
+            elif key in _REPEATED:
+                words += [word for item in value for word in _option(name, _word(item))]
+            else:
+                words += [f"--{name}", *map(_word, value)]
         return words
+
+
+def _word(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _option(name: str, text: str) -> list[str]:
+    return [f"--{name}={text}"] if text.startswith("-") else [f"--{name}", text]  # "-1" alone reads as an option
 
 
 def _check_url(url: str) -> None:
@@ -113,6 +131,9 @@ def _check_argument(key: str, value: object) -> None:
         taken = "" if key == decided else f"vLLM takes it for {decided}, and "
         raise ConfigError(f"{name} = {shown}: {taken}{_DECIDED[decided]}")
     check(_is_plain(value), name, value, "text, a finite number, true or false, or a list or table of these")
+    if isinstance(value, list) and key not in _JSON_LISTS:
+        is_said = bool(value) and not any(_word(item).startswith("-") for item in value)
+        check(is_said, name, value, "a list of one or more that do not begin with '-': vLLM's command line takes no others")
 
 
 def _is_plain(value: object) -> bool:

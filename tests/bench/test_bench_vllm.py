@@ -8,7 +8,7 @@ import sys
 
 import numpy as np
 import pytest
-from vllm_server import VARIABLES, vllm_python
+from vllm_server import MISSING, VARIABLES, vllm_python
 
 from headrace.bench.vllm_update import are_in_order, update_in_flight
 from headrace.cli import main
@@ -90,7 +90,7 @@ def test_without_vllm_one_line_says_what_to_do(monkeypatch, capsys) -> None:
     assert ended.value.code == 2 and told.count("\n") == 1 and "/nowhere/python" in told and "HEADRACE_VLLM_PYTHON" in told
 
 
-@pytest.mark.skipif(vllm_python() is None, reason="vLLM is not set up: `make vllm`")
+@pytest.mark.skipif(vllm_python() is None, reason=MISSING)
 def test_both_engines_are_measured(monkeypatch, tmp_path) -> None:
     for name, value in {**VARIABLES, "HEADRACE_VLLM_PYTHON": vllm_python() or sys.executable}.items():
         if name != "PYTHONPATH":

@@ -7,11 +7,11 @@ import signal
 
 import pytest
 from faults import RECIPE, Running, command_of, is_alive, start, wait_until
-from vllm_server import VARIABLES, vllm_python
+from vllm_server import MISSING, VARIABLES, vllm_python
 
 from headrace.observe.observer import read_metrics
 
-pytestmark = pytest.mark.skipif(vllm_python() is None, reason="vLLM is not set up: `make vllm`")
+pytestmark = pytest.mark.skipif(vllm_python() is None, reason=MISSING)
 
 VLLM = ("--engine.kind=vllm", "--heartbeat=30", "--steps=6")
 

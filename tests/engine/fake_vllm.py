@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
 OLD, NEW = "0.26.0", "0.32.0"
 _PATHS = ("/inference/v1/generate", "/pause", "/resume", "/collective_rpc", "/reset_prefix_cache")
@@ -33,6 +33,8 @@ class Fake:
     """That come with every token, and their logprobs."""
     failing: set[str] = field(default_factory=set)
     """Paths that answer with status 500."""
+    resets: int = 0
+    """Calls that find their connection cut before any of the answer."""
     asked: list[tuple[str, Any]] = field(default_factory=list)
     weight_version: str = "default"
     _go_on: asyncio.Event = field(default_factory=asyncio.Event)
@@ -45,7 +47,7 @@ class Fake:
 
     def app(self) -> web.Application:
         self._go_on.set()
-        app = web.Application()
+        app = web.Application(middlewares=[self._reset])
         app.router.add_get("/health", self._health)
         app.router.add_get("/version", self._version)
         app.router.add_get("/openapi.json", self._schema)
@@ -54,6 +56,15 @@ class Fake:
         app.router.add_post("/inference/v1/generate", self._generate)
         app.router.add_post("/{call}", self._call)
         return app
+
+    @web.middleware
+    async def _reset(self, request: web.Request, handler: Callable[..., Any]) -> web.StreamResponse:
+        if self.resets and request.transport is not None:
+            self.resets -= 1
+            self.asked.append((request.path, "reset"))
+            request.transport.abort()
+            return web.Response()
+        return await handler(request)
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response(status=500 if "/health" in self.failing else 200)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import subprocess
 import sys
 import time
@@ -11,12 +12,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from aiohttp import web
 from fake_vllm import NEW, OLD, Fake, serving
 
 from headrace.engine import UnusablePrompt
 from headrace.engine.protocol import EngineDied, NotFinite
 from headrace.engine.vllm import VllmEngine, abilities, keep
-from headrace.engine.vllm.api import VllmApi, VllmError
+from headrace.engine.vllm.api import VllmApi, VllmError, VllmGone
 from headrace.engine.vllm.engine import Unsupported
 from headrace.engine.vllm.handover import FolderHandover
 from headrace.engine.vllm.server import find_vllm, start
@@ -75,6 +77,15 @@ def run(tiny_model, tmp_path):
         asyncio.run(main())
 
     return runner
+
+
+@contextlib.asynccontextmanager
+async def talking(url):
+    api = VllmApi(url)
+    try:
+        yield api
+    finally:
+        await api.close()
 
 
 async def grown(engine, num_tokens):
@@ -317,6 +328,52 @@ def test_a_server_that_gives_other_logprobs_than_it_draws_from_is_refused():
 
     asyncio.run(main(Fake(), r"the logprobs of another distribution than it draws from.*--logprobs-mode"))
     asyncio.run(main(Fake(fault="refused"), "status 400: too long for me"))
+
+
+def test_a_question_whose_connection_breaks_is_asked_once_more_and_a_command_is_not():
+    fake = Fake()
+
+    async def asked(call, *, resets):
+        fake.asked, fake.resets = [], resets
+        async with serving(fake) as url, talking(url) as api:
+            return await call(api)
+
+    for ask in (VllmApi.is_up, VllmApi.served, VllmApi.cache, VllmApi.about):
+        assert asyncio.run(asked(ask, resets=1))
+    assert not asyncio.run(asked(VllmApi.is_up, resets=2))
+    for ask, resets in ((VllmApi.served, 2), (VllmApi.resume, 1), (lambda api: api.reload("folder"), 1)):
+        with pytest.raises(VllmGone, match="vLLM at"):
+            asyncio.run(asked(ask, resets=resets))
+        assert len(fake.asked) == resets and not fake.resets, "once more at the most, and of a command nothing is repeated"
+
+
+def test_a_question_that_finds_no_connection_is_asked_once_more_and_a_command_is_not(monkeypatch):
+    async def main(call, *, opens):
+        pauses = []
+        runner = web.AppRunner(Fake().app())
+        await runner.setup()
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+
+        async def pause(seconds):
+            pauses.append(seconds)
+            if opens:
+                await web.TCPSite(runner, "127.0.0.1", port).start()
+
+        monkeypatch.setattr(asyncio, "sleep", pause)
+        try:
+            async with talking(f"http://127.0.0.1:{port}") as api:
+                return await call(api), len(pauses)
+        finally:
+            await runner.cleanup()
+
+    for ask in (VllmApi.is_up, VllmApi.served):
+        answer, num_pauses = asyncio.run(main(ask, opens=True))
+        assert answer and num_pauses == 1
+    assert asyncio.run(main(VllmApi.is_up, opens=False)) == (False, 1)
+    for call in (VllmApi.served, VllmApi.resume):
+        with pytest.raises(VllmGone, match="vLLM at"):
+            asyncio.run(main(call, opens=call is VllmApi.resume))
 
 
 @pytest.mark.parametrize("path", ["/pause", "/collective_rpc", "/inference/v1/generate"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import contextlib
 import io
 import json
 import math
@@ -34,6 +35,8 @@ _CONNECT_SECONDS = 60.0
 """A server whose interpreter is busy takes connections late."""
 _KEPT_SECONDS = 1.0
 """That an idle connection is used again: vLLM closes those of five seconds, and a call sent into that moment would be lost."""
+_AGAIN_SECONDS = 0.1
+"""Before a question that found no connection is asked once more."""
 _LONGEST_LINE = 64 << 20
 """Bytes of one event of a stream: those with the whole vocabulary's logprobs are long."""
 _LOST = -9998.0
@@ -113,7 +116,7 @@ class VllmApi:
     async def is_up(self) -> bool:
         """Whether it answers that it is well."""
         try:
-            async with self._session.get(f"{self.url}/health", timeout=aiohttp.ClientTimeout(total=10)) as answer:
+            async with self._asking("/health", seconds=10) as answer:
                 return answer.status == 200
         except (aiohttp.ClientError, TimeoutError, OSError):
             return False
@@ -296,11 +299,24 @@ class VllmApi:
 
     async def _text(self, path: str) -> str:
         try:
-            async with self._session.get(self.url + path, timeout=aiohttp.ClientTimeout(total=_SHORT)) as answer:
+            async with self._asking(path, seconds=_SHORT) as answer:
                 await self._check(path, answer)
                 return await answer.text()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise self._gone(path, error) from error
+
+    @contextlib.asynccontextmanager
+    async def _asking(self, path: str, *, seconds: float) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The answer to a call that changes nothing: one that finds no connection is made once more. One whose connection
+        breaks before any of the answer came is repeated by aiohttp, which does so for what is safe to repeat."""
+        timeout = aiohttp.ClientTimeout(total=seconds)
+        try:
+            answer = await self._session.get(self.url + path, timeout=timeout)
+        except aiohttp.ClientConnectorError:
+            await asyncio.sleep(_AGAIN_SECONDS)
+            answer = await self._session.get(self.url + path, timeout=timeout)
+        async with answer:
+            yield answer
 
     async def _post(self, path: str, body: dict[str, Any], *, seconds: float | None = _SHORT) -> Any:  # noqa: ANN401
         try:
