@@ -8,6 +8,7 @@ import ctypes
 import functools
 import hashlib
 import json
+import os
 import socket
 import subprocess
 import threading
@@ -15,12 +16,12 @@ import time
 
 import pytest
 import torch
+from vllm_server import VARIABLES, vllm_python
 
 from headrace.engine.vllm.nccl import PackedSender
 from headrace.engine.vllm.nccl_form import chunks, in_order, is_packed_at_init, pickled_id
 from headrace.engine.vllm.nccl_library import NcclLibrary
 from headrace.errors import SyncError
-from tests.vllm_server import VARIABLES, vllm_python
 
 CPU = torch.device("cpu")
 ID = bytes(range(128, 256))
@@ -212,9 +213,8 @@ def test_vllm_itself_takes_the_id_the_forms_and_the_packed_bytes(tmp_path):
         "files": [str(path) for path in files],
     }
     with meanwhile(sender.join) as errors:
-        worker = subprocess.run(
-            [vllm_python(), "-c", WORKER], input=json.dumps(told), capture_output=True, text=True, timeout=80, env=VARIABLES
-        )
+        command, variables = [vllm_python(), "-c", WORKER], os.environ | VARIABLES
+        worker = subprocess.run(command, input=json.dumps(told), capture_output=True, text=True, timeout=80, env=variables)
         sender.close()
     assert errors == ["the sender was closed"]
     assert worker.returncode == 0, worker.stderr

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from tests.vllm_server import vllm_python
+from vllm_server import vllm_python
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
