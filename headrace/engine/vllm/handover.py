@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     Tensors = Mapping[str, Tensor]
     """By the names of a saved folder."""
 
-_SIZE, _STRIDE, _OFFSET, _DTYPE = 1, 2, 3, 5
-"""Places in what torch needs to rebuild a tensor of another process, after the tensor's class."""
+_SIZE, _STRIDE, _OFFSET, _STORAGE, _DTYPE, _DEVICE, _COUNTER, _WAITS = 1, 2, 3, 4, 5, 6, slice(11, 13), 14
+"""Places in what torch needs to rebuild a tensor of another process."""
 
 
 class Handover(Protocol):
@@ -87,21 +87,18 @@ class IpcHandover:
 
     def lay_ready(self, tensors: Tensors) -> None:
         """The server wants to know how each tensor is rebuilt. All but a few share one memory, of which there is one handle."""
-        handles: dict[int, tuple[Any, ...]] = {}
-        held: list[Tensor] = []
+        handles: dict[int, list[Any]] = {}
         rebuilt = []
         for tensor in tensors.values():
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in handles:  # its alias is shared: that is over when the alias goes
-                alias = torch.as_tensor(Bytes(storage.data_ptr(), storage.nbytes()), device=tensor.device)
-                handles[storage.data_ptr()] = reduce_tensor(alias)[1]
-                held += [alias, tensor]
-            parts = list(handles[storage.data_ptr()])
+            address = tensor.untyped_storage().data_ptr()
+            if address not in handles:
+                handles[address] = _handle_of(tensor)
+            parts = [*handles[address]]
             parts[_SIZE], parts[_STRIDE] = tensor.size(), tensor.stride()
             parts[_OFFSET], parts[_DTYPE] = tensor.storage_offset(), tensor.dtype
             rebuilt.append({self._gpu: tuple(parts)})
         torch.cuda.synchronize(next(iter(tensors.values())).device)
-        self._held = held
+        self._held = list(tensors.values())
         self._update = {**described(tensors), "ipc_handles_pickled": base64.b64encode(pickle.dumps(rebuilt)).decode()}
 
     async def hand_over(self, api: VllmApi) -> None:
@@ -111,6 +108,17 @@ class IpcHandover:
 
     def close(self) -> None:
         self._held, self._update = [], {}
+
+
+def _handle_of(tensor: Tensor) -> list[Any]:
+    """How another process rebuilds all of the memory that a tensor lies in. torch would count who has it open, and hold the
+    memory until nobody has: what holds it here is the handover, so the count is over at once, and nobody waits for an event."""
+    storage = tensor.untyped_storage()
+    alias = torch.as_tensor(Bytes(storage.data_ptr(), storage.nbytes()), device=tensor.device)
+    parts = list(reduce_tensor(alias)[1])
+    parts[_STORAGE]._release_ipc_counter(*parts[_COUNTER], device=parts[_DEVICE])
+    parts[_WAITS] = False
+    return parts
 
 
 class NcclHandover:
