@@ -27,18 +27,24 @@ class Fake:
     pace: float = 0.002
     """Seconds between two tokens."""
     fault: str = ""
-    """Of a generate call: `garbage`, `broken off`, `refused`, `refused late`, `failed`, or `silent`: it never says anything."""
+    """Of a generate call: `garbage`, `broken off`, `refused`, `refused late`, `failed`, `silent`: it never says anything, or
+    `unnamed`: which weights drew what it never says."""
     logprob: float | None = -0.5
     candidates: tuple[tuple[int, float], ...] = ()
     """That come with every token, and their logprobs."""
     failing: set[str] = field(default_factory=set)
     """Paths that answer with status 500."""
+    hanging: set[str] = field(default_factory=set)
+    """Paths that never answer."""
     resets: int = 0
     """Calls that find their connection cut before any of the answer."""
     asked: list[tuple[str, Any]] = field(default_factory=list)
     weight_version: str = "default"
+    drawn_by: list[list[str]] = field(default_factory=list)
+    """Of each call, the weights of each token."""
     _go_on: asyncio.Event = field(default_factory=asyncio.Event)
     _aborts: int = 0
+    _num_reloads: int = 0
     _num_active: int = 0
 
     @property
@@ -53,6 +59,7 @@ class Fake:
         app.router.add_get("/openapi.json", self._schema)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/metrics", self._metrics)
+        app.router.add_get("/get_world_size", self._world_size)
         app.router.add_post("/inference/v1/generate", self._generate)
         app.router.add_post("/{call}", self._call)
         return app
@@ -77,7 +84,13 @@ class Fake:
 
     async def _schema(self, _: web.Request) -> web.Response:
         paths = {path: {} for path in (*self.paths, *(("/update_weight_version",) if self.is_new else ()))}
-        return web.json_response({"paths": paths, "components": {"schemas": {"GenerateRequest": _REQUEST}}})
+        schemas = {"GenerateRequest": _REQUEST}
+        if self.is_new:
+            schemas["GenerateTokensStreamChoice"] = {"properties": {"weight_versions": {}}}
+        return web.json_response({"paths": paths, "components": {"schemas": schemas}})
+
+    async def _world_size(self, _: web.Request) -> web.Response:
+        return web.json_response({"world_size": 2})
 
     async def _metrics(self, _: web.Request) -> web.Response:
         return web.Response(text='vllm:cache_config_info{block_size="16",num_gpu_blocks="100"} 1.0\n')
@@ -85,6 +98,8 @@ class Fake:
     async def _call(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.asked.append((request.path, {**request.query, **body}))
+        if request.path in self.hanging:
+            await asyncio.sleep(3600)
         if request.path in self.failing:
             return web.json_response({"error": {"message": "the disk is full"}}, status=500)
         if request.path == "/pause":
@@ -96,6 +111,9 @@ class Fake:
             self._go_on.set()
         elif request.path == "/update_weight_version":
             self.weight_version = body["new_version"]
+        elif request.path == "/collective_rpc" and not self.is_new:
+            self._num_reloads += 1
+            self.weight_version = f"life:{self._num_reloads - 1}"
         return web.json_response({})
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
@@ -115,20 +133,24 @@ class Fake:
         return answer
 
     async def _draw(self, body: dict[str, Any], answer: web.StreamResponse, request: web.Request) -> None:
-        versions, aborts = [], self._aborts
-        most = body["sampling_params"]["max_tokens"]
+        versions, unsaid, aborts = [], [], self._aborts
+        self.drawn_by.append(versions)
+        most, every = body["sampling_params"]["max_tokens"], body["sampling_params"].get("stream_interval", 1)
         for place in range(most):
             await asyncio.sleep(self.pace)
             while not self._go_on.is_set() and self._aborts == aborts:  # noqa: ASYNC110  (two things may end it)
                 await asyncio.sleep(0.002)
             if self._aborts > aborts:
-                if self.is_new:
-                    await self._say(answer, [], "abort", versions)
+                if self.is_new and self.fault != "unnamed":
+                    await self._say(answer, unsaid, "abort", versions)
                 break
             if place == 3 and self.fault:
                 await self._misbehave(answer, request)
             versions.append(self.weight_version)
-            await self._say(answer, [place], "length" if place + 1 == most else None, versions)
+            unsaid.append(place)
+            if place == 0 or place + 1 == most or len(unsaid) >= every:
+                await self._say(answer, unsaid, "length" if place + 1 == most else None, versions)
+                unsaid = []
         await answer.write(b"data: [DONE]\n\n")
 
     def _candidates(self) -> list[dict[str, Any]]:
@@ -155,7 +177,7 @@ class Fake:
             },
             "finish_reason": finish,
         }
-        if self.is_new and finish is not None:
+        if self.is_new and finish is not None and self.fault != "unnamed":
             starts = [at for at in range(len(versions)) if at == 0 or versions[at] != versions[at - 1]]
             stops = [*starts[1:], len(versions)]
             choice["weight_versions"] = [

@@ -293,9 +293,11 @@ def test_it_scores_while_paused_only_where_nothing_would_go_on(run):
     run(check, Fake())
 
 
-def test_a_server_that_dies_leaves_what_had_come_and_refuses_nothing(run):
-    """To whoever sent it work over streams: what is lost there goes on elsewhere, from the last token that is known."""
-    fake = Fake(fault="broken off", pace=0.02)
+@pytest.mark.parametrize(("version", "come"), [(OLD, [10, 11, 12]), (NEW, [10])], ids=[OLD, NEW])
+def test_a_server_that_dies_leaves_what_had_come_and_refuses_nothing(run, version, come):
+    """To whoever sent it work over streams: what is lost there goes on elsewhere, from the last token that is known. Servers
+    that name versions tell several tokens at a time, after the first."""
+    fake = Fake(version=version, fault="broken off", pace=0.02)
 
     async def check(engine, _):
         told = []
@@ -313,7 +315,62 @@ def test_a_server_that_dies_leaves_what_had_come_and_refuses_nothing(run):
         await asyncio.sleep(0.05)
         assert [name for name, _ in told if name in ("grown", "refused", "done")] == ["grown"]
         grown = dict(told)["grown"]
-        assert grown["keys"].tolist() == [7] and grown["token_ids"].tolist() == [10, 11, 12]
+        assert grown["keys"].tolist() == [7] and grown["token_ids"].tolist() == come
+
+    run(check, fake)
+
+
+def pieces_of(fake):
+    return [body["sampling_params"].get("stream_interval", 1) for name, body in fake.asked if name == "generate"]
+
+
+@pytest.mark.parametrize(("version", "every"), [(OLD, 1), (NEW, 16)], ids=[OLD, NEW])
+def test_tokens_come_together_only_from_a_server_that_names_their_weights(run, version, every):
+    fake = Fake(version=version, pace=0.01)
+
+    async def check(engine, publish):
+        growing = asyncio.ensure_future(engine.generate(PROMPT, Sampling(max_tokens=40)))
+        while (await engine.state()).tokens < 4:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        await publish(1)
+        rollout = await growing
+        drawn = rollout.versions[3:].tolist()
+        assert drawn == sorted(drawn) and set(drawn) == {0, 1}
+        assert [f"life:{each}" for each in drawn] == fake.drawn_by[-1]
+        async for _ in engine.stream(PROMPT, Sampling(max_tokens=2)):
+            pass
+        assert pieces_of(fake) == [every, 1]
+
+    run(check, fake)
+
+
+def test_a_server_that_leaves_out_which_weights_drew_tokens_it_told_together_counts_as_dead(run):
+    fake = Fake(fault="unnamed", pace=0.01)
+
+    async def check(engine, publish):
+        growing = asyncio.ensure_future(engine.generate(PROMPT, Sampling(max_tokens=40)))
+        await asyncio.sleep(0.1)
+        await publish(1)
+        with pytest.raises(EngineDied, match="ends a call and does not name its weights"):
+            await growing
+
+    run(check, fake)
+
+
+def test_a_call_that_is_ended_here_ends_before_tokens_whose_weights_are_not_known(run):
+    fake = Fake(fault="unnamed", pace=0.01)
+
+    async def check(engine, publish):
+        growing = asyncio.ensure_future(engine.generate(PROMPT, Sampling(max_tokens=60)))
+        while (await engine.state()).tokens < 17:  # noqa: ASYNC110  (the first, and sixteen)
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.05)
+        await publish(1)
+        while (await engine.state()).tokens < 33:  # noqa: ASYNC110  (some of the second sixteen are of the new weights)
+            await asyncio.sleep(0.001)
+        await engine.pause(Interrupt.ABORT)
+        rollout = await growing
+        assert rollout.num_sampled == 17 and set(rollout.versions[3:].tolist()) == {0}
 
     run(check, fake)
 

@@ -31,7 +31,12 @@ PAUSE = Ability("pausing with rollouts in flight (VLLM_SERVER_DEV_MODE=1 opens i
 RELOAD = Ability("new weights from a folder (VLLM_SERVER_DEV_MODE=1 opens it)", "0.14", path="/collective_rpc")
 DROP_CACHE = Ability("dropping keys and values (VLLM_SERVER_DEV_MODE=1 opens it)", "0.14", path="/reset_prefix_cache")
 SALT = Ability("keys and values kept apart by version", "0.14", field=("GenerateRequest", "cache_salt"))
-NAME_VERSION = Ability("the weight version of every token", "0.32", path="/update_weight_version")
+NAME_VERSION = Ability(
+    "the weight version of every token",
+    "0.32",
+    path="/update_weight_version",
+    field=("GenerateTokensStreamChoice", "weight_versions"),
+)
 TRANSFER = Ability("new weights from GPU memory (VLLM_SERVER_DEV_MODE=1 opens it)", "0.26", path="/start_weight_update")
 
 NEEDED = (GENERATE, PAUSE, RELOAD, DROP_CACHE, SALT)

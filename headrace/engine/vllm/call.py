@@ -27,6 +27,8 @@ _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 _MIX = 0x9E3779B97F4A7C15
 _TIES = 16
 """Tokens as likely as the last of the k likeliest, which vLLM keeps too."""
+_TOGETHER = 16
+"""Most of what a server and who reads it compute beside the model is for events, however many tokens one brings."""
 _MISSING = 1e-3
 """Of the probability, at most, that may lie outside a sampling mask before it counts as incomplete."""
 
@@ -46,10 +48,22 @@ class RunningCall:
         self._masks: list[Array] = []
         self._routing: Array | None = None
         self._told = 0
+        self._unsure_from: int | None = None
+        """The first token of a piece that holds some of older weights and some of newer, until the server says which."""
 
     @property
     def num_drawn(self) -> int:
         return len(self._token_ids)
+
+    @property
+    def num_sure(self) -> int:
+        """Tokens whose versions are known."""
+        return self.num_drawn if self._unsure_from is None else self._unsure_from
+
+    @property
+    def every(self) -> int:
+        """Tokens that may come together: one, where somebody waits for each or looks for the end in them."""
+        return 1 if self.request.on_tokens is not None or self.request.sampling.stop else _TOGETHER
 
     @property
     def length(self) -> int:
@@ -76,6 +90,8 @@ class RunningCall:
         sampling = self.request.sampling
         reason = None if piece.finish is None else _REASONS.get(piece.finish, FinishReason.ABORT)
         start = self.num_drawn
+        if len(piece.token_ids) > 1 and start and self._versions[-1] != version and self._unsure_from is None:
+            self._unsure_from = start
         for place, token in enumerate(piece.token_ids):
             logprob = piece.logprobs[place]
             if math.isnan(logprob):
@@ -107,18 +123,20 @@ class RunningCall:
             if version.lstrip("-").isdigit():
                 for place in range(start, min(stop, self.num_drawn)):
                     self._versions[place] = int(version)
+        self._unsure_from = None
 
     def growth(self) -> Growth | None:
         """What came since this was last asked."""
-        start, self._told = self._told, self.num_drawn
-        if self.num_drawn == start:
+        start, self._told = self._told, self.num_sure
+        if self.num_sure == start:
             return None
+        new = slice(start, self.num_sure)
         return Growth(
             self.request,
-            np.asarray(self._token_ids[start:], np.int32),
-            np.asarray(self._logprobs[start:], np.float32),
-            np.asarray(self._versions[start:], np.int32),
-            self._masks[start:],
+            np.asarray(self._token_ids[new], np.int32),
+            np.asarray(self._logprobs[new], np.float32),
+            np.asarray(self._versions[new], np.int32),
+            self._masks[new],
             self.lineage,
         )
 
@@ -132,11 +150,12 @@ class RunningCall:
         return InFlight.of(self.request.rollout, num_drawn=self.num_drawn, first=first, partial=partial)
 
     def lengthened(self, reason: FinishReason, *, engine: str, policy: str, lineage: str) -> Rollout:
-        rollout = self.request.rollout
+        """What is not known for sure is left out, to be drawn again."""
+        rollout, kept = self.request.rollout, self.num_sure
         start = len(rollout)
         call = Call(
             start=start,
-            stop=start + self.num_drawn,
+            stop=start + kept,
             engine=engine,
             sampling=self.request.sampling,
             finish_reason=reason,
@@ -146,10 +165,10 @@ class RunningCall:
         return lengthen(
             rollout,
             call,
-            token_ids=np.asarray(self._token_ids, np.int32),
-            logprobs=np.asarray(self._logprobs, np.float32),
-            versions=np.asarray(self._versions, np.int32),
-            masks=list(self._masks),
+            token_ids=np.asarray(self._token_ids[:kept], np.int32),
+            logprobs=np.asarray(self._logprobs[:kept], np.float32),
+            versions=np.asarray(self._versions[:kept], np.int32),
+            masks=self._masks[:kept],
             policy=policy,
             lineage=lineage,
             expert_routing=self._whole_routing(call.stop),

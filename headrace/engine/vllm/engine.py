@@ -2,7 +2,8 @@
 
 Which weights drew a token is known twice. Weights change while the server stands still, and what it had drawn by then has come
 before it goes on (`_settle`): so what comes before is of the old version and what comes after of the new one. Where a server
-names the version of every token at the end of a call, that is what counts; it does not for a call that was ended here.
+names the version of every token at the end of a call, that is what counts, and tokens may come several at a time; it does not
+for a call that was ended here, which then ends before the first token of which the version is not known.
 """
 
 from __future__ import annotations
@@ -198,7 +199,7 @@ class VllmEngine(Traffic):
         for call in reversed(list(self._running.values())):
             if call.is_over:
                 continue
-            if call.num_drawn:
+            if call.num_sure:
                 self._finish(call, FinishReason.ABORT)
             else:
                 self._put_back(call)

@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from headrace.cuda_driver import Bytes
 from headrace.engine.vllm.nccl import PackedSender
+from headrace.engine.vllm.nccl_form import described
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping
@@ -99,7 +100,7 @@ class IpcHandover:
             rebuilt.append({self._gpu: tuple(parts)})
         torch.cuda.synchronize(next(iter(tensors.values())).device)
         self._held = list(tensors.values())
-        self._update = {**described(tensors), "ipc_handles_pickled": base64.b64encode(pickle.dumps(rebuilt)).decode()}
+        self._update = {**described(tensors.items()), "ipc_handles_pickled": base64.b64encode(pickle.dumps(rebuilt)).decode()}
 
     async def hand_over(self, api: VllmApi) -> None:
         await api.start_update()
@@ -167,12 +168,3 @@ class NcclHandover:
         if self._sender is not None:
             self._sender.close()
         self._tensors = {}
-
-
-def described(tensors: Tensors) -> dict[str, Any]:
-    """What an update brings, as the server wants to be told."""
-    return {
-        "names": list(tensors),
-        "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
-        "shapes": [list(tensor.shape) for tensor in tensors.values()],
-    }

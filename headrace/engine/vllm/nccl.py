@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from headrace.engine.vllm.nccl_form import ID_KEY, chunks, in_order, is_packed_at_init, open_store, pickled_id
+from headrace.engine.vllm.nccl_form import ID_KEY, chunks, described, in_order, is_packed_at_init, open_store, pickled_id
 from headrace.engine.vllm.nccl_library import NcclLibrary
 from headrace.errors import SyncError
 
@@ -86,13 +86,7 @@ class PackedSender:
 
     def update_info(self, tensors: Mapping[str, Tensor], release: str) -> dict[str, Any]:
         """For `/update_weights`: what `send` of the same tensors will send."""
-        ordered = in_order(tensors)
-        info = {
-            "names": [name for name, _ in ordered],
-            "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in ordered],
-            "shapes": [list(tensor.shape) for _, tensor in ordered],
-        }
-        return info | ({} if is_packed_at_init(release) else self._packing())
+        return described(in_order(tensors)) | ({} if is_packed_at_init(release) else self._packing())
 
     def _packing(self) -> dict[str, Any]:
         return {"packed": True, "packed_buffer_size_bytes": self._buffer_bytes, "packed_num_buffers": NUM_BUFFERS}

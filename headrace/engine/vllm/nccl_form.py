@@ -10,7 +10,7 @@ import contextlib
 import re
 import socket
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch._C._distributed_c10d import TCPStore
 
@@ -18,7 +18,7 @@ from headrace.engine.vllm.nccl_library import ID_BYTES
 from headrace.errors import SyncError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -34,6 +34,16 @@ def is_packed_at_init(release: str) -> bool:
     not expect. One that names no number counts as new."""
     numbers = re.match(r"v?(\d+)\.(\d+)", release)
     return numbers is None or (int(numbers[1]), int(numbers[2])) >= _PACKED_AT_INIT
+
+
+def described(tensors: Iterable[Named]) -> dict[str, Any]:
+    """What an update brings, by any of its ways."""
+    named = list(tensors)
+    return {
+        "names": [name for name, _ in named],
+        "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in named],
+        "shapes": [list(tensor.shape) for _, tensor in named],
+    }
 
 
 def in_order(tensors: Mapping[str, Tensor]) -> list[Named]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from headrace.engine.protocol import EngineDied, NotFinite, PromptTooLong, UnusablePrompt
 from headrace.engine.vllm.api import VllmError, VllmGone, VllmRefused
 from headrace.engine.vllm.call import RunningCall
+from headrace.types import FinishReason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from headrace.engine.request import Growth, Request
     from headrace.engine.vllm.api import Piece, VllmApi
     from headrace.observe import Timeline
-    from headrace.types import FinishReason
 
 
 @dataclass(frozen=True)
@@ -179,6 +179,7 @@ class Traffic:
             salt=self.salt,
             num_candidates=call.num_candidates(limits.vocabulary, limits.num_candidates),
             model=self._model,
+            every=call.every if self._names_versions else 1,  # otherwise they must come before the weights change
         )
         async with contextlib.aclosing(pieces):  # whatever ends it here, its stream is closed and the server hears of it
             async for piece in pieces:
@@ -196,6 +197,8 @@ class Traffic:
             return False
         if piece.spans is not None and self._names_versions:
             call.stamp(piece.spans)
+        if call.num_sure < call.num_drawn and reason is not FinishReason.ABORT:
+            raise VllmGone(f"vLLM at {self._api.url} ends a call and does not name its weights, log {self._api.log}")
         self._finish(call, reason)
         return True
 

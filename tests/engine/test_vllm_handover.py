@@ -1,0 +1,160 @@
+"""How new weights get into a server by its weight-transfer interface: in which order it is told, and what ends with what.
+
+The other end of the transfer itself is in `test_vllm_nccl_sender.py`, and on a GPU in the contract suite.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+import torch
+from fake_vllm import OLD, Fake, serving
+
+from headrace.engine.protocol import EngineDied
+from headrace.engine.vllm import VllmEngine, handover
+from headrace.engine.vllm.api import VllmApi
+from headrace.engine.vllm.handover import NcclHandover
+from headrace.engine.vllm.traffic import Limits
+from headrace.engine.vllm.weights import Staging, saved_form
+from headrace.errors import SyncError
+from headrace.model.load import load_model
+from headrace.model.weights import named_tensors
+from headrace.observe import Timeline
+from headrace.sync import Lineage, MemoryTransport, WeightSync
+
+CALLS = ("/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update")
+
+
+class Sender:
+    """In the place of NCCL: notes what it is given, and blocks or fails as it is told."""
+
+    made: Sender
+
+    def __init__(self, device, *, host, num_workers, deadline):
+        self.told = (host, num_workers, deadline)
+        self.sent, self.aborted = [], ""
+        self.failure = ""
+        self.is_stuck = False
+        self._ended = threading.Event()
+        Sender.made = self
+
+    def init_info(self, release):
+        return {"release": release}
+
+    def update_info(self, tensors, release):
+        return {"names": list(tensors)}
+
+    def join(self):
+        pass
+
+    def send(self, tensors):
+        if self.failure:
+            raise SyncError(self.failure)
+        if self.is_stuck:
+            assert self._ended.wait(20)
+            raise SyncError(self.aborted)
+        self.sent.append({name: tensor.clone() for name, tensor in tensors.items()})
+
+    def abort(self, reason="closed"):
+        self.aborted = self.aborted or reason
+        self._ended.set()
+
+    def close(self):
+        self.abort()
+
+
+@pytest.fixture
+def run(tiny_model, monkeypatch):
+    """Runs a test over a fake server and an engine that hands over by NCCL."""
+    monkeypatch.setattr(handover, "PackedSender", Sender)
+
+    def runner(test, fake):
+        async def main():
+            sync = WeightSync(Lineage("life"), MemoryTransport())
+            source = load_model(tiny_model)
+            async with serving(fake) as url:
+                api = VllmApi(url, log="server.log")
+                about = await api.about()
+                way = NcclHandover(torch.device("cpu"), host="127.0.0.1", deadline=9)
+                await way.open(api, about.version)
+                engine = VllmEngine(
+                    api,
+                    about,
+                    name="engine-0",
+                    model="policy",
+                    limits=Limits(2, 64, 200, num_candidates=16),
+                    staging=Staging(load_model(tiny_model), sync=sync),
+                    handover=way,
+                    timeline=Timeline("engine"),
+                )
+
+                async def publish(version):
+                    with torch.no_grad():
+                        for _, tensor in named_tensors(source):
+                            tensor.add_(1)
+                    update = sync.offer(version, named_tensors(source))
+                    await engine.load(update)
+                    sync.release(update)
+
+                try:
+                    await asyncio.wait_for(test(engine, publish, source), 30)
+                finally:
+                    await engine.close()
+                    await api.close()
+
+        asyncio.run(main())
+
+    return runner
+
+
+def asked_of(fake):
+    return [path for path, _ in fake.asked if path in CALLS]
+
+
+def test_what_is_broadcast_is_what_was_received_in_the_form_of_a_folder(run):
+    fake = Fake(version=OLD)
+
+    async def check(engine, publish, source):
+        sender = Sender.made
+        assert sender.told == ("127.0.0.1", 2, 9) and asked_of(fake) == [CALLS[0]]
+        for version in (0, 1):
+            await publish(version)
+            expected = saved_form(source)
+            assert sender.sent[-1].keys() == expected.keys()
+            assert all(torch.equal(sender.sent[-1][name], tensor) for name, tensor in expected.items())
+        assert asked_of(fake) == [CALLS[0], *CALLS[1:], *CALLS[1:]] and engine.version == 1
+        assert dict(fake.asked)[CALLS[2]] == {"update_info": {"names": list(expected)}}
+        paused = [path for path, _ in fake.asked if path in ("/pause", "/resume", "/update_weights")]
+        assert paused == ["/pause", "/update_weights", "/resume"] * 2
+
+    run(check, fake)
+
+
+@pytest.mark.parametrize("path", CALLS[1:])
+def test_a_server_that_fails_ends_the_sending_and_the_engine(run, path):
+    fake = Fake(version=OLD)
+
+    async def check(engine, publish, _):
+        await publish(0)
+        fake.failing.add(path)
+        Sender.made.is_stuck = path == CALLS[2]
+        with pytest.raises(EngineDied, match=rf"version 1 did not get into the server: .*{path}.*the disk is full"):
+            await publish(1)
+        assert engine.version == 0 and engine.died.done()
+        assert ("the disk is full" in Sender.made.aborted) == (path == CALLS[2])
+
+    run(check, fake)
+
+
+def test_a_broadcast_that_fails_does_not_wait_for_the_server(run):
+    fake = Fake(version=OLD, hanging={"/update_weights"})
+
+    async def check(engine, publish, _):
+        Sender.made.failure = "a worker is gone"
+        with pytest.raises(EngineDied, match="version 0 did not get into the server: a worker is gone"):
+            await publish(0)
+        assert engine.died.done()
+
+    run(check, fake)
