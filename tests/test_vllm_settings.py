@@ -264,6 +264,11 @@ def test_a_server_is_started_for_the_way_its_weights_come_and_leaves_the_trainer
     assert started(vllm(), handover="ipc", shares_gpu=True)["--gpu-memory-utilization"] == "0.4"
     own = vllm(vllm__arguments={"gpu_memory_utilization": 0.7})
     assert started(own, handover="ipc", shares_gpu=True)["--gpu-memory-utilization"] == "0.7"
+    together = [{"partial.interrupt": "abort"}, {"partial.interrupt": "drain"}, {"buffer.kind": "synchronous"}]
+    one_by_one = [{}, {"partial.interrupt": "retract"}]
+    for settings, every in [*((each, "16") for each in together), *((each, None) for each in one_by_one)]:
+        recipe = make_recipe({"engine.kind": "vllm", "staleness.max_lag": 1, **settings})
+        assert started(recipe).get("--stream-interval") == every
     with pytest.raises(ConfigError, match=r"engine\.vllm\.handover decides it"):
         vllm(vllm__arguments={"weight_transfer_config": {}})
 

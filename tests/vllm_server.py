@@ -80,7 +80,8 @@ def vllm_python() -> str | None:
 async def start_server(model: str, log: Path, *arguments: str) -> Running:
     python = vllm_python()
     assert python is not None
-    recipe = make_recipe({"tasks": [{"source": "builtin:sort_digits"}], "engine": {"slots": SLOTS}})
+    settings = {"engine.slots": SLOTS, "staleness.max_lag": 1, "partial.interrupt": "keep"}
+    recipe = make_recipe({"tasks": [{"source": "builtin:sort_digits"}], **settings})
     words = server_arguments(recipe, context=CONTEXT, candidates=256, is_on_cpu=not HAS_GPU, handover=HANDOVER)
     words += ["--logits-processors", "slow_steps:SlowSteps"]
     if HAS_GPU:

@@ -93,6 +93,11 @@ class Variant:
     max_lag: int = 0
     has_tail: bool = False
 
+    @property
+    def is_judged(self) -> bool:
+        """Whether the goals, which are for completions of one length on the native engine, hold for it."""
+        return not self.has_tail and "engine.kind" not in self.settings
+
 
 VARIANTS = (
     Variant("in turn", {}),
@@ -100,7 +105,7 @@ VARIANTS = (
     Variant("lag 1", {}, max_lag=1),
     Variant("lag 2", {}, max_lag=2),
 )
-_VLLM = {"engine.kind": "vllm", "deadline": 600.0}
+_VLLM = {"engine.kind": "vllm", "orchestrate": "local", "deadline": 600.0}
 """A server may take minutes to come up."""
 OVER_VLLM = (Variant("in turn, vLLM", _VLLM), Variant("lag 1, vLLM", _VLLM, max_lag=1))
 _SLEEP, _SWAP = "engine.sleep", "seconds/engine/swap"
@@ -255,7 +260,7 @@ def step_rows(plan: Plan, variant: Variant, seen: Sequence[dict[str, Any]], *, p
     seconds = statistics.median(row["seconds"] for row in seen)
     lag = statistics.fmean(row["lag_mean"] for row in seen)
     others = {} if variant.has_tail else peers
-    goal = "" if variant.has_tail else plan.goals.get("tokens/s", "")
+    goal = plan.goals.get("tokens/s", "") if variant.is_judged else ""
     budget = budget_of(seen)
     busy = ", ".join(f"{role} {state} {share:.0%}" for (role, state), share in budget.items() if share >= 0.05)
     say(f"{name}: {seconds:.2f} s a step, {rate:,.0f} completion tokens/s, lag {lag:.2f}; {busy}")
@@ -287,7 +292,7 @@ def memory_rows(plan: Plan, variant: Variant, memory: GpuMemory) -> list[Row]:
     if memory.peak is None:
         return []
     say(f"{variant.name}: {memory.peak:.1f} GiB of GPU memory at most; {memory.peak_of or 'not known by process'}")
-    goal = "" if variant.has_tail else plan.goals.get("GiB", "")
+    goal = plan.goals.get("GiB", "") if variant.is_judged else ""
     return [
         Row(f"{variant.name}: peak GPU memory", memory.peak, "GiB", goal=goal),
         *(Row(f"{variant.name}: peak GPU memory, {name}", peak, "GiB") for name, peak in memory.peak_of.items()),

@@ -31,6 +31,7 @@ _DECIDED = {
     "return_sampling_mask": "Headrace reads it off the logprobs; leave it out",
     "config": "a file could decide what Headrace decides; give its lines here",
     "weight_transfer_config": "engine.vllm.handover decides it; set that instead",
+    "stream_interval": "Headrace tells when tokens may come several at a time; leave it out",
     "uds": "Headrace chooses where its servers listen; leave it out",
     "api_server_count": "one that is asked must have heard of all; leave it out",
     "logprobs_mode": "training needs the logprobs of what was drawn; leave it out",

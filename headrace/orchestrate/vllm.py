@@ -13,6 +13,7 @@ import torch
 from headrace.config import EngineSettings
 from headrace.engine.vllm import VllmEngine, abilities
 from headrace.engine.vllm.api import Piece, VllmApi, VllmRefused
+from headrace.engine.vllm.call import TOGETHER
 from headrace.engine.vllm.handover import FolderHandover, IpcHandover, NcclHandover
 from headrace.engine.vllm.server import Server, choose_python, end, start
 from headrace.engine.vllm.traffic import Limits
@@ -129,6 +130,7 @@ async def open_engine(recipe: Recipe, model_path: str, place: Place, *, sync: We
         timeline=timeline,
         decode=decoder_of(tokenizer) if recipe.sampling.stop else None,
         patience=settings.answer_seconds,
+        tells_late=server is not None and not goes_on_over_updates(recipe),
     )
     return Opened(engine, server, stop_tokens(model, tokenizer))
 
@@ -203,6 +205,8 @@ def server_arguments(
         arguments["--block-size"] = engine.block_size
     if engine.kv_blocks:
         arguments["--num-gpu-blocks-override"] = engine.kv_blocks
+    if not goes_on_over_updates(recipe):
+        arguments["--stream-interval"] = TOGETHER
     if handover != "folder":
         arguments["--weight-transfer-config"] = json.dumps({"backend": handover})
     if shares_gpu and not {"gpu_memory_utilization", "kv_cache_memory_bytes"} & set(engine.vllm.arguments):
@@ -213,6 +217,13 @@ def server_arguments(
     if is_on_cpu or not engine.graphs:
         words += ["--enforce-eager"]
     return [*words, *engine.vllm.command_line()]
+
+
+def goes_on_over_updates(recipe: Recipe) -> bool:
+    """Whether a call may draw with weights that came while it ran: then each token must be heard of before they come, from
+    servers that do not say later which weights drew it."""
+    is_idle_then = recipe.buffer_kind == "synchronous" and not recipe.stops_when_whole
+    return recipe.partial.interrupt in ("keep", "retract") and not is_idle_then
 
 
 def server_environment(recipe: Recipe, place: Place) -> dict[str, str]:

@@ -42,7 +42,7 @@ PROMPT = Rollout.from_prompt([3, 4, 5], id="r")
 def run(tiny_model, tmp_path):
     """Runs a test over a fake server and an engine that holds version 0 of it."""
 
-    def runner(test, fake, *, patience=60.0):
+    def runner(test, fake, *, patience=60.0, tells_late=False):
         async def main():
             sync = WeightSync(Lineage("life"), MemoryTransport())
             async with serving(fake) as url:
@@ -59,6 +59,7 @@ def run(tiny_model, tmp_path):
                     handover=FolderHandover(tmp_path / "weights"),
                     timeline=Timeline("engine"),
                     patience=patience,
+                    tells_late=tells_late,
                 )
                 engine.start()
 
@@ -342,6 +343,26 @@ def test_tokens_come_together_only_from_a_server_that_names_their_weights(run, v
         assert pieces_of(fake) == [every, 1]
 
     run(check, fake)
+
+
+@pytest.mark.parametrize("interrupt", list(Interrupt))
+def test_an_old_server_that_tells_tokens_together_is_not_updated_under_what_goes_on(run, interrupt):
+    fake = Fake(version=OLD, pace=0.01)
+
+    async def check(engine, publish):
+        growing = asyncio.ensure_future(engine.generate(PROMPT, Sampling(max_tokens=20)))
+        await grown(engine, 1)
+        if interrupt in (Interrupt.KEEP, Interrupt.RETRACT):
+            with pytest.raises(Unsupported, match=r"needs a vLLM that names the weights of every token \(0.32\)"):
+                await publish(1, interrupt=interrupt)
+            assert engine.version == 0 and set((await growing).versions[3:].tolist()) == {0}
+            await publish(1, interrupt=interrupt)
+        else:
+            await publish(1, interrupt=interrupt)
+            assert set((await growing).versions[3:].tolist()) == {0}
+        assert engine.version == 1 and not engine.died.done()
+
+    run(check, fake, tells_late=True)
 
 
 def test_a_server_that_leaves_out_which_weights_drew_tokens_it_told_together_counts_as_dead(run):

@@ -1,4 +1,4 @@
-"""Loaded by a vLLM server under test: every step takes a few milliseconds more, so that a tiny model's rollouts are in flight
+"""Loaded by a vLLM server under test: every step takes some milliseconds more, so that a tiny model's rollouts are in flight
 for as long as it takes to interrupt them."""
 
 import time
@@ -19,5 +19,5 @@ class SlowSteps(LogitsProcessor):
         pass
 
     def apply(self, logits):
-        time.sleep(0.004)
+        time.sleep(0.015)
         return logits

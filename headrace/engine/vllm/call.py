@@ -27,7 +27,7 @@ _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 _MIX = 0x9E3779B97F4A7C15
 _TIES = 16
 """Tokens as likely as the last of the k likeliest, which vLLM keeps too."""
-_TOGETHER = 16
+TOGETHER = 16
 """Most of what a server and who reads it compute beside the model is for events, however many tokens one brings."""
 _MISSING = 1e-3
 """Of the probability, at most, that may lie outside a sampling mask before it counts as incomplete."""
@@ -63,7 +63,7 @@ class RunningCall:
     @property
     def every(self) -> int:
         """Tokens that may come together: one, where somebody waits for each or looks for the end in them."""
-        return 1 if self.request.on_tokens is not None or self.request.sampling.stop else _TOGETHER
+        return 1 if self.request.on_tokens is not None or self.request.sampling.stop else TOGETHER
 
     @property
     def length(self) -> int:

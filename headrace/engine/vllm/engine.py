@@ -67,11 +67,14 @@ class VllmEngine(Traffic):
         timeline: Timeline,
         decode: Callable[[list[int]], str] | None = None,
         patience: float = 120.0,
+        tells_late: bool = False,
     ) -> None:
-        """`model` is the name the server knows its model by; `patience` the seconds it may be silent over calls in flight."""
+        """`model` is the name the server knows its model by; `patience` the seconds it may be silent over calls in flight;
+        `tells_late`: it was started to tell several tokens at a time."""
         names = NAME_VERSION.is_in(about)
         super().__init__(api, name=name, model=model, limits=limits, timeline=timeline, names_versions=names, decode=decode)
         self._staging, self._handover, self._patience = staging, handover, patience
+        self._tells_late = tells_late and not names
         self._is_retracted = False
         """What has begun waits without keys and values."""
         self._turn, self._loading = asyncio.Lock(), asyncio.Lock()
@@ -153,6 +156,7 @@ class VllmEngine(Traffic):
         elif interrupt is Interrupt.ABORT:
             await self._abort()
         else:
+            self._check_told(interrupt)
             if not self._is_paused:
                 self._is_paused = True
                 await self._guarded(self._api.pause, "keep")
@@ -162,6 +166,14 @@ class VllmEngine(Traffic):
                 self._is_retracted = True
         self._is_paused = True
         self._note()
+
+    def _check_told(self, interrupt: Interrupt) -> None:
+        """What goes on over an update must have been heard of, token by token."""
+        if self._tells_late and self._running and interrupt in (Interrupt.KEEP, Interrupt.RETRACT):
+            raise Unsupported(
+                f"{self.name}: {interrupt.value!r} with rollouts in flight needs a vLLM that names the weights of every token "
+                f"({NAME_VERSION.since}), or one started without --stream-interval; interrupt by 'abort' or 'drain'"
+            )
 
     async def _drain(self) -> None:
         """What has begun finishes; one that was paused goes on for that, and so does what reached the server after it had
@@ -238,6 +250,7 @@ class VllmEngine(Traffic):
     async def load(self, update: WeightUpdate, *, interrupt: Interrupt = Interrupt.KEEP) -> None:
         """Received and laid ready while the server goes on; it stands still only while it takes them."""
         async with self._loading:
+            self._check_told(interrupt)
             if self._is_poisoned:
                 self._die(VllmGone(f"vLLM at {self._api.url}: its cache holds what is not a number; it must be started anew"))
             self._raise_if_dead()
