@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import pytest
-
 from headrace.config import make_recipe
 from headrace.engine.vllm import VllmEngine
 from headrace.engine.vllm.api import VllmApi
@@ -37,8 +35,6 @@ VARIABLES = {
 }
 """The first for processors that announce what their host does not let them use."""
 MISSING = "vLLM is not set up: `make vllm`"
-ON_SERVER = pytest.mark.xdist_group("vllm")
-"""Of tests over the one server: where tests run in several processes, they run in one of them."""
 CONTEXT = 128
 SLOTS = 256
 
