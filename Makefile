@@ -15,20 +15,22 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 quickstart: $(VENV)/.ready
 	$(BIN)/headrace train recipes/quickstart.toml
 
-# Tests that only compute, each by itself, run two at a time, and beside them those over one real vLLM server, which is slow to
-# start; those that start processes or watch the clock run one by one.
+# Files of tests that only compute, each by itself, run two at a time, and beside them the contract suite with its one real vLLM
+# server, which is slow to start; tests that start processes or watch the clock run one by one.
 COMPUTE := $(addprefix tests/,model train score staleness tasks buffer envs partial engine/cuda \
 	$(addprefix engine/test_,core.py stress.py server.py server_text.py server_tools.py) \
 	contract/test_engine_families.py contract/test_engine_contract.py \
-	$(addprefix orchestrate/test_,accounting.py algorithms.py batching.py canary.py evaluate.py forecast.py publish.py) \
+	$(addprefix orchestrate/test_,accounting.py algorithms.py batching.py canary.py evaluate.py forecast.py publish.py \
+		unfinished.py) \
 	$(addprefix sync/test_,adopt.py cuda_ipc.py delta.py files.py weight_sync.py) \
 	$(addprefix bench/test_,bench_learn.py bench_parts.py bench_trainer.py sync_delta.py trainer_sharing.py) \
-	$(addprefix test_,config.py growth.py imports.py packed.py rooms.py settings.py types.py validate.py vllm_settings.py wire.py))
+	$(addprefix test_,config.py growth.py imports.py one_file.py packed.py rooms.py settings.py types.py validate.py \
+		vllm_settings.py wire.py))
 
 # Where vLLM is named so, tests that need it fail without it instead of being skipped.
 test: export HEADRACE_TEST_VLLM := $(CURDIR)/$(VLLM)/bin/python
 test: lint $(VLLM)/.ready
-	$(BIN)/python -m pytest -n 2 --dist loadgroup $(COMPUTE)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(COMPUTE)
 	$(BIN)/python -m pytest $(addprefix --ignore=,$(COMPUTE))
 
 lint: $(VENV)/.ready

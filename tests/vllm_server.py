@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import pytest
 import torch
 
 from headrace.config import make_recipe
@@ -46,8 +45,6 @@ _ON_GPU = {
 }
 VARIABLES = _ON_GPU if HAS_GPU else _ON_CPU
 MISSING = "vLLM is not set up: `make vllm`"
-ON_SERVER = pytest.mark.xdist_group("vllm")
-"""Of tests over the one server: where tests run in several processes, they run in one of them."""
 CONTEXT = 128
 SLOTS = 256
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from pooled import parcel_of, pooled
 from safetensors.torch import save_file
-from vllm_server import ON_SERVER, served
+from vllm_server import served
 
 from headrace.engine import Engine, EngineState, PromptTooLong, UnusablePrompt
 from headrace.engine.native import NativeEngine
@@ -151,7 +151,7 @@ ENGINES: dict[str, Callable[[str, int, Decode | None], AbstractAsyncContextManag
 }
 
 
-@pytest.fixture(params=[name if name != "vllm" else pytest.param(name, marks=ON_SERVER) for name in ENGINES])
+@pytest.fixture(params=ENGINES)
 def run(request: pytest.FixtureRequest, tiny_model: str) -> Callable[..., Any]:
     """Runs a coroutine function with a served engine that holds version 0."""
     make = ENGINES[request.param]

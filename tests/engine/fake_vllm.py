@@ -39,6 +39,8 @@ class Fake:
     resets: int = 0
     """Calls that find their connection cut before any of the answer."""
     asked: list[tuple[str, Any]] = field(default_factory=list)
+    connections: list[Any] = field(default_factory=list)
+    """That of every call."""
     weight_version: str = "default"
     drawn_by: list[list[str]] = field(default_factory=list)
     """Of each call, the weights of each token."""
@@ -53,7 +55,7 @@ class Fake:
 
     def app(self) -> web.Application:
         self._go_on.set()
-        app = web.Application(middlewares=[self._reset])
+        app = web.Application(middlewares=[self._connect])
         app.router.add_get("/health", self._health)
         app.router.add_get("/version", self._version)
         app.router.add_get("/openapi.json", self._schema)
@@ -65,7 +67,8 @@ class Fake:
         return app
 
     @web.middleware
-    async def _reset(self, request: web.Request, handler: Callable[..., Any]) -> web.StreamResponse:
+    async def _connect(self, request: web.Request, handler: Callable[..., Any]) -> web.StreamResponse:
+        self.connections.append(request.transport)
         if self.resets and request.transport is not None:
             self.resets -= 1
             self.asked.append((request.path, "reset"))

@@ -408,6 +408,16 @@ def test_a_server_that_gives_other_logprobs_than_it_draws_from_is_refused():
     asyncio.run(main(Fake(fault="refused"), "status 400: too long for me"))
 
 
+def test_no_call_is_sent_over_a_connection_that_the_server_may_be_closing():
+    async def main(fake):
+        async with serving(fake) as url, talking(url) as api:
+            for call in (api.served, api.resume, api.is_up, api.resume):
+                await call()
+        assert len(fake.connections) == len(set(map(id, fake.connections))) == 4
+
+    asyncio.run(main(Fake()))
+
+
 def test_a_question_whose_connection_breaks_is_asked_once_more_and_a_command_is_not():
     fake = Fake()
 

@@ -33,8 +33,6 @@ _UPDATE_SECONDS = 1800.0
 """For a large model to take new weights."""
 _CONNECT_SECONDS = 60.0
 """A server whose interpreter is busy takes connections late."""
-_KEPT_SECONDS = 1.0
-"""That an idle connection is used again: vLLM closes those of five seconds, and a call sent into that moment would be lost."""
 _AGAIN_SECONDS = 0.1
 """Before a question that found no connection is asked once more."""
 _LONGEST_LINE = 64 << 20
@@ -96,14 +94,15 @@ class About:
 
 
 class VllmApi:
-    """One server. Used from one event loop; `close` when done."""
+    """One server. Used from one event loop; `close` when done. Every call has a connection of its own: a server closes those
+    that were idle, and a call sent into that moment would be lost."""
 
     def __init__(self, url: str, *, token: str = "", log: str = "") -> None:
         self.url, self.log = url.rstrip("/"), log
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._session = aiohttp.ClientSession(
             headers=headers,
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT_SECONDS),
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
             read_bufsize=1 << 20,
         )
