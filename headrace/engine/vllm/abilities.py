@@ -37,7 +37,7 @@ NAME_VERSION = Ability(
     path="/update_weight_version",
     field=("GenerateTokensStreamChoice", "weight_versions"),
 )
-TRANSFER = Ability("new weights from GPU memory (VLLM_SERVER_DEV_MODE=1 opens it)", "0.26", path="/start_weight_update")
+TRANSFER = Ability("new weights from GPU memory (VLLM_SERVER_DEV_MODE=1 opens it)", "0.21", path="/start_weight_update")
 
 NEEDED = (GENERATE, PAUSE, RELOAD, DROP_CACHE, SALT)
 """Without one of these it is no engine here."""
