@@ -13,7 +13,7 @@ from headrace.engine.native import NativeEngine
 from headrace.engine.native.core import EngineCore
 from headrace.envs import PromptEncoder, SingleTurn
 from headrace.model.load import ModelError, context_limit, load_model, load_tokenizer
-from headrace.orchestrate.devices import choose_device, choose_handover, choose_transport
+from headrace.orchestrate.devices import choose_device, choose_handover, choose_transport, cpu_cache_gigabytes
 from headrace.orchestrate.inputs import UserInputs, held_out_tasks, open_tasks, reward_functions
 from headrace.orchestrate.publish import make_canary
 from headrace.orchestrate.roles import Around, Roles, TrainerHere
@@ -73,6 +73,7 @@ def check_engine(recipe: Recipe) -> None:
     """A server that is to be started can be, and weights can get into it."""
     if recipe.engine.kind == "vllm":
         choose_handover(recipe)
+        cpu_cache_gigabytes()
     if recipe.engine.kind == "vllm" and not recipe.engine.vllm.urls:
         from headrace.engine.vllm.server import choose_python, find_vllm  # its HTTP client takes a while to import
 

@@ -12,6 +12,12 @@ from headrace.settings import ConfigError
 if TYPE_CHECKING:
     from headrace.config import Recipe
 
+SHARED_GPU = 0.4
+"""Of the memory of a GPU that a vLLM server shares with the trainer; it would take nearly all."""
+_WHOLE_GPU = 0.92
+"""vLLM's own choice."""
+CPU_CACHE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
+_CPU_CACHE_GIGABYTES = "2"
 _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 """Arguments of vLLM that multiply the GPUs of a server."""
 
@@ -101,6 +107,19 @@ def visible_to(recipe: Recipe, index: int) -> str:
 def shares_the_trainers(recipe: Recipe, index: int) -> bool:
     """Whether a server of ours has the trainer's GPU too."""
     return gpus_of(recipe, index, count=torch.cuda.device_count())[0] == 0
+
+
+def usual_gpu_share(recipe: Recipe) -> float:
+    """Of a GPU's memory, what a vLLM server takes that is not told otherwise."""
+    return SHARED_GPU if shares_the_trainers(recipe, 0) else _WHOLE_GPU
+
+
+def cpu_cache_gigabytes() -> int:
+    """Of a vLLM server on a CPU, where it would take half of the memory by itself."""
+    said = os.environ.get(CPU_CACHE_VARIABLE, _CPU_CACHE_GIGABYTES)
+    if not said.isdecimal():
+        raise ConfigError(f"the variable {CPU_CACHE_VARIABLE} is {said!r}: vLLM wants a whole number of gigabytes there")
+    return int(said)
 
 
 def _first_gpu(recipe: Recipe, index: int, device: str) -> str:

@@ -10,7 +10,14 @@ import torch
 
 from headrace.engine.native.cache import free_memory
 from headrace.engine.native.demand import EngineMemory, predict_engine_memory
-from headrace.orchestrate.devices import choose_device, choose_transport, place_of
+from headrace.orchestrate.devices import (
+    choose_device,
+    choose_handover,
+    choose_transport,
+    cpu_cache_gigabytes,
+    place_of,
+    usual_gpu_share,
+)
 from headrace.train.memory import TrainerMemory, predict_memory
 
 if TYPE_CHECKING:
@@ -38,6 +45,8 @@ class Forecast:
     is_one_process: bool
     sleep: str
     """`engine.sleep`."""
+    server: int = 0
+    """What the vLLM server behind an engine's process takes, of the same memory."""
 
     @property
     def trainer_process(self) -> int:
@@ -47,15 +56,17 @@ class Forecast:
 
     @property
     def engine_process(self) -> int:
+        """The engine's alone, without a server behind it."""
         return self.trainer_process if self.is_one_process else self.engine.total
 
     def together(self, num_engines: int) -> int:
         """Trainer and engines in the same memory, in turns where the engines sleep while the trainer trains."""
         shared = self.trainer.process if self.is_one_process else 0
+        awake = self.engine.total + self.server - shared
         training = self.trainer.total + num_engines * (self.engine.asleep(self.sleep) - shared)
-        generating = self.trainer.resident + num_engines * (self.engine.total - shared)
+        generating = self.trainer.resident + num_engines * awake
         is_in_turns = self.sleep != "never"
-        most = max(training, generating) if is_in_turns else self.trainer.total + num_engines * (self.engine.total - shared)
+        most = max(training, generating) if is_in_turns else self.trainer.total + num_engines * awake
         return self.exported + most
 
 
@@ -69,10 +80,18 @@ def forecast(
     transport: str,
     free: int,
     num_parameters: int = 0,
+    total: int = 0,
 ) -> Forecast:
-    """`context`: the most tokens a rollout may have; `free`: the memory there is when the engine begins."""
+    """`context`: the most tokens a rollout may have; `free`: the memory there is when the engine begins; `total`: of the GPU of
+    a vLLM server."""
     dtype, is_exported = recipe.model.dtype, transport == "cuda_ipc"
     engine = predict_engine_memory(shape, recipe.engine, dtype=dtype, context=context, free=free, on_gpu=on_gpu)
+    server = 0
+    if recipe.engine.kind == "vllm":
+        server = _server_memory(recipe, engine, total=total) if not recipe.engine.vllm.urls else 0
+        is_here = not on_gpu or choose_handover(recipe) != "folder"  # otherwise it holds them in the host's memory
+        held = engine.weights if is_here else 0
+        engine = EngineMemory(weights=held, staging=held, cache=0, steps=0, process=engine.process)
     is_inside = not on_gpu or transport == "memory"
     copies = _COPIES if is_inside else 1  # on a GPU the transports of a host's memory take one image, and carry it over
     longest = min(context, longest_prompt + recipe.sampling.max_tokens)
@@ -91,7 +110,18 @@ def forecast(
         exported=_COPIES * engine.weights if is_exported else 0,
         is_one_process=recipe.orchestrate == "inline",
         sleep=recipe.engine.sleep,
+        server=server,
     )
+
+
+def _server_memory(recipe: Recipe, engine: EngineMemory, *, total: int) -> int:
+    """What vLLM is given. On a CPU it has two processes beside its cache."""
+    arguments = recipe.engine.vllm.arguments
+    if not total:
+        return engine.weights + (cpu_cache_gigabytes() << 30) + 2 * engine.process
+    if "kv_cache_memory_bytes" in arguments:
+        return engine.weights + int(arguments["kv_cache_memory_bytes"])
+    return int(float(arguments.get("gpu_memory_utilization", usual_gpu_share(recipe))) * total)
 
 
 def forecast_here(
@@ -107,6 +137,7 @@ def forecast_here(
         transport=choose_transport(recipe) if recipe.orchestrate == "local" else "memory",
         free=free,
         num_parameters=num_parameters,
+        total=torch.cuda.mem_get_info()[1] if choose_device(recipe) == "cuda" else 0,
     )
 
 

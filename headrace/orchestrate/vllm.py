@@ -21,7 +21,15 @@ from headrace.engine.vllm.weights import Staging
 from headrace.model.head import Head
 from headrace.model.load import context_limit, load_model, load_tokenizer
 from headrace.orchestrate.build import decoder_of, stop_tokens
-from headrace.orchestrate.devices import choose_handover, receiving_place, shares_the_trainers, visible_to
+from headrace.orchestrate.devices import (
+    CPU_CACHE_VARIABLE,
+    SHARED_GPU,
+    choose_handover,
+    cpu_cache_gigabytes,
+    receiving_place,
+    shares_the_trainers,
+    visible_to,
+)
 from headrace.settings import ConfigError
 from headrace.types import Sampling
 
@@ -41,10 +49,6 @@ MOST_CANDIDATES = 4096
 """Logprobs that may come with one token: more than any cut-off in use keeps, and few enough to be sent with each."""
 _CPU_STEP_TOKENS = 8192
 """Computed in one step on a CPU, where a prompt must fit into it whole."""
-_KV_GIGABYTES = "2"
-"""On a CPU, where vLLM would take half of the memory; the variable VLLM_CPU_KVCACHE_SPACE says otherwise."""
-_SHARED_GPU = 0.4
-"""Of the memory of a GPU that a server shares with the trainer; vLLM would take nearly all."""
 _TRY_SECONDS = 120.0
 
 
@@ -210,7 +214,7 @@ def server_arguments(
     if handover != "folder":
         arguments["--weight-transfer-config"] = json.dumps({"backend": handover})
     if shares_gpu and not {"gpu_memory_utilization", "kv_cache_memory_bytes"} & set(engine.vllm.arguments):
-        arguments["--gpu-memory-utilization"] = _SHARED_GPU
+        arguments["--gpu-memory-utilization"] = SHARED_GPU
     words = [word for name, value in arguments.items() for word in (name, str(value))]
     if is_on_cpu:  # 0.32 ends there when a prompt with a seed is computed in parts
         words += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(context, _CPU_STEP_TOKENS))]
@@ -229,7 +233,7 @@ def goes_on_over_updates(recipe: Recipe) -> bool:
 def server_environment(recipe: Recipe, place: Place) -> dict[str, str]:
     """Which GPUs it may see, or how much of the host's memory its cache takes."""
     if not place.device.startswith("cuda"):
-        return {"VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", _KV_GIGABYTES)}
+        return {CPU_CACHE_VARIABLE: str(cpu_cache_gigabytes())}
     variables = {"CUDA_VISIBLE_DEVICES": visible_to(recipe, place.index)}
     if choose_handover(recipe) == "ipc":  # handles are pickled, and only who has its token can send it any
         variables["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"

@@ -8,8 +8,10 @@ from transformers import Qwen3Config
 
 from headrace.config import make_recipe
 from headrace.model.shape import ModelShape
+from headrace.orchestrate.build import check_engine
 from headrace.orchestrate.doctor import Subject, space
 from headrace.orchestrate.forecast import forecast, longest_prompt, tokens_per_pass
+from headrace.settings import ConfigError
 
 MIDDLING = ModelShape.of(
     Qwen3Config(
@@ -113,3 +115,36 @@ def test_on_a_cpu_the_memory_of_the_machine_counts(monkeypatch) -> None:
         monkeypatch.setattr(space, "free_memory", lambda free=free: (free, 2 * free))
         (finding,) = space.check_memory(subject(device="cpu", model__dtype="float32"))
         assert finding.level == level and "at its peak the trainer takes" in finding.what
+
+
+def vllm_of(**settings):
+    dotted = {name.replace("__", "."): value for name, value in settings.items()}
+    recipe = make_recipe({"model.dtype": "bfloat16", "engine.kind": "vllm", **dotted})
+    on_gpu = torch.cuda.is_available()
+    total = torch.cuda.mem_get_info()[1] if on_gpu else 0
+    sizes = {"context": 4096, "longest_prompt": 512, "free": int(80e9), "transport": "shared_memory"}
+    return forecast(recipe, MIDDLING, on_gpu=on_gpu, total=total, **sizes)
+
+
+def test_a_vllm_server_is_counted_with_what_it_is_given(gpu, monkeypatch) -> None:
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    on_cpu = vllm_of()
+    weights = on_cpu.engine.weights
+    assert on_cpu.server == weights + (2 << 30) + 2 * on_cpu.engine.process and on_cpu.engine.cache == 0
+    assert vllm_of(engine__vllm__urls=["http://one:8000"]).server == 0
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "7")
+    assert vllm_of().server - on_cpu.server == 5 << 30
+    gpu(100)
+    shared, given = vllm_of(), vllm_of(engine__vllm__arguments={"gpu_memory_utilization": 0.7})
+    assert (shared.server, given.server) == (int(40e9), int(70e9))
+    assert shared.together(1) - given.together(1) == -int(30e9) and shared.engine.weights == shared.engine.staging == weights
+    assert vllm_of(engine__vllm__handover="folder").engine.total == 0, "it holds them in the host's memory"
+    assert vllm_of(engine__vllm__arguments={"kv_cache_memory_bytes": 5}).server == weights + 5
+    words = " ".join(finding.what for finding in space.check_gpu_memory(subject(engine__kind="vllm")))
+    assert "the vLLM server behind it 40" in words and "KV cache" not in words
+
+
+def test_a_cache_that_vllm_would_not_take_is_refused(monkeypatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1.5")
+    with pytest.raises(ConfigError, match=r"^the variable VLLM_CPU_KVCACHE_SPACE is '1.5': vLLM wants a whole number"):
+        check_engine(make_recipe({"engine.kind": "vllm"}))

@@ -99,16 +99,18 @@ def _largest_need(expected: Forecast, recipe: Recipe) -> int:
     others = torch.cuda.device_count() - 1
     if others < 1:
         return expected.together(recipe.num_engines)
-    return max(expected.trainer.total + expected.exported, math.ceil(recipe.num_engines / others) * expected.engine.total)
+    each = expected.engine.total + expected.server
+    return max(expected.trainer.total + expected.exported, math.ceil(recipe.num_engines / others) * each)
 
 
 def _described(expected: Forecast) -> str:
     trainer, engine = expected.trainer, expected.engine
     optimizer = trainer.masters + trainer.gradients + trainer.moments
+    held = f"an engine {size(engine.total)} (weights twice {size(engine.weights + engine.staging)}"
+    behind = f"), the vLLM server behind it {size(expected.server)}" if expected.server else f", KV cache {size(engine.cache)})"
     return (
         f"at its peak the trainer takes {size(trainer.total)} (weights {size(trainer.weights)}, optimizer {size(optimizer)}, "
-        f"activations of {trainer.tokens} tokens {size(trainer.activations)}), an engine {size(engine.total)} (weights twice "
-        f"{size(engine.weights + engine.staging)}, KV cache {size(engine.cache)})"
+        f"activations of {trainer.tokens} tokens {size(trainer.activations)}), {held}{behind}"
     )
 
 
