@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from headrace.config import Recipe, VllmSettings, make_recipe, parse_recipe
-from headrace.orchestrate.build import check_engine, preflight
-from headrace.orchestrate.devices import choose_handover, choose_transport, gpus_of, receiving_place
+from headrace.orchestrate.build import check_engine, check_sync, preflight
+from headrace.orchestrate.devices import choose_handover, choose_transport, gpu_share, gpus_of, receiving_place
 from headrace.orchestrate.inputs import UserInputs
 from headrace.orchestrate.vllm import check_sampling, server_arguments
 from headrace.settings import ConfigError, describe, flatten, parse_override, to_dict, to_toml
@@ -247,6 +247,41 @@ def test_weights_take_the_shortest_way_that_the_gpus_have(monkeypatch, gpus: int
     assert (choose_handover(recipe), choose_transport(recipe), [receiving_place(recipe, each) for each in (0, 1)]) == ways
 
 
+def test_handovers_that_the_gpus_do_not_allow_are_refused(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match=r"^engine.vllm.handover = 'nccl': NCCL wants a GPU for each end"):
+        choose_handover(vllm(vllm__handover="nccl"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    two = {"vllm__arguments": {"tensor_parallel_size": 2}}
+    with pytest.raises(ConfigError, match=r"^engine.vllm.handover = 'ipc': a server of 2 GPUs cannot open the memory of one"):
+        choose_handover(vllm(vllm__handover="ipc", **two))
+    for host in ("0.0.0.0", "host.invalid"):
+        with pytest.raises(ConfigError, match=rf"^sync.host = '{host}'"):
+            check_engine(make_recipe({"engine.kind": "vllm", "engine.vllm.handover": "nccl", "sync.host": host}))
+    for settings in ({"engine.vllm.handover": "folder"}, {"engine.vllm.handover": "nccl"}):
+        with pytest.raises(ConfigError, match=r"^sync.transport = 'collective': with engine.vllm.handover"):
+            check_sync(make_recipe({"engine.kind": "vllm", "sync.transport": "collective", **settings}))
+    check_sync(make_recipe({"engine.kind": "vllm", "sync.transport": "collective"}))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "count", "shares"),
+    [(1, 1, [0.4]), (1, 2, [0.2, 0.2]), (3, 2, [0.81, 0.81]), (2, 2, [0.35, 0.35])],
+)
+def test_servers_divide_a_gpu_and_leave_room_for_the_weights_held_there(monkeypatch, gpus, count, shares) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    held = {"held": 10 << 30, "total": 100 << 30}  # and a process's own gigabyte
+    assert [gpu_share(vllm(count=count), index, **held) for index in range(count)] == shares
+
+
+@pytest.mark.parametrize("arguments", [{"tensor_parallel": 2}, {"tensor_parallel_size": "two"}, {"data_parallel_size": True}])
+def test_how_many_gpus_a_server_takes_must_be_said_plainly(arguments) -> None:
+    with pytest.raises(ConfigError, match=r"engine.vllm.arguments.(tensor|data)_parallel"):
+        vllm(vllm__arguments=arguments)
+
+
 @pytest.mark.parametrize("handover", ["ipc", "nccl"])
 def test_a_run_without_a_gpu_hands_over_by_files_alone(handover) -> None:
     with pytest.raises(ConfigError, match=rf"^engine.vllm.handover = '{handover}': the run is on the CPU"):
@@ -259,11 +294,11 @@ def test_a_server_is_started_for_the_way_its_weights_come_and_leaves_the_trainer
         return dict(itertools.pairwise(words))
 
     assert "--weight-transfer-config" not in started(vllm()) and "--gpu-memory-utilization" not in started(vllm())
-    alone = started(vllm(), handover="nccl", shares_gpu=False)
+    alone = started(vllm(), handover="nccl")
     assert json.loads(alone["--weight-transfer-config"]) == {"backend": "nccl"} and "--gpu-memory-utilization" not in alone
-    assert started(vllm(), handover="ipc", shares_gpu=True)["--gpu-memory-utilization"] == "0.4"
+    assert started(vllm(), handover="ipc", share=0.4)["--gpu-memory-utilization"] == "0.4"
     own = vllm(vllm__arguments={"gpu_memory_utilization": 0.7})
-    assert started(own, handover="ipc", shares_gpu=True)["--gpu-memory-utilization"] == "0.7"
+    assert started(own, handover="ipc", share=0.4)["--gpu-memory-utilization"] == "0.7"
     together = [{"partial.interrupt": "abort"}, {"partial.interrupt": "drain"}, {"buffer.kind": "synchronous"}]
     one_by_one = [{}, {"partial.interrupt": "retract"}]
     for settings, every in [*((each, "16") for each in together), *((each, None) for each in one_by_one)]:

@@ -135,3 +135,4 @@ async def served(
     finally:
         await engine.close()
         await api.close()
+        shutil.rmtree(folder, ignore_errors=True)

@@ -92,7 +92,7 @@ class SyncSettings:
     folder: str = ""
     """Where shared memory or files lie; empty takes /dev/shm."""
     host: str = "127.0.0.1"
-    """The address that `collective` and `http` listen on."""
+    """The address that `collective` and `http` listen on, and engine.vllm.handover = "nccl"."""
     deadline: float = 60.0
     """Seconds an update may go without progress before it is given up and sent again."""
     patience: float = 5.0

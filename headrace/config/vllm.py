@@ -37,6 +37,8 @@ _DECIDED = {
     "logprobs_mode": "training needs the logprobs of what was drawn; leave it out",
 }
 """Of vLLM's arguments, those that are not the user's to give, and why."""
+PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+"""Those that multiply the GPUs of a server."""
 _JSON_LISTS = ("allowed_origins", "allowed_methods", "allowed_headers")
 _COMMA_LISTS = ("device_ids", "disable_access_log_for_endpoints")
 _REPEATED = ("middleware",)
@@ -131,6 +133,12 @@ def _check_argument(key: str, value: object) -> None:
         shown = "…" if decided in ("api_key", "hf_token") else repr(value)
         taken = "" if key == decided else f"vLLM takes it for {decided}, and "
         raise ConfigError(f"{name} = {shown}: {taken}{_DECIDED[decided]}")
+    parallel = next((other for other in PARALLEL if other.startswith(key)), None)
+    if parallel not in (None, key):
+        raise ConfigError(f"{name} = {value!r}: vLLM takes it for {parallel}; write that")
+    if parallel is not None:
+        is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        check(is_count, name, value, "a whole number of at least 1")
     check(_is_plain(value), name, value, "text, a finite number, true or false, or a list or table of these")
     if isinstance(value, list) and key not in _JSON_LISTS:
         is_said = bool(value) and not any(_word(item).startswith("-") for item in value)

@@ -30,6 +30,8 @@ class Courier:
         """Seconds that engines which hold an update wait for the others to hold it."""
         self._on_lost = on_lost
         self._sending: set[asyncio.Future[None]] = set()
+        self._interrupt = Interrupt.KEEP
+        """What the last update did to rollouts in flight: so does one that an engine catches up by."""
 
     async def deliver(
         self,
@@ -42,6 +44,7 @@ class Courier:
         """Have these load it, and whoever has it send it. Returns when all of them hold it, or the first do and patience is at
         an end: then with those that are still at it. One that refuses it is an error. `following` are on their way to it
         from behind; the first may be one of them."""
+        self._interrupt = interrupt
         names = [member.name for member in members]
         routes = [update] * len(members) if self.source is None else self.source.routes(update, names)
         loading = {
@@ -83,7 +86,7 @@ class Courier:
             await self._deliver_whole(member, wanted)
 
     async def _deliver_whole(self, member: Member, update: WeightUpdate) -> None:
-        await self.deliver(update, [member], Interrupt.KEEP)
+        await self.deliver(update, [member], self._interrupt)
         if member.is_lost:
             raise StreamClosed(f"{member.name} was lost while it was brought up to date")
 

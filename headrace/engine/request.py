@@ -26,6 +26,8 @@ class Request:
     """Called once, between two steps, with the lengthened rollout."""
     on_tokens: Callable[[Increment], None] | None = None
     """Called after every step, for a stream."""
+    is_streamed: bool = False
+    """Somebody elsewhere waits for each of its tokens."""
     on_failed: Callable[[Exception], None] | None = None
     """Called once instead of `on_done` when it cannot be generated; without it the engine itself fails."""
     slot: int = -1

@@ -2,7 +2,8 @@
 
 Two threads: the decode thread, and the event loop this runs in. Rollouts come and go in batches on the data stream, as
 many as were pulled and no more; control calls have a stream of their own and never queue behind them. Every second, and
-for streamed rollouts after every step, what has grown is told, so that whoever loses this process loses at most that.
+for streamed rollouts after every step, what has grown is told, as far as the engine is sure of it, so that whoever loses this
+process loses at most what came since.
 """
 
 from __future__ import annotations
@@ -86,14 +87,14 @@ class EngineWorker:
 
     def _take_work(self, value: Any) -> None:  # noqa: ANN401
         rollouts, samplings = unpack_rollouts(value["rollouts"]), unpack_samplings(value["samplings"])
-        requests = []
+        requests, streamed = [], set(value["streamed"])
         for key, rollout, sampling in zip(value["keys"].tolist(), rollouts, samplings, strict=True):
-            request = Request(rollout, sampling, on_done=lambda _: None)
+            request = Request(rollout, sampling, on_done=lambda _: None, is_streamed=key in streamed)
             request.on_done = lambda result, request=request: self._finished.append((request, result))  # type: ignore[misc]
             request.on_failed = partial(self._on_refused, request)
             self._requests[key], self._keys[request] = request, key
             requests.append(request)
-        self._streamed.update(self._requests[key] for key in value["streamed"])
+        self._streamed.update(request for request in requests if request.is_streamed)
         self._engine.submit(requests, self._on_refused)
 
     def _take_cancel(self, keys: list[int]) -> None:

@@ -13,7 +13,14 @@ from headrace.engine.native import NativeEngine
 from headrace.engine.native.core import EngineCore
 from headrace.envs import PromptEncoder, SingleTurn
 from headrace.model.load import ModelError, context_limit, load_model, load_tokenizer
-from headrace.orchestrate.devices import choose_device, choose_handover, choose_transport, cpu_cache_gigabytes
+from headrace.orchestrate.devices import (
+    choose_device,
+    choose_handover,
+    choose_transport,
+    cpu_cache_gigabytes,
+    place_of,
+    receiving_place,
+)
 from headrace.orchestrate.inputs import UserInputs, held_out_tasks, open_tasks, reward_functions
 from headrace.orchestrate.publish import make_canary
 from headrace.orchestrate.roles import Around, Roles, TrainerHere
@@ -63,21 +70,43 @@ def check_sync(recipe: Recipe) -> None:
     transport = choose_transport(recipe)
     if transport == "cuda_ipc" and choose_device(recipe) != "cuda":
         raise ConfigError("sync.transport = 'cuda_ipc': the run is on the CPU and has no GPU memory to share; leave it auto")
+    if recipe.engine.kind == "vllm" and transport == "collective":
+        _check_collective(recipe)
     try:
         check_place(transport, folder=recipe.sync.folder, host=recipe.sync.host)
     except SyncError as error:
         raise ConfigError(str(error)) from error
 
 
+def _check_collective(recipe: Recipe) -> None:
+    """Both ends are gloo's, or both NCCL's with a GPU each."""
+    device = choose_device(recipe)
+    places = {receiving_place(recipe, index) for index in range(recipe.num_engines)}
+    if device == "cuda" and places & {"cpu", place_of(device, "trainer")}:
+        raise ConfigError(
+            f"sync.transport = 'collective': with engine.vllm.handover = '{choose_handover(recipe)}' the engine receives on "
+            f"{', '.join(sorted(places))}, and NCCL wants a GPU of its own there; leave it auto"
+        )
+
+
 def check_engine(recipe: Recipe) -> None:
     """A server that is to be started can be, and weights can get into it."""
     if recipe.engine.kind == "vllm":
-        choose_handover(recipe)
         cpu_cache_gigabytes()
+        if choose_handover(recipe) == "nccl":
+            _check_host(recipe)
     if recipe.engine.kind == "vllm" and not recipe.engine.vllm.urls:
         from headrace.engine.vllm.server import choose_python, find_vllm  # its HTTP client takes a while to import
 
         find_vllm(choose_python(recipe.engine.vllm.python))
+
+
+def _check_host(recipe: Recipe) -> None:
+    """The address that a server's workers are told is one of this machine's."""
+    try:
+        check_place("collective", folder="", host=recipe.sync.host)
+    except SyncError as error:
+        raise ConfigError(f"{error} (engine.vllm.handover = 'nccl')") from error
 
 
 def check_loss(recipe: Recipe) -> None:

@@ -7,19 +7,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from headrace.config.vllm import PARALLEL
 from headrace.settings import ConfigError
 
 if TYPE_CHECKING:
     from headrace.config import Recipe
 
-SHARED_GPU = 0.4
-"""Of the memory of a GPU that a vLLM server shares with the trainer; it would take nearly all."""
+_SHARED_GPU = 0.4
+"""Of the memory of a GPU that vLLM servers share with the trainer; each would take nearly all."""
 _WHOLE_GPU = 0.92
 """vLLM's own choice."""
+_CONTEXT_BYTES = 1 << 30
+"""What a process on a GPU takes there before it holds anything, and some room."""
 CPU_CACHE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 _CPU_CACHE_GIGABYTES = "2"
-_PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
-"""Arguments of vLLM that multiply the GPUs of a server."""
 
 
 def choose_device(recipe: Recipe) -> str:
@@ -68,23 +69,28 @@ def choose_transport(recipe: Recipe) -> str:
 def choose_handover(recipe: Recipe) -> str:
     """`engine.vllm.handover`, with `auto` resolved."""
     wanted, device = recipe.engine.vllm.handover, choose_device(recipe)
-    if wanted != "auto":
-        if wanted != "folder" and device != "cuda":
-            raise ConfigError(
-                f"engine.vllm.handover = '{wanted}': the run is on the CPU, and there is no GPU memory to hand over from; "
-                f"leave it auto"
-            )
-        return wanted
-    if device != "cuda" or recipe.engine.vllm.urls:
+    if wanted == "folder" or (wanted == "auto" and (device != "cuda" or recipe.engine.vllm.urls)):
         return "folder"
-    return "ipc" if len(gpus_of(recipe, 0, count=_count(device))) == 1 else "nccl"
+    setting = f"engine.vllm.handover = '{wanted}'"
+    if device != "cuda":
+        raise ConfigError(f"{setting}: the run is on the CPU, and has no GPU memory to hand over from; leave it auto")
+    if recipe.engine.vllm.urls:
+        return wanted
+    gpus = gpus_of(recipe, 0, count=_count(device))
+    if wanted == "auto":
+        return "ipc" if len(gpus) == 1 else "nccl"
+    if wanted == "ipc" and len(gpus) > 1:
+        raise ConfigError(f"{setting}: a server of {len(gpus)} GPUs cannot open the memory of one; set it to 'nccl'")
+    if wanted == "nccl" and 0 in gpus:
+        raise ConfigError(f"{setting}: NCCL wants a GPU for each end, and the server has the trainer's; set it to 'ipc'")
+    return wanted
 
 
 def gpus_of(recipe: Recipe, index: int, *, count: int) -> list[int]:
     """Of a vLLM server: the trainer has the first, each server those that follow, as many as its parallelism takes; of one GPU
     all have that one."""
     each = 1
-    for name in _PARALLEL:
+    for name in PARALLEL:
         each *= int(recipe.engine.vllm.arguments.get(name, 1))
     if each == 1 and count < 2:
         return [0]
@@ -109,9 +115,15 @@ def shares_the_trainers(recipe: Recipe, index: int) -> bool:
     return gpus_of(recipe, index, count=torch.cuda.device_count())[0] == 0
 
 
-def usual_gpu_share(recipe: Recipe) -> float:
-    """Of a GPU's memory, what a vLLM server takes that is not told otherwise."""
-    return SHARED_GPU if shares_the_trainers(recipe, 0) else _WHOLE_GPU
+def gpu_share(recipe: Recipe, index: int, *, held: int, total: int) -> float:
+    """Of a GPU's memory, what a vLLM server takes that is not told otherwise; `held` are the bytes that its engine's process
+    holds there."""
+    own = gpus_of(recipe, index, count=torch.cuda.device_count())
+    servers = sum(gpus_of(recipe, each, count=torch.cuda.device_count())[0] == own[0] for each in range(recipe.num_engines))
+    if shares_the_trainers(recipe, index):
+        return round(_SHARED_GPU / servers, 3)
+    beside = held + _CONTEXT_BYTES if choose_handover(recipe) == "ipc" else 0
+    return round(max(_WHOLE_GPU / servers - beside / total, 0.0), 3)
 
 
 def cpu_cache_gigabytes() -> int:

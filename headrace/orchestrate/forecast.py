@@ -15,8 +15,8 @@ from headrace.orchestrate.devices import (
     choose_handover,
     choose_transport,
     cpu_cache_gigabytes,
+    gpu_share,
     place_of,
-    usual_gpu_share,
 )
 from headrace.train.memory import TrainerMemory, predict_memory
 
@@ -121,7 +121,8 @@ def _server_memory(recipe: Recipe, engine: EngineMemory, *, total: int) -> int:
         return engine.weights + (cpu_cache_gigabytes() << 30) + 2 * engine.process
     if "kv_cache_memory_bytes" in arguments:
         return engine.weights + int(arguments["kv_cache_memory_bytes"])
-    return int(float(arguments.get("gpu_memory_utilization", usual_gpu_share(recipe))) * total)
+    held = engine.weights + engine.staging
+    return int(float(arguments.get("gpu_memory_utilization", gpu_share(recipe, 0, held=held, total=total))) * total)
 
 
 def forecast_here(

@@ -12,7 +12,7 @@ import torch
 
 from headrace.config import EngineSettings
 from headrace.engine.vllm import VllmEngine, abilities
-from headrace.engine.vllm.api import Piece, VllmApi, VllmRefused
+from headrace.engine.vllm.api import Piece, VllmApi, VllmError, VllmRefused
 from headrace.engine.vllm.call import TOGETHER
 from headrace.engine.vllm.handover import FolderHandover, IpcHandover, NcclHandover
 from headrace.engine.vllm.server import Server, choose_python, end, start
@@ -20,14 +20,14 @@ from headrace.engine.vllm.traffic import Limits
 from headrace.engine.vllm.weights import Staging
 from headrace.model.head import Head
 from headrace.model.load import context_limit, load_model, load_tokenizer
+from headrace.model.weights import named_tensors
 from headrace.orchestrate.build import decoder_of, stop_tokens
 from headrace.orchestrate.devices import (
     CPU_CACHE_VARIABLE,
-    SHARED_GPU,
     choose_handover,
     cpu_cache_gigabytes,
+    gpu_share,
     receiving_place,
-    shares_the_trainers,
     visible_to,
 )
 from headrace.settings import ConfigError
@@ -92,7 +92,7 @@ async def open_engine(recipe: Recipe, model_path: str, place: Place, *, sync: We
     if settings.urls:
         api = VllmApi(settings.urls[place.index], token=os.environ.get(settings.token_variable, ""))
     else:
-        server = await start(
+        server = await _start(
             model_path,
             server_arguments(
                 recipe,
@@ -100,14 +100,13 @@ async def open_engine(recipe: Recipe, model_path: str, place: Place, *, sync: We
                 candidates=candidates,
                 is_on_cpu=place.device == "cpu",
                 handover=handover,
-                shares_gpu=place.device != "cpu" and shares_the_trainers(recipe, place.index),
+                share=_share(recipe, place, model),
             ),
-            python=choose_python(settings.python),
-            log=place.log,
-            seconds=settings.start_seconds,
-            environment=server_environment(recipe, place),
+            place,
+            recipe,
         )
         api = server.api
+    way: Handover | None = None
     try:
         about = await api.about()
         abilities.check(about, server=api.url, more=() if handover == "folder" else (abilities.TRANSFER,))
@@ -118,9 +117,12 @@ async def open_engine(recipe: Recipe, model_path: str, place: Place, *, sync: We
             )
         await try_out(api, served, vocabulary)
         limits = Limits(recipe.engine.slots, context, vocabulary, *await api.cache(), num_candidates=candidates)
+        staging = await asyncio.to_thread(Staging, model, sync=sync)
         way = make_handover(handover, recipe, folder=place.folder, device=receives_on)
         await way.open(api, about.version)
     except BaseException:
+        if way is not None:
+            await asyncio.to_thread(way.close)
         await (server.close() if server is not None else api.close())
         raise
     engine = VllmEngine(
@@ -129,7 +131,7 @@ async def open_engine(recipe: Recipe, model_path: str, place: Place, *, sync: We
         name=place.name,
         model=served,
         limits=limits,
-        staging=await asyncio.to_thread(Staging, model, sync=sync),
+        staging=staging,
         handover=way,
         timeline=timeline,
         decode=decoder_of(tokenizer) if recipe.sampling.stop else None,
@@ -139,8 +141,36 @@ async def open_engine(recipe: Recipe, model_path: str, place: Place, *, sync: We
     return Opened(engine, server, stop_tokens(model, tokenizer))
 
 
+async def _start(model_path: str, arguments: list[str], place: Place, recipe: Recipe) -> Server:
+    settings = recipe.engine.vllm
+    try:
+        return await start(
+            model_path,
+            arguments,
+            python=choose_python(settings.python),
+            log=place.log,
+            seconds=settings.start_seconds,
+            environment=server_environment(recipe, place),
+        )
+    except VllmError as error:
+        if "No module named 'ray'" not in str(error):
+            raise
+        fix = "install ray in its environment, or set engine.vllm.handover = 'folder'"
+        raise ConfigError(
+            f"engine.vllm.handover = 'ipc': this vLLM imports ray for it, and has none; {fix} ({error})"
+        ) from error
+
+
 def _load(recipe: Recipe, model_path: str, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     return load_model(model_path, dtype=recipe.model.dtype, device=device), load_tokenizer(model_path)
+
+
+def _share(recipe: Recipe, place: Place, model: PreTrainedModel) -> float:
+    if place.device == "cpu":
+        return 0
+    held = 2 * sum(tensor.nbytes for _, tensor in named_tensors(model))
+    total = torch.cuda.get_device_properties(torch.device(place.device)).total_memory
+    return gpu_share(recipe, place.index, held=held, total=total)
 
 
 def make_handover(name: str, recipe: Recipe, *, folder: Path, device: str) -> Handover:
@@ -191,9 +221,9 @@ def _check_processed(api: VllmApi, pieces: list[Piece]) -> None:
 
 
 def server_arguments(
-    recipe: Recipe, *, context: int, candidates: int, is_on_cpu: bool, handover: str = "folder", shares_gpu: bool = False
+    recipe: Recipe, *, context: int, candidates: int, is_on_cpu: bool, handover: str = "folder", share: float = 0
 ) -> list[str]:
-    """What the recipe says, in vLLM's words."""
+    """What the recipe says, in vLLM's words; `share` is of the GPU's memory, 0 leaves it to vLLM."""
     engine = recipe.engine
     arguments = {
         "--served-model-name": _SERVED,
@@ -213,8 +243,8 @@ def server_arguments(
         arguments["--stream-interval"] = TOGETHER
     if handover != "folder":
         arguments["--weight-transfer-config"] = json.dumps({"backend": handover})
-    if shares_gpu and not {"gpu_memory_utilization", "kv_cache_memory_bytes"} & set(engine.vllm.arguments):
-        arguments["--gpu-memory-utilization"] = SHARED_GPU
+    if share and not {"gpu_memory_utilization", "kv_cache_memory_bytes"} & set(engine.vllm.arguments):
+        arguments["--gpu-memory-utilization"] = share
     words = [word for name, value in arguments.items() for word in (name, str(value))]
     if is_on_cpu:  # 0.32 ends there when a prompt with a seed is computed in parts
         words += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(context, _CPU_STEP_TOKENS))]

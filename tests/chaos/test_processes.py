@@ -33,7 +33,7 @@ def check_finished(run: Running, output: str) -> None:
 
 def test_a_killed_engine_is_started_again_and_its_rollouts_go_on(tmp_path):
     sizes = ("--model.context=4096", "--sampling.max_tokens=3000", "--sampling.min_tokens=3000")
-    run = start(tmp_path, *sizes, "--train.batch=4", "--engine.slots=4", "--steps=3")
+    run = start(tmp_path, *sizes, "--train.batch=4", "--engine.slots=4", "--steps=4")
     run.wait_for_version(1)
     time.sleep(2)  # a rollout takes longer than the second after which it has been told of
     run.hit("engine-0", signal.SIGKILL)
@@ -42,7 +42,7 @@ def test_a_killed_engine_is_started_again_and_its_rollouts_go_on(tmp_path):
     assert "engine-0" in output and "killed by SIGKILL" in output and "started again (1 of 3)" in output
     assert "logs/engine-0.log" in output
     resumed = 0
-    for step in range(1, 4):
+    for step in range(1, 5):
         for rollout in read_rollouts(run.folder, step=step)[1]:
             versions = rollout.versions[rollout.is_sampled]
             assert (np.diff(versions) >= 0).all() and rollout.num_sampled == 3000

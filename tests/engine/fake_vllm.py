@@ -44,6 +44,10 @@ class Fake:
     weight_version: str = "default"
     drawn_by: list[list[str]] = field(default_factory=list)
     """Of each call, the weights of each token."""
+    together: int = 1
+    """Tokens in an event, where the call does not say."""
+    holds_at: int = -1
+    """The token before which every call stands still."""
     _go_on: asyncio.Event = field(default_factory=asyncio.Event)
     _aborts: int = 0
     _num_reloads: int = 0
@@ -138,9 +142,14 @@ class Fake:
     async def _draw(self, body: dict[str, Any], answer: web.StreamResponse, request: web.Request) -> None:
         versions, unsaid, aborts = [], [], self._aborts
         self.drawn_by.append(versions)
-        most, every = body["sampling_params"]["max_tokens"], body["sampling_params"].get("stream_interval", 1)
+        most, every = body["sampling_params"]["max_tokens"], body["sampling_params"].get("stream_interval", self.together)
         for place in range(most):
             await asyncio.sleep(self.pace)
+            while self.holds_at == place and self._aborts == aborts and self._go_on.is_set():  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
+            if unsaid and not self._go_on.is_set() and every == self.together:
+                await self._say(answer, unsaid, None, versions)
+                unsaid = []
             while not self._go_on.is_set() and self._aborts == aborts:  # noqa: ASYNC110  (two things may end it)
                 await asyncio.sleep(0.002)
             if self._aborts > aborts:

@@ -42,7 +42,7 @@ PROMPT = Rollout.from_prompt([3, 4, 5], id="r")
 def run(tiny_model, tmp_path):
     """Runs a test over a fake server and an engine that holds version 0 of it."""
 
-    def runner(test, fake, *, patience=60.0, tells_late=False):
+    def runner(test, fake, *, patience=60.0, tells_late=False, decode=None):
         async def main():
             sync = WeightSync(Lineage("life"), MemoryTransport())
             async with serving(fake) as url:
@@ -60,6 +60,7 @@ def run(tiny_model, tmp_path):
                     timeline=Timeline("engine"),
                     patience=patience,
                     tells_late=tells_late,
+                    decode=decode,
                 )
                 engine.start()
 
@@ -327,13 +328,13 @@ def pieces_of(fake):
 
 @pytest.mark.parametrize(("version", "every"), [(OLD, 1), (NEW, 16)], ids=[OLD, NEW])
 def test_tokens_come_together_only_from_a_server_that_names_their_weights(run, version, every):
-    fake = Fake(version=version, pace=0.01)
+    fake = Fake(version=version, holds_at=20)
 
     async def check(engine, publish):
         growing = asyncio.ensure_future(engine.generate(PROMPT, Sampling(max_tokens=40)))
-        while (await engine.state()).tokens < 4:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+        await grown(engine, 17)
         await publish(1)
+        fake.holds_at = -1
         rollout = await growing
         drawn = rollout.versions[3:].tolist()
         assert drawn == sorted(drawn) and set(drawn) == {0, 1}
@@ -365,30 +366,49 @@ def test_an_old_server_that_tells_tokens_together_is_not_updated_under_what_goes
     run(check, fake, tells_late=True)
 
 
+@pytest.mark.parametrize("sampling", [{}, {"stop": ("never",)}], ids=["plain", "stop string"])
+@pytest.mark.parametrize("version", [OLD, NEW])
+def test_tokens_that_come_together_by_chance_are_of_the_weights_that_run(run, version, sampling):
+    """A server that is behind, or that guesses ahead, tells several at once of what has all been drawn since the update."""
+    fake = Fake(version=version, together=2, holds_at=10, fault="" if version == OLD else "unnamed")
+
+    async def check(engine, publish):
+        reading = engine.stream(PROMPT, Sampling(max_tokens=20, **sampling))
+        told = [await anext(reading)]
+        await grown(engine, 9)
+        await publish(1)
+        fake.holds_at = -1
+        told += [each async for each in reading]
+        versions = [version for each in told for version in each.versions]
+        assert versions == [int(name.removeprefix("life:")) for name in fake.drawn_by[-1]] and len(versions) == 20
+
+    run(check, fake, decode=str)
+
+
 def test_a_server_that_leaves_out_which_weights_drew_tokens_it_told_together_counts_as_dead(run):
-    fake = Fake(fault="unnamed", pace=0.01)
+    fake = Fake(fault="unnamed", holds_at=20)
 
     async def check(engine, publish):
         growing = asyncio.ensure_future(engine.generate(PROMPT, Sampling(max_tokens=40)))
-        await asyncio.sleep(0.1)
+        await grown(engine, 17)
         await publish(1)
-        with pytest.raises(EngineDied, match="ends a call and does not name its weights"):
+        fake.holds_at = -1
+        with pytest.raises(EngineDied, match="ends a call and does not name the weights of it"):
             await growing
 
     run(check, fake)
 
 
 def test_a_call_that_is_ended_here_ends_before_tokens_whose_weights_are_not_known(run):
-    fake = Fake(fault="unnamed", pace=0.01)
+    fake = Fake(fault="unnamed", holds_at=20)
 
     async def check(engine, publish):
         growing = asyncio.ensure_future(engine.generate(PROMPT, Sampling(max_tokens=60)))
-        while (await engine.state()).tokens < 17:  # noqa: ASYNC110  (the first, and sixteen)
-            await asyncio.sleep(0.001)
-        await asyncio.sleep(0.05)
+        await grown(engine, 17)  # the first, and sixteen
         await publish(1)
-        while (await engine.state()).tokens < 33:  # noqa: ASYNC110  (some of the second sixteen are of the new weights)
-            await asyncio.sleep(0.001)
+        fake.holds_at = 40
+        await grown(engine, 33)  # of the second sixteen, three are of the old weights
+        assert (await engine.in_flight())[0].num_drawn == 17
         await engine.pause(Interrupt.ABORT)
         rollout = await growing
         assert rollout.num_sampled == 17 and set(rollout.versions[3:].tolist()) == {0}

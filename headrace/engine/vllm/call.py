@@ -48,6 +48,9 @@ class RunningCall:
         self._masks: list[Array] = []
         self._routing: Array | None = None
         self._told = 0
+        self._together = 1
+        """Tokens that one piece may bring by intention: of those, some may be of weights that have been replaced since. Where
+        they come one by one, all that was drawn is here before weights are replaced, however many one piece brings."""
         self._unsure_from: int | None = None
         """The first token of a piece that holds some of older weights and some of newer, until the server says which."""
 
@@ -60,10 +63,12 @@ class RunningCall:
         """Tokens whose versions are known."""
         return self.num_drawn if self._unsure_from is None else self._unsure_from
 
-    @property
-    def every(self) -> int:
-        """Tokens that may come together: one, where somebody waits for each or looks for the end in them."""
-        return 1 if self.request.on_tokens is not None or self.request.sampling.stop else TOGETHER
+    def tokens_together(self) -> int:
+        """To ask for of a server that names versions at the end: one, where somebody waits for each or looks for the end in
+        them."""
+        is_read = self.request.on_tokens is not None or self.request.is_streamed
+        self._together = 1 if is_read or self.request.sampling.stop else TOGETHER
+        return self._together
 
     @property
     def length(self) -> int:
@@ -90,7 +95,8 @@ class RunningCall:
         sampling = self.request.sampling
         reason = None if piece.finish is None else _REASONS.get(piece.finish, FinishReason.ABORT)
         start = self.num_drawn
-        if len(piece.token_ids) > 1 and start and self._versions[-1] != version and self._unsure_from is None:
+        is_split = self._together > 1 and len(piece.token_ids) > 1 and start and self._versions[-1] != version
+        if is_split and self._unsure_from is None:
             self._unsure_from = start
         for place, token in enumerate(piece.token_ids):
             logprob = piece.logprobs[place]
@@ -126,7 +132,7 @@ class RunningCall:
         self._unsure_from = None
 
     def growth(self) -> Growth | None:
-        """What came since this was last asked."""
+        """What came since this was last asked, as far as its versions are known."""
         start, self._told = self._told, self.num_sure
         if self.num_sure == start:
             return None
@@ -147,7 +153,7 @@ class RunningCall:
             return self.lengthened(FinishReason.ABORT, engine=engine, policy=policy, lineage=self.lineage)
 
         first = self._versions[0] if self._versions else -1
-        return InFlight.of(self.request.rollout, num_drawn=self.num_drawn, first=first, partial=partial)
+        return InFlight.of(self.request.rollout, num_drawn=self.num_sure, first=first, partial=partial)
 
     def lengthened(self, reason: FinishReason, *, engine: str, policy: str, lineage: str) -> Rollout:
         """What is not known for sure is left out, to be drawn again."""

@@ -20,7 +20,6 @@ from headrace.engine.vllm.abilities import NAME_VERSION
 from headrace.engine.vllm.api import VllmError, VllmGone
 from headrace.engine.vllm.score import score
 from headrace.engine.vllm.traffic import Traffic
-from headrace.errors import SyncError
 from headrace.partial import Interrupt
 from headrace.types import FinishReason
 
@@ -262,7 +261,17 @@ class VllmEngine(Traffic):
 
     async def _bring_in(self, update: WeightUpdate, interrupt: Interrupt) -> None:
         """What was received to the server. Half an update is none that can be named: whatever fails here ends the engine."""
-        await asyncio.to_thread(lambda: self._handover.lay_ready(self._staging.take()))
+        try:
+            await asyncio.to_thread(lambda: self._handover.lay_ready(self._staging.take()))
+            await self._exchange(update, interrupt)
+        except EngineDied:
+            raise
+        except Exception as error:
+            self._die(error)
+            raise EngineDied(f"version {update.version} did not get into the server: {error}") from error
+
+    async def _exchange(self, update: WeightUpdate, interrupt: Interrupt) -> None:
+        """The server stands still meanwhile."""
         async with self._turn:
             was_paused = self._is_paused
             if interrupt is Interrupt.DRAIN:
@@ -272,22 +281,15 @@ class VllmEngine(Traffic):
             try:
                 if not self._is_paused or interrupt not in (Interrupt.KEEP, Interrupt.DRAIN):
                     await self._pause(interrupt)
-                await self._hand_over(update)
+                await self._handover.hand_over(self._api)
+                if self._names_versions:
+                    await self._api.name_version(f"{update.lineage}:{update.version}")
+                self.version, self.lineage, self.policy = update.version, update.lineage, update.policy
                 if not was_paused:
                     await self._resume()
             finally:
                 self._is_swapping = False
                 self._note()
-
-    async def _hand_over(self, update: WeightUpdate) -> None:
-        try:
-            await self._handover.hand_over(self._api)
-            if self._names_versions:
-                await self._api.name_version(f"{update.lineage}:{update.version}")
-        except (VllmError, SyncError) as error:
-            self._die(error)
-            raise EngineDied(f"version {update.version} did not get into the server: {error}") from error
-        self.version, self.lineage, self.policy = update.version, update.lineage, update.policy
 
     # What it cannot do
 

@@ -179,7 +179,7 @@ class Traffic:
             salt=self.salt,
             num_candidates=call.num_candidates(limits.vocabulary, limits.num_candidates),
             model=self._model,
-            every=call.every if self._names_versions else 1,  # otherwise they must come before the weights change
+            every=call.tokens_together() if self._names_versions else 1,  # otherwise all must come before weights change
         )
         async with contextlib.aclosing(pieces):  # whatever ends it here, its stream is closed and the server hears of it
             async for piece in pieces:
@@ -198,7 +198,7 @@ class Traffic:
         if piece.spans is not None and self._names_versions:
             call.stamp(piece.spans)
         if call.num_sure < call.num_drawn and reason is not FinishReason.ABORT:
-            raise VllmGone(f"vLLM at {self._api.url} ends a call and does not name its weights, log {self._api.log}")
+            raise VllmGone(f"vLLM at {self._api.url} ends a call and does not name the weights of it, log {self._api.log}")
         self._finish(call, reason)
         return True
 
