@@ -12,7 +12,7 @@ import torch
 
 from headrace.config import EngineSettings
 from headrace.engine.vllm import VllmEngine, abilities
-from headrace.engine.vllm.api import Piece, VllmApi, VllmError, VllmRefused
+from headrace.engine.vllm.api import VllmApi, VllmError
 from headrace.engine.vllm.call import TOGETHER
 from headrace.engine.vllm.handover import FolderHandover, IpcHandover, NcclHandover
 from headrace.engine.vllm.server import Server, choose_python, end, start
@@ -30,8 +30,8 @@ from headrace.orchestrate.devices import (
     receiving_place,
     visible_to,
 )
+from headrace.orchestrate.vllm_trial import try_out, try_update
 from headrace.settings import ConfigError
-from headrace.types import Sampling
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,7 +49,6 @@ MOST_CANDIDATES = 4096
 """Logprobs that may come with one token: more than any cut-off in use keeps, and few enough to be sent with each."""
 _CPU_STEP_TOKENS = 8192
 """Computed in one step on a CPU, where a prompt must fit into it whole."""
-_TRY_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
@@ -120,6 +119,8 @@ async def open_engine(recipe: Recipe, model_path: str, place: Place, *, sync: We
         staging = await asyncio.to_thread(Staging, model, sync=sync)
         way = make_handover(handover, recipe, folder=place.folder, device=receives_on)
         await way.open(api, about.version)
+        if server is not None:
+            await try_update(api, served, way, model, version=about.version)
     except BaseException:
         if way is not None:
             await asyncio.to_thread(way.close)
@@ -190,33 +191,6 @@ def check_sampling(recipe: Recipe, *, vocabulary: int) -> None:
         raise ConfigError(
             f"sampling.top_k = {sampling.top_k}: with engine.kind = 'vllm' and a vocabulary of {vocabulary}, a cut-off needs "
             f"top_k between 1 and {MOST_CANDIDATES // 2}, to know which tokens could have been drawn"
-        )
-
-
-async def try_out(api: VllmApi, served: str, vocabulary: int) -> None:
-    """One token drawn, one scored: a server may be left paused, keep its interface shut, want another token, or give the
-    logprobs of another distribution than it draws from, and each would show late or not at all."""
-    await api.resume()
-    prompt = [vocabulary // 3, vocabulary // 2, vocabulary // 5]  # the first ids may be those of padding, and say nothing
-    of_two, asked = Sampling(max_tokens=1, top_k=2), min(vocabulary, 8)
-    drawing = api.generate(prompt, of_two, name="try", max_tokens=1, seed=0, salt="try", num_candidates=asked, model=served)
-    try:
-        async with asyncio.timeout(_TRY_SECONDS):
-            _check_processed(api, [piece async for piece in drawing])
-            await api.prompt_logprobs(prompt, model=served, salt="try", whole=False)
-    except VllmRefused as error:
-        raise ConfigError(str(error)) from error
-    except TimeoutError as error:
-        raise ConfigError(f"vLLM at {api.url} has not drawn one token for {_TRY_SECONDS:g} s") from error
-
-
-def _check_processed(api: VllmApi, pieces: list[Piece]) -> None:
-    """Of a draw from the two likeliest tokens, nothing is left to the others."""
-    kept = [each for piece in pieces for each in piece.kept or ()]
-    if len(kept) != 1 or len(kept[0].ids) > 4 or kept[0].share < 0.999:
-        raise ConfigError(
-            f"vLLM at {api.url} gives the logprobs of another distribution than it draws from: it must be started with "
-            f"--logprobs-mode processed_logprobs"
         )
 
 

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import shutil
 import signal
 
 import pytest
+import torch
 from faults import RECIPE, Running, command_of, is_alive, start, wait_until
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from vllm_server import MISSING, VARIABLES, vllm_python
 
+from headrace.config import make_recipe
+from headrace.model.load import load_tokenizer
+from headrace.observe import Timeline
 from headrace.observe.observer import read_metrics
+from headrace.orchestrate.vllm import Place, open_engine
+from headrace.settings import ConfigError
+from headrace.sync import Lineage, MemoryTransport, WeightSync
 
 pytestmark = pytest.mark.skipif(vllm_python() is None, reason=MISSING)
 
@@ -52,6 +62,33 @@ def test_a_killed_server_is_started_again_and_the_run_loses_nothing(begin):
     assert summary["status"] == "finished" and [row["version"] for row in rows] == list(range(1, 7))
     assert max(row["train/mismatch_max"] for row in rows) < 1e-4 and max(row["canary"] for row in rows) < 1e-4
     assert wait_until(lambda: not servers(run)) and not any(map(is_alive, first)) and not run.leftovers()
+
+
+def test_a_server_that_would_not_run_what_it_is_given_is_refused_and_ended(tmp_path, monkeypatch, tiny_model):
+    """vLLM's CPU build loads the experts of a mixture well once, and never again."""
+    for name, value in {**VARIABLES, "HEADRACE_VLLM_PYTHON": vllm_python()}.items():
+        monkeypatch.setenv(name, value)
+    folder = tmp_path / "experts"
+    shutil.copytree(tiny_model, folder)
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 128,
+        "moe_intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    }
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 256}
+    vocabulary = load_tokenizer(tiny_model).vocab_size + 8
+    AutoModelForCausalLM.from_config(Qwen3MoeConfig(vocab_size=vocabulary, **sizes, **heads)).save_pretrained(folder)
+    recipe = make_recipe({"model.path": str(folder), "sampling.max_tokens": 16, "engine.kind": "vllm", "engine.slots": 4})
+    place = Place("engine-0", 0, "cpu", tmp_path / "server.log", tmp_path / "weights")
+    sync = WeightSync(Lineage("life"), MemoryTransport())
+    with pytest.raises(ConfigError, match=r"^engine.kind = 'vllm': vLLM 0.32.0\S* at \S+ computes something else"):
+        asyncio.run(open_engine(recipe, str(folder), place, sync=sync, timeline=Timeline("engine")))
+    assert not place.folder.exists()
+    everyone = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    assert not [pid for pid in everyone if f"serve {folder}" in command_of(pid)]
 
 
 def test_a_killed_launcher_leaves_no_server(begin):

@@ -28,7 +28,7 @@ from headrace.engine.worker import EngineWorker
 from headrace.model.load import load_model
 from headrace.model.weights import named_tensors
 from headrace.observe import ProcessTimeline, Timeline
-from headrace.orchestrate.vllm import try_out
+from headrace.orchestrate.vllm_trial import try_out
 from headrace.packed import pack_rollouts, pack_samplings
 from headrace.partial import Interrupt
 from headrace.settings import ConfigError
