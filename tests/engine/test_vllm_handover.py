@@ -6,6 +6,8 @@ The other end of the transfer itself is in `test_vllm_nccl_sender.py`, and on a 
 from __future__ import annotations
 
 import asyncio
+import base64
+import pickle
 import threading
 
 import pytest
@@ -158,3 +160,27 @@ def test_a_broadcast_that_fails_does_not_wait_for_the_server(run):
         assert engine.died.done()
 
     run(check, fake)
+
+
+def test_handles_arrive_as_they_were_written():
+    tensor = torch.zeros(3, 4, dtype=torch.bfloat16)
+    storage = tensor._typed_storage()
+    parts = (
+        type(tensor),
+        tensor.size(),
+        tensor.stride(),
+        7,
+        type(storage),
+        tensor.dtype,
+        0,
+        b"handle",
+        24,
+        0,
+        False,
+        b"c",
+        1,
+        b"",
+        False,
+    )
+    handles = [{"GPU-1": parts}, {"GPU-1": parts}]
+    assert pickle.loads(base64.b64decode(handover._written(handles))) == handles
