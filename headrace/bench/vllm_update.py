@@ -43,7 +43,7 @@ async def update_in_flight(
 ) -> UpdateSeen:
     """`rolling` are rollouts asked for just now, as many as there are slots; they are ended some steps after the update."""
     state = await engine.state()
-    slots, old = state.slots, state.version
+    slots, old, untold = state.slots, state.version, int(getattr(engine, "most_untold", 0))
     load, between = 0.0, {}
     try:
         await _draw(engine, _BEGIN_STEPS * slots, rolling)
@@ -60,7 +60,7 @@ async def update_in_flight(
             await engine.load(update, interrupt=Interrupt.KEEP)
             load = time.perf_counter() - started
             between = await _drawn(engine)
-            await _draw(engine, _LATER_STEPS * slots, rolling)
+            await _draw(engine, (_LATER_STEPS + untold) * slots, rolling)
 
         still = await _longest_wait(engine, load_and_go_on())
         swap = sum(stop - start for name, start, stop in timeline.report()["spans"] if name == "swap")
@@ -71,14 +71,15 @@ async def update_in_flight(
         rolling.cancel()
     right = [
         rollout.id in between
-        and are_in_order(rollout, old=old, new=update.version, before=before[rollout.id], after=between[rollout.id])
+        and are_in_order(rollout, old=old, new=update.version, before=before[rollout.id], after=between[rollout.id] + untold)
         for rollout in rollouts
     ]
     return UpdateSeen(load, swap, still, usual, sum(right) / len(right))
 
 
 def are_in_order(rollout: Rollout, *, old: int, new: int, before: int, after: int) -> bool:
-    """Versions only rise; the first `before` tokens were drawn before the update, and those from `after` on after it."""
+    """Versions only rise; the first `before` tokens were drawn before the update, and those from `after` on after it: that many
+    may have been drawn by then, heard of or not."""
     versions = rollout.versions[rollout.is_sampled]
     return bool(
         len(versions) > after >= before

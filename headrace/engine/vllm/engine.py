@@ -18,6 +18,7 @@ from headrace.engine import asking
 from headrace.engine.protocol import EngineDied, EngineState
 from headrace.engine.vllm.abilities import NAME_VERSION
 from headrace.engine.vllm.api import VllmError, VllmGone
+from headrace.engine.vllm.call import TOGETHER
 from headrace.engine.vllm.score import score
 from headrace.engine.vllm.traffic import Traffic
 from headrace.partial import Interrupt
@@ -79,6 +80,11 @@ class VllmEngine(Traffic):
         self._turn, self._loading = asyncio.Lock(), asyncio.Lock()
         """Of whoever pauses, resumes or exchanges weights, and of whoever has an update on its way: one at a time."""
         self._watching: asyncio.Task[NoReturn] | None = None
+
+    @property
+    def most_untold(self) -> int:
+        """Tokens of a rollout that may have been drawn and not been heard of."""
+        return TOGETHER - 1 if self._names_versions or self._tells_late else 0
 
     async def generate(self, rollout: Rollout, sampling: Sampling) -> Rollout:
         return await asking.generate(self, rollout, sampling)
