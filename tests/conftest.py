@@ -29,6 +29,29 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+class Clock:
+    """Stands for the module `time` in timelines: it moves only when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Timelines go by this clock, and the system keeps no thread from its processor."""
+    clock = Clock()
+    for module in ("spans", "remote"):
+        monkeypatch.setattr(f"headrace.observe.{module}.time", clock)
+    monkeypatch.setattr("headrace.observe.remote._RunDelay._read", lambda _: 0)
+    return clock
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder with an untrained `builtin:tiny`."""

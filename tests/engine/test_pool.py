@@ -177,9 +177,9 @@ def test_looking_at_an_engine_does_not_wait_behind_its_work(tiny_model):
         calls = [asyncio.ensure_future(bench.pool.generate(rollout, Sampling())) for rollout in rollouts]
         await until(lambda: far.member.data.stream.bytes_sent > sent)
         assert far.member.data.stream.bytes_sent - sent > 20e6 and far.member.data.stream.backlog > 0
-        began = time.monotonic()
         state = await bench.pool.state()
-        assert time.monotonic() - began < 0.5 and state.running == 0
+        assert far.member.data.stream.backlog > 0, "the answer came before the work was sent"
+        assert state.running == 0
         for call in calls:
             call.cancel()
         await until(lambda: far.member.credit == len(rollouts))

@@ -18,27 +18,28 @@ from headrace.observe.spans import WAITING
 from headrace.train import DeviceTrainer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "orchestrate"))
-from helpers import length_reward, small_run
+from helpers import small_run
 
 
-def test_shares_sum_to_one_whatever_happens() -> None:
+def test_shares_sum_to_one_whatever_happens(clock) -> None:
     spans: list[tuple[str, str, float, float]] = []
     timeline = Timeline("engine", on_span=lambda *span: spans.append(span))
     timeline.start()
     for state in ("decode", "swap", "wait-weights", "decode"):
         timeline.enter(state)
-        time.sleep(0.002)
+        clock.sleep(4.0)
     timeline.split("prefill", share=0.25)
     with timeline.during("swap"):
-        time.sleep(0.001)
+        clock.sleep(4.0)
     shares = timeline.shares()
     assert sum(shares.values()) == pytest.approx(1.0)
-    assert shares["prefill"] > 0 and shares["wait-gate"] < 0.05
+    expected = {"decode": 7 / 20, "swap": 8 / 20, "wait-weights": 4 / 20, "prefill": 1 / 20}
+    assert {state: share for state, share in shares.items() if share} == pytest.approx(expected)
     assert sum(stop - start for *_, start, stop in spans) == pytest.approx(sum(timeline.totals.values()))
     assert all(before[3] == pytest.approx(after[2]) for before, after in itertools.pairwise(spans))
 
 
-def test_runnable_but_descheduled_is_told_apart_from_waiting() -> None:
+def test_runnable_but_descheduled_is_told_apart_from_waiting(clock) -> None:
     async def main() -> Timeline:
         timeline, signal = Timeline("trainer"), Signal()
         timeline.start()
@@ -47,37 +48,39 @@ def test_runnable_but_descheduled_is_told_apart_from_waiting() -> None:
             await timeline.wait("wait-batch", signal)
 
         task = asyncio.ensure_future(waiter())
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0)
+        clock.sleep(1.0)
         signal.set()
-        time.sleep(0.2)  # noqa: ASYNC251  (the point: somebody else holds the thread)
+        clock.sleep(2.0)  # the point: somebody else holds the thread
         await task
         return timeline
 
     shares = asyncio.run(main()).shares()
-    assert shares["wait-batch"] == pytest.approx(1 / 3, abs=0.1) and shares["descheduled"] == pytest.approx(2 / 3, abs=0.1)
+    assert shares["wait-batch"] == pytest.approx(1 / 3) and shares["descheduled"] == pytest.approx(2 / 3)
 
 
-def slowed(function, seconds: float):
-    def slow(*arguments, **keywords):
-        time.sleep(seconds)
+def taking(seconds: float, function, clock):
+    """The function, which takes so long by the clock of the timelines and no time at all besides."""
+
+    def timed(*arguments, **keywords):
+        clock.sleep(seconds)
         return function(*arguments, **keywords)
 
-    return slow
+    return timed
 
 
 @pytest.mark.parametrize("role", ["engine", "trainer", "scorer"])
 @pytest.mark.parametrize("max_lag", [0, 1])
-def test_the_verdict_names_the_slow_role(tmp_path, monkeypatch, role, max_lag) -> None:
-    reward = length_reward
-    if role == "engine":
-        monkeypatch.setattr(EngineCore, "step", slowed(EngineCore.step, 0.03))
-    elif role == "trainer":
-        monkeypatch.setattr(DeviceTrainer, "forward_backward", slowed(DeviceTrainer.forward_backward, 0.4))
-    else:
+def test_the_verdict_names_the_slow_role(tmp_path, monkeypatch, clock, role, max_lag) -> None:
+    seconds = {"engine": 0.003, "trainer": 0.04, "scorer": 0.001}
+    seconds[role] *= 10
+    monkeypatch.setattr(EngineCore, "step", taking(seconds["engine"], EngineCore.step, clock))
+    forward_backward = taking(seconds["trainer"], DeviceTrainer.forward_backward, clock)
+    monkeypatch.setattr(DeviceTrainer, "forward_backward", forward_backward)
 
-        def reward(prompts, completions, **columns):
-            time.sleep(0.01 * len(prompts))
-            return [float(len(text)) for text in completions]
+    def reward(prompts, completions, **columns):
+        clock.sleep(seconds["scorer"] * len(prompts))
+        return [float(len(text)) for text in completions]
 
     result = small_run(tmp_path / "run", reward=reward, held_out=None, steps=4, staleness={"max_lag": max_lag})
     assert result.summary["bound_by"] == role and result.summary["bound_share"] > 0.5
@@ -121,7 +124,11 @@ def test_a_trace_opens_while_it_is_written(tmp_path) -> None:
 def test_a_sink_that_fails_does_not_stop_the_run(tmp_path, capsys) -> None:
     observer = Observer(tmp_path, screen=PlainLines(steps=3))
     row = {"reward": 0.5, "tokens_per_second": 1.0, "lag_mean": 0.0, "lag_max": 0}
-    observer._sinks[0].write = slowed(lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")), 0)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    observer._sinks[0].write = full
     observer.version(1, row)
     observer.version(2, row)
     said = capsys.readouterr().out

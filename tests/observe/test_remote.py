@@ -28,20 +28,20 @@ def seconds(timeline: MirroredTimeline) -> dict[str, float]:
 # In the process
 
 
-def test_a_report_holds_all_time_so_far_each_moment_once():
+def test_a_report_holds_all_time_so_far_each_moment_once(clock):
     timeline = ProcessTimeline("engine")
-    began = timeline._since
     for state in ("decode", "wait-gate", "decode"):
         timeline.enter(state)
-        time.sleep(0.01)
+        clock.sleep(8.0)
     timeline.split("prefill", share=0.5)
     with timeline.during("swap"):
-        time.sleep(0.01)
+        clock.sleep(1.0)
         told = timeline.report()
-        assert told["state"] == "swap" and told["totals"]["swap"] >= 0.009
+        assert told["state"] == "swap" and told["totals"]["swap"] == 1.0
+        clock.sleep(2.0)
     told = timeline.report()
-    assert sum(told["totals"].values()) == pytest.approx(time.perf_counter() - began, abs=2e-3)
-    assert told["totals"]["prefill"] == pytest.approx(0.005, abs=2e-3) and told["state"] == "decode"
+    expected = {"decode": 12.0, "wait-gate": 8.0, "prefill": 4.0, "swap": 3.0}
+    assert {state: total for state, total in told["totals"].items() if total} == expected and told["state"] == "decode"
     assert [span[0] for span in told["spans"]] == ["swap"], "spans are told once"
 
 
@@ -70,8 +70,8 @@ def test_reports_from_another_thread_neither_lose_nor_double_time(nervous):
     thread = threading.Thread(target=work)
     thread.start()
     descheduled, wrong, spans = 0.0, [], []
-    until = time.perf_counter() + 0.8
-    while (earliest := time.perf_counter()) < until:
+    for _ in range(2000):
+        earliest = time.perf_counter()
         told = timeline.report()
         latest, total = time.perf_counter(), sum(told["totals"].values())
         if not earliest - 1e-6 <= began + total <= latest + 1e-6:
@@ -93,33 +93,38 @@ from headrace.observe import ProcessTimeline
 os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[0]})
 busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
 timeline = ProcessTimeline("engine")
+def waited():
+    return int(open(f"/proc/self/task/{threading.get_native_id()}/schedstat").read().split()[1]) / 1e9
 def work():
     timeline.enter("decode")
-    until = time.perf_counter() + 0.8
-    while time.perf_counter() < until:
+    began, before = time.perf_counter(), waited()
+    while waited() - before < 0.1:
         pass
+    half.set()
+    while waited() - before < 0.2 or not told.is_set():
+        pass
+    facts.extend([time.perf_counter() - began, waited() - before])
     timeline.enter("wait-gate")
-    time.sleep(0.2)
-    timeline.enter("decode")
-time.sleep(0.1)
+half, told, facts = threading.Event(), threading.Event(), []
 thread = threading.Thread(target=work)
 thread.start()
-time.sleep(0.6)
-during = timeline.report()["totals"]
+half.wait()
+during = timeline.report()["totals"]["descheduled"]
+told.set()
 thread.join()
 busy.kill()
 totals = timeline.report()["totals"]
-print(during["descheduled"], totals["decode"], totals["descheduled"], totals["wait-gate"])
+print(during, totals["decode"] + totals["descheduled"], totals["descheduled"], *facts)
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux says how long a thread has waited for a processor")
 def test_waiting_for_the_processor_is_no_work():
-    """Two that want one core get half of it each; the other half is told apart, also before the state ends."""
+    """Two that want one core wait for each other; the system's count of that is told apart, also before the state ends."""
     done = subprocess.run([sys.executable, "-c", BUSY], capture_output=True, text=True, timeout=60, check=True)
-    during, decode, descheduled, waiting = map(float, done.stdout.split())
-    assert descheduled > 0.2 and decode < 0.6 and decode + descheduled == pytest.approx(0.8, abs=0.15)
-    assert during > 0.1 and waiting > 0.15
+    during, in_state, descheduled, passed, waited = map(float, done.stdout.split())
+    assert descheduled == pytest.approx(waited, rel=0.1) and in_state == pytest.approx(passed, rel=0.1)
+    assert 0.09 < during < descheduled < in_state
 
 
 # At the launcher
@@ -161,26 +166,25 @@ def test_spans_are_passed_on_once():
     assert spans == [("trainer", "compute", 0.0, 1.0)]
 
 
-def test_waiting_for_an_evaluation_is_told_apart_from_waiting_for_a_batch():
+def test_waiting_for_an_evaluation_is_told_apart_from_waiting_for_a_batch(clock):
     timeline = MirroredTimeline("trainer")
     timeline.take("trainer", report(compute=1, wait_batch=1))
     timeline.start()
     with timeline.during("evaluate"):
-        time.sleep(0.05)
-    timeline.take("trainer", report(compute=2, wait_batch=1.2))
-    found = seconds(timeline)
-    assert found["evaluate"] == pytest.approx(0.05, abs=0.03) and found["wait-batch"] == pytest.approx(0.15, abs=0.03)
-    assert sum(found.values()) == pytest.approx(1.2) and sum(timeline.shares().values()) == pytest.approx(1)
+        clock.sleep(0.5)
+    timeline.take("trainer", report(compute=2, wait_batch=3))
+    assert seconds(timeline) == {"compute": 1.0, "evaluate": 0.5, "wait-batch": 1.5}
+    assert sum(timeline.shares().values()) == pytest.approx(1)
 
 
-def test_what_the_trainer_does_during_an_evaluation_is_not_counted_twice():
+def test_what_the_trainer_does_during_an_evaluation_is_not_counted_twice(clock):
     """It publishes while the evaluation waits for that: of those seconds only the idle ones are the evaluation's."""
     timeline = MirroredTimeline("trainer")
     timeline.start()
     with timeline.during("evaluate"):
-        time.sleep(0.05)
+        clock.sleep(0.05)
     timeline.take("trainer", report(publish=0.04, wait_batch=0.01))
     assert seconds(timeline) == pytest.approx({"publish": 0.04, "evaluate": 0.01})
     with timeline.during("publish"):  # its own work it reports itself
-        time.sleep(0.01)
+        clock.sleep(0.01)
     assert sum(seconds(timeline).values()) == pytest.approx(0.05)
