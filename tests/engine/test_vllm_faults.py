@@ -535,16 +535,21 @@ def test_a_server_that_does_not_come_up_says_why(tmp_path, body, told):
 
 STUBBORN = """
 import os, signal, subprocess, sys, time
+from multiprocessing.shared_memory import SharedMemory
+shared = ""
 if len(sys.argv) == 1:
     subprocess.Popen([sys.executable, __file__, "child"])
-signal.signal(signal.SIGTERM, signal.SIG_IGN if len(sys.argv) > 1 else signal.SIG_DFL)
-print(os.getpid(), flush=True)
+else:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    memory = SharedMemory(create=True, size=64)
+    shared = memory.name
+print(os.getpid(), shared, flush=True)
 time.sleep(600)
 """
 
 
 def test_nothing_of_a_server_outlives_who_started_it(tmp_path):
-    """Not even what it started and what does not heed a request to end."""
+    """Not even what it started and what does not heed a request to end, nor the shared memory of that."""
     script = tmp_path / "stubborn.py"
     script.write_text(STUBBORN)
     keeper = tmp_path / "keep.py"  # with less patience
@@ -556,9 +561,11 @@ time.sleep(600)
 """
     with subprocess.Popen([sys.executable, "-c", starter], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        pids = [int(process.stdout.readline()) for _ in range(2)]
+        lines = [process.stdout.readline().split() for _ in range(2)]
+        left = [Path("/proc", line[0]) for line in lines] + [Path("/dev/shm", *line[1:]) for line in lines if line[1:]]
+        assert len(left) == 3 and all(path.exists() for path in left)
         process.kill()
-        until = time.monotonic() + 20
-        while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < until:
+        until = time.monotonic() + 60
+        while any(path.exists() for path in left) and time.monotonic() < until:
             time.sleep(0.05)
-        assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+        assert not [path for path in left if path.exists()]

@@ -14,6 +14,10 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 _PATIENCE = 8.0
 """Seconds between asking and killing."""
@@ -44,11 +48,29 @@ def _end_others(until: float) -> None:
     """What the command left behind, in its group."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.killpg(0, signal.SIGTERM)
+    _wait_for_others(until)
+    trackers = [process for process in _others() if _is_tracker(process)]
+    _kill(process for process in _others() if process not in trackers)
+    _wait_for_others(time.monotonic() + _PATIENCE)  # a tracker ends by itself, once it has removed their shared memory
+    _kill(_others())
+
+
+def _wait_for_others(until: float) -> None:
     while _others() and time.monotonic() < until:
         time.sleep(0.05)
-    for process in _others():
+
+
+def _kill(processes: Iterable[int]) -> None:
+    for process in processes:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
+
+
+def _is_tracker(process: int) -> bool:
+    """Whether it is the one in which Python keeps the names of the others' shared memory."""
+    with contextlib.suppress(OSError):
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{process}/cmdline").read_bytes()
+    return False
 
 
 def _others() -> list[int]:
