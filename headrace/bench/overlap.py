@@ -276,9 +276,9 @@ def _launcher_on(halves: Halves | None) -> Iterator[None]:
 async def _rig(recipe: Recipe, folder: Path, *, halves: Halves | None = None) -> AsyncIterator[_Rig]:
     (folder / "logs").mkdir(parents=True)
     given = UserInputs()
-    with Processes(recipe, logs=folder / "logs") as processes:
+    with Processes(recipe, logs=folder / "logs") as processes, contextlib.ExitStack() as held:
         local = LocalProcesses.spawn(processes)
-        path = await asyncio.to_thread(model_folder, recipe, given, say=lambda _: None)
+        path = await asyncio.to_thread(held.enter_context, model_folder(recipe, given, say=lambda _: None))
         observer, lineage = Observer(elsewhere=("engine", "trainer")), Lineage.new()
         roles, close = await local.start(path, given, observer=observer, lineage=lineage, say=print)
         if halves is not None:

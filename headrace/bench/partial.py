@@ -355,29 +355,30 @@ class _Rig:
 async def _rig(plan: Plan) -> AsyncIterator[_Rig]:
     recipe, given = _recipe(plan, {}), UserInputs()
     set_threads(recipe)
-    path = await asyncio.to_thread(model_folder, recipe, given, say=lambda _: None)
-    core = build_core(recipe, path, name="engine-0", device=plan.device)
-    core.wait_warm()
-    sync = WeightSync(Lineage.new(), MemoryTransport(plan.device))
-    engine = Unscored(core, sync=sync, timeline=ProcessTimeline("engine"))
-    tensors = [(name, tensor.detach().clone()) for name, tensor in named_tensors(core.model)]
+    with contextlib.ExitStack() as held:
+        path = await asyncio.to_thread(held.enter_context, model_folder(recipe, given, say=lambda _: None))
+        core = build_core(recipe, path, name="engine-0", device=plan.device)
+        core.wait_warm()
+        sync = WeightSync(Lineage.new(), MemoryTransport(plan.device))
+        engine = Unscored(core, sync=sync, timeline=ProcessTimeline("engine"))
+        tensors = [(name, tensor.detach().clone()) for name, tensor in named_tensors(core.model)]
 
-    async def watch_engine() -> None:
-        await asyncio.shield(asyncio.wrap_future(engine.died))
+        async def watch_engine() -> None:
+            await asyncio.shield(asyncio.wrap_future(engine.died))
 
-    roles = Roles(
-        engine=engine,
-        trainer=StandIn(sync, tensors, seconds=plan.seconds),
-        around=dataclasses.replace(build_around(recipe, path, given), scorer=EvenScorer()),
-        stop_ids=(),  # so that every rollout has all its tokens
-        services=(watch_engine,),
-    )
-    lengths = lognormal_lengths(4096, mean=plan.mean, sigma=1.0, cap=plan.cap)
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(_SWITCH_SECONDS)
-    engine.start()
-    try:
-        yield _Rig(plan, EngineWatch(core), roles, sync, lengths)
-    finally:
-        sys.setswitchinterval(before)
-        engine.close()
+        roles = Roles(
+            engine=engine,
+            trainer=StandIn(sync, tensors, seconds=plan.seconds),
+            around=dataclasses.replace(build_around(recipe, path, given), scorer=EvenScorer()),
+            stop_ids=(),  # so that every rollout has all its tokens
+            services=(watch_engine,),
+        )
+        lengths = lognormal_lengths(4096, mean=plan.mean, sigma=1.0, cap=plan.cap)
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(_SWITCH_SECONDS)
+        engine.start()
+        try:
+            yield _Rig(plan, EngineWatch(core), roles, sync, lengths)
+        finally:
+            sys.setswitchinterval(before)
+            engine.close()

@@ -26,19 +26,30 @@ def cache_folder() -> Path:
 
 
 class FolderLock:
-    """Held by the process that writes a run's folder; the system lets go of it when that process ends, however it does."""
+    """Held by the process that writes a folder, or shared by those that read it; the system lets go of it when such a
+    process ends, however it does."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, is_shared: bool = False) -> None:
         self._path = folder / ".lock"
+        self._kind = fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX
         self._file: IO[str] | None = None
 
-    def acquire(self) -> bool:
-        """False where another process holds it."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        file = self._path.open("w")
+    def acquire(self, *, create: bool = True) -> bool:
+        """False where another process holds it; without `create`, also where there is no such folder."""
+        if create:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file = self._path.open("a")
         except OSError:
+            if create:
+                raise
+            return False
+        try:
+            fcntl.flock(file, self._kind | fcntl.LOCK_NB)
+            is_there = os.path.samestat(os.fstat(file.fileno()), self._path.stat())
+        except OSError:
+            is_there = False  # held by another, or removed since it was opened
+        if not is_there:
             file.close()
             return False
         self._file = file

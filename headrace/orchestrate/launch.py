@@ -123,10 +123,10 @@ def _launch(recipe: Recipe, given: UserInputs, how: Launch) -> RunResult:
         local = LocalProcesses.spawn(processes) if recipe.orchestrate == "local" else None
         screen.say(f"run        {folder}")
         seconds = {"setup": time.perf_counter() - started}
-        path = model_folder(recipe, given, say=screen.say)
-        seconds["warmup"] = time.perf_counter() - started - seconds["setup"]
-        _seed_everything(recipe.seed)
-        return asyncio.run(_Run(recipe, given, how, folder, identity, screen, started, seconds, local).train(path))
+        with model_folder(recipe, given, say=screen.say) as path:
+            seconds["warmup"] = time.perf_counter() - started - seconds["setup"]
+            _seed_everything(recipe.seed)
+            return asyncio.run(_Run(recipe, given, how, folder, identity, screen, started, seconds, local).train(path))
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -27,14 +28,14 @@ from headrace.observe import Observer
 from headrace.orchestrate.build import build_roles
 from headrace.orchestrate.evaluate import Evaluator
 from headrace.orchestrate.failures import first_failure
-from headrace.orchestrate.folder import cache_folder
+from headrace.orchestrate.folder import FolderLock, cache_folder
 from headrace.orchestrate.inputs import UserInputs, open_tasks
 from headrace.settings import ConfigError, to_dict
 from headrace.sync import Lineage
 from headrace.types import Batch, Call, FinishReason, Rollout, Sampling, Source
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from headrace.config import Recipe
     from headrace.envs import PromptEncoder
@@ -42,21 +43,42 @@ if TYPE_CHECKING:
     from headrace.types import Plain
 
 _CHECKED_TASKS = 512
+_NUM_KEPT = 16
+"""Models in the cache, beside those in use."""
 
 
-def model_folder(recipe: Recipe, given: UserInputs, *, say: Callable[[str], None]) -> str:
-    """The folder RL starts from: the recipe's own model, or a built-in or warmed-up one from the cache."""
+@contextlib.contextmanager
+def model_folder(recipe: Recipe, given: UserInputs, *, say: Callable[[str], None]) -> Iterator[str]:
+    """The folder RL starts from: the recipe's own model, or a built-in or warmed-up one, which stays in the cache at least
+    until the block ends."""
     is_builtin = recipe.model.path.startswith("builtin:")
     if is_builtin and recipe.model.path != tiny.NAME:
         raise ConfigError(f"model.path = {recipe.model.path!r}: the built-in model is {tiny.NAME!r}")
     if not is_builtin and not recipe.warmup.steps:
-        return recipe.model.path
+        yield recipe.model.path
+        return
     target = cache_folder() / "warmup" / _key(recipe, given)
-    if target.is_dir():
+    in_use = FolderLock(target, is_shared=True)
+    if in_use.acquire(create=False):
         say(f"warm-up    cached in {target}")
-        return str(target)
+    else:
+        _make(target, recipe, given, say)
+        if not in_use.acquire(create=False):
+            raise OSError(f"the warmed-up model could not be put in {target}")
+    try:
+        os.utime(target)
+        _remove_unused(target.parent)
+        yield str(target)
+    finally:
+        in_use.release()
+
+
+def _make(target: Path, recipe: Recipe, given: UserInputs, say: Callable[[str], None]) -> None:
+    is_builtin = recipe.model.path == tiny.NAME
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=".making-", dir=target.parent))
+    lock = FolderLock(temporary)
+    lock.acquire()
     try:
         transformers_logging.disable_progress_bar()
         if is_builtin:
@@ -71,10 +93,18 @@ def model_folder(recipe: Recipe, given: UserInputs, *, say: Callable[[str], None
         with contextlib.suppress(OSError):  # another process was faster, and its model is the same
             temporary.rename(target)
     finally:
+        lock.release()
         shutil.rmtree(temporary, ignore_errors=True)
-    if not (target / "config.json").exists():
-        raise OSError(f"the warmed-up model could not be put in {target}")
-    return str(target)
+
+
+def _remove_unused(cache: Path) -> None:
+    """All but the models used last, those that a process has in use, and what is half made by one that lives."""
+    made = sorted((folder for folder in cache.iterdir() if folder.name[0] != "."), key=lambda folder: -folder.stat().st_mtime)
+    for folder in (*made[_NUM_KEPT:], *cache.glob(".making-*")):
+        lock = FolderLock(folder)
+        if lock.acquire(create=False):
+            shutil.rmtree(folder, ignore_errors=True)
+            lock.release()
 
 
 async def _warm_up(recipe: Recipe, path: str, given: UserInputs, target: Path, say: Callable[[str], None]) -> None:
