@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "one_file.py"
 
@@ -56,6 +58,7 @@ def test_it_imports_nothing_of_ours_but_the_types():
     assert {name for name in imported if name.partition(".")[0] == "headrace"} == {"headrace.types"}
 
 
+@pytest.mark.long
 def test_it_learns_from_rollouts_older_than_the_weights_they_train():
     output = run_example(steps=40, max_lag=1)
     assert check_accounting(output)["trained"] % 40 == 0

@@ -46,7 +46,7 @@ def run(command: list[str], checkout: Path, cache: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_command_runs_and_prints_what_is_shown(checkout, tmp_path) -> None:
     shown_after = ""
     num_commands = 0

@@ -29,7 +29,7 @@ def compile(kernel, **constants):
     assert triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "num_stages": 1}).asm["ptx"]
 
 sizes = {"GROUP": 2, "DIM": 32, "DIM_PAD": 32, "VALUE_DIM": 24, "VALUE_PAD": 32, "PRECISION": "tf32", "ROWS": 32, "KEYS": 32}
-for is_set in (True, False):
+for is_set in [IS_SET]:
     flags = {"HAS_SOFTCAP": is_set, "HAS_WINDOW": is_set}
     compile(attention.forward_kernel, HEADS=4, HAS_SINKS=is_set, **sizes, **flags)
     compile(attention.query_kernel, HEADS=4, **sizes, **flags)
@@ -41,10 +41,13 @@ compile(attention.delta_kernel, HEADS=4, VALUE_DIM=24, VALUE_PAD=32, ROWS=32)
 """
 
 
-def test_every_kernel_of_the_trainer_compiles(tmp_path) -> None:
+@pytest.mark.parametrize("is_set", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_every_kernel_of_the_trainer_compiles(tmp_path, is_set: bool) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    (tmp_path / "compiled.py").write_text(COMPILED)  # Triton reads the source of what it compiles
+    (tmp_path / "compiled.py").write_text(
+        COMPILED.replace("IS_SET", str(is_set))
+    )  # Triton reads the source of what it compiles
     command = [sys.executable, str(tmp_path / "compiled.py")]
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)

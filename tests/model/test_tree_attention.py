@@ -67,8 +67,14 @@ SPECS = {
 }
 
 
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "spec"),
+    [
+        *(("tree", spec) for spec in SPECS),
+        ("sequences", "plain"),
+        *(pytest.param("sequences", spec, marks=pytest.mark.long) for spec in SPECS if spec != "plain"),
+    ],
+)
 def test_result_and_gradients_are_those_of_one_softmax(layout: str, spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     small = tree_attention._Blocks(16, 16, 4, 1)
     monkeypatch.setattr(tree_attention, "_WIDEST", (small, small, small))
