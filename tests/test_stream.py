@@ -17,6 +17,7 @@ import pytest
 
 from headrace import stream as streams
 from headrace import wire
+from headrace.proof import proof
 from headrace.settings import ConfigError
 from headrace.stream import Listener, Peer, RemoteError, Stream, StreamClosed, connect
 from headrace.types import Rollout, Sampling
@@ -149,8 +150,8 @@ def test_a_proof_cannot_be_played_back():
     async def main() -> None:
         listener = await listen("unix")
         listener.expect("engine-0", "data")
-        proof = streams._proof(TOKEN, "client", "1" * 32, "engine-0", "data")
-        said = await everything_said(listener.address, {"proof": proof, "name": "engine-0", "channel": "data"})
+        seen = proof(TOKEN, "client", "1" * 32, "engine-0", "data")
+        said = await everything_said(listener.address, {"proof": seen, "name": "engine-0", "channel": "data"})
         assert b"proof" not in said
         listener.close()
 

@@ -73,7 +73,7 @@ class Ends:
         if self.transport == "collective":
             from headrace.sync.collective import CollectiveTransport
 
-            return CollectiveTransport(device=device, host=self.host, deadline=self.deadline)
+            return CollectiveTransport(token=self.token, device=device, host=self.host, deadline=self.deadline)
         if self.transport == "http":
             from headrace.sync.http import HttpTransport
 
