@@ -219,6 +219,12 @@ def describe_error(error: BaseException) -> dict[str, Any]:
     }
 
 
+def socket_place() -> Path:
+    """Where the folders of sockets lie: with the system's temporary files, unless that path is too long for a socket."""
+    is_short = len(tempfile.gettempdir()) < _LONGEST_UNIX_PATH - len("/headrace-0000000-00000000-00000000/s")
+    return Path(tempfile.gettempdir() if is_short else "/tmp")
+
+
 class Listener:
     """Where the processes of a run connect. Each says its name and which of its streams this is."""
 
@@ -230,10 +236,9 @@ class Listener:
         self.address = ""
 
     @classmethod
-    async def on_this_host(cls, *, token: str) -> Listener:
-        """A Unix socket in a folder that only this user may enter."""
-        is_short = len(tempfile.gettempdir()) < _LONGEST_UNIX_PATH - len("/headrace-0000000-00000000/s")
-        folder = Path(tempfile.mkdtemp(prefix=f"headrace-{os.getpid()}-", dir=None if is_short else "/tmp"))
+    async def on_this_host(cls, *, token: str, prefix: str = "") -> Listener:
+        """A Unix socket in a folder, named after the prefix, that only this user may enter."""
+        folder = Path(tempfile.mkdtemp(prefix=f"{prefix or f'headrace-{os.getpid()}'}-", dir=socket_place()))
         listener = cls(token=token, folder=folder)
         path = folder / "s"
         try:

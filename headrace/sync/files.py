@@ -141,9 +141,3 @@ def write_safetensors(path: Path, views: Mapping[str, Tensor]) -> None:
         for view in views.values():
             if view.numel():
                 file.write(view.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-
-
-def remove_files(folder: Path, prefix: str) -> None:
-    """What a sender that was killed could not remove."""
-    for path in [*folder.glob(f"{prefix}-*.safetensors"), *folder.glob(f"{prefix}-*.tmp")]:
-        path.unlink(missing_ok=True)
