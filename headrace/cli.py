@@ -249,11 +249,12 @@ def _inspect(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
 
 
 def _token_text(folder: Path) -> Any:  # noqa: ANN401  (a function from token id to text)
-    checkpoints = sorted((folder / "checkpoints").glob("step-*"), key=lambda path: int(path.name[5:]))
+    from headrace.model.load import load_tokenizer
+    from headrace.orchestrate.checkpoint import checkpoints_in
+
+    checkpoints = checkpoints_in(folder / "checkpoints")
     if not checkpoints:
         return str
-    from headrace.model.load import load_tokenizer
-
     tokenizer = load_tokenizer(str(checkpoints[-1]))
     return lambda token: str(tokenizer.decode([token]))
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import hmac
 import itertools
 import os
 import secrets
@@ -22,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace import wire
 from headrace.errors import user_frame
+from headrace.proof import is_proven, proof
 from headrace.settings import ConfigError
 
 if TYPE_CHECKING:
@@ -220,6 +219,12 @@ def describe_error(error: BaseException) -> dict[str, Any]:
     }
 
 
+def socket_place() -> Path:
+    """Where the folders of sockets lie: with the system's temporary files, unless that path is too long for a socket."""
+    is_short = len(tempfile.gettempdir()) < _LONGEST_UNIX_PATH - len("/headrace-0000000-00000000-00000000/s")
+    return Path(tempfile.gettempdir() if is_short else "/tmp")
+
+
 class Listener:
     """Where the processes of a run connect. Each says its name and which of its streams this is."""
 
@@ -231,10 +236,9 @@ class Listener:
         self.address = ""
 
     @classmethod
-    async def on_this_host(cls, *, token: str) -> Listener:
-        """A Unix socket in a folder that only this user may enter."""
-        is_short = len(tempfile.gettempdir()) < _LONGEST_UNIX_PATH - len("/headrace-0000000-00000000/s")
-        folder = Path(tempfile.mkdtemp(prefix=f"headrace-{os.getpid()}-", dir=None if is_short else "/tmp"))
+    async def on_this_host(cls, *, token: str, prefix: str = "") -> Listener:
+        """A Unix socket in a folder, named after the prefix, that only this user may enter."""
+        folder = Path(tempfile.mkdtemp(prefix=f"{prefix or f'headrace-{os.getpid()}'}-", dir=socket_place()))
         listener = cls(token=token, folder=folder)
         path = folder / "s"
         try:
@@ -275,10 +279,10 @@ class Listener:
                 challenge = secrets.token_hex(16)
                 stream.write({"challenge": challenge})
                 hello = await stream.receive(max_bytes=_HELLO_BYTES)
-            if not _matches(hello["proof"], self._token, "client", challenge, hello["name"], hello["channel"]):
+            if not is_proven(hello["proof"], self._token, "client", challenge, hello["name"], hello["channel"]):
                 raise PermissionError("wrong token")
             arrived = self._arrived[hello["name"], hello["channel"]]
-            stream.write({"proof": _proof(self._token, "server", str(hello["challenge"]))})
+            stream.write({"proof": proof(self._token, "server", str(hello["challenge"]))})
             del self._arrived[hello["name"], hello["channel"]]
             arrived.set_result(stream)
         except (OSError, TimeoutError, wire.WireError, LookupError, TypeError, asyncio.InvalidStateError):
@@ -321,21 +325,13 @@ async def _introduce(stream: Stream, address: str, token: str, name: str, channe
     try:
         asked = await stream.receive(max_bytes=_HELLO_BYTES)
         challenge = secrets.token_hex(16)
-        proof = _proof(token, "client", str(asked["challenge"]), name, channel)
-        stream.write({"proof": proof, "name": name, "channel": channel, "challenge": challenge})
+        claim = proof(token, "client", str(asked["challenge"]), name, channel)
+        stream.write({"proof": claim, "name": name, "channel": channel, "challenge": challenge})
         answer = await stream.receive(max_bytes=_HELLO_BYTES)
-        is_ours = _matches(answer["proof"], token, "server", challenge)
+        is_ours = is_proven(answer["proof"], token, "server", challenge)
     except (wire.WireError, LookupError, TypeError) as error:
         raise PermissionError(f"whoever listens at {address} does not speak as this run does: {error}") from error
     except StreamClosed as error:
         raise StreamClosed(f"{address} did not let {name!r} in as {channel!r}: another token, or it is not expected") from error
     if not is_ours:
         raise PermissionError(f"whoever listens at {address} does not know this run's token")
-
-
-def _proof(token: str, *parts: str) -> str:
-    return hmac.new(token.encode(), "\0".join(parts).encode(), hashlib.sha256).hexdigest()
-
-
-def _matches(claim: Any, token: str, *parts: str) -> bool:  # noqa: ANN401
-    return isinstance(claim, str) and hmac.compare_digest(claim.encode(), _proof(token, *map(str, parts)).encode())

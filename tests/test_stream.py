@@ -16,6 +16,7 @@ import pytest
 
 from headrace import stream as streams
 from headrace import wire
+from headrace.proof import proof
 from headrace.settings import ConfigError
 from headrace.stream import Listener, Peer, RemoteError, Stream, StreamClosed, connect
 from headrace.types import Rollout, Sampling
@@ -148,10 +149,84 @@ def test_a_proof_cannot_be_played_back():
     async def main() -> None:
         listener = await listen("unix")
         listener.expect("engine-0", "data")
-        proof = streams._proof(TOKEN, "client", "1" * 32, "engine-0", "data")
-        said = await everything_said(listener.address, {"proof": proof, "name": "engine-0", "channel": "data"})
+        seen = proof(TOKEN, "client", "1" * 32, "engine-0", "data")
+        said = await everything_said(listener.address, {"proof": seen, "name": "engine-0", "channel": "data"})
         assert b"proof" not in said
         listener.close()
+
+    run(main)
+
+
+def relaying(challenge: str, answer: dict[str, Any], heard: list[dict[str, Any]]) -> Callable[..., Awaitable[None]]:
+    """A listener in the middle: it asks what it is told to ask, notes the hello, and answers as it is told."""
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        stream = Stream(reader, writer)
+        stream.write({"challenge": challenge})
+        heard.append(await stream.receive())
+        stream.write(answer)
+        stream.close()
+
+    return talk
+
+
+@pytest.mark.parametrize("change", [{"channel": "control"}, {"name": "engine-1"}, {}], ids=["channel", "name", "nothing"])
+def test_a_proof_for_one_channel_opens_no_other(change):
+    """Somebody in the middle passes a hello on as that of another of the run's streams. (As it is, it is let in.)"""
+
+    async def main() -> None:
+        listener, heard = await listen("tcp"), []
+        for who in (("engine-0", "data"), ("engine-0", "control"), ("engine-1", "data")):
+            listener.expect(*who)
+        host, _, port = listener.address.removeprefix("tcp:").rpartition(":")
+        stream = Stream(*await asyncio.open_connection(host, int(port)))
+        challenge = (await stream.receive())["challenge"]
+        async with await asyncio.start_server(relaying(challenge, {}, heard), "127.0.0.1", 0) as middle:
+            with pytest.raises(PermissionError):
+                address = f"tcp:127.0.0.1:{middle.sockets[0].getsockname()[1]}"
+                await connect(address, token=TOKEN, name="engine-0", channel="data")
+        stream.write({**heard[0], **change})
+        if change:
+            with pytest.raises(StreamClosed):
+                await stream.receive()
+        else:
+            assert "proof" in await stream.receive()
+        stream.close()
+        listener.close()
+
+    run(main)
+
+
+@pytest.mark.parametrize("padding", [0, streams._HELLO_BYTES])
+def test_a_hello_is_read_up_to_its_limit_alone(padding):
+    """Its proof is right; what comes with it is too long."""
+
+    async def main() -> None:
+        listener = await listen("tcp")
+        arriving = listener.expect("engine-0", "data")
+        host, _, port = listener.address.removeprefix("tcp:").rpartition(":")
+        stream = Stream(*await asyncio.open_connection(host, int(port)))
+        claim = proof(TOKEN, "client", (await stream.receive())["challenge"], "engine-0", "data")
+        stream.write({"proof": claim, "name": "engine-0", "channel": "data", "challenge": "0" * (32 + padding)})
+        if padding:
+            with pytest.raises(StreamClosed):
+                await stream.receive()
+        else:
+            assert "proof" in await stream.receive()
+        assert arriving.done() is (padding == 0)
+        stream.close()
+        listener.close()
+
+    run(main)
+
+
+def test_what_a_listener_says_is_read_up_to_the_same_limit():
+    async def main() -> None:
+        long = relaying("0" * streams._HELLO_BYTES, {}, [])
+        async with await asyncio.start_server(long, "127.0.0.1", 0) as middle:
+            with pytest.raises(PermissionError, match=r"does not speak as this run does: .*bytes"):
+                address = f"tcp:127.0.0.1:{middle.sockets[0].getsockname()[1]}"
+                await connect(address, token=TOKEN, name="engine-0", channel="data")
 
     run(main)
 

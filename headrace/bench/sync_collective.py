@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from headrace.bench.sync_collective_peer import DEADLINE, broadcast_each, naive_group, total
+from headrace.bench.sync_collective_peer import DEADLINE, TOKEN, broadcast_each, naive_group, total
 from headrace.bench.table import Row, show
 from headrace.errors import SyncError
 from headrace.sync.collective import CollectiveTransport
@@ -92,7 +92,7 @@ class _Ways:
 
     def __init__(self, receivers: _Receivers, sizes: list[int], *, bucket: int | None) -> None:
         self._receivers, self._sizes = receivers, sizes
-        self._transport = CollectiveTransport(deadline=DEADLINE, bucket=bucket)
+        self._transport = CollectiveTransport(token=TOKEN, deadline=DEADLINE, bucket=bucket)
         self.buffer = self._transport.room("weights", sum(sizes))
         self.buffer.view(torch.int64).random_()
         store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=DEADLINE), wait_for_workers=False)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DEADLINE = 60.0
+TOKEN = "of a benchmark on one host"
 
 
 class FlatTarget:
@@ -65,7 +66,7 @@ class Peer:
     def __init__(self, name: str, *, rank: int, ranks: int, sizes: list[int]) -> None:
         self._name, self._rank, self._ranks, self._sizes = name, rank, ranks, sizes
         self._target = FlatTarget(torch.zeros(sum(sizes), dtype=torch.uint8))
-        self._transport = CollectiveTransport(deadline=DEADLINE)
+        self._transport = CollectiveTransport(token=TOKEN, deadline=DEADLINE)
         self._group: Any = None
         self._raw: socket.socket | None = None
 

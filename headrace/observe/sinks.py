@@ -25,7 +25,9 @@ class JsonLines:
         """`restored`: the version a run goes on from; rows past it will be written again, and go."""
         if path.exists():
             kept = [row for row in read_metrics(path) if restored is not None and row["version"] <= restored]
-            path.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+            temporary = path.with_name(f".{path.name}.tmp")  # whoever is killed here, or fills the disk, loses no row
+            temporary.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+            temporary.replace(path)
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, version: int, metrics: Mapping[str, Any]) -> None:

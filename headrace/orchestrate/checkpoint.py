@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import time
 import zlib
@@ -31,6 +32,8 @@ MANIFEST = "manifest.json"
 BUFFER = "buffer.wire"
 PARTIAL = "partial.wire"
 FORMAT = 1
+_NAME = re.compile(r"step-\d+")
+"""Of a checkpoint. Whatever else lies beside them, `step-100-best` too, is the user's."""
 
 
 class CheckpointError(RuntimeError):
@@ -84,13 +87,15 @@ class CheckpointStore:
         }
         manifest = {"format": FORMAT, "version": version, **manifest}
         try:
-            return await self._write(self._folder, version, write_weights, waiting, manifest)
+            written = await self._write(self._folder, version, write_weights, waiting, manifest)
         except (OSError, SafetensorError) as error:
             rescued = await self._write(self._rescue, version, write_weights, waiting, manifest)
             raise CheckpointError(
                 f"checkpoint of version {version} could not be written to {self._folder}: {error}. Nothing is lost: it is in "
                 f"{rescued}, and earlier ones are untouched. Make room and give the same command to go on from it."
             ) from error
+        self._prune(written)  # a rescued one prunes nothing: it lies elsewhere, and only until the run is finished
+        return written
 
     async def _write(
         self,
@@ -117,20 +122,27 @@ class CheckpointStore:
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
-        self._prune(target)
         return target
 
     def latest(self, *, warn: Callable[[str], None]) -> Checkpoint | None:
-        """The newest checkpoint that is whole, in the run's folder or rescued; damaged ones are set aside."""
+        """The newest checkpoint that is whole, in the run's folder or rescued; damaged ones are set aside.
+
+        Only files that are missing or that differ from their manifest are damage. A read that fails may be the disk's or the
+        network's doing and over in a moment: nothing is touched then, and no older version is taken in its place.
+        """
         for leftover in self._folder.glob(".step-*.tmp"):
             shutil.rmtree(leftover, ignore_errors=True)
-        folders = [path for parent in (self._folder, self._rescue) for path in parent.glob("step-*")]
-        for folder in sorted(folders, key=_number, reverse=True):
-            problem = _problem(folder)
-            if problem is None:
-                return Checkpoint(folder, json.loads((folder / MANIFEST).read_text()))
-            warn(f"checkpoint {folder} is damaged ({problem}); looking for an older one")
-            folder.rename(folder.with_name(f"damaged-{folder.name}-{time.time_ns()}"))
+        for folder in reversed(checkpoints_in(self._folder, self._rescue)):
+            try:
+                return Checkpoint(folder, _checked_manifest(folder))
+            except (_Damaged, FileNotFoundError) as problem:
+                warn(f"checkpoint {folder} is damaged ({problem}); looking for an older one")
+                folder.rename(folder.with_name(f"damaged-{folder.name}-{time.time_ns()}"))
+            except OSError as error:
+                raise CheckpointError(
+                    f"checkpoint {folder} cannot be read: {error}. It may be whole, and nothing was changed. Give the same "
+                    f"command again; to go on from an older one, move this folder away first."
+                ) from error
         return None
 
     def clear_rescued(self) -> None:
@@ -139,9 +151,15 @@ class CheckpointStore:
 
     def _prune(self, written: Path) -> None:
         """Keep the newest, the one just written among them."""
-        others = sorted((path for path in self._folder.glob("step-*") if path != written), key=_number, reverse=True)
+        others = [path for path in reversed(checkpoints_in(self._folder)) if path != written]
         for folder in others[self._keep - 1 :]:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def checkpoints_in(*parents: Path) -> list[Path]:
+    """The oldest first; none of them is looked into."""
+    found = [path for parent in parents for path in parent.glob("step-*") if _NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def random_state() -> dict[str, Any]:
@@ -163,21 +181,24 @@ def restore_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["torch"]), dtype=torch.uint8))
 
 
-def _problem(folder: Path) -> str | None:
+class _Damaged(ValueError):
+    """What is wrong with it."""
+
+
+def _checked_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint whose files are as it says."""
+    text = (folder / MANIFEST).read_bytes()
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-        if manifest["format"] != FORMAT:
-            return f"its format is {manifest['format']}, this version reads {FORMAT}"
-        for name, fingerprint in manifest["files"].items():
-            if _fingerprint(folder / name) != fingerprint:
-                return f"{name} has changed"
-    except (OSError, KeyError, ValueError, TypeError) as error:
-        return str(error)
-    return None
-
-
-def _number(folder: Path) -> int:
-    return int(folder.name.removeprefix("step-"))
+        manifest: dict[str, Any] = json.loads(text)
+        format_, files = manifest["format"], dict(manifest["files"])
+    except (KeyError, ValueError, TypeError) as error:
+        raise _Damaged(f"{MANIFEST} cannot be read: {error}") from error
+    if format_ != FORMAT:
+        raise _Damaged(f"its format is {format_}, this version reads {FORMAT}")
+    for name, fingerprint in files.items():
+        if _fingerprint(folder / name) != fingerprint:
+            raise _Damaged(f"{name} has changed")
+    return manifest
 
 
 def _files(folder: Path) -> list[Path]:

@@ -12,13 +12,13 @@ import faulthandler
 import json
 import logging
 import os
-import shutil
 import signal
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headrace import leftovers
 from headrace.config import make_recipe
 from headrace.engine.native.threaded import ThreadedEngine
 from headrace.engine.worker import EngineWorker
@@ -87,10 +87,11 @@ class Process:
             self._opened.end()
         if self._is_told_to_end or not _is_gone(int(self._order["launcher"])):
             return
-        Ends(**self._order["leftovers"]).remove_leftovers()  # the trainer may have been killed too
+        ends = Ends(**self._order["leftovers"])
+        ends.remove_leftovers()  # the trainer may have been killed too
         kind, _, path = str(self._order["address"]).partition(":")
         if kind == "unix":
-            shutil.rmtree(Path(path).parent, ignore_errors=True)
+            leftovers.remove(Path(path).parent.parent, ends.prefix)
 
     async def _connect(self, channel: str) -> Stream:
         order = self._order

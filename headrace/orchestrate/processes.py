@@ -15,9 +15,10 @@ import threading
 from dataclasses import asdict, dataclass, field
 from typing import IO, TYPE_CHECKING, Any
 
+from headrace.leftovers import Claim, sweep
 from headrace.model.load import ModelError
 from headrace.settings import ConfigError
-from headrace.stream import Listener, Peer, RemoteError, StreamClosed
+from headrace.stream import Listener, Peer, RemoteError, StreamClosed, socket_place
 from headrace.sync import Ends
 
 if TYPE_CHECKING:
@@ -112,17 +113,22 @@ class Child:
 
 
 class Processes:
-    """A context: whatever happens inside, afterwards none of its processes, sockets or shared memory is left."""
+    """A context: whatever happens inside, afterwards none of its processes, sockets or shared memory is left. Entering it
+    removes what runs that were killed outright left on this host."""
 
     def __init__(self, recipe: Recipe, *, logs: Path) -> None:
         self.recipe, self._logs = recipe, logs
         self.prefix = f"headrace-{os.getpid()}-{secrets.token_hex(4)}"
         self._token = secrets.token_hex(32)
         self._listener: Listener | None = None
+        self._places = dict.fromkeys((self.ends("shared_memory").place, socket_place()))
+        self._claims: list[Claim] = []
         self._all: list[Child] = []
         self._open_logs: list[IO[str]] = []
 
     def __enter__(self) -> Processes:
+        for place in self._places:
+            sweep(place)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -136,7 +142,8 @@ class Processes:
                     child.process.stdin.close()
         if self._listener is not None:
             self._listener.close()
-        self.ends("shared_memory").remove_leftovers()
+        for claim in self._claims:
+            claim.release()
         for log in self._open_logs:
             log.close()
 
@@ -160,23 +167,25 @@ class Processes:
 
     def spawn(self, role: str, name: str) -> Child:
         """Start a process. It imports what it needs and then waits to be connected."""
-        log = self.open_log(name)
         threads = str(self.recipe.threads_of(role, cores=os.cpu_count() or 1))
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "headrace.orchestrate.child", name],  # the name is for people who list processes
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=log,
-            env={**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "PYTHONPATH": _import_path()},
-            start_new_session=True,  # the terminal's Ctrl-C is the launcher's to answer
-        )
-        child = Child(name, role, process, self._logs / f"{name}.log")
+        path = self._logs / f"{name}.log"
+        with path.open("a") as log:  # the process has a descriptor of its own
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "headrace.orchestrate.child", name],  # the name is for people who list processes
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "PYTHONPATH": _import_path()},
+                start_new_session=True,  # the terminal's Ctrl-C is the launcher's to answer
+            )
+        child = Child(name, role, process, path)
         self._all.append(child)
         return child
 
     async def listen(self) -> None:
         """Be there for processes to connect to."""
-        self._listener = await Listener.on_this_host(token=self._token)
+        self._claims = [Claim(place, self.prefix) for place in self._places]
+        self._listener = await Listener.on_this_host(token=self._token, prefix=self.prefix)
 
     def connect(self, child: Child, channels: tuple[str, ...]) -> dict[str, asyncio.Future[Any]]:
         """Tell a process who it is and where to come; the streams it is to open."""
@@ -194,9 +203,8 @@ class Processes:
             "path": [path or os.getcwd() for path in sys.path],
         }
         assert child.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended; whoever waits for its streams will see
-            child.process.stdin.write(json.dumps(order).encode() + b"\n")
-            child.process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError), child.process.stdin as stdin:  # it has ended: whoever waits for it will see
+            stdin.write(json.dumps(order).encode() + b"\n")
         return arriving
 
     async def end(self) -> None:

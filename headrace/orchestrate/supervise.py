@@ -69,8 +69,28 @@ class Supervisor:
         self._spawn(self._end_with(child))
         return told
 
-    async def start_engine(self, child: Child, *, index: int) -> dict[str, Any]:
-        """Connect and build an engine and put it in the pool; what it said of itself."""
+    async def start_engine(self, child: Child, *, index: int, is_first: bool = True) -> dict[str, Any]:
+        """Connect and build an engine and put it in the pool; what it said of itself. If its process ends meanwhile it is
+        started again while `engine.restarts` last; if the first one raises or hangs instead, so would the next."""
+        while True:
+            try:
+                return await self._start_engine(child, index=index)
+            except RoleFailed as error:
+                if is_first and (child.verdict or not child.lost.is_set()):
+                    raise
+                child.give_up("could not be started")
+                child = self._spawn_again(child, error)
+
+    def _spawn_again(self, child: Child, error: Exception) -> Child:
+        """A new process in place of one that is lost; raises when there have been too many."""
+        most = self._recipe.engine.restarts
+        if self.num_restarts >= most:
+            raise RoleFailed(f"{error}\n  engine.restarts = {most} are spent")
+        self.num_restarts += 1
+        self._say(f"{error}\n  it is started again ({self.num_restarts} of {most})")
+        return self._processes.spawn("engine", child.name)
+
+    async def _start_engine(self, child: Child, *, index: int) -> dict[str, Any]:
         arriving = await self._connect(child, ("control", "data"))
         member = Member(child.name, control=child.control, on_report=self._timelines["engine"].take, log=str(child.log))
         try:
@@ -205,29 +225,18 @@ class Supervisor:
         self._fail(await child.explain())
 
     async def _replace(self, child: Child, member: Member, index: int) -> None:
-        """Waits for an engine to be lost; begins it anew while `engine.restarts` last."""
+        """Waits for an engine to be lost, and starts it again."""
         await child.lost.wait()
         error = await child.explain()
         child.process.kill()
         self.pool.lose(member)
         self._timelines["engine"].forget(child.name)
-        most = self._recipe.engine.restarts
-        while self.num_restarts < most:
-            self.num_restarts += 1
-            self._say(f"{error}\n  it is started again ({self.num_restarts} of {most}); its rollouts go on from their prefixes")
-            fresh = self._processes.spawn("engine", child.name)
-            try:
-                await self.start_engine(fresh, index=index)
-            except RoleFailed as again:  # it was lost while it started
-                error = again
-                fresh.give_up("could not be started")
-            except (ConfigError, ModelError) as wrong:
-                self._fail(wrong)
-                return
-            else:
-                self._say(f"{child.name} is back")
-                return
-        self._fail(RoleFailed(f"{error}\n  engine.restarts = {most} are spent"))
+        try:
+            await self.start_engine(self._spawn_again(child, error), index=index, is_first=False)
+        except (RoleFailed, ConfigError, ModelError) as wrong:
+            self._fail(wrong)
+        else:
+            self._say(f"{child.name} is back")
 
     def _fail(self, error: Exception) -> None:
         if not self._failure.done():

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from headrace import leftovers
 from headrace.errors import SyncError
-from headrace.sync.files import FilesTransport, remove_files
-from headrace.sync.shared import SharedMemoryTransport, check_room, remove_segments, shared_folder
+from headrace.sync.files import FilesTransport
+from headrace.sync.shared import SharedMemoryTransport, check_room, shared_folder
 from headrace.sync.transport import ANY_HOST
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Ends:
         if self.transport == "collective":
             from headrace.sync.collective import CollectiveTransport
 
-            return CollectiveTransport(device=device, host=self.host, deadline=self.deadline)
+            return CollectiveTransport(token=self.token, device=device, host=self.host, deadline=self.deadline)
         if self.transport == "http":
             from headrace.sync.http import HttpTransport
 
@@ -87,7 +87,4 @@ class Ends:
 
     def remove_leftovers(self) -> None:
         """What processes that were killed could not give back."""
-        for path in self.place.glob(f"{self.prefix}-*/"):
-            shutil.rmtree(path, ignore_errors=True)
-        remove_segments(self.place, self.prefix)
-        remove_files(self.place, self.prefix)
+        leftovers.remove(self.place, self.prefix)

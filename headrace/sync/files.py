@@ -6,6 +6,7 @@ Whoever else reads safetensors can read it: the tensors have the names and shape
 from __future__ import annotations
 
 import json
+import os
 import re
 import struct
 import time
@@ -126,7 +127,8 @@ def _copy(file: Any, target: Target) -> None:  # noqa: ANN401  (the library type
 
 
 def write_safetensors(path: Path, views: Mapping[str, Tensor]) -> None:
-    """Straight from where they lie, which may be one memory: the library's own writer copies each tensor first."""
+    """Straight from where they lie, which may be one memory: the library's own writer copies each tensor first. Whatever the
+    umask is, only this user may read it."""
     header, start = {}, 0
     for name, view in views.items():
         stop = start + view.numel() * view.element_size()
@@ -134,14 +136,8 @@ def write_safetensors(path: Path, views: Mapping[str, Tensor]) -> None:
         start = stop
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)
-    with path.open("wb") as file:
+    with open(path, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
         file.write(struct.pack("<Q", len(encoded)) + encoded)
         for view in views.values():
             if view.numel():
                 file.write(view.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-
-
-def remove_files(folder: Path, prefix: str) -> None:
-    """What a sender that was killed could not remove."""
-    for path in [*folder.glob(f"{prefix}-*.safetensors"), *folder.glob(f"{prefix}-*.tmp")]:
-        path.unlink(missing_ok=True)

@@ -169,9 +169,3 @@ class SharedMemoryTransport:
         while len(self._mapped) > _MOST_MAPPED:
             self._mapped.pop(next(iter(self._mapped)))
         return mapped
-
-
-def remove_segments(folder: Path, prefix: str) -> None:
-    """What a sender that was killed could not give back."""
-    for path in folder.glob(f"{prefix}-*"):
-        path.unlink(missing_ok=True)

@@ -345,6 +345,18 @@ def test_what_ran_across_a_swap_is_remembered_under_no_version(model) -> None:
     assert prompt_rows(run(core)) == 34
 
 
+def test_nobody_follows_a_prompt_that_was_begun_under_other_weights(model) -> None:
+    """Its first keys are of the old ones: who is asked the same afterwards computes it anew, and leads those after it."""
+    core = make_core(model, most_tokens=8)
+    before = ask(core, prompt(21, id="before"), Sampling(max_tokens=3))
+    core.step()
+    core.changed_weights(policy="policy", lineage="", version=1)
+    after = [ask(core, prompt(21, id=str(index)), Sampling(max_tokens=3, seed=index)) for index in range(2)]
+    assert prompt_rows(run(core)) == 21 - 8 + 21
+    assert all(each.done.num_sampled == 3 for each in (before, *after))
+    assert_nothing_is_held(core)
+
+
 def test_a_fork_of_a_sibling_that_waits_finds_what_the_first_one_computed(model) -> None:
     """A parent that has computed nothing of its own yet is no reason to compute a known prompt again."""
     core = make_core(model, most_tokens=8)

@@ -59,7 +59,7 @@ def fetch(receiver, place, name):
     except SyncError as error:
         errors.append(str(error))
 
-sender, receiver = CollectiveTransport(device="cuda", deadline=20.0), CollectiveTransport(device="cuda", deadline=20.0)
+sender, receiver = (CollectiveTransport(token="t", device="cuda", deadline=20.0) for _ in range(2))
 errors = []
 for key in ("first", "second"):
     room = sender.room(key, 1 << 20)

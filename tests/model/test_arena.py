@@ -527,6 +527,19 @@ def test_any_one_bit_changes_a_checksum(dtype: torch.dtype) -> None:
     assert checksum(tensor) == before
 
 
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_parts_exchanged_change_a_checksum(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """Parts of one word, and of as many words as are summed at once, half of them and twice as many."""
+    monkeypatch.setattr("headrace.model.weights._WORDS_ON_CPU", 4)
+    parts = torch.arange(1, 33).split(size)
+    before = checksum(torch.cat(parts))
+    assert before == sum(word * (2 * place + 1) for place, word in enumerate(range(1, 33)))
+    for first, second in itertools.combinations(range(len(parts)), 2):
+        swapped = list(parts)
+        swapped[first], swapped[second] = parts[second], parts[first]
+        assert checksum(torch.cat(swapped)) != before, (first, second)
+
+
 INTERPRETED = """
 import itertools, torch
 from headrace.model import checksum_kernel

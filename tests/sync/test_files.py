@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -25,6 +27,15 @@ def test_any_reader_of_safetensors_finds_the_models_tensors(sync, tmp_path):
     found = load_file(tmp_path / update.place["file"])
     assert found.keys() == {"weight", "bias"}
     assert all(torch.equal(found[name], tensor) for name, tensor in named_tensors(model))
+
+
+def test_only_its_user_may_read_it(sync, tmp_path):
+    before = os.umask(0)
+    try:
+        update = sync.offer(1, named_tensors(torch.nn.Linear(5, 3)))
+    finally:
+        os.umask(before)
+    assert (tmp_path / update.place["file"]).stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.parametrize("fault", ["shape", "dtype", "missing"])

@@ -22,8 +22,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.errors import SyncError
+from headrace.proof import proof
 from headrace.sync.http import HttpTransport, parcels, relay_places
-from headrace.sync.http.head import proof, write_head
+from headrace.sync.http.head import write_head
 from headrace.sync.http.parcels import piece_sum
 from headrace.sync.http.server import authorization
 
@@ -617,7 +618,7 @@ def test_one_that_knows_the_token_and_sends_another_length_is_refused(made, send
         connection.recv(1000)
         connection.sendall(b"HTTP/1.1 401 No\r\nContent-Length: 0\r\nWWW-Authenticate: Headrace 00\r\n\r\n")
         nonce = connection.recv(1000).decode().split("Authorization: Headrace ")[1].split()[0]
-        given = proof(TOKEN, "answer", nonce, "/parcels/v1", "206", str(length), content_range)
+        given = proof(TOKEN, "parcels", "answer", nonce, "/parcels/v1", "206", str(length), content_range)
         headers = {"Content-Length": length, "Headrace-Proof": given, **({"Content-Range": content_range} if span else {})}
         connection.sendall(write_head("HTTP/1.1 206 Partial Content", headers) + b"x" * length)
 

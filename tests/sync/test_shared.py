@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from headrace import leftovers
 from headrace.engine.native import NativeEngine
 from headrace.engine.native.core import EngineCore
 from headrace.model.arena import Arena, lay_out
@@ -22,7 +23,7 @@ from headrace.model.load import load_model
 from headrace.model.weights import SpareWeights, WeightError, named_tensors
 from headrace.observe import Timeline
 from headrace.sync import Lineage, SharedMemoryTransport, SyncError, WeightSync
-from headrace.sync.shared import check_room, remove_segments
+from headrace.sync.shared import check_room
 from headrace.types import Rollout
 
 if TYPE_CHECKING:
@@ -189,7 +190,7 @@ def test_what_is_given_up_is_on_offer_no_more_and_a_later_version_is_not_taken_w
 def test_a_killed_senders_segments_can_be_removed(ends, tmp_path):
     ends.send(0, ODD)
     (tmp_path / "other-0").write_text("")
-    remove_segments(tmp_path, "weights")
+    leftovers.remove(tmp_path, "weights")
     assert [path.name for path in tmp_path.iterdir()] == ["other-0"]
     assert equal(ends.receive(ends.send(1, ODD)), ODD), "what cleans up temporary files does not end a run"
 

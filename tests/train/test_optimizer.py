@@ -44,7 +44,7 @@ def gradients(step: int) -> dict[str, torch.Tensor]:
     return {name: torch.randn(p.shape, generator=generator) for name, p in Small().trained().items()}
 
 
-@pytest.mark.parametrize("limit", [0.7, 0.0])
+@pytest.mark.parametrize("limit", [0.7, 1000.0, 0.0], ids=["above the limit", "below the limit", "no limit"])
 @pytest.mark.parametrize("offload", [False, True])
 def test_steps_are_those_of_torch(limit: float, offload: bool) -> None:
     chosen = settings(max_grad_norm=limit)

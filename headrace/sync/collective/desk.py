@@ -5,16 +5,17 @@ transfer is over. The bytes themselves go through the group. `torch.distributed.
 calls wait for a stopped server without end whatever their timeout says, and cannot be ended from outside. Here nobody waits
 in a call: the desk is one thread over sockets that do not block, and a receiver looks for its answer in slices of its own.
 
-A message is a line of JSON. The desk answers each, at once if there is news and otherwise when `ANSWER_AFTER` has passed,
-so a line that is up is heard of several times a second in both directions.
+A message is a line of JSON. The first ones prove that each end knows the run's token; a line that does not prove it in time is
+dropped before anything else it sends is parsed. From then on the desk answers each message, at once if there is news and
+otherwise when `ANSWER_AFTER` has passed, so a line that is up is heard of several times a second in both directions.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
 import json
 import os
+import secrets
 import selectors
 import socket
 import threading
@@ -22,6 +23,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from headrace.errors import SyncError
+from headrace.proof import is_proven, proof
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,6 +34,9 @@ ANSWER_AFTER = 0.1
 """Seconds a question waits for news before it is answered without any."""
 LONGEST = 1 << 20
 """Bytes of a message; a line that sends more is closed."""
+HELLO_BYTES = 4096
+HELLO_SECONDS = 30.0
+"""What a line may send, and how long it may take, before it has proven that it knows the token."""
 
 
 class Line:
@@ -40,7 +45,9 @@ class Line:
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self.is_known = False
-        """Whether it has shown the token."""
+        """Whether it has proven that it knows the token."""
+        self.challenge = secrets.token_hex(16)
+        self.opened_at = time.monotonic()
         self.asked_at: float | None = None
         self.group = 0
         """The number of the group that its receiver last heard of."""
@@ -59,12 +66,13 @@ class Line:
         if not piece:
             return None
         *whole, self._unread = (self._unread + piece).split(b"\n")
+        most = LONGEST if self.is_known else HELLO_BYTES
+        if any(len(text) > most for text in (*whole, self._unread)):
+            return None
         try:
-            messages = [json.loads(text) for text in whole]
+            return [_message(text) for text in whole]
         except ValueError:
             return None
-        is_sound = len(self._unread) <= LONGEST and all(isinstance(message, dict) for message in messages)
-        return messages if is_sound else None
 
     def write(self, message: Message) -> bool:
         """Whether all of it went: answers are small and at most one is on its way, so a full socket is a lost receiver."""
@@ -130,7 +138,7 @@ class Desk:
                             self._woken.recv(4096)
                     elif not self._hear(key.data):
                         self._drop(key.data, selector)
-                for line in [line for line in self._lines if not self._answer(line)]:
+                for line in [line for line in self._lines if self._is_late(line) or not self._answer(line)]:
                     self._drop(line, selector)
             self._answer_all_once_more()
             for line in list(self._lines):
@@ -148,21 +156,27 @@ class Desk:
         line = Line(connection)
         self._lines.add(line)
         selector.register(connection, selectors.EVENT_READ, line)
+        line.write({"challenge": line.challenge})  # lost on one that is gone, as the next look shows
 
     def _hear(self, line: Line) -> bool:
         messages = line.read()
         if messages is None:
             return False
         for message in messages:
-            line.is_known = line.is_known or hmac.compare_digest(str(message.get("token", "")).encode(), self._token.encode())
             if not line.is_known:
-                return False
+                line.is_known = is_proven(message.get("proof"), self._token, "receiver", line.challenge)
+                if not line.is_known or not line.write({"proof": proof(self._token, "sender", str(message.get("challenge")))}):
+                    return False
+                continue
             line.asked_at = time.monotonic()
             try:
                 self._on_message(line, message)
             except (TypeError, ValueError):  # no receiver of ours talks like that
                 return False
         return True
+
+    def _is_late(self, line: Line) -> bool:
+        return not line.is_known and time.monotonic() - line.opened_at > HELLO_SECONDS
 
     def _answer(self, line: Line) -> bool:
         if line.asked_at is None:
@@ -193,10 +207,14 @@ class Caller:
 
     def __init__(self, host: str, port: int, *, token: str, deadline: float, check: Callable[[], None]) -> None:
         self.address = (host, port)
-        self._token = token
         self._unread = b""
         self._asked_at: float | None = None
         self._connection = _connected(host, port, deadline=deadline, check=check)
+        try:
+            self._greet(token, deadline, check)
+        except BaseException:
+            self.close()
+            raise
         self.local_host: str = self._connection.getsockname()[0]
         """The address of the interface that reaches the sender."""
 
@@ -213,7 +231,7 @@ class Caller:
         """Ask, not waiting for the answer. What is urgent need not wait for that to the last question."""
         if self.may_ask:
             self._asked_at = time.monotonic()
-        self._send({"token": self._token, **message})
+        self._send(message)
 
     def answer(self, seconds: float) -> Message | None:
         """The answer, if it comes within so long."""
@@ -229,10 +247,14 @@ class Caller:
             if not piece:
                 raise SyncError("the sender is gone: it closed the connection")
             self._unread += piece
+            if len(self._unread) > LONGEST:
+                raise SyncError(f"the sender sent a message of more than {LONGEST} bytes")
         text, _, self._unread = self._unread.partition(b"\n")
         self._asked_at = None
-        answer: Message = json.loads(text)
-        return answer
+        try:
+            return _message(text)
+        except ValueError as error:
+            raise SyncError(f"the sender does not speak as this run does: {error}") from error
 
     def is_up(self) -> bool:
         """Whether the sender has not closed it, as far as this end knows."""
@@ -247,10 +269,25 @@ class Caller:
     def tell(self, message: Message) -> None:
         """A last word nobody answers, if it can be said at once."""
         with contextlib.suppress(SyncError):
-            self._send({"token": self._token, **message})
+            self._send(message)
 
     def close(self) -> None:
         self._connection.close()
+
+    def _greet(self, token: str, deadline: float, check: Callable[[], None]) -> None:
+        """Prove to the sender that this end knows the token, and have it prove the same."""
+        challenge, until = secrets.token_hex(16), time.monotonic() + deadline
+
+        def heard() -> Message:
+            while (answer := self.answer(ANSWER_AFTER)) is None:
+                check()
+                if time.monotonic() > until:
+                    raise SyncError(f"the sender has not answered for {deadline:g} s")
+            return answer
+
+        self._send({"proof": proof(token, "receiver", str(heard().get("challenge"))), "challenge": challenge})
+        if not is_proven(heard().get("proof"), token, "sender", challenge):
+            raise SyncError("whoever listens at {}:{} does not know this run's token".format(*self.address))
 
     def _send(self, message: Message) -> None:
         self._connection.settimeout(0.0)
@@ -258,6 +295,17 @@ class Caller:
             self._connection.sendall(json.dumps(message).encode() + b"\n")
         except OSError as error:  # a full socket too: the sender has read nothing of many small messages
             raise SyncError(f"the sender is gone: {error.strerror or error}") from error
+
+
+def _message(text: bytes) -> Message:
+    """Raises ValueError for what is no message."""
+    try:
+        message = json.loads(text)
+    except RecursionError as error:  # brackets within brackets, more than Python's parser can follow
+        raise ValueError("it is nested too deep") from error
+    if not isinstance(message, dict):
+        raise ValueError("a message is a dict")
+    return message
 
 
 def _family(host: str) -> socket.AddressFamily:

@@ -40,7 +40,6 @@ class Place:
     bucket: int
     host: str
     port: int
-    token: str
     attempt: int
     backend: str
 
@@ -63,8 +62,8 @@ class Place:
 class Fetcher:
     """Keeps its line to the sender and its group from one fetch to the next."""
 
-    def __init__(self, *, device: torch.device, deadline: float) -> None:
-        self.device, self.deadline = device, deadline
+    def __init__(self, *, token: str, device: torch.device, deadline: float) -> None:
+        self._token, self.device, self.deadline = token, device, deadline
         self.caller: Caller | None = None
         self.group: Group | None = None
         self.is_closed = False
@@ -89,7 +88,7 @@ class Fetcher:
         """The line to that sender: the one there is, or a new one."""
         if self.caller is None or self.caller.address != (place.host, place.port) or not self.caller.is_up():
             self.hang_up("the line to the sender changed")
-            self.caller = Caller(place.host, place.port, token=place.token, deadline=self.deadline, check=check)
+            self.caller = Caller(place.host, place.port, token=self._token, deadline=self.deadline, check=check)
         return self.caller
 
     def hang_up(self, reason: str) -> None:

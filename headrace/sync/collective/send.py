@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import itertools
-import secrets
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -36,7 +35,7 @@ _VERDICT = 1.0
 class Sender:
     """One lock guards what the desk's thread and the caller's share; its condition is notified on every message and `free`."""
 
-    def __init__(self, *, device: torch.device, host: str, deadline: float, bucket: int) -> None:
+    def __init__(self, *, token: str, device: torch.device, host: str, deadline: float, bucket: int) -> None:
         self._device, self._host, self._deadline, self._bucket = device, host, deadline, bucket
         self._changed = threading.Condition()
         self._turn = threading.Lock()
@@ -46,7 +45,7 @@ class Sender:
         self._visits: dict[Line, Visit] = {}
         self._attempts, self._groups = itertools.count(1), itertools.count(1)
         self._kept: tuple[tuple[Line, ...], Group] | None = None
-        self._token = secrets.token_hex(16)
+        self._token = token
         self._desk: Desk | None = None
         self._is_closed = False
 
@@ -78,7 +77,6 @@ class Sender:
                 "bucket": self._bucket,
                 "host": self._host,
                 "port": self._desk.port,
-                "token": self._token,
                 "attempt": parcel.attempt,
                 "backend": "nccl" if self._device.type == "cuda" else "gloo",
             }

@@ -13,8 +13,8 @@ and the next push forms a new one.
           returns ◄─── "I have it" ──────────
 
 No wait is longer than `deadline` without progress, at either end. Whoever is late is named by the sender, which hears of
-everybody; receivers are told. What goes over the line needs the token in the place; the group's own connections, like all of
-torch.distributed's, trust the network.
+everybody; receivers are told. The ends of a line prove to each other that they know the run's token, which does not travel;
+the group's own connections, like all of torch.distributed's, trust the network.
 """
 
 from __future__ import annotations
@@ -48,18 +48,20 @@ class CollectiveTransport:
     def __init__(
         self,
         *,
+        token: str,
         device: torch.device | str = "cpu",
         deadline: float = 60.0,
         host: str = "127.0.0.1",
         bucket: int | None = None,
     ) -> None:
-        """`host` is the sender's address as receivers reach it; `bucket` is in bytes, the sender's counts."""
+        """Both ends need the same `token`. `host` is the sender's address as receivers reach it; `bucket` is in bytes, the
+        sender's counts."""
         device = torch.device(device)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         bucket = bucket or (GPU_BUCKET if device.type == "cuda" else CPU_BUCKET)
-        self._sender = Sender(device=device, host=host, deadline=deadline, bucket=bucket)
-        self._fetcher = Fetcher(device=device, deadline=deadline)
+        self._sender = Sender(token=token, device=device, host=host, deadline=deadline, bucket=bucket)
+        self._fetcher = Fetcher(token=token, device=device, deadline=deadline)
         # Also at exit, while threads of the backends that end may still need the interpreter.
         self._closing = weakref.finalize(self, _close, self._sender, self._fetcher)
 

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from headrace.errors import SyncError
-from headrace.sync.http.head import TICK, BadHead, is_proven, read_head, write_head
+from headrace.proof import is_proven
+from headrace.sync.http.head import TICK, BadHead, read_head, write_head
 from headrace.sync.http.parcels import piece_sum
 from headrace.sync.http.server import authorization, path_of
 
@@ -231,7 +232,7 @@ class Fetch:
         if status == "401":
             raise _Refused("does not know this run's token")
         length, span = answer.get("content-length", ""), answer.get("content-range", "")
-        if not is_proven(answer.get("headrace-proof", ""), self._token, "answer", nonce, path, status, length, span):
+        if not is_proven(answer.get("headrace-proof"), self._token, "parcels", "answer", nonce, path, status, length, span):
             raise _Refused("does not prove this run's token")
         self._check_answer(status, length, span)
 

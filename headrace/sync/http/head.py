@@ -1,9 +1,7 @@
-"""Heads of requests and answers: bounded in size, strict in form, and proof that either end knows the run's token."""
+"""Heads of requests and answers: bounded in size and strict in form."""
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import socket
 from typing import TYPE_CHECKING
 
@@ -63,12 +61,3 @@ def _parse(head: bytes) -> tuple[str, dict[str, str]]:
 
 def write_head(first: str, headers: Mapping[str, str | int]) -> bytes:
     return "\r\n".join([first, *(f"{name}: {value}" for name, value in headers.items()), "", ""]).encode("ascii")
-
-
-def proof(token: str, *parts: str) -> str:
-    """That whoever wrote this knows the token, and meant these parts."""
-    return hmac.new(token.encode(), "\0".join(("parcels", *parts)).encode(), hashlib.sha256).hexdigest()
-
-
-def is_proven(claim: str, token: str, *parts: str) -> bool:
-    return hmac.compare_digest(claim.encode(), proof(token, *parts).encode())

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote, unquote
 
 from headrace.errors import SyncError
-from headrace.sync.http.head import TICK, BadHead, LongHead, is_proven, proof, read_head, write_head
+from headrace.proof import is_proven, proof
+from headrace.sync.http.head import TICK, BadHead, LongHead, read_head, write_head
 
 if TYPE_CHECKING:
     from headrace.sync.http.parcels import Parcel, Shelf
@@ -44,7 +45,7 @@ def url_of(host: str, port: int) -> str:
 
 def authorization(token: str, challenge: str, nonce: str, path: str, wanted: str) -> str:
     """The header that answers a challenge."""
-    return f"{_SCHEME} {nonce} {proof(token, 'GET', challenge, nonce, path, wanted)}"
+    return f"{_SCHEME} {nonce} {proof(token, 'parcels', 'GET', challenge, nonce, path, wanted)}"
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,7 @@ class ParcelServer:
             raise BadHead("is no request that is answered here")
         scheme, _, given = headers.get("authorization", "").partition(" ")
         nonce, _, claim = given.partition(" ")
-        parts = (method, challenge, nonce, path, headers.get("range", ""))
+        parts = ("parcels", method, challenge, nonce, path, headers.get("range", ""))
         is_ours = scheme == _SCHEME and bool(nonce) and is_proven(claim, self._token, *parts)
         return _Request(method, path, headers, nonce if is_ours else "")
 
@@ -179,7 +180,7 @@ class ParcelServer:
         answer["Connection"] = "close" if is_last else "keep-alive"
         if request is not None:
             parts = (str(status.value), str(length), str(answer.get("Content-Range", "")))
-            answer[f"{_SCHEME}-Proof"] = proof(self._token, "answer", request.nonce, request.path, *parts)
+            answer[f"{_SCHEME}-Proof"] = proof(self._token, "parcels", "answer", request.nonce, request.path, *parts)
         connection.sendall(write_head(f"HTTP/1.1 {status.value} {status.phrase}", answer))
         return not is_last
 

@@ -1,0 +1,90 @@
+"""What a run keeps outside its folder (shared memory, sockets, files of weights), and how it goes when the run was killed.
+
+Whatever a run makes in a place that others use too is named PREFIX-…, and PREFIX.lock lies beside it, which the launcher keeps
+locked (flock) as long as it lives. The system releases that lock when the process ends, however it ends. So what lies beside a
+lock that can be taken belongs to nobody, and the next run that starts removes it. Neither age nor a process number would prove
+that: other users, containers and hosts may share the place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import platform
+import re
+import shutil
+from pathlib import Path
+
+_LOCK = re.compile(r"headrace-\d+-\w+\.lock")
+
+
+class Claim:
+    """What is named PREFIX-… in a place belongs to this process."""
+
+    def __init__(self, place: Path, prefix: str) -> None:
+        self._place, self._prefix = place, prefix
+        self._descriptor: int | None = None
+        try:
+            self._descriptor = _locked(place / f"{prefix}.lock")
+            os.write(self._descriptor, "\n".join(_this_host()).encode())
+        except OSError as error:  # a file system without locks
+            words = "%s cannot be locked (%s): if this run is killed, remove %s-* there by hand"
+            logging.getLogger("headrace").warning(words, place, error, prefix)
+
+    def release(self) -> None:
+        """Remove all of it."""
+        remove(self._place, self._prefix)
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def _locked(path: Path) -> int:
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError:
+            os.close(descriptor)
+            path.unlink(missing_ok=True)
+            raise
+        if os.fstat(descriptor).st_nlink:
+            return descriptor
+        os.close(descriptor)  # a sweep came between the two calls and removed it
+
+
+def _this_host() -> list[str]:
+    """Its name, and which boot of it: containers have names of their own, and share the latter."""
+    names = [platform.node()]
+    with contextlib.suppress(OSError):  # Linux alone tells
+        names.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+    return names
+
+
+def sweep(place: Path) -> None:
+    """Remove what runs of this user on this host, none of whose launchers lives, left in a place. Some file systems keep the
+    locks of each host to themselves, so that those of other hosts prove nothing."""
+    for lock in place.glob("headrace-*.lock"):
+        if not _LOCK.fullmatch(lock.name):
+            continue
+        with contextlib.suppress(OSError):  # its run is alive, it is another user's, or somebody else has just swept it
+            descriptor = os.open(lock, os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                hosts = os.read(descriptor, 4096).decode(errors="replace").splitlines()
+                if os.fstat(descriptor).st_uid == os.geteuid() and set(hosts) & set(_this_host()):
+                    remove(place, lock.stem)
+            finally:
+                os.close(descriptor)
+
+
+def remove(place: Path, prefix: str) -> None:
+    """All that bears a prefix, and then its lock."""
+    for path in place.glob(f"{prefix}-*"):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    (place / f"{prefix}.lock").unlink(missing_ok=True)
