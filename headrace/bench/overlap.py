@@ -201,9 +201,11 @@ class _Rig:
 
     def __init__(self, recipe: Recipe, roles: Roles, observer: Observer, lineage: Lineage) -> None:
         self._recipe, self._roles, self._observer, self._lineage = recipe, roles, observer, lineage
+        self._version = 0
+        """The processes live on from turn to turn, and an engine refuses an older version than the one it holds."""
 
     async def turn(self, case: Case, *, has_engine: bool = True, has_trainer: bool = True) -> Turn:
-        """One run of the loops over `case.versions` versions, from its third on."""
+        """One run of the loops over `case.versions` versions, from its third on, after those of the turns before."""
         moments: list[tuple[float, float]] = []
         tokens = case.batch * case.tokens
 
@@ -222,7 +224,9 @@ class _Rig:
             on_trained=lambda *_: None,
             after_version=after_version,
         )
-        run.leg_end = case.versions + 2
+        run.version = run.held_version = self._version
+        run.submitted_groups = self._version * self._recipe.groups_per_batch
+        run.leg_end = self._version = self._version + case.versions + 2
         with few_collections(), contextlib.ExitStack() as after:
             after.callback(run.forget_in_flight)
             async with asyncio.TaskGroup() as tasks:
