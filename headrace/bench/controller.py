@@ -48,7 +48,7 @@ GOAL = 100.0
 
 def run(*, quick: bool, json_file: Path | None) -> int:
     """Medians of several runs; status 1 if a goal is missed. `--quick` takes fewer and shorter ones, and judges nothing."""
-    versions, repetitions = (60, 3) if quick else (120, 7)
+    versions, repetitions = (60, 2) if quick else (120, 7)
     totals: list[Cost] = []
     parts: list[Cost] = []
     for number in range(repetitions):  # in turn, so that a busy moment of the machine falls on both

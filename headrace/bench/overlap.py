@@ -99,7 +99,7 @@ def run(*, quick: bool, json_file: Path | None) -> int:
     """Status 1 if a goal is missed; `--quick` takes two turns of a few small batches, and judges nothing."""
     rows: list[Row] = []
     for case in CASES:
-        chosen = dataclasses.replace(case, batch=16, versions=2) if quick else case
+        chosen = dataclasses.replace(case, tokens=10, batch=16, versions=2) if quick else case
         rows += asyncio.run(_measure(chosen, turns=2 if quick else 5))
     return report("overlap", rows, json_file=json_file, quick=quick)
 

@@ -144,10 +144,16 @@ def main() -> None:
         disable_tqdm=True,
         **(with_vllm if is_on_gpu else {}),
     )
+
+    def reward(completion_ids: list[list[int]], completions: list[str], **_: object) -> list[float]:
+        if short := [len(ids) for ids in completion_ids if len(ids) != tokens]:  # another's work
+            raise RuntimeError(f"{short[0]} tokens a completion where {tokens} were asked for")
+        return first_word_is_even(completions)
+
     trainer = GRPOTrainer(
         model=model,
         args=config,
-        reward_funcs=[first_word_is_even],
+        reward_funcs=[reward],
         train_dataset=Dataset.from_list(order["tasks"]),
         processing_class=tokenizer,
         callbacks=[Clock()],
