@@ -121,15 +121,6 @@ def test_bench_writes_the_shape_the_design_names(tmp_path) -> None:
     assert content["rows"] == [{"name": "a", "value": 1.5, "unit": "s", "goal": "≤ 2", "bound": None, "peers": {"other": 3.0}}]
 
 
-def test_bench_learn_misses_no_goal_silently() -> None:
-    from headrace.bench.learn import missed_goals
-
-    good = {"success_before": 0.2, "greedy_before": 0.6, "success_after": 0.95, "seconds": {"rl": 90.0}}
-    assert missed_goals(good) == []
-    for change in ({"success_before": 0.19}, {"greedy_before": 0.61}, {"success_after": 0.94}, {"seconds": {"rl": 91.0}}):
-        assert len(missed_goals({**good, **change})) == 1
-
-
 def test_a_failed_run_ends_in_one_line_with_the_folder(tmp_path) -> None:
     (tmp_path / "bad.py").write_text("def reward(prompts, completions, **columns):\n    return [0.5]\n")
     arguments = [

@@ -84,11 +84,20 @@ def _nvml() -> Any:  # noqa: ANN401  (the library, where it is installed and fin
     return library
 
 
-@contextlib.contextmanager
-def multi_process_service(folder: Path) -> Iterator[None]:
-    """NVIDIA's MPS for the processes started inside; it is stopped afterwards, whatever happened."""
+def check_service() -> None:
+    """Whether there is one to start."""
     if shutil.which(_CONTROL) is None:
         raise ConfigError(f"--mps: {_CONTROL} is not installed here")
+
+
+@contextlib.contextmanager
+def multi_process_service(folder: Path) -> Iterator[None]:
+    """NVIDIA's MPS for the processes started inside; it is stopped afterwards, whatever happened.
+
+    The process that calls this must have used CUDA before, if it does at all: a client of the service it would be waited for
+    when the service is told to end.
+    """
+    check_service()
     places = {"CUDA_MPS_PIPE_DIRECTORY": folder / "pipe", "CUDA_MPS_LOG_DIRECTORY": folder / "log"}
     before = {name: os.environ.get(name) for name in places}
     for name, place in places.items():

@@ -29,7 +29,7 @@ import numpy as np
 from headrace.bench.engine_loads import lognormal_lengths
 from headrace.bench.partial_watch import EngineWatch
 from headrace.bench.stubs import StubTrainer
-from headrace.bench.table import Row, missed, show, write
+from headrace.bench.table import Row, report
 from headrace.config import make_recipe
 from headrace.engine.native.threaded import ThreadedEngine
 from headrace.model.weights import named_tensors
@@ -100,7 +100,7 @@ class Plan:
 
 
 def make_plan(device: str, *, quick: bool) -> Plan:
-    """The GPU's or the CPU's; `quick` takes one short turn of each choice."""
+    """The GPU's or the CPU's; `quick` takes two short turns of each choice."""
     if device == "cuda":
         return Plan(
             device=device,
@@ -112,7 +112,7 @@ def make_plan(device: str, *, quick: bool) -> Plan:
             cap=768,
             seconds=0.25,
             versions=4 if quick else 8,
-            turns=1 if quick else 3,
+            turns=2 if quick else 3,
         )
     return Plan(
         device=device,
@@ -124,7 +124,7 @@ def make_plan(device: str, *, quick: bool) -> Plan:
         cap=384,
         seconds=0.1,
         versions=5 if quick else 10,
-        turns=1 if quick else 3,
+        turns=2 if quick else 3,
     )
 
 
@@ -152,13 +152,7 @@ def run(*, quick: bool, json_file: Path | None, device: str = "auto") -> int:
     plan = make_plan(pick_device(device), quick=quick)
     seen = asyncio.run(measure(plan))
     rows = [row for name, turns in seen.items() for row in rows_of(name, turns)]
-    show("partial", rows)
-    if json_file is not None:
-        write("partial", rows, json_file)
-    lines = [] if quick else missed(rows)
-    for line in lines:
-        print(f"missed: {line}")
-    return 1 if lines else 0
+    return report("partial", rows, json_file=json_file, quick=quick)
 
 
 def rows_of(name: str, turns: Sequence[Turn]) -> list[Row]:

@@ -8,7 +8,7 @@ import time
 import traceback
 from typing import TYPE_CHECKING
 
-from headrace.bench.table import Row, missed, show, write
+from headrace.bench.table import Row, report, unjudged, write
 from headrace.settings import ConfigError
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def run_parts(
                 for found in parts[name]():
                     rows += found
                     if json_file is not None:
-                        write(bench, rows, json_file)
+                        write(bench, unjudged(rows) if quick else rows, json_file)
             except ConfigError:
                 raise
             except Exception as error:  # noqa: BLE001  (what one part cannot do, another may)
@@ -53,13 +53,8 @@ def run_parts(
                 say(f"{name}: failed: {type(error).__name__}: {_first_line(error)}")
             say(f"{name}: {time.perf_counter() - began:.1f} s")
     finally:
-        show(bench, rows)
-        if json_file is not None:
-            write(bench, rows, json_file)
-    lines = [] if quick else missed(rows)
-    for line in lines:
-        say(f"missed: {line}")
-    return 1 if lines or failed else 0
+        status = report(bench, rows, json_file=json_file, quick=quick)
+    return 1 if failed else status
 
 
 def choose(bench: str, parts: Mapping[str, Part], only: str | None) -> list[str]:

@@ -4,8 +4,9 @@ Whole runs of `headrace.train` in processes of their own: a model with random we
 groups of siblings, a reward that takes no time. No token ends a completion, so that all have the length they are to have.
 In turn: the engine waits while the trainer works. Asleep: it gives back its cache meanwhile. Lag 1 and 2: side by side.
 Each once with completions of one length and once with a long tail; where vLLM is installed, some with a vLLM server as the
-engine. Figures are of the steps after two that warm up, and
-before those that have nothing generated beside them because the run ends.
+engine. Figures are of the steps after two that warm up, and before those that have nothing generated beside them because the
+run ends. TRL makes the same steps in the same run, where it is installed. Every part has folders of its own, and MPS of its own
+where that is asked for: one that fails is in nobody's way.
 """
 
 from __future__ import annotations
@@ -13,11 +14,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import shutil
 import statistics
 import tempfile
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,12 +27,12 @@ from transformers.utils import logging as transformers_logging
 import headrace
 from headrace.bench.engine_loads import QWEN3_0_6B, SMALL
 from headrace.bench.gauge import release
-from headrace.bench.gpu_watch import GpuMemory, multi_process_service
+from headrace.bench.gpu_watch import GpuMemory, check_service, multi_process_service
 from headrace.bench.parts import run_parts, say
 from headrace.bench.step_loads import OwnLengths, first_word_is_even, make_tasks, with_lengths
 from headrace.bench.table import Row
 from headrace.bench.trainer_loads import CPU_SHAPE
-from headrace.bench.trl_peer import TrlFailed, missing_modules, trl_seconds
+from headrace.bench.trl_peer import TrlFailed, measure_steps, missing_modules
 from headrace.bench.words import write_model
 from headrace.config import EngineSettings
 from headrace.engine.vllm.server import choose_python, find_vllm
@@ -44,8 +44,13 @@ if TYPE_CHECKING:
 
     from headrace.bench.parts import Part
 
-EARLIER = {"TRL 1.16 + vLLM 0.26, earlier": 9500.0}
-"""Completion tokens a second on an H200, measured before this benchmark was: 13.5 s a step of 512 × 256, 99 GiB."""
+EARLIER = Row(
+    "TRL 1.16 + vLLM 0.26: completions. Not of this run: another H200, by 2026-11-15, 13.5 s a step, 99 GiB; "
+    "micro-batches of 64, gradient checkpointing off, importance sampling correction on",
+    9500.0,
+    "tokens/s",
+)
+"""Shown on a GPU where TRL cannot be measured; nothing is divided by it."""
 _SECONDS = 390.0
 """After which no variant begins: a command has eight minutes where GPUs are lent."""
 _SHOWN = 0.005
@@ -71,8 +76,8 @@ class Plan:
     warmups: int
     steps: int
     """Measured."""
-    goals: dict[str, str]
-    """By unit, of completions of one length."""
+    goal: str = ""
+    """Of completions of one length a second, over TRL's in the same run."""
     orchestrate: str = "local"
 
     @property
@@ -95,7 +100,7 @@ class Variant:
 
     @property
     def is_judged(self) -> bool:
-        """Whether the goals, which are for completions of one length on the native engine, hold for it."""
+        """Whether the goal, which is for completions of one length on the native engine, holds for it."""
         return not self.has_tail and "engine.kind" not in self.settings
 
 
@@ -109,6 +114,10 @@ _VLLM = {"engine.kind": "vllm", "orchestrate": "local", "deadline": 600.0}
 """A server may take minutes to come up."""
 OVER_VLLM = (Variant("in turn, vLLM", _VLLM), Variant("lag 1, vLLM", _VLLM, max_lag=1))
 _SLEEP, _SWAP = "engine.sleep", "seconds/engine/swap"
+_QUICK = ("trl", "in-turn", "lag-1-long-tail")
+"""What `--quick` takes unless `--only` names others."""
+_LOG_LINES = 30
+"""Shown of each process's log where a run fails: its folder is gone afterwards."""
 
 
 def make_plan(device: str, *, quick: bool) -> Plan:
@@ -126,7 +135,7 @@ def make_plan(device: str, *, quick: bool) -> Plan:
             micro_batch_tokens=16_384,
             warmups=2,
             steps=2 if quick else 5,
-            goals={"tokens/s": "≥ 28500", "GiB": "≤ 99"},
+            goal="≥ 6",
         )
     return Plan(
         device=device,
@@ -140,17 +149,16 @@ def make_plan(device: str, *, quick: bool) -> Plan:
         micro_batch_tokens=4096,
         warmups=2,
         steps=2 if quick else 6,
-        goals={},
     )
 
 
-def variants(*, quick: bool) -> dict[str, Variant]:
-    """By the name to ask for them with; `--quick` takes one of each kind. An engine sleeps only where there is the setting."""
+def variants() -> dict[str, Variant]:
+    """By the name to ask for them with. An engine sleeps only where there is the setting."""
     can_sleep = any(field.name == "sleep" for field in dataclasses.fields(EngineSettings))
     plain = [variant for variant in VARIANTS if can_sleep or _SLEEP not in variant.settings]
     tails = [dataclasses.replace(variant, name=f"{variant.name}, long tail", has_tail=True) for variant in plain]
-    chosen = [plain[0], tails[-2]] if quick else [*plain, *(OVER_VLLM if has_vllm() else ()), *tails]
-    return {variant.name.replace(", ", "-").replace(" ", "-"): variant for variant in chosen}
+    found = [*plain, *(OVER_VLLM if has_vllm() else ()), *tails]
+    return {variant.name.replace(", ", "-").replace(" ", "-"): variant for variant in found}
 
 
 def has_vllm() -> bool:
@@ -166,16 +174,18 @@ def run(*, quick: bool, json_file: Path | None, only: str | None = None, mps: bo
     """Status 1 if a goal is missed or a variant fails; `--quick` judges nothing."""
     transformers_logging.disable_progress_bar()
     plan = make_plan("cuda" if torch.cuda.is_available() else "cpu", quick=quick)
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as around:
-        if mps:
-            around.enter_context(multi_process_service(Path(folder) / "mps"))
-        parts = make_parts(plan, Path(folder), quick=quick)
+    if mps:
+        check_service()
+    with tempfile.TemporaryDirectory() as folder:
+        parts = make_parts(plan, Path(folder), mps=mps)
+        if quick and only is None:
+            only = ",".join(name for name in _QUICK if name in parts)
         return run_parts("step", parts, only=only, quick=quick, json_file=json_file, seconds=_SECONDS)
 
 
-def make_parts(plan: Plan, folder: Path, *, quick: bool) -> dict[str, Part]:
+def make_parts(plan: Plan, folder: Path, *, mps: bool = False) -> dict[str, Part]:
     """TRL first where it is installed, then every variant, which is set against it."""
-    peers = dict(EARLIER) if plan.device == "cuda" else {}
+    peers = Peers()
 
     @functools.cache
     def model() -> str:
@@ -184,44 +194,69 @@ def make_parts(plan: Plan, folder: Path, *, quick: bool) -> dict[str, Part]:
         return path
 
     def part_of(variant: Variant) -> Part:
-        return lambda: [measure(plan, variant, model(), folder, peers=peers)]
+        return lambda: [measure(plan, variant, model(), folder, peers=peers, mps=mps)]
 
     parts: dict[str, Part] = {}
-    absent = missing_modules() if plan.device == "cuda" else ["a GPU"]
-    if absent:
-        say(f"TRL: {' and '.join(absent)} not here; it is absent from the table")
-    else:
+    absent = missing_modules(plan.device)
+    if not absent:
         parts["trl"] = lambda: measure_trl(plan, model(), folder, peers)
-    return parts | {name: part_of(variant) for name, variant in variants(quick=quick).items()}
+    else:
+        say(f"TRL: {' and '.join(absent)} not here; it is not measured")
+        if plan.device == "cuda":
+            parts["trl"] = lambda: [[EARLIER]]
+    return parts | {name: part_of(variant) for name, variant in variants().items()}
 
 
-def measure(plan: Plan, variant: Variant, model: str, folder: Path, *, peers: dict[str, float]) -> list[Row]:
+@dataclass
+class Peers:
+    """Figures of others, of this run; filled by the part that measures them."""
+
+    rates: dict[str, float] = field(default_factory=dict)
+    """Completion tokens a second."""
+    peaks: dict[str, float] = field(default_factory=dict)
+    """GiB of GPU memory."""
+
+
+def measure(plan: Plan, variant: Variant, model: str, folder: Path, *, peers: Peers, mps: bool = False) -> list[Row]:
     """One run, and what its metrics say of the steps in the middle."""
     tasks = make_tasks(plan.num_tasks, prompt_tokens=plan.prompt_tokens, vocabulary=int(plan.shape["vocab_size"]))
     if variant.has_tail:
         tasks = with_lengths(tasks, siblings=plan.siblings, mean=plan.tokens, cap=plan.cap)
-    run_dir = folder / "run"
-    with GpuMemory() as memory:
-        headrace.train(
-            {
-                "path": model,
-                "dtype": plan.dtype,
-                "context": plan.prompt_tokens + (plan.cap if variant.has_tail else plan.tokens),
-            },
-            tasks=tasks,
-            reward=first_word_is_even,
-            environment=OwnLengths() if variant.has_tail else None,
-            run_dir=run_dir,
-            fresh=True,
-            quiet=True,
-            **settings_of(plan, variant),
-        )
-    seen = read_metrics(run_dir / "metrics.jsonl")
-    shutil.rmtree(run_dir)  # its checkpoint is larger than the model
+    with contextlib.ExitStack() as around:
+        place = Path(around.enter_context(tempfile.TemporaryDirectory(dir=folder)))
+        run_dir = place / "run"
+        if mps:
+            around.enter_context(multi_process_service(place / "mps"))
+        memory = around.enter_context(GpuMemory())
+        try:
+            headrace.train(
+                {
+                    "path": model,
+                    "dtype": plan.dtype,
+                    "context": plan.prompt_tokens + (plan.cap if variant.has_tail else plan.tokens),
+                },
+                tasks=tasks,
+                reward=first_word_is_even,
+                environment=OwnLengths() if variant.has_tail else None,
+                run_dir=run_dir,
+                quiet=True,
+                **settings_of(plan, variant),
+            )
+        except Exception:
+            show_logs(place)
+            raise
+        seen = read_metrics(run_dir / "metrics.jsonl")
     say(f"{variant.name}: seconds of each step: {', '.join(format(row['seconds'], '.2f') for row in seen)}")
     check_lengths(plan, variant, seen)
     middle = seen[plan.warmups : plan.warmups + plan.steps]
-    return [*step_rows(plan, variant, middle, peers=peers), *memory_rows(plan, variant, memory)]
+    return [*step_rows(plan, variant, middle, peers=peers), *memory_rows(variant, memory, peers=peers)]
+
+
+def show_logs(folder: Path) -> None:
+    """The last lines of every log below a folder, MPS's too."""
+    for log in sorted(folder.rglob("*.log")):
+        lines = log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
+        say("\n  ".join([f"{log.relative_to(folder)}, its last lines:", *lines]))
 
 
 def check_lengths(plan: Plan, variant: Variant, seen: Sequence[dict[str, Any]]) -> None:
@@ -253,21 +288,21 @@ def settings_of(plan: Plan, variant: Variant) -> dict[str, Any]:
     }
 
 
-def step_rows(plan: Plan, variant: Variant, seen: Sequence[dict[str, Any]], *, peers: dict[str, float]) -> list[Row]:
+def step_rows(plan: Plan, variant: Variant, seen: Sequence[dict[str, Any]], *, peers: Peers) -> list[Row]:
     """Medians over steps, the time budget over all of them, and the lag of their tokens."""
     name = variant.name
     rate = statistics.median(row["tokens_per_second"] for row in seen)
     seconds = statistics.median(row["seconds"] for row in seen)
     lag = statistics.fmean(row["lag_mean"] for row in seen)
-    others = {} if variant.has_tail else peers
-    goal = plan.goals.get("tokens/s", "") if variant.is_judged else ""
+    others = {} if variant.has_tail else peers.rates
+    goal = plan.goal if variant.is_judged else ""
     budget = budget_of(seen)
     busy = ", ".join(f"{role} {state} {share:.0%}" for (role, state), share in budget.items() if share >= 0.05)
     say(f"{name}: {seconds:.2f} s a step, {rate:,.0f} completion tokens/s, lag {lag:.2f}; {busy}")
     return [
         Row(f"{name}: step", seconds, "s"),
-        Row(f"{name}: completions", rate, "tokens/s", goal=goal, peers=others),
-        *(Row(f"{name}: completions ÷ {who}", rate / theirs, "ratio") for who, theirs in others.items()),
+        Row(f"{name}: completions", rate, "tokens/s", peers=others),
+        *(Row(f"{name}: completions ÷ {who}", rate / theirs, "ratio", goal=goal) for who, theirs in others.items()),
         Row(f"{name}: mean lag", lag, "versions"),
         Row(f"{name}: exchange of weights", statistics.median(row.get(_SWAP, 0.0) for row in seen), "s"),
         *(Row(f"{name}: {role}, {state}", share, "share") for (role, state), share in budget.items() if share >= _SHOWN),
@@ -287,37 +322,43 @@ def budget_of(seen: Sequence[dict[str, Any]]) -> dict[tuple[str, str], float]:
     return {place: seconds / max(whole[place[0]], 1e-9) for place, seconds in totals.items()}
 
 
-def memory_rows(plan: Plan, variant: Variant, memory: GpuMemory) -> list[Row]:
-    """The GPU's, of all processes together and of each."""
+def memory_rows(variant: Variant, memory: GpuMemory, *, peers: Peers) -> list[Row]:
+    """The GPU's, of all processes together and of each; no more than a peer takes for the same work."""
     if memory.peak is None:
         return []
     say(f"{variant.name}: {memory.peak:.1f} GiB of GPU memory at most; {memory.peak_of or 'not known by process'}")
-    goal = plan.goals.get("GiB", "") if variant.is_judged else ""
+    others = peers.peaks if variant.is_judged else {}
+    goal = f"≤ {min(others.values()):.3g}" if others else ""
     return [
-        Row(f"{variant.name}: peak GPU memory", memory.peak, "GiB", goal=goal),
+        Row(f"{variant.name}: peak GPU memory", memory.peak, "GiB", goal=goal, peers=others),
         *(Row(f"{variant.name}: peak GPU memory, {name}", peak, "GiB") for name, peak in memory.peak_of.items()),
     ]
 
 
-def measure_trl(plan: Plan, model: str, folder: Path, peers: dict[str, float]) -> Iterator[list[Row]]:
-    """TRL's GRPO with vLLM beside it in its process, on the same tasks; what it cannot do is one line."""
+def measure_trl(plan: Plan, model: str, folder: Path, peers: Peers) -> Iterator[list[Row]]:
+    """TRL's GRPO on the same tasks; what it cannot do is one line."""
     tasks = make_tasks(plan.num_tasks, prompt_tokens=plan.prompt_tokens, vocabulary=int(plan.shape["vocab_size"]))
     with GpuMemory() as memory:
         try:
-            seconds = trl_seconds(
+            found = measure_steps(
                 model,
-                folder / "trl",
-                tasks=tasks,
+                folder,
+                device=plan.device,
                 completions=plan.completions,
+                steps=plan.warmups + plan.steps,
+                tasks=tasks,
                 siblings=plan.siblings,
                 tokens=plan.tokens,
-                steps=plan.warmups + plan.steps,
             )
         except TrlFailed as failed:
             say(f"{failed}; it is absent from the table")
             return
-    step = statistics.median(seconds[plan.warmups :])
-    peers["TRL + vLLM"] = plan.completions * plan.tokens / step
-    say(f"TRL + vLLM: {step:.2f} s a step, {peers['TRL + vLLM']:,.0f} completion tokens/s")
-    rows = [Row("TRL + vLLM: step", step, "s"), Row("TRL + vLLM: completions", peers["TRL + vLLM"], "tokens/s")]
-    yield rows + ([Row("TRL + vLLM: peak GPU memory", memory.peak, "GiB")] if memory.peak is not None else [])
+    step = statistics.median(found.seconds[plan.warmups :])
+    rate = peers.rates[found.name] = plan.completions * plan.tokens / step
+    title = f"{found.name} ({found.settings})"
+    say(f"{title}: {step:.2f} s a step, {rate:,.0f} completion tokens/s")
+    rows = [Row(f"{title}: step", step, "s"), Row(f"{title}: completions", rate, "tokens/s")]
+    if memory.peak is not None:
+        peers.peaks[found.name] = memory.peak
+        rows.append(Row(f"{title}: peak GPU memory", memory.peak, "GiB"))
+    yield rows

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import subprocess
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -16,6 +17,9 @@ from rich.table import Table
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
+
+
+_NOT_JUDGED = ", not judged"
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,23 @@ class Row:
     """The physical or computed limit, where there is one."""
     peers: dict[str, float] = field(default_factory=dict)
     """The same figure of others, measured in the same run."""
+
+
+def report(bench: str, rows: Sequence[Row], *, json_file: Path | None, quick: bool = False) -> int:
+    """Print the table, write the JSON, judge the goals; status 1 if one is missed. `quick` judges none, and says so."""
+    rows = unjudged(rows) if quick else rows
+    show(bench, rows)
+    if json_file is not None:
+        write(bench, rows, json_file)
+    lines = missed(rows)
+    for line in lines:
+        print(f"missed: {line}", flush=True)
+    return 1 if lines else 0
+
+
+def unjudged(rows: Sequence[Row]) -> list[Row]:
+    """The same figures, each goal said to be no measure of them."""
+    return [replace(row, goal=f"{row.goal}{_NOT_JUDGED}" if row.goal else "") for row in rows]
 
 
 def show(bench: str, rows: Sequence[Row]) -> None:
@@ -47,14 +68,15 @@ def show(bench: str, rows: Sequence[Row]) -> None:
 
 
 def missed(rows: Sequence[Row]) -> list[str]:
-    """A line for each row whose goal, written `≥ number` or `≤ number`, it does not meet."""
+    """A line for each row whose goal, written `≥ number`, `≤ number` or `number to number`, it does not meet."""
     lines = []
     for row in rows:
-        if not row.goal:
+        if not row.goal or row.goal.endswith(_NOT_JUDGED):
             continue
-        sign, _, limit = row.goal.partition(" ")
-        is_met = {"≥": row.value >= float(limit), "≤": row.value <= float(limit)}[sign]
-        if not is_met:  # a figure that is not a number meets nothing
+        first, *_, last = row.goal.split()
+        least = -math.inf if first == "≤" else float(last if first == "≥" else first)
+        most = math.inf if first == "≥" else float(last)
+        if not least <= row.value <= most:  # a figure that is not a number meets nothing
             lines.append(f"{row.name}: {row.value:.4g} {row.unit}, goal {row.goal}")
     return lines
 

@@ -65,7 +65,7 @@ def make_plan(device: str, *, quick: bool) -> Plan:
             head=HeadLoad(32_768, 151_936, 1024, "bfloat16", device, turns=turns, sequence=1024, memory_goal="≤ 0.05"),
             mix=Mix(128, 64, median=300, cap=4096 - 64, budget=16_384, mini_batch=8, most_tokens=16_384, turns=turns),
         )
-    turns = 1 if quick else 3
+    turns = 2 if quick else 3
     tokens, document = (512, 128) if quick else (4096, 256)
     rollouts, budget = (16, 512) if quick else (64, 2048)
     return Plan(

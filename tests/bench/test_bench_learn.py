@@ -1,4 +1,4 @@
-"""`headrace bench learn --losses`: every loss is tried on every seed with the constants of the table."""
+"""`headrace bench learn`: every goal is judged on every seed, and each loss is tried with the constants of the table."""
 
 from __future__ import annotations
 
@@ -30,7 +30,21 @@ def test_each_loss_has_a_row_for_each_seed(tmp_path, monkeypatch, capsys):
     said = capsys.readouterr().out
     assert "missed: cispo, seed 1: success after: 0.5 share, goal ≥ 0.95" in said and "missed: grpo" not in said
     asked.clear()
-    assert learn.run(losses="grpo", quick=True, json_file=None) == 0 and [each[:3] for each in asked] == [("grpo", 0, 20)]
+    assert learn.run(losses="grpo", quick=True, json_file=None) == 0
+    assert [each[:3] for each in asked] == [("grpo", 0, 10), ("grpo", 1, 10)]
+
+
+@pytest.mark.parametrize(
+    "change", [{}, {"success_before": 0.19}, {"greedy_before": 0.61}, {"success_after": 0.94}, {"seconds": {"rl": 91.0}}]
+)
+def test_every_goal_of_a_seed_is_judged(monkeypatch, capsys, change):
+    good = {"success_before": 0.2, "greedy_before": 0.6, "success_after": 0.95, "greedy_after": 1.0, "seconds": {"rl": 90.0}}
+    summaries = [{**good, "lag": {"mean": 1.0}}, {**good, "lag": {"mean": 1.0}, **change}]
+    monkeypatch.setattr(learn, "_train", lambda seed, steps: summaries[seed])
+    assert learn.run(seeds=2, quick=False, json_file=None) == (1 if change else 0)
+    assert ("missed: seed 1" in capsys.readouterr().out) == bool(change)
+    assert learn.run(quick=True, json_file=None) == 0
+    assert "missed" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,8 @@ def test_a_part_that_fails_keeps_its_rows_and_the_others_go_on(tmp_path, capsys)
     assert run_parts("x", parts, only=None, quick=False, json_file=file, seconds=60) == 1
     assert names() == ["before", "after"] and "broken: failed: RuntimeError: it broke\n" in capsys.readouterr().out
     slow = {"slow": lambda: [[Row("slow", 4.0, "s", goal="≤ 3")]]}
-    assert run_parts("x", slow, only=None, quick=True, json_file=None, seconds=60) == 0
+    assert run_parts("x", slow, only=None, quick=True, json_file=file, seconds=60) == 0
+    assert json.loads(file.read_text())["rows"][0]["goal"] == "≤ 3, not judged"
     assert run_parts("x", slow, only=None, quick=False, json_file=None, seconds=60) == 1
     assert "missed: slow: 4 s, goal ≤ 3" in capsys.readouterr().out
 

@@ -18,9 +18,10 @@ import pytest
 
 from headrace.bench import gpu_watch, step, trl_peer
 from headrace.bench.gpu_watch import GpuMemory, multi_process_service, role_of
-from headrace.bench.step import Variant, budget_of, make_plan, measure, settings_of, step_rows, variants
+from headrace.bench.parts import run_parts
+from headrace.bench.step import Peers, Variant, budget_of, make_plan, measure, settings_of, step_rows, variants
 from headrace.bench.step_loads import LENGTHS, OwnLengths, first_word_is_even, make_tasks, with_lengths
-from headrace.bench.trl_peer import TrlFailed, trl_seconds
+from headrace.bench.trl_peer import Settings, TrlFailed, TrlSteps, measure_steps
 from headrace.bench.words import write_model
 from headrace.config import make_recipe
 from headrace.settings import ConfigError
@@ -42,17 +43,18 @@ def test_figures_are_medians_and_shares_of_all_steps(capsys):
     ]
     assert budget_of(seen) == {("engine", "decode"): 0.5, ("engine", "wait-gate"): 0.5, ("trainer", "compute"): 1.0}
     plan = make_plan("cuda", quick=False)
-    rows = {r.name.removeprefix("x: "): r for r in step_rows(plan, Variant("x", {}), seen, peers=step.EARLIER)}
+    peers = Peers(rates={"TRL": 10.0})
+    rows = {r.name.removeprefix("x: "): r for r in step_rows(plan, Variant("x", {}), seen, peers=peers)}
     assert rows["step"].value == 2.0 and rows["completions"].value == 50 and rows["mean lag"].value == 0.5
-    assert rows["completions"].goal == "≥ 28500" and rows["completions"].peers == step.EARLIER
-    (ratio,) = [r.value for name, r in rows.items() if name.startswith("completions ÷")]
-    assert ratio == 50 / 9500 and rows["engine, decode"].value == 0.5 and not any("scorer" in name for name in rows)
-    tail = step_rows(plan, Variant("x", {}, has_tail=True), seen, peers=step.EARLIER)
-    assert not any(r.goal or r.peers for r in tail)
+    assert rows["completions"].peers == peers.rates and rows["completions ÷ TRL"].value == 5
+    assert {name: r.goal for name, r in rows.items() if r.goal} == {"completions ÷ TRL": "≥ 6"}
+    assert rows["engine, decode"].value == 0.5 and not any("scorer" in name for name in rows)
+    for variant, others in ((Variant("x", {}, has_tail=True), peers), (Variant("x", {}), Peers())):
+        assert not any(r.goal or r.peers for r in step_rows(plan, variant, seen, peers=others))
 
 
 def test_every_variant_is_a_valid_recipe_and_engines_sleep_only_where_they_can(monkeypatch):
-    found = variants(quick=False)
+    found = variants()
     assert {"in-turn", "lag-1", "lag-2", "in-turn-long-tail", "lag-2-long-tail"} <= found.keys()
     for variant in found.values():
         settings = settings_of(PLAN, variant)
@@ -61,7 +63,7 @@ def test_every_variant_is_a_valid_recipe_and_engines_sleep_only_where_they_can(m
         assert recipe.steps == PLAN.warmups + PLAN.steps + variant.max_lag
     for fields, can in (([SimpleNamespace(name="sleep")], True), ([], False)):
         monkeypatch.setattr("dataclasses.fields", lambda _, fields=fields: fields)
-        assert ("in-turn-asleep" in variants(quick=False)) == can
+        assert ("in-turn-asleep" in variants()) == can
 
 
 def test_a_task_says_how_much_each_sibling_draws():
@@ -94,11 +96,38 @@ def test_the_reward_tells_siblings_apart():
 def test_a_run_with_a_long_tail_is_measured(tmp_path, monkeypatch):
     monkeypatch.setattr("torch.set_num_threads", lambda count: None)  # other tests go on in this process
     model = write_model(PLAN.shape, tmp_path / "model", dtype="float32")
-    variant = variants(quick=True)["lag-1-long-tail"]
-    rows = {r.name.removeprefix(f"{variant.name}: "): r.value for r in measure(PLAN, variant, model, tmp_path, peers={})}
+    variant = variants()["lag-1-long-tail"]
+    rows = {r.name.removeprefix(f"{variant.name}: "): r.value for r in measure(PLAN, variant, model, tmp_path, peers=Peers())}
     assert rows["completions"] > 0 and rows["step"] > 0 and 0 <= rows["mean lag"] <= 1
     assert sum(value for name, value in rows.items() if name.startswith("trainer, ")) > 0.9
-    assert not (tmp_path / "run").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_part_that_fails_shows_its_logs_and_is_in_nobodys_way(tmp_path, monkeypatch, capsys):
+    begun = []
+
+    def train(*_, run_dir, **__):
+        assert not run_dir.exists() and Path(os.environ["CUDA_MPS_PIPE_DIRECTORY"]).is_dir()
+        begun.append(run_dir)
+        (run_dir / "logs").mkdir(parents=True)
+        (run_dir / "logs" / "engine-0.log").write_text("first\nwaits for a kernel\n")
+        if len(begun) == 1:
+            raise RuntimeError("nothing has moved")
+        row = {"seconds": 1.0, "tokens_per_second": 2.0, "lag_mean": 0.0, "completion_tokens": float(PLAN.tokens)}
+        (run_dir / "metrics.jsonl").write_text("".join(json.dumps({"version": n, **row}) + "\n" for n in range(3)))
+
+    install_service(tmp_path, monkeypatch)
+    monkeypatch.setattr("headrace.train", train)
+    monkeypatch.setattr(step, "write_model", lambda shape, folder, dtype: str(folder))
+    folder = tmp_path / "bench"
+    folder.mkdir()
+    parts = {name: step.make_parts(PLAN, folder, mps=True)[name] for name in ("in-turn", "lag-1")}
+    assert run_parts("step", parts, only=None, quick=True, json_file=tmp_path / "out.json", seconds=60) == 1
+    said = capsys.readouterr().out
+    assert "run/logs/engine-0.log, its last lines:\n  first\n  waits for a kernel\n" in said and "in-turn: failed" in said
+    names = {row["name"] for row in json.loads((tmp_path / "out.json").read_text())["rows"]}
+    assert "lag 1: completions" in names and len(set(begun)) == 2 and not list(folder.iterdir())
+    assert (tmp_path / "calls").read_text() == "start\nquit\n" * 2
 
 
 def test_completions_that_end_early_are_no_figure():
@@ -131,7 +160,9 @@ def test_memory_is_what_was_taken_since_it_began(monkeypatch):
     monkeypatch.setattr(gpu_watch, "_nvml", lambda: None)
     with GpuMemory() as nothing:
         pass
-    assert nothing.peak is None and step.memory_rows(PLAN, Variant("x", {}), nothing) == []
+    assert nothing.peak is None and step.memory_rows(Variant("x", {}), nothing, peers=Peers()) == []
+    row, of_trainer = step.memory_rows(Variant("x", {}), memory, peers=Peers(peaks={"TRL": 99.2}))
+    assert (row.goal, row.peers, of_trainer.goal) == ("≤ 99.2", {"TRL": 99.2}, "")
 
 
 def test_a_process_of_a_run_is_known_by_its_name():
@@ -144,13 +175,18 @@ def test_a_process_of_a_run_is_known_by_its_name():
         process.stdin.close()
 
 
-def test_the_service_is_started_and_stopped_around_the_runs(tmp_path, monkeypatch):
+def install_service(tmp_path, monkeypatch):
+    """A control program that writes down what it is told in `calls`."""
     control = tmp_path / "bin" / "nvidia-cuda-mps-control"
     control.parent.mkdir()
     control.write_text(f'#!/bin/sh\nif [ "$1" = "-d" ]; then echo start; else cat; fi >> "{tmp_path}/calls"\n')
     control.chmod(0o755)
     monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
     monkeypatch.setenv("PATH", f"{control.parent}:{os.environ['PATH']}")
+
+
+def test_the_service_is_started_and_stopped_around_the_runs(tmp_path, monkeypatch):
+    install_service(tmp_path, monkeypatch)
     with pytest.raises(KeyError), multi_process_service(tmp_path / "mps"):
         assert (tmp_path / "calls").read_text() == "start\n" and Path(os.environ["CUDA_MPS_PIPE_DIRECTORY"]).is_dir()
         raise KeyError
@@ -160,7 +196,10 @@ def test_the_service_is_started_and_stopped_around_the_runs(tmp_path, monkeypatc
         pass
 
 
-def test_trl_is_asked_for_the_same_steps(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("device", "name"), [("cuda", "TRL 1.16.0 + vLLM 0.26.0"), ("cpu", "TRL 1.16.0 + transformers' generate")]
+)
+def test_trl_is_asked_for_the_same_steps_at_its_best_settings(tmp_path, monkeypatch, capsys, device, name):
     asked = {}
 
     class FakeTrainer:
@@ -186,43 +225,88 @@ def test_trl_is_asked_for_the_same_steps(tmp_path, monkeypatch, capsys):
         return SimpleNamespace(stdout=capsys.readouterr().out, stderr="", returncode=0)
 
     monkeypatch.setattr("subprocess.run", in_this_process)
-    order = {"tasks": make_tasks(4, prompt_tokens=3, vocabulary=50), "completions": 64, "siblings": 8, "tokens": 12, "steps": 3}
-    assert len(trl_seconds(model, tmp_path / "trl", **order)) == 3
+    monkeypatch.setattr(trl_peer, "_version", {"trl": "1.16.0", "vllm": "0.26.0"}.get)
+    work = {"tasks": make_tasks(4, prompt_tokens=3, vocabulary=50), "siblings": 8, "tokens": 12}
+    found = measure_steps(model, tmp_path, device=device, completions=64, steps=3, **work)
+    assert (found.name, len(found.seconds)) == (name, 3)
+    assert str(found.settings) == "micro-batches of 64, gradient checkpointing off, importance sampling correction off"
     assert asked["per_device_train_batch_size"] * asked["gradient_accumulation_steps"] == 64
     assert (asked["num_generations"], asked["max_completion_length"], asked["beta"], asked["end"]) == (8, 12, 0.0, "w0")
-    assert asked["generation_kwargs"] == {"ignore_eos": True} and len(asked["rows"]) == 4
+    assert asked["gradient_checkpointing"] is asked["vllm_importance_sampling_correction"] is False and len(asked["rows"]) == 4
+    assert (asked.get("use_vllm", False), asked["use_cpu"]) == ((True, False) if device == "cuda" else (False, True))
+
+
+def done(stdout: str, stderr: str, status: int) -> SimpleNamespace:
+    return SimpleNamespace(stdout=stdout, stderr=stderr, returncode=status)
 
 
 @pytest.mark.parametrize(
-    ("done", "message"),
+    ("ended", "message"),
     [
-        (SimpleNamespace(stdout='{"seconds": 1.5}\n', stderr="out of memory\n", returncode=1), "1 of 2 steps: out of memory"),
-        (SimpleNamespace(stdout='noise\n{"seconds": 1.5}\n', stderr="", returncode=0), "1 of 2 steps: status 0"),
+        (done('{"seconds": 1.5}\n', "no such thing\n", 1), "1 of 2 steps: no such thing"),
+        (done('noise\n{"seconds": 1.5}\n', "", 0), "1 of 2 steps: status 0"),
+        (done("", "torch.OutOfMemoryError: 99 GiB\n", 1), "0 of 2 steps: torch.OutOfMemoryError: 99 GiB"),
     ],
 )
-def test_what_goes_wrong_with_trl_is_one_line(tmp_path, monkeypatch, capsys, done, message):
-    monkeypatch.setattr("subprocess.run", lambda *_, **__: done)
-    order = {"tasks": [], "completions": 8, "siblings": 8, "tokens": 12, "steps": 2}
+def test_what_goes_wrong_with_trl_is_one_line(tmp_path, monkeypatch, capsys, ended, message):
+    monkeypatch.setattr("subprocess.run", lambda *_, **__: ended)
     with pytest.raises(TrlFailed, match=message):
-        trl_seconds("model", tmp_path / "trl", **order)
+        measure_steps("model", tmp_path, device="cpu", completions=8, steps=2)
     plan = dataclasses.replace(PLAN, warmups=0, steps=2)
-    assert list(step.measure_trl(plan, "model", tmp_path / "other", {})) == [] and message in capsys.readouterr().out
+    assert list(step.measure_trl(plan, "model", tmp_path, Peers())) == [] and message in capsys.readouterr().out
 
 
-def test_trl_is_set_against_ours_where_it_ran(tmp_path, monkeypatch):
-    monkeypatch.setattr(step, "trl_seconds", lambda *_, **__: [99.0, 99.0, 2.0, 4.0])
-    peers = {}
+def test_trl_is_given_less_at_a_time_and_then_checkpointing_where_it_does_not_fit(tmp_path, monkeypatch):
+    orders = []
+
+    def run(command, **_):
+        orders.append(json.loads(Path(command[-1]).read_text()))
+        if len(orders) < 3:
+            return done("", "torch.OutOfMemoryError: 99 GiB\n", 1)
+        return done('{"seconds": 1.5}\n', "", 0)
+
+    monkeypatch.setattr("subprocess.run", run)
+    monkeypatch.setattr(trl_peer, "_version", lambda package: "1")
+    found = measure_steps("model", tmp_path, device="cuda", completions=512, steps=1)
+    assert [(order["micro_batch"], order["checkpointing"]) for order in orders] == [(64, False), (32, False), (32, True)]
+    assert found.settings == Settings(32, True) and "checkpointing on" in str(found.settings)
+
+
+def test_trl_is_set_against_ours_where_it_ran_and_an_earlier_figure_is_no_peer(tmp_path, monkeypatch, capsys):
+    found = TrlSteps("TRL 1", Settings(16, False), [99.0, 99.0, 2.0, 4.0])
+    monkeypatch.setattr(step, "measure_steps", lambda *_, **__: found)
+    peers = Peers()
     ((seconds, rate),) = step.measure_trl(dataclasses.replace(PLAN, steps=2), "model", tmp_path, peers)
-    assert seconds.value == 3.0 and rate.value == peers["TRL + vLLM"] == PLAN.completions * PLAN.tokens / 3
+    assert seconds.value == 3.0 and rate.value == peers.rates["TRL 1"] == PLAN.completions * PLAN.tokens / 3
+    assert seconds.name.startswith("TRL 1 (micro-batches of 16, gradient checkpointing off")
+
+    used = []
+    monkeypatch.setattr(step, "missing_modules", lambda device: ["trl"])
+    monkeypatch.setattr(step, "measure", lambda *_, peers, **__: used.append(peers) or [])
+    parts = step.make_parts(make_plan("cuda", quick=False), tmp_path)
+    ((earlier,),) = parts["trl"]()
+    assert "Not of this run" in earlier.name and "2026-11-15" in earlier.name and earlier.value == 9500
+    monkeypatch.setattr(step, "write_model", lambda shape, folder, dtype: str(folder))
+    assert list(parts["in-turn"]()) == [[]] and used == [Peers()]
+    assert "trl" not in step.make_parts(PLAN, tmp_path) and "TRL: trl not here" in capsys.readouterr().out
 
 
 def test_the_command(tmp_path, monkeypatch, capsys):
     asked = []
-    monkeypatch.setattr(
-        step, "measure", lambda plan, variant, model, folder, peers: asked.append(variant.name) or [step.Row("a", 1.0, "s")]
-    )
+
+    def measured(plan, variant, model, folder, *, peers, mps):
+        asked.append(variant.name)
+        return [step.Row("a", 1.0, "s")]
+
+    monkeypatch.setattr(step, "measure", measured)
+    monkeypatch.setattr(step, "measure_trl", lambda *_: [[step.Row("TRL", 1.0, "s")]])
+    monkeypatch.setattr(step, "missing_modules", lambda device: [])
     monkeypatch.setattr(step, "write_model", lambda shape, folder, dtype: str(folder))
     monkeypatch.setattr(step, "release", lambda: None)
     assert step.run(quick=False, json_file=tmp_path / "out.json", only="lag-2,in-turn") == 0
     assert asked == ["in turn", "lag 2"] and len(json.loads((tmp_path / "out.json").read_text())["rows"]) == 2
-    assert "absent from the table" in capsys.readouterr().out
+    asked.clear()
+    assert step.run(quick=True, json_file=tmp_path / "out.json") == 0
+    assert asked == ["in turn", "lag 1, long tail"] and len(json.loads((tmp_path / "out.json").read_text())["rows"]) == 3
+    asked.clear()
+    assert step.run(quick=True, json_file=None, only="lag-2") == 0 and asked == ["lag 2"]

@@ -90,6 +90,7 @@ def test_without_vllm_one_line_says_what_to_do(monkeypatch, capsys) -> None:
     assert ended.value.code == 2 and told.count("\n") == 1 and "/nowhere/python" in told and "HEADRACE_VLLM_PYTHON" in told
 
 
+@pytest.mark.long
 @pytest.mark.skipif(vllm_python() is None, reason=MISSING)
 def test_both_engines_are_measured(monkeypatch, tmp_path) -> None:
     for name, value in {**VARIABLES, "HEADRACE_VLLM_PYTHON": vllm_python() or sys.executable}.items():

@@ -76,15 +76,23 @@ def test_the_cost_of_the_wire_is_of_rollouts_that_come_out_as_they_went_in() -> 
     assert all(row.value > 0 for row in rows)
 
 
-@pytest.mark.parametrize(("value", "status"), [(99.0, 0), (101.0, 1)])
-def test_a_missed_goal_is_the_commands_status(monkeypatch, tmp_path, value: float, status: int) -> None:
+@pytest.mark.parametrize(("value", "wire", "status"), [(99.0, 7.9, 0), (101.0, 7.9, 1), (99.0, 8.1, 1)])
+def test_every_goal_is_judged_but_by_quick(monkeypatch, tmp_path, capsys, value: float, wire: float, status: int) -> None:
     monkeypatch.setattr(controller, "measure", lambda **_: cost(value, 0.0))
-    monkeypatch.setattr(controller, "stream_rows", lambda **_: [Row("wire", 1.0, "µs")])
-    with pytest.raises(SystemExit) as ended:
-        main(["bench", "controller", "--quick", "--json", str(tmp_path / "out.json")])
-    assert ended.value.code == status
-    written = json.loads((tmp_path / "out.json").read_text())
-    assert written["bench"] == "controller" and written["rows"][0]["goal"] == "≤ 100"
+    monkeypatch.setattr(controller, "carry", lambda **_: 1.0)
+    monkeypatch.setattr(controller, "stream_rows", lambda **_: [Row("wire", wire, "µs", goal="≤ 8")])
+
+    def run(*arguments: str) -> tuple[int, list[str]]:
+        with pytest.raises(SystemExit) as ended:
+            main(["bench", "controller", "--json", str(tmp_path / "out.json"), *arguments])
+        rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+        return ended.value.code, [row["goal"] for row in rows if row["goal"]]
+
+    assert run() == (status, ["≤ 100", "≤ 8"])
+    assert ("missed" in capsys.readouterr().out) == bool(status)
+    assert run("--quick") == (0, ["≤ 100, not judged", "≤ 8, not judged"])
+    said = capsys.readouterr().out
+    assert said.count("not judged") == 2 and "missed" not in said
 
 
 def test_only_learn_has_seeds(capsys) -> None:

@@ -1,0 +1,103 @@
+"""Every benchmark whole, by its command: every part at a small size, two turns of each. Figures are not looked at, only that
+they are there; a benchmark that nobody runs rots. That of vLLM is run in `test_bench_vllm.py`."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+from vllm_server import VARIABLES, vllm_python
+
+from headrace.bench import engine, partial, step, trainer, trl_peer, vllm
+from headrace.bench.learn import LOSSES
+from headrace.bench.overlap import CASES
+from headrace.bench.partial import CHOICES
+from headrace.cli import BENCHES
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+Rows = dict[str, dict]
+"""By name."""
+
+
+def run_bench(folder: Path, name: str, *arguments: str, **variables: str) -> Rows:
+    command = [sys.executable, "-m", "headrace.cli", "bench", name, "--quick", "--json", str(folder / "out.json"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **variables}, cwd=folder, timeout=600)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    rows = json.loads((folder / "out.json").read_text())["rows"]
+    assert rows and all(math.isfinite(row["value"]) for row in rows)
+    return {row["name"]: row for row in rows}
+
+
+def test_every_benchmark_is_run_here_through_two_turns_at_least() -> None:
+    assert {f"test_{name}" for name in BENCHES} - {"test_vllm"} <= globals().keys()
+    for device in ("cpu", "cuda"):
+        loads = trainer.make_plan(device, quick=True)
+        plans = [engine.make_plan(device, quick=True), partial.make_plan(device, quick=True)]
+        plans += [vllm.make_plan(device, quick=True, has_model=False), loads.speed, loads.long, loads.head, loads.mix]
+        assert all(plan.turns >= 2 for plan in plans) and step.make_plan(device, quick=True).steps >= 2
+
+
+@pytest.mark.long
+def test_learn(tmp_path) -> None:
+    assert {"seed 0: success after", "seed 1: success after"} <= run_bench(tmp_path, "learn").keys()
+    rows = run_bench(tmp_path, "learn", "--losses", ",".join(LOSSES))
+    assert {f"{loss}, seed {seed}: success after" for loss in LOSSES for seed in (0, 1)} <= rows.keys()
+
+
+@pytest.mark.long
+def test_controller(tmp_path) -> None:
+    assert run_bench(tmp_path, "controller")["in flight at once"]["value"] >= 10_000
+
+
+@pytest.mark.long
+def test_overlap(tmp_path) -> None:
+    rows = run_bench(tmp_path, "overlap")
+    for case in CASES:
+        kinds = ("async", "generation alone", "training alone", "sync, all cores in turn")
+        assert all(rows[f"{case.name}: {kind}"]["value"] > 0 for kind in kinds)
+
+
+@pytest.mark.long
+def test_sync(tmp_path) -> None:
+    rows = run_bench(tmp_path, "sync")
+    for transport in ("shared_memory", "files", "http", "collective"):
+        assert rows[f"{transport}, small: publish, receipts included"]["value"] > 0
+
+
+@pytest.mark.long
+def test_partial(tmp_path) -> None:
+    rows = run_bench(tmp_path, "partial", "--device", "cpu")
+    assert all(rows[f"{name}: trained"]["value"] > 0 for name in CHOICES)
+
+
+@pytest.mark.long
+def test_engine(tmp_path) -> None:
+    rows, plan = run_bench(tmp_path, "engine"), engine.make_plan("cpu", quick=True)
+    assert plan.goals.keys() <= rows.keys() and rows[plan.tail.name]["peers"]["model.generate"] > 0
+    assert 0 < rows["mean |Δ logprob| against the trainer"]["value"] < 1e-5
+
+
+@pytest.mark.long
+def test_trainer(tmp_path) -> None:
+    names = " ".join(run_bench(tmp_path, "trainer"))
+    assert all(part in names for part in ("forward and backward", "head, ", "long tail", "sharing, "))
+
+
+@pytest.mark.long
+def test_step(tmp_path) -> None:
+    """TRL with every variant; those over vLLM where it is set up."""
+    python = vllm_python()
+    variables = {} if python is None else {**VARIABLES, "HEADRACE_VLLM_PYTHON": python}
+    names = [name for name, variant in step.variants().items() if "engine.kind" not in variant.settings]
+    names += [] if python is None else ["in-turn-vLLM", "lag-1-vLLM"]
+    trl = [] if trl_peer.missing_modules("cpu") else ["trl"]
+    rows = run_bench(tmp_path, "step", "--only", ",".join([*trl, *names]), **variables)
+    assert sum(name.endswith(": step") for name in rows) == len(trl) + len(names)
+    assert any("completions ÷ TRL" in name for name in rows) == bool(trl)
