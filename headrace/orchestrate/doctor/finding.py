@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from headrace.config import Recipe
     from headrace.model.shape import ModelShape
     from headrace.score import RewardFunction
+    from headrace.tasks import TaskSource
     from headrace.types import Plain
 
 
@@ -40,6 +41,8 @@ class Subject:
     recipe: Recipe | None = None
     rows: list[dict[str, Plain]] = field(default_factory=list)
     """The first tasks the run would submit."""
+    sources: list[TaskSource] = field(default_factory=list)
+    held_out: list[dict[str, Plain]] = field(default_factory=list)
     rewards: list[tuple[RewardFunction, float]] = field(default_factory=list)
     tokenizer: PreTrainedTokenizerBase | None = None
     context: int = 0
