@@ -215,13 +215,19 @@ def _doctor(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
 
 
 def _check_inputs(recipe: Recipe) -> None:
-    """What a dry run can tell without torch: tasks, held-out tasks, rewards."""
-    from headrace.orchestrate.inputs import UserInputs, held_out_tasks, open_tasks, reward_functions
+    """What a dry run can tell: tasks, held-out tasks, rewards, and the loss. torch is imported for a loss or advantages other
+    than the usual ones, since they are defined with it."""
+    from headrace.config import TrainSettings
+    from headrace.orchestrate.inputs import UserInputs, check_inputs
 
+    train, usual = recipe.train, TrainSettings()
     try:
-        open_tasks(recipe, UserInputs())
-        held_out_tasks(recipe, UserInputs())
-        reward_functions(recipe, UserInputs())
+        check_inputs(recipe, UserInputs())
+        if (train.loss, train.advantage, train.constants) != (usual.loss, usual.advantage, usual.constants):
+            from headrace.orchestrate.build import check_columns, check_loss
+
+            check_loss(recipe)
+            check_columns(recipe, UserInputs())
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
