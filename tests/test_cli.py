@@ -12,6 +12,7 @@ import pytest
 
 from headrace.cli import main, make_parser
 from headrace.config import Recipe
+from headrace.score import RewardError
 from headrace.settings import describe
 
 sys.path.insert(0, str(Path(__file__).parent / "orchestrate"))
@@ -83,6 +84,26 @@ def test_a_mistake_is_answered_in_one_line(capsys, arguments, message) -> None:
     assert said.startswith("headrace: ") and message in said and "Traceback" not in said
 
 
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (RewardError("reward 'r' is wrong"), "headrace: reward 'r' is wrong"),
+        (KeyError("gold"), "headrace: KeyError: 'gold'"),
+        (AssertionError(), "headrace: AssertionError"),
+    ],
+)
+@pytest.mark.parametrize("options", [[], ["--dry-run"]])
+def test_an_error_is_told_with_its_class_only_where_that_is_needed(error, told, options, capsys, monkeypatch) -> None:
+    def fail(*_) -> None:
+        raise error
+
+    monkeypatch.setattr("headrace.cli._launch", fail)
+    monkeypatch.setattr("headrace.cli._check_inputs", fail)
+    assert run("train", "recipes/quickstart.toml", *options) == 1
+    first, where = capsys.readouterr().err.splitlines()
+    assert first == told and where.endswith("fail: raise error")
+
+
 def test_an_interrupt_before_there_is_a_run_says_so(capsys, monkeypatch) -> None:
     def interrupted(*_) -> None:
         raise KeyboardInterrupt
@@ -144,9 +165,9 @@ def test_a_failed_run_ends_in_one_line_with_the_folder(tmp_path) -> None:
         "train", "recipes/quickstart.toml", "--steps=2", f"--run-dir={tmp_path / 'run'}", "--warmup.steps=0",
         f'--reward.functions=["{tmp_path / "bad.py"}:reward"]', "--evaluate.tasks=[]",
     ]  # fmt: skip
-    done = subprocess.run([sys.executable, "-m", "headrace.cli", *arguments], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "headrace", *arguments], capture_output=True, text=True)
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert "RewardError: reward 'reward' returned 1 values for" in done.stderr and "launcher.log" in done.stderr
+    assert done.stderr.startswith("headrace: reward 'reward' returned 1 values for") and "launcher.log" in done.stderr
 
 
 def test_an_error_in_the_users_code_is_shown_where_it_happened(tmp_path) -> None:

@@ -7,6 +7,7 @@ import traceback
 from typing import TYPE_CHECKING
 
 from headrace.config import load_recipe
+from headrace.errors import command, in_words
 from headrace.orchestrate.doctor.finding import Finding, problem
 from headrace.orchestrate.inputs import (
     UserInputs,
@@ -33,7 +34,7 @@ def check_recipe(subject: Subject) -> Iterator[Finding]:
     try:
         subject.recipe = recipe = load_recipe(subject.recipe_path, subject.overrides)
     except ConfigError as error:
-        yield problem(error, otherwise="mend that setting; `headrace train --help` describes them all")
+        yield problem(error, otherwise=f"mend that setting; `{command()} train --help` describes them all")
         return
     sizes = f"{recipe.steps} versions of {recipe.train.batch} rollouts, max_lag {recipe.staleness.max_lag}"
     yield Finding("ok", f"recipe {subject.recipe_path}: {sizes}")
@@ -96,7 +97,7 @@ def check_reward_names(subject: Subject) -> Iterator[Finding]:
     except ConfigError as error:
         yield problem(error, otherwise="mend reward.functions in the recipe")
     except Exception as error:  # noqa: BLE001  (importing the user's file can raise anything)
-        yield Finding("problem", f"reward: {type(error).__name__}: {error}{_last_line(error)}", "mend the file that is named")
+        yield Finding("problem", f"reward: {in_words(error)}{_last_line(error)}", "mend the file that is named")
     functions = [function for function, _ in subject.rewards]
     try:
         for source in subject.sources:
