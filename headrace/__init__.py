@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.config import Recipe, load_recipe, make_recipe
+from headrace.errors import is_ours, user_cause
 from headrace.settings import ConfigError
 from headrace.types import Batch, Episode, Rollout, WeightUpdate
 
@@ -70,19 +71,24 @@ def train(
         overrides["model"] = model if isinstance(model, dict) else {"path": str(model)}
     if steps is not None:
         overrides["steps"] = steps
-    parsed = make_recipe(overrides) if recipe is None else load_recipe(recipe, overrides)
+    try:
+        parsed = make_recipe(overrides) if recipe is None else load_recipe(recipe, overrides)
 
-    from headrace.orchestrate.inputs import UserInputs
-    from headrace.orchestrate.launch import Launch, launch
+        from headrace.orchestrate.inputs import UserInputs
+        from headrace.orchestrate.launch import Launch, launch
 
-    how = Launch(
-        name=Path(recipe).stem if recipe is not None else name,
-        run_dir=None if run_dir is None else Path(run_dir),
-        fresh=fresh,
-        quiet=quiet,
-    )
-    inputs = UserInputs(tasks=tasks, held_out=held_out, reward=reward, environment=environment)
-    return launch(parsed, inputs, how)
+        how = Launch(
+            name=Path(recipe).stem if recipe is not None else name,
+            run_dir=None if run_dir is None else Path(run_dir),
+            fresh=fresh,
+            quiet=quiet,
+        )
+        inputs = UserInputs(tasks=tasks, held_out=held_out, reward=reward, environment=environment)
+        return launch(parsed, inputs, how)
+    except Exception as error:
+        if not is_ours(error):
+            raise
+        raise error.with_traceback(None) from user_cause(error)  # the log has our frames
 
 
 def reward(function: Any = None, *, name: str = "") -> Any:  # noqa: ANN401  (a decorator, with or without arguments)

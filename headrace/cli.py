@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace import __version__
-from headrace.errors import user_frame
+from headrace.errors import command, in_words, user_frame
 from headrace.settings import ConfigError, describe, parse_override, to_dict, to_toml
 
 if TYPE_CHECKING:
@@ -172,10 +172,22 @@ def _train(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
 
     recipe = load_recipe(options.recipe, overrides)
     print("\n".join(recipe.derivation()), flush=True)
-    if options.dry_run:
-        _check_inputs(recipe)
-        print(f"\n{to_toml(to_dict(recipe))}\ndry run: the recipe is valid; nothing was started")
-        return 0
+    try:
+        if options.dry_run:
+            _check_inputs(recipe)
+            print(f"\n{to_toml(to_dict(recipe))}\ndry run: the recipe is valid; nothing was started")
+        else:
+            _launch(recipe, options)
+    except ConfigError:
+        raise
+    except Exception as error:  # noqa: BLE001  (told in a few lines; the log has the traceback)
+        notes = "".join(f"\n  {note}" for note in [user_frame(error), *getattr(error, "__notes__", [])] if note)
+        print(f"headrace: {in_words(error)}{notes}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _launch(recipe: Recipe, options: argparse.Namespace) -> None:
     from headrace.orchestrate.inputs import UserInputs
     from headrace.orchestrate.launch import Launch, launch
 
@@ -185,17 +197,9 @@ def _train(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
         run_dir=options.run_dir,
         fresh=options.fresh,
         command_started=STARTED,
-        command=shlex.join(["headrace", *sys.argv[1:]]),
+        command=f"{command()} {shlex.join(sys.argv[1:])}",
     )
-    try:
-        launch(recipe, UserInputs(), how)
-    except ConfigError:
-        raise
-    except Exception as error:  # noqa: BLE001  (told in a few lines; the log has the traceback)
-        notes = "".join(f"\n  {note}" for note in [user_frame(error), *getattr(error, "__notes__", [])] if note)
-        print(f"headrace: {type(error).__name__}: {error}{notes}", file=sys.stderr)
-        return 1
-    return 0
+    launch(recipe, UserInputs(), how)
 
 
 def _doctor(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
@@ -215,13 +219,19 @@ def _doctor(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
 
 
 def _check_inputs(recipe: Recipe) -> None:
-    """What a dry run can tell without torch: tasks, held-out tasks, rewards."""
-    from headrace.orchestrate.inputs import UserInputs, held_out_tasks, open_tasks, reward_functions
+    """What a dry run can tell: tasks, held-out tasks, rewards, and the loss. torch is imported for a loss or advantages other
+    than the usual ones, since they are defined with it."""
+    from headrace.config import TrainSettings
+    from headrace.orchestrate.inputs import UserInputs, check_inputs
 
+    train, usual = recipe.train, TrainSettings()
     try:
-        open_tasks(recipe, UserInputs())
-        held_out_tasks(recipe, UserInputs())
-        reward_functions(recipe, UserInputs())
+        check_inputs(recipe, UserInputs())
+        if (train.loss, train.advantage, train.constants) != (usual.loss, usual.advantage, usual.constants):
+            from headrace.orchestrate.build import check_columns, check_loss
+
+            check_loss(recipe)
+            check_columns(recipe, UserInputs())
     except ValueError as error:
         raise ConfigError(str(error)) from error
 

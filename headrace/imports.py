@@ -20,6 +20,9 @@ def import_name(reference: str, *, setting: str) -> Any:  # noqa: ANN401  (whate
         module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
     except (ImportError, FileNotFoundError) as error:
         raise ConfigError(f"{setting} = {reference!r}: {error}") from error
+    except SystemExit as error:
+        fix = "put what is not to run on import under `if __name__ == '__main__':`"
+        raise ConfigError(f"{setting} = {reference!r}: {place} calls sys.exit({error.code!r}) on import; {fix}") from error
     if not hasattr(module, name):
         raise ConfigError(f"{setting} = {reference!r}: {place} has no {name!r}")
     return getattr(module, name)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
 T = TypeVar("T")
 
@@ -35,6 +35,8 @@ class Origin:
     text: str = ""
     overrides: frozenset[str] = frozenset()
     """Dotted keys that were given beside the text, on the command line or in a call."""
+    advise: Callable[[str], str] = lambda _: ""
+    """From the last part of a key that is not a setting to what to write instead, or "" where that is not known."""
 
     def locate(self, key: str) -> str:
         """`file:line: ` of a dotted key, as near as the text tells."""
@@ -73,7 +75,8 @@ def build(cls: type[T], data: Mapping[str, Any], *, origin: Origin = Origin(), p
     for key, value in data.items():
         path = prefix + key
         if key not in hints:
-            raise ConfigError(f"{origin.locate(path)}{path} is not a setting{_nearest(path, cls, prefix)}")
+            advice = origin.advise(key) or _nearest(path, cls, prefix)
+            raise ConfigError(f"{origin.locate(path)}{path} is not a setting; {advice}")
         values[key] = _convert(hints[key], value, origin=origin, path=path)
     missing = [f.name for f in _fields(cls) if f.name not in values and not _has_default(f)]
     if missing:
@@ -204,8 +207,8 @@ def _nearest(path: str, cls: type[Any], prefix: str) -> str:
     key = path[len(prefix) :]
     guess = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
     if guess:
-        return f"; did you mean {prefix}{guess[0]}?"
-    return f"; there are: {', '.join(prefix + name for name in names)}"
+        return f"did you mean {prefix}{guess[0]}?"
+    return f"there are: {', '.join(prefix + name for name in names)}"
 
 
 def _hints(cls: type[Any]) -> dict[str, Any]:

@@ -70,6 +70,16 @@ def _explain_plain(value: object, where: str, depth: int) -> None:
     raise ValueError(f"{where} is a {type(value).__name__}; use strings, numbers, booleans, lists and dicts")
 
 
+def check_messages(messages: Sequence[dict[str, Plain]]) -> None:
+    """Raise unless each holds text or a list of parts: a chat template writes anything else out, None as the word."""
+    for index, message in enumerate(messages):
+        if not isinstance(message["content"], str | list):
+            raise ValueError(
+                f"message {index} of the prompt ({message['role']}) has the content {message['content']!r}; give text, and "
+                f"'' where there is none"
+            )
+
+
 def _check_text(text: str, where: str) -> None:
     if not text.isascii():
         try:

@@ -12,6 +12,7 @@ import pytest
 
 from headrace.cli import main, make_parser
 from headrace.config import Recipe
+from headrace.score import RewardError
 from headrace.settings import describe
 
 sys.path.insert(0, str(Path(__file__).parent / "orchestrate"))
@@ -64,6 +65,14 @@ def test_a_dry_run_prints_how_sizes_follow_and_starts_nothing(capsys, tmp_path, 
         (("train", "recipes/quickstart.toml", "--dry-run", "--tasks.0.source=builtin:sort"), "no built-in task 'sort'"),
         (("train", "recipes/quickstart.toml", "--dry-run", "--tasks.0.options.max_lenght=4"), "'max_lenght'"),
         (("train", "recipes/quickstart.toml", "--dry-run", "--tasks=[]"), "tasks: none are given"),
+        (("train", "recipes/quickstart.toml", "--dry-run", "--train.loss=gpro"), "train.loss = 'gpro': must be one of grpo"),
+        (("train", "recipes/quickstart.toml", "--dry-run", "--train.loss=ppo"), "trains values; set it to 'gae'"),
+        (
+            ("train", "recipes/quickstart.toml", "--dry-run", "--train.advantage=gae"),
+            "no values; set train.loss = 'ppo'",
+        ),
+        (("train", "recipes/quickstart.toml", "--dry-run", "--train.constants.clip=1"), "takes no 'clip'; it takes: clip_low"),
+        (("train", "recipes/quickstart.toml", "--dry-run", "--train.loss=absent.py:loss"), "absent.py: no such file"),
         (("train", "recipes/quickstart.toml", "--train.loss=gpro"), "train.loss = 'gpro': must be one of grpo"),
         (("train", "recipes/quickstart.toml", "--device=cuda"), "torch sees no GPU"),
         (("train", "recipes/quickstart.toml", "--seed=-1"), "seed = -1: must be ≥ 0"),
@@ -73,6 +82,26 @@ def test_a_mistake_is_answered_in_one_line(capsys, arguments, message) -> None:
     assert run(*arguments) == 2
     said = capsys.readouterr().err
     assert said.startswith("headrace: ") and message in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (RewardError("reward 'r' is wrong"), "headrace: reward 'r' is wrong"),
+        (KeyError("gold"), "headrace: KeyError: 'gold'"),
+        (AssertionError(), "headrace: AssertionError"),
+    ],
+)
+@pytest.mark.parametrize("options", [[], ["--dry-run"]])
+def test_an_error_is_told_with_its_class_only_where_that_is_needed(error, told, options, capsys, monkeypatch) -> None:
+    def fail(*_) -> None:
+        raise error
+
+    monkeypatch.setattr("headrace.cli._launch", fail)
+    monkeypatch.setattr("headrace.cli._check_inputs", fail)
+    assert run("train", "recipes/quickstart.toml", *options) == 1
+    first, where = capsys.readouterr().err.splitlines()
+    assert first == told and where.endswith("fail: raise error")
 
 
 def test_an_interrupt_before_there_is_a_run_says_so(capsys, monkeypatch) -> None:
@@ -127,9 +156,9 @@ def test_a_failed_run_ends_in_one_line_with_the_folder(tmp_path) -> None:
         "train", "recipes/quickstart.toml", "--steps=2", f"--run-dir={tmp_path / 'run'}", "--warmup.steps=0",
         f'--reward.functions=["{tmp_path / "bad.py"}:reward"]', "--evaluate.tasks=[]",
     ]  # fmt: skip
-    done = subprocess.run([sys.executable, "-m", "headrace.cli", *arguments], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "headrace", *arguments], capture_output=True, text=True)
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert "RewardError: reward 'reward' returned 1 values for" in done.stderr and "launcher.log" in done.stderr
+    assert done.stderr.startswith("headrace: reward 'reward' returned 1 values for") and "launcher.log" in done.stderr
 
 
 def test_an_error_in_the_users_code_is_shown_where_it_happened(tmp_path) -> None:

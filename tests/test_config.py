@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from headrace import train
 from headrace.cli import settings_help
 from headrace.config import Recipe, load_recipe, make_recipe, parse_recipe
-from headrace.settings import ConfigError, describe, to_dict, to_toml
+from headrace.config.other_names import TRL
+from headrace.settings import ConfigError, describe, parse_override, to_dict, to_toml
 
 ROOT = Path(__file__).parent.parent
 RECIPES = sorted((ROOT / "recipes").rglob("*.toml"))
@@ -385,6 +387,53 @@ def test_the_hash_is_of_what_decides_the_result() -> None:
 def test_a_recipe_is_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         make_recipe({}).steps = 3
+
+
+# Names from elsewhere
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("num_generations", "did you mean train.group_size?"),
+        ("beta", "did you mean train.kl?"),
+        ("max_completion_length", "did you mean sampling.max_tokens?"),
+        ("max_steps", "did you mean steps?"),
+        ("train_dataset", "it is [[tasks]] here, tasks= in Python"),
+        ("epsilon", "it is train.constants.clip_low and train.constants.clip_high here"),
+        ("lora_rank", "LoRA is not there yet: all weights are trained"),
+        ("learning_rate", "did you mean train.learning_rate or warmup.learning_rate?"),
+        ("max_lag", "did you mean staleness.max_lag?"),
+        ("block_size", "did you mean engine.block_size?"),
+    ],
+)
+def test_a_name_of_trl_or_of_another_section_is_answered_with_ours(name: str, advice: str) -> None:
+    told = f"{name} is not a setting; {advice}"
+    with pytest.raises(ConfigError) as in_toml:
+        parse_recipe(f"seed = 1\n{name} = 8\n", name="mine.toml")
+    assert str(in_toml.value) == f"mine.toml:2: {told}"
+    with pytest.raises(ConfigError) as in_section:
+        parse_recipe(f"[buffer]\n{name} = 8\n", name="mine.toml")
+    assert str(in_section.value) == f"mine.toml:2: buffer.{told}"
+    with pytest.raises(ConfigError) as on_command_line:
+        load_recipe(QUICKSTART, dict([parse_override(f"--{name.replace('_', '-')}=8")]))
+    assert str(on_command_line.value) == f"override: {told}"
+    with pytest.raises(ConfigError) as in_python:
+        train(model="builtin:tiny", **{name: 8})
+    assert str(in_python.value).startswith(told)
+
+
+def test_a_keyword_of_python_is_answered_as_it_is_written_there() -> None:
+    with pytest.raises(ConfigError, match=r"num_generations is not .* train.group_size\? In Python: train={'group_size': …}$"):
+        make_recipe({"num_generations": 8})
+
+
+def test_names_that_are_answered_are_not_ours_and_those_they_are_answered_with_are() -> None:
+    ours = {key for key, *_ in describe(Recipe)}
+    tables = ("train.constants.", "engine.vllm.arguments.")
+    for name, answer in TRL.items():
+        assert name not in {key.rpartition(".")[2] for key in ours}
+        assert " " in answer or answer in ours or answer.startswith(tables), name
 
 
 # The command line, in a process of its own

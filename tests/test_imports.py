@@ -33,6 +33,12 @@ def test_from_a_file_once(tmp_path: Path) -> None:
     assert load(f"{other}:thing") == "other"
 
 
+def test_a_file_that_exits_on_import_is_an_error_and_not_the_end(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import sys\ndef reward(completion): ...\nsys.exit(0)\n")
+    with pytest.raises(ConfigError, match=r"script.py:reward': .* calls sys.exit\(0\) on import; put what is not to run"):
+        load(f"{tmp_path / 'script.py'}:reward")
+
+
 def test_a_module_is_found_from_the_working_directory(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path / "elsewhere"))  # so that what is put on sys.path is taken off again
     (tmp_path / "module_of_the_user.py").write_text("value = 3\n")

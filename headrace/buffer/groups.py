@@ -27,6 +27,11 @@ class Group:
         """Of its episodes, which the books are kept by."""
         return [episode.id for episode in self.episodes]
 
+    @property
+    def is_tied(self) -> bool:
+        """Whether all its rollouts have the same reward: compared with each other, they teach nothing."""
+        return len(self.episodes) > 1 and len({episode.reward for episode in self.episodes}) == 1
+
     @cached_property
     def _origin(self) -> tuple[frozenset[str], int | None]:
         """The lives of the trainer that sampled it, and its oldest version, or None where nothing was sampled."""

@@ -116,7 +116,8 @@ class SamplingSettings:
     min_tokens: int = 0
     """No stop token before this many."""
     stop: tuple[str, ...] = ()
-    """Texts that end a rollout, besides the model's own stop tokens."""
+    """Texts that end a rollout, besides the model's own stop tokens. Looked for in the text that rewards see, which has no
+    special tokens in it; the text of one such token, alone, stands for the token itself."""
 
     def __post_init__(self) -> None:
         check(0 < self.temperature < math.inf, "temperature", self.temperature, "a number above 0 to train")

@@ -20,6 +20,7 @@ from headrace.config.generation import (
     TaskSettings,
     WarmupSettings,
 )
+from headrace.config.other_names import TRL
 from headrace.config.training import (
     BufferSettings,
     CheckpointSettings,
@@ -30,7 +31,7 @@ from headrace.config.training import (
     SyncSettings,
     TrainSettings,
 )
-from headrace.settings import ConfigError, Origin, apply_overrides, build, load_toml, to_dict
+from headrace.settings import ConfigError, Origin, apply_overrides, build, describe, load_toml, to_dict
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -217,9 +218,20 @@ def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
 def parse_recipe(text: str, *, name: str, overrides: Mapping[str, Any] | None = None) -> Recipe:
     """A recipe from TOML text; errors name `name` and the line."""
     data = apply_overrides(load_toml(text, name=name), overrides or {})
-    return build(Recipe, data, origin=Origin(name=name, text=text, overrides=frozenset(overrides or {})))
+    return build(Recipe, data, origin=Origin(name=name, text=text, overrides=frozenset(overrides or {}), advise=advise))
 
 
 def make_recipe(data: Mapping[str, Any]) -> Recipe:
     """A recipe from nested or dotted plain data."""
-    return build(Recipe, apply_overrides({}, data))
+    return build(Recipe, apply_overrides({}, data), origin=Origin(advise=lambda name: advise(name, is_python=True)))
+
+
+def advise(name: str, *, is_python: bool = False) -> str:
+    """What to write instead of a name that is TRL's, or that stands in another section; "" if it is neither."""
+    keys = [TRL[name]] if name in TRL else [key for key, *_ in describe(Recipe) if key.rpartition(".")[2] == name]
+    if not keys or " " in keys[0]:
+        return "".join(keys)
+    keys.sort(key=lambda key: key.startswith("warmup."))  # rarely what is meant
+    section, _, leaf = keys[0].rpartition(".")
+    example = f" In Python: {section}={{'{leaf}': …}}" if is_python and section and "." not in section else ""
+    return f"did you mean {' or '.join(keys)}?{example}"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from headrace.partial import goes_on_from
 from headrace.settings import ConfigError
 from headrace.types import FinishReason, Rollout
+from headrace.validate import check_messages
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,7 +44,8 @@ class Client(Protocol):
 
 
 class PromptEncoder:
-    """Prompts to token ids, by the chat template where they are messages. Siblings ask for the same one; it is kept."""
+    """Prompts to token ids, by the chat template where they are messages. A final message of the assistant's is left open, for
+    the policy to go on with. Siblings ask for the same prompt; it is kept."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
@@ -72,7 +74,14 @@ class PromptEncoder:
         if self.tokenizer.chat_template is None:
             raise ConfigError("tasks: prompts are chat messages but the model's tokenizer has no chat template; give text")
         messages: Any = prompt
-        return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        try:
+            check_messages(messages)
+        except ValueError as error:
+            raise ConfigError(f"tasks: {error}") from error
+        is_begun = messages[-1]["role"] == "assistant"  # to be gone on with, as TRL and vLLM do
+        return self.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=not is_begun, continue_final_message=is_begun, return_dict=False
+        )
 
 
 def _decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:

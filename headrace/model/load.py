@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from headrace.model import attention
@@ -32,7 +32,19 @@ class ModelError(ValueError):
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """The tokenizer in a folder or on the hub."""
     with _explained(path, "tokenizer"):
-        return cast("PreTrainedTokenizerBase", AutoTokenizer.from_pretrained(path))
+        tokenizer = cast("PreTrainedTokenizerBase", AutoTokenizer.from_pretrained(path))
+    if len(tokenizer) <= len(tokenizer.added_tokens_decoder):  # transformers makes one without words where files are missing
+        raise ModelError(f"model.path = {path!r}: there is no tokenizer with it; put tokenizer.json beside the weights")
+    return tokenizer
+
+
+def load_generation(path: str) -> GenerationConfig:
+    """The settings that say which tokens end a turn, as `load_model` finds them."""
+    with _explained(path, "model"):
+        try:
+            return GenerationConfig.from_pretrained(path)
+        except OSError:  # there is no such file; then the model's config says it
+            return GenerationConfig.from_model_config(AutoConfig.from_pretrained(path))
 
 
 def load_config(path: str) -> Any:  # noqa: ANN401  (transformers' configs share no typed surface)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from headrace.errors import command
 from headrace.observe.screen import budget_table
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def final_report(summary: dict[str, Any], equation: str, samples: list[tuple[str
     lines += [f"           {count} {reason}" for reason, count in summary["dropped_because"].items()]
     if summary["skipped_steps"]:
         lines += [f"skipped    {summary['skipped_steps']} optimizer steps, whose gradient was not finite"]
-    lines += [f"checkpoint {summary['checkpoint']}", f"look       headrace inspect {folder}"]
+    lines += [f"checkpoint {summary['checkpoint']}", f"look       {command()} inspect {folder}"]
     if summary["status"] == "interrupted":
         lines += ["resume     give the same command again"]
     for prompt, completion, reward in samples:

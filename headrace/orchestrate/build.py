@@ -21,7 +21,7 @@ from headrace.orchestrate.devices import (
     place_of,
     receiving_place,
 )
-from headrace.orchestrate.inputs import UserInputs, held_out_tasks, open_tasks, reward_functions
+from headrace.orchestrate.inputs import UserInputs, check_inputs, open_tasks, reward_functions
 from headrace.orchestrate.publish import make_canary
 from headrace.orchestrate.roles import Around, Roles, TrainerHere
 from headrace.score import RewardScorer
@@ -33,9 +33,9 @@ from headrace.train.frozen import FrozenModel
 from headrace.train.losses import columns_to_bring
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedTokenizerBase
 
     from headrace.config import Recipe
     from headrace.observe import Observer
@@ -50,9 +50,7 @@ def set_threads(recipe: Recipe, role: str = "") -> None:
 
 def preflight(recipe: Recipe, given: UserInputs) -> None:
     """Everything that can be refused before a folder is made or a model loads."""
-    open_tasks(recipe, given)
-    held_out_tasks(recipe, given)
-    reward_functions(recipe, given)
+    check_inputs(recipe, given)
     choose_device(recipe)
     check_sync(recipe)
     check_engine(recipe)
@@ -141,12 +139,25 @@ def check_columns(recipe: Recipe, given: UserInputs) -> None:
             )
 
 
-def stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+def stop_tokens(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Every token that ends a turn: the tokenizer's, and those the model's generation settings name."""
-    generation = getattr(model, "generation_config", None)
     named = getattr(generation, "eos_token_id", None)
     listed = named if isinstance(named, list) else [named]
     return tuple(sorted({int(token) for token in [tokenizer.eos_token_id, *listed] if token is not None}))
+
+
+def special_stops(stop: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """The tokens of those stop texts that are a special token's own. Special tokens are no part of the text that the others
+    are looked for in, so one that holds such a token and more could never be found."""
+    special = {str(token): id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    for text in stop:
+        inside = next((token for token in special if token in text), text)
+        if inside != text:
+            raise ConfigError(
+                f"sampling.stop = {text!r}: {inside!r} is a special token, which is no part of the text that stop strings are "
+                f"looked for in; write {inside!r} alone to stop at it, or leave it out of the text"
+            )
+    return tuple(special[text] for text in stop if text in special)
 
 
 def build_core(recipe: Recipe, model_path: str, *, name: str, device: str) -> EngineCore:
@@ -165,10 +176,10 @@ def build_core(recipe: Recipe, model_path: str, *, name: str, device: str) -> En
 
 
 def decoder_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
-    """From tokens to the text that stop strings are looked for in."""
+    """From tokens to the text that stop strings are looked for in: what rewards see, and vLLM searches."""
 
     def decode(token_ids: list[int]) -> str:
-        return str(tokenizer.decode(token_ids, skip_special_tokens=False))
+        return str(tokenizer.decode(token_ids, skip_special_tokens=True))
 
     return decode
 
@@ -210,7 +221,7 @@ def build_roles(recipe: Recipe, model_path: str, given: UserInputs, *, observer:
         trainer=TrainerHere(
             trainer, sync, observer.timeline("trainer"), canary=around.canary, in_turns=recipe.engine.sleep != "never"
         ),
-        stop_ids=stop_tokens(core.model, around.encoder.tokenizer),
+        stop_ids=tuple({*stop_tokens(core.model.generation_config, around.encoder.tokenizer), *around.special_stops}),
         services=(engine.serve,),
         engine_peak=lambda: engine.peak_memory,
         around=around,
@@ -226,4 +237,5 @@ def build_around(recipe: Recipe, model_path: str, given: UserInputs, *, workers:
         encoder=encoder,
         tasks=open_tasks(recipe, given),
         canary=make_canary(encoder.encode(open_tasks(recipe, given).next()["prompt"])),
+        special_stops=special_stops(recipe.sampling.stop, encoder.tokenizer),
     )

@@ -137,7 +137,7 @@ class Process:
         else:
             core = await asyncio.to_thread(build_core, recipe, model, name=self.name, device=device)
             engine = ThreadedEngine(core, sync=sync, timeline=self._timeline)
-            stop_ids = stop_tokens(core.model, load_tokenizer(model))
+            stop_ids = stop_tokens(core.model.generation_config, load_tokenizer(model))
         worker = self._worker = EngineWorker(engine, timeline=self._timeline)
         self._control.calls.update(worker.calls())
         loop = asyncio.get_running_loop()

@@ -12,11 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.imports import import_name
 from headrace.score import RewardFunction
+from headrace.score.rewards import GIVEN
 from headrace.settings import ConfigError
 from headrace.tasks import TaskError, TaskStream, builtin_reward, open_source
+from headrace.tasks.sources import RowSource
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from headrace.config import Recipe, TaskSettings
+    from headrace.tasks import TaskSource
     from headrace.types import Plain
 
 
@@ -119,6 +124,43 @@ def reward_functions(recipe: Recipe, given: UserInputs) -> list[tuple[RewardFunc
         if names.count(reward.name) > 1:
             rewards[index] = RewardFunction(reward, name=f"{reward.name}_{index}")
     return list(zip(rewards, weights, strict=True))
+
+
+def check_inputs(recipe: Recipe, given: UserInputs) -> None:
+    """Tasks, held-out tasks and rewards are there, and every row has what the rewards take."""
+    stream, held_out = open_tasks(recipe, given), held_out_tasks(recipe, given)
+    rewards = [function for function, _ in reward_functions(recipe, given)]
+    if given.environment is not None:
+        rewards = []  # it may give its episodes columns of its own
+    for source in stream.sources:
+        check_columns(source, rewards)
+    check_rows("the held-out tasks", held_out, rewards)
+
+
+def check_columns(source: TaskSource, rewards: Sequence[RewardFunction]) -> None:
+    """Of a source's every row; of the first where rows are made as they are needed, and all alike."""
+    if isinstance(source, RowSource):
+        check_rows(source.name, source.rows, rewards)
+    else:
+        check_rows("the tasks", [source.row(0)], rewards)
+
+
+def check_rows(where: str, rows: Sequence[dict[str, Plain]], rewards: Sequence[RewardFunction]) -> None:
+    """Refuse a row that lacks a column some reward takes, or has one that a reward could never see."""
+    reserved = GIVEN - {"prompt"}
+    for number, row in enumerate(rows):
+        for name in reserved & row.keys():
+            raise ConfigError(
+                f"row {number} of {where} has a column {name!r}, the name under which rewards get what the policy made of it; "
+                f"rename the column, for example to 'answer'"
+            )
+        for reward in rewards:
+            for name in reward.required:
+                if name not in row:
+                    raise ConfigError(
+                        f"reward {reward.name!r} takes {name!r}, which row {number} of {where} does not have (it has: "
+                        f"{', '.join(row)}); add the column to every row, or give the parameter {name} a default value"
+                    )
 
 
 def _mix(tasks: Any) -> list[tuple[Any, float]]:  # noqa: ANN401

@@ -84,7 +84,7 @@ class LocalProcesses:
             engine=supervisor.pool,
             trainer=trainer,
             around=around,
-            stop_ids=tuple(told[0]["stop_ids"]),
+            stop_ids=tuple({*told[0]["stop_ids"], *around.special_stops}),
             services=(supervisor.watch,),
             describe=supervisor.describe,
             versions=lambda: supervisor.pool.versions,

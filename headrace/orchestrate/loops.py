@@ -62,7 +62,7 @@ async def _run_episode(run: Run, work: Work) -> None:
         episode = run.failed_episode(work, Invalid(str(error)))
     except ConfigError:
         raise
-    except Exception as error:  # noqa: BLE001  (whatever an environment raises fails its episode, not the run)
+    except (Exception, SystemExit) as error:  # noqa: BLE001  (whatever an environment raises fails its episode, not the run)
         episode = run.failed_episode(work, InfraAbort(f"the environment raised {type(error).__name__}: {error}"))
     run.finish(episode if episode.attempts == work.attempt else episode.replace(attempts=work.attempt))
 

@@ -263,6 +263,8 @@ class Around:
     tasks: TaskStream
     canary: Batch
     """A fixed prompt, scored by trainer and engine at every version."""
+    special_stops: tuple[int, ...] = ()
+    """Special tokens that `sampling.stop` names."""
 
 
 @dataclass(frozen=True)
@@ -273,7 +275,7 @@ class Roles:
     trainer: TrainerRole
     around: Around
     stop_ids: tuple[int, ...]
-    """Tokens that end a turn, by the tokenizer and by the model's generation settings."""
+    """Tokens that end a turn, by the tokenizer, by the model's generation settings and by `sampling.stop`."""
     services: tuple[Callable[[], Coroutine[None, None, None]], ...]
     """What must run beside the loops: the engine's own loop here, or the watch over other processes."""
     describe: Callable[[], str] = str

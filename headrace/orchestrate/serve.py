@@ -129,7 +129,7 @@ def _application(
         engine,
         tokenizer,
         model_name=options.name,
-        stop_ids=stop_tokens(core.model, tokenizer),
+        stop_ids=stop_tokens(core.model.generation_config, tokenizer),
         context=core.context,
         vocabulary=int(core.model.config.get_text_config().vocab_size),
         api_token=options.api_token,

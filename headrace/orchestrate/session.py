@@ -101,6 +101,8 @@ class Session:
         self._settled = (0, 0)
         """Rollouts trained and rejected when the last version was."""
         self._trainer_peak = 0
+        self._is_all_tied = False
+        """Whether every group of the last version was."""
         self._unnoted: deque[_Trained] = deque()
         self._last_moment = time.perf_counter()
         self.evaluator = Evaluator(
@@ -243,6 +245,7 @@ class Session:
         version = trained.begun.version + 1
         metrics = self._measure(trained.begun.groups, batches, trained.seen, trained.at)
         metrics["rejected"] = trained.rejected
+        metrics["tied_groups"] = self._tied_groups(trained.begun.groups, version)
         if evaluation is not None:
             metrics |= {
                 "success": evaluation.success,
@@ -254,6 +257,17 @@ class Session:
         if keep and (version == self.recipe.steps or version % keep == 0):
             self.observer.keep_rollouts(version, [rollout for batch in batches for rollout in batch.rollouts])
         self.observer.version(version, metrics)
+
+    def _tied_groups(self, groups: list[Group], version: int) -> int:
+        """How many; where all are and siblings are compared, there is nothing to learn, which is said once until it changes."""
+        count = sum(group.is_tied for group in groups)
+        was_tied, self._is_all_tied = self._is_all_tied, count == len(groups)
+        if self._is_all_tied and not was_tied and self.recipe.train.fewest_siblings > 1:
+            self.observer.screen.say(
+                f"version {version}: all {count} groups are tied: within each, every rollout has the same reward, so there is "
+                f"nothing to learn; is the reward a constant, or are the tasks far too hard or too easy?"
+            )
+        return count
 
     def _measure(self, groups: list[Group], batches: list[Batch], seen: list[dict[str, float]], at: float) -> dict[str, Any]:
         progress, now = self.progress, at

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from headrace.errors import command
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
@@ -52,7 +54,7 @@ class SkippedSteps:
 
 
 def _failure(version: int, count: int, kept: Path | None) -> NotFiniteGradient:
-    look = f"`headrace inspect {kept.parents[1]} --step {version}` shows them; " if kept is not None else ""
+    look = f"`{command()} inspect {kept.parents[1]} --step {version}` shows them; " if kept is not None else ""
     return NotFiniteGradient(
         f"the gradient was not finite in {count} optimizer steps one after another, the last of version {version} "
         f"(train.max_skipped = {count}). Weights and optimizer are as they were before the first of them. The last rollouts "

@@ -139,7 +139,7 @@ async def open_engine(recipe: Recipe, model_path: str, place: Place, *, sync: We
         patience=settings.answer_seconds,
         tells_late=server is not None and not goes_on_over_updates(recipe),
     )
-    return Opened(engine, server, stop_tokens(model, tokenizer))
+    return Opened(engine, server, stop_tokens(model.generation_config, tokenizer))
 
 
 async def _start(model_path: str, arguments: list[str], place: Place, recipe: Recipe) -> Server:

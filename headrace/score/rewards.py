@@ -4,7 +4,8 @@
 - per sample: `f(prompt, completion, **row) -> float | None`
 
 Which one it is shows in its parameter names. Both may be async. As in TRL, the batch form gets completions as messages
-where prompts are chats; the per-sample form always gets text.
+where prompts are chats, and a message that the prompt began is moved from its prompt to the completion, whole; the
+per-sample form always gets the text that was generated.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ from headrace.score.errors import RewardError
 from headrace.score.workers import TimedOut
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterable, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 
     from headrace.score.workers import RewardWorkers
     from headrace.types import Plain
 
 
 T = TypeVar("T")
+GIVEN = frozenset({"prompt", "prompts", "completion", "completions", "completion_ids"})
+"""What a reward gets whatever the columns of the tasks are."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,10 @@ class RewardFunction:
         parameters = inspect.signature(function).parameters.values()
         self._names = {p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD}
         self._takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+        variadic = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+        needed = [p.name for p in parameters if p.default is p.empty and p.kind not in variadic]
+        self.required: list[str] = [name for name in needed if name not in GIVEN]
+        """Columns without which it cannot be called."""
         self._is_batched = bool(self._names & {"prompts", "completions"})
         self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
         if not self._is_batched and "completion" not in self._names and not self._takes_all:
@@ -124,13 +131,23 @@ class RewardFunction:
         return failure
 
     async def _call(self, arguments: dict[str, Any], *, deadline: float) -> Any:  # noqa: ANN401
-        result = self._function(**self._chosen(arguments))
+        try:
+            result = self._function(**self._chosen(arguments))
+        except SystemExit as error:
+            raise self._exited(error) from error
         if not inspect.isawaitable(result):
             return result
         try:
-            return await asyncio.wait_for(result, deadline)
+            return await asyncio.wait_for(self._awaited(result), deadline)
         except TimeoutError as error:
             raise TimeoutError(f"no answer within reward.timeout = {deadline:g} s") from error
+
+    async def _awaited(self, result: Awaitable[T]) -> T:
+        """In the task that `wait_for` makes of it: a `SystemExit` that leaves a task ends the whole event loop."""
+        try:
+            return await result
+        except SystemExit as error:
+            raise self._exited(error) from error
 
     # In worker threads
 
@@ -182,7 +199,10 @@ class RewardFunction:
         return failure
 
     def _call_here(self, arguments: dict[str, Any]) -> Any:  # noqa: ANN401
-        result = self._function(**self._chosen(arguments))
+        try:
+            result = self._function(**self._chosen(arguments))
+        except SystemExit as error:
+            raise self._exited(error) from error
         if inspect.isawaitable(result):
             if inspect.iscoroutine(result):
                 result.close()
@@ -197,19 +217,28 @@ class RewardFunction:
     def _columns(self, samples: Sequence[Sample]) -> dict[str, Any]:
         names = {name for sample in samples for name in sample.row} - {"prompt"}
         columns: dict[str, Any] = {name: [sample.row.get(name) for sample in samples] for name in names}
-        columns["prompts"] = [sample.row["prompt"] for sample in samples]
-        columns["completions"] = [_as_messages(sample) for sample in samples]
+        pairs = [_as_in_trl(sample) for sample in samples]
+        columns["prompts"] = [prompt for prompt, _ in pairs]
+        columns["completions"] = [completion for _, completion in pairs]
         columns["completion_ids"] = [sample.completion_ids for sample in samples]
         return columns
 
     def _listed(self, values: Any, samples: Sequence[Sample]) -> list[float | Failure | None]:  # noqa: ANN401
         try:
+            if isinstance(values, str | bytes | dict):  # each is a sequence of something, and none of numbers
+                raise TypeError
             results = list(values)
         except TypeError:
             raise RewardError(f"reward {self.name!r} must return a list, one number per completion, not {values!r}") from None
         if len(results) != len(samples):
             raise RewardError(f"reward {self.name!r} returned {len(results)} values for {len(samples)} completions")
         return [self._checked(value) for value in results]
+
+    def _exited(self, error: SystemExit) -> RewardError:
+        return RewardError(
+            f"reward {self.name!r} called sys.exit({'' if error.code is None else repr(error.code)}), which would end the run; "
+            f"raise an exception for a failure, or return None where the reward does not apply"
+        )
 
     def _failed(self, error: Exception) -> Failure:
         advice = f"; {_NO_SIGNALS}" if _is_about_signals(error) else ""
@@ -225,9 +254,14 @@ class RewardFunction:
         if value is None:
             return None
         try:
+            if isinstance(value, str | bytes):  # float would take "1" for a number
+                raise TypeError
             number = float(value)
         except (TypeError, ValueError):
-            raise RewardError(f"reward {self.name!r} returned {value!r}, which is not a number") from None
+            raise RewardError(
+                f"reward {self.name!r} returned {value!r}, which is not a number but a {type(value).__name__}; return a "
+                f"number, or None where the reward does not apply"
+            ) from None
         return number if math.isfinite(number) else Failure(reason=f"reward {self.name!r} returned {number}")
 
 
@@ -236,9 +270,15 @@ async def together(calls: Iterable[Coroutine[Any, Any, T]], *, is_async: bool) -
     return list(await asyncio.gather(*calls)) if is_async else [await call for call in calls]
 
 
-def _as_messages(sample: Sample) -> Any:  # noqa: ANN401
-    is_chat = isinstance(sample.row["prompt"], list)
-    return [{"role": "assistant", "content": sample.completion}] if is_chat else sample.completion
+def _as_in_trl(sample: Sample) -> tuple[Any, Any]:
+    """(prompt, completion) of the batch form: a message that the prompt began is the completion's, whole."""
+    prompt: Any = sample.row["prompt"]
+    if not isinstance(prompt, list):
+        return prompt, sample.completion
+    last = prompt[-1]
+    is_begun = last["role"] == "assistant" and isinstance(last["content"], str)
+    begun = last["content"] if is_begun else ""
+    return prompt[:-1] if is_begun else prompt, [{"role": "assistant", "content": begun + sample.completion}]
 
 
 def _arguments(sample: Sample) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import numpy as np
 from headrace.tasks import reasoning_gym, sort_digits
 from headrace.tasks.errors import TaskError
 from headrace.types import Plain, check_plain
+from headrace.validate import check_messages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -29,20 +30,21 @@ class RowSource:
     """A finite list, walked again and again, each time in another order."""
 
     def __init__(self, rows: Iterable[Any], *, name: str, seed: int, shuffle: bool = True) -> None:
-        self._rows = [_checked(row, f"{name}: row {number}") for number, row in enumerate(rows)]
-        if not self._rows:
+        self.name: str = name
+        self.rows: list[Row] = [_checked(row, f"{name}: row {number}") for number, row in enumerate(rows)]
+        if not self.rows:
             raise TaskError(f"{name}: there are no tasks in it")
         self._seed, self._shuffle = seed, shuffle
-        self._epoch, self._order = -1, np.arange(len(self._rows))
+        self._epoch, self._order = -1, np.arange(len(self.rows))
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.rows)
 
     def row(self, index: int) -> Row:
-        epoch, place = divmod(index, len(self._rows))
+        epoch, place = divmod(index, len(self.rows))
         if self._shuffle and epoch != self._epoch:
-            self._epoch, self._order = epoch, np.random.default_rng((self._seed, epoch)).permutation(len(self._rows))
-        return self._rows[int(self._order[place])]
+            self._epoch, self._order = epoch, np.random.default_rng((self._seed, epoch)).permutation(len(self.rows))
+        return self.rows[int(self._order[place])]
 
 
 BUILTIN: dict[str, type[sort_digits.SortDigits]] = {"sort_digits": sort_digits.SortDigits}
@@ -122,4 +124,9 @@ def _checked(row: Any, where: str) -> Row:  # noqa: ANN401
     is_chat = isinstance(prompt, list) and all(isinstance(m, dict) and "role" in m and "content" in m for m in prompt)
     if not prompt or not (isinstance(prompt, str) or is_chat):
         raise TaskError(f"{where}: 'prompt' must be text or a list of messages with role and content, and not empty")
+    if is_chat:
+        try:
+            check_messages(prompt)
+        except ValueError as error:
+            raise TaskError(f"{where}: {error}") from error
     return row

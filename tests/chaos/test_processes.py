@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from faults import Running, again, is_alive, start, wait_until
 
+from headrace.errors import command
 from headrace.observe.inspect import read_rollouts
 from headrace.observe.observer import read_metrics
 
@@ -101,7 +102,7 @@ def test_a_lost_trainer_ends_the_run_and_the_same_command_resumes(tmp_path, numb
     output = run.finish(seconds=30)
     assert run.process.returncode == 1
     assert "trainer" in output and words in output and "logs/trainer.log" in output
-    assert f"the same command goes on from version 4: headrace train {tmp_path / 'recipe.toml'}" in output.replace(
+    assert f"the same command goes on from version 4: {command()} train {tmp_path / 'recipe.toml'}" in output.replace(
         "version 8", "version 4"
     ), "the checkpoint is every fourth version"
     assert not run.leftovers() and not run.roles()

@@ -544,18 +544,14 @@ def test_a_stop_string_in_the_prompt_or_within_min_tokens_does_not_end_a_call(ru
         free = await bench.engine.generate(prompt(), plain)
         ids = free.token_ids[6:].tolist()
         decode = decoder_of(load_tokenizer(tiny_model))
-        stop = decode(ids[7:10])
-        assert decode(ids).count(stop) == 1, "another seed, please"
-        asked = {
-            9: dataclasses.replace(plain, stop=(stop,), min_tokens=9),
-            10: dataclasses.replace(plain, stop=(stop,), min_tokens=10),
-            12: dataclasses.replace(plain, stop=(stop,), min_tokens=12),
-        }
-        for min_tokens, sampling in asked.items():
-            rollout = await bench.engine.generate(prompt(), sampling)
-            assert rollout.num_sampled == (10 if min_tokens == 9 else 40), min_tokens
+        texts = {end: decode(ids[end - 3 : end]) for end in range(5, 20)}
+        end = next(end for end, text in texts.items() if len(text) == 3 and decode(ids).count(text) == 1)  # no special token
+        stop = texts[end]
+        for min_tokens in (end - 1, end, end + 2):
+            rollout = await bench.engine.generate(prompt(), dataclasses.replace(plain, stop=(stop,), min_tokens=min_tokens))
+            assert rollout.num_sampled == (end if min_tokens < end else 40), min_tokens
             assert np.array_equal(rollout.token_ids, free.token_ids[: len(rollout)])
-        again = Rollout.from_prompt(free.token_ids[:16], id="again")
+        again = Rollout.from_prompt(free.token_ids[: 6 + end], id="again")
         assert (await bench.engine.generate(again, dataclasses.replace(plain, stop=(stop,), max_tokens=30))).num_sampled == 30
 
     run(check)

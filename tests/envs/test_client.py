@@ -12,6 +12,7 @@ from strategies import quick
 
 from headrace.envs import EngineClient, PromptEncoder
 from headrace.model.tiny import build_tokenizer
+from headrace.settings import ConfigError
 from headrace.types import Call, FinishReason, Rollout, Sampling
 
 CHAT = [{"role": "user", "content": "31524"}]
@@ -74,6 +75,17 @@ def test_a_prompt_is_the_tokenizers_and_the_episodes(tokenizer, prompt) -> None:
     else:
         expected = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
     assert made == Rollout.from_prompt(expected, id="g7/3", episode="g7/3", group="g7", index=3)
+
+
+def test_a_final_message_of_the_assistant_is_left_open_to_be_gone_on_with(tokenizer) -> None:
+    begun = [*CHAT, {"role": "assistant", "content": "12"}]
+    assert tokenizer.decode(PromptEncoder(tokenizer).encode(begun)) == "<|user|>31524<|end|><|assistant|>12"
+    assert begun[-1]["content"] == "12"
+
+
+def test_a_message_without_content_is_refused_and_not_written_out_as_the_word_none(tokenizer) -> None:
+    with pytest.raises(ConfigError, match=r"message 1 of the prompt \(assistant\) has the content None; give text, and ''"):
+        PromptEncoder(tokenizer).encode([*CHAT, {"role": "assistant", "content": None}])
 
 
 def test_siblings_share_tokens_and_no_dictionary(tokenizer) -> None:

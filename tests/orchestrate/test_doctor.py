@@ -147,13 +147,21 @@ def test_held_out_tasks_that_are_missing(recipe) -> None:
 def test_a_column_that_the_reward_takes_and_no_task_has(recipe) -> None:
     recipe.write(reward="def reward(completion, solution, tolerance=0.1):\n    return float(completion == solution)\n")
     finding = only(recipe.examine(), "problem")
-    assert finding.what == "reward 'reward' takes solution, which the tasks do not have (columns: answer, prompt)"
-    assert "give solution a default value" in finding.fix
+    row = f"row 0 of {recipe.folder}/tasks.jsonl"
+    assert finding.what == f"reward 'reward' takes 'solution', which {row} does not have (it has: prompt, answer)"
+    assert "give the parameter solution a default value" in finding.fix
 
 
 def test_a_column_that_some_tasks_lack(recipe) -> None:
-    finding = only(recipe.write(tasks=[*TASKS, {"prompt": "?"}]).examine(), "warning")
+    lenient = "def reward(completion, **row):\n    return float(completion == row.get('answer'))\n"
+    finding = only(recipe.write(tasks=[*TASKS, {"prompt": "?"}], reward=lenient).examine(), "warning")
     assert "column 'answer' is empty or absent in" in finding.what
+
+
+def test_a_column_that_the_reward_takes_and_some_tasks_lack(recipe) -> None:
+    findings = recipe.write(tasks=[*TASKS, {"prompt": "?"}]).examine()
+    (finding,) = [finding for finding in findings if finding.level == "problem"]
+    assert f"takes 'answer', which row 6 of {recipe.folder}/tasks.jsonl does not have" in finding.what
 
 
 def test_a_warm_up_without_answers(recipe) -> None:
@@ -282,6 +290,34 @@ def test_an_architecture_that_is_not_served(recipe, tmp_path, tiny_model) -> Non
     (folder / "config.json").write_text(json.dumps(config))
     finding = only(recipe.examine(model__path=str(folder)), "problem")
     assert "(qwen3_next) has layers of kind linear_attention" in finding.what and "full or sliding attention" in finding.fix
+
+
+def test_a_folder_without_a_tokenizer(recipe, tmp_path, tiny_model) -> None:
+    """transformers makes one of a single token there."""
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model, folder, ignore=shutil.ignore_patterns("tokenizer*", "chat_template*"))
+    finding = only(recipe.examine(model__path=str(folder)), "problem")
+    assert "there is no tokenizer" in finding.what and finding.fix == "put the tokenizer's files beside the weights"
+
+
+def test_the_tokens_that_end_a_turn_are_those_of_the_run(recipe, tmp_path, tiny_model) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model, folder)
+    settings = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps({**settings, "eos_token_id": [1, 3]}))
+
+    def said(**overrides) -> str:
+        findings = recipe.examine(model__path=str(folder), **overrides)
+        return next(finding.what for finding in findings if finding.what.startswith("tokenizer"))
+
+    assert said() == "tokenizer: 102 tokens, a turn ends with <|end|> or <|user|>"
+    assert said(sampling__stop=["<|system|>", "x"]).endswith("<|end|> or <|system|> or <|user|>")
+    (folder / "generation_config.json").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": 4}))
+    assert said().endswith("<|end|> or <|assistant|>")
+    finding = next(finding for finding in recipe.examine(sampling__stop=["<|end|>\n"]) if finding.level == "problem")
+    assert "'<|end|>' is a special token" in finding.what and "alone" in finding.fix
 
 
 def test_a_folder_of_which_no_weights_are_read(recipe, tmp_path, tiny_model) -> None:

@@ -18,6 +18,7 @@ from helpers import TASKS, small_run, weights
 import headrace
 from headrace.model.load import ModelError
 from headrace.orchestrate.checkpoint import CheckpointError
+from headrace.orchestrate.inputs import UserInputs, check_inputs
 from headrace.orchestrate.pipeline import NoProgress, Stalled
 from headrace.score import RewardError
 from headrace.tasks import TaskError
@@ -109,6 +110,57 @@ def test_tasks_that_cannot_be_used_are_refused_before_a_model_loads(tmp_path, ta
     with pytest.raises(TaskError, match=message):
         small_run(tmp_path / "run", tasks=tasks)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["completion", "completions", "completion_ids", "prompts"])
+@pytest.mark.parametrize("where", ["tasks", "held_out"])
+def test_a_column_that_hides_what_the_policy_wrote_is_refused_before_a_model_loads(tmp_path, where, name):
+    with pytest.raises(headrace.ConfigError, match=rf"row 12 of .*tasks has a column '{name}', .*; rename the column"):
+        small_run(tmp_path / "run", evaluate={"limit": 64}, **{where: [*TASKS, {"prompt": "x", "answer": "x", name: "gold"}]})
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("where", ["tasks", "held_out"])
+@pytest.mark.parametrize(
+    "reward", [lambda completion, answer: 1.0, lambda prompts, completions, answer, **columns: [1.0] * len(prompts)]
+)
+def test_a_column_that_a_reward_takes_and_some_rows_lack_is_named_before_a_model_loads(tmp_path, where, reward):
+    rows = [*TASKS, {"prompt": "x", "solution": "y"}, {"prompt": "z"}]
+    problem = r"reward '<lambda>' takes 'answer', which row 12 of .*tasks does not have \(it has: prompt, solution\); add"
+    with pytest.raises(headrace.ConfigError, match=problem):
+        small_run(tmp_path / "run", evaluate={"limit": 64}, reward=reward, **{where: rows})
+    assert not (tmp_path / "run").exists()
+
+
+def test_columns_with_a_default_and_those_an_environment_may_bring_need_not_be_there():
+    recipe, rows = headrace.Recipe(), [{"prompt": "x"}]
+    check_inputs(recipe, UserInputs(tasks=rows, reward=lambda completion, answer="": 1.0))
+    check_inputs(recipe, UserInputs(tasks=rows, reward=lambda completion, answer: 1.0, environment=object()))
+
+
+def test_groups_that_are_all_tied_are_said_once_until_that_changes(tmp_path, capsys):
+    values = iter([1.0] * 32 + [1.0, 0.0] * 8 + [1.0] * 1000)
+    result = small_run(
+        tmp_path / "run",
+        steps=4,
+        quiet=False,
+        held_out=None,
+        staleness={"max_lag": 0},
+        reward=lambda prompt, completion, **row: next(values),
+    )
+    said = [line for line in capsys.readouterr().out.splitlines() if "groups are tied" in line]
+    assert [line.split(":")[0] for line in said] == ["version 1", "version 4"] and "is the reward a constant" in said[0]
+    rows = [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["tied_groups"] for row in rows] == [4, 4, 0, 4]
+
+
+def test_sys_exit_in_an_environment_fails_its_episode(tmp_path):
+    class Quits:
+        async def run(self, task, client):
+            sys.exit(3)
+
+    with pytest.raises(NoProgress, match="the environment raised SystemExit: 3"):
+        small_run(tmp_path / "run", environment=Quits(), held_out=None)
 
 
 def test_missing_tasks_rewards_and_models_are_named(tmp_path):

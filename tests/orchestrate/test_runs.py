@@ -10,11 +10,13 @@ import pytest
 from helpers import TASKS, length_reward, same_weights, small_run, weights
 
 import headrace
+from headrace.engine.stops import completes
 from headrace.model.load import load_tokenizer
+from headrace.model.tiny import build_tokenizer
 from headrace.observe.inspect import read_rollouts
 from headrace.observe.observer import read_metrics
 from headrace.observe.spans import STATES
-from headrace.orchestrate.build import decoder_of
+from headrace.orchestrate.build import decoder_of, special_stops
 from headrace.types import FinishReason
 
 SUMMARY_KEYS = {
@@ -321,13 +323,25 @@ def test_rollouts_are_computed_again_inside_their_calls(tmp_path, monkeypatch, p
     assert all(row["train/mismatch_max"] < 1e-4 for row in read_metrics(result.folder / "metrics.jsonl"))
 
 
+def test_special_tokens_are_no_part_of_the_text_that_stop_texts_are_looked_for_in():
+    tokenizer = build_tokenizer()
+    user, end = tokenizer.convert_tokens_to_ids(["<|user|>", "<|end|>"])
+    ids = [*tokenizer("ab")["input_ids"], end]
+    assert decoder_of(tokenizer)(ids) == "ab" and not completes(["end", "<|", "b<"], ids, decoder_of(tokenizer))
+    assert special_stops(("b", "<|user|>", "<|end|>"), tokenizer) == (user, end)
+    problem = r"stop = '<\|end\|>\\n': '<\|end\|>' is a special token.*write '<\|end\|>' alone"
+    with pytest.raises(headrace.ConfigError, match=problem):
+        special_stops(("<|end|>\n",), tokenizer)
+
+
 @pytest.mark.parametrize("interrupt", ["keep", "retract", "abort"])
 def test_rollouts_end_at_the_stop_text(tmp_path, interrupt):
-    stops = ("Q", "#", "7", "never drawn so")  # in no special token
+    stops = ("Q", "#", "7", "never drawn so", "end", "<|user|>")
     settings = {"sampling": {"max_tokens": 24, "stop": stops}, "observe": {"keep_rollouts_every": 1}}
     result = small_run(tmp_path / "run", steps=4, partial={"interrupt": interrupt}, **settings)
     assert result.summary["status"] == "finished" and books_close(result.summary)
-    decode = decoder_of(load_tokenizer(str(result.checkpoint)))
+    tokenizer = load_tokenizer(str(result.checkpoint))
+    decode, ends = decoder_of(tokenizer), tokenizer.convert_tokens_to_ids(["<|end|>", "<|user|>"])
     num_stopped = 0
     for rollout in [rollout for step in range(1, 5) for rollout in read_rollouts(result.folder, step)[1]]:
         text = decode(rollout.token_ids[rollout.is_sampled].tolist())
@@ -336,5 +350,6 @@ def test_rollouts_end_at_the_stop_text(tmp_path, interrupt):
             assert rollout.finish_reason is FinishReason.STOP
             num_stopped += 1
         else:
-            assert text.endswith("<|end|>") or rollout.num_sampled == 24
+            assert rollout.token_ids[-1] in ends or rollout.num_sampled == 24
+            assert not set(ends) & set(rollout.token_ids[rollout.is_sampled][:-1].tolist())
     assert num_stopped >= 10

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
 
 import numpy as np
 import pytest
 
 from headrace.config import RewardSettings
-from headrace.score import RewardError, RewardFunction, RewardScorer
+from headrace.score import RewardError, RewardFunction, RewardScorer, RewardWorkers
 from headrace.score.rewards import Failure, Sample
 from headrace.types import Call, Episode, FinishReason, InfraAbort, Invalid, Rollout, Sampling, Scored, Source
 
@@ -90,6 +91,15 @@ def test_completions_of_chats_are_messages_in_the_batch_form_and_text_in_the_oth
     ]
 
 
+def test_a_message_that_the_prompt_began_is_moved_to_the_completion_in_the_batch_form() -> None:
+    """As TRL does; prompt and completion together are the whole chat."""
+    asked, begun = {"role": "user", "content": "ask"}, {"role": "assistant", "content": "I th"}
+    chat, whole = [asked, begun], [{"role": "assistant", "content": "I think"}]
+    sample = make_sample("ink", prompt=chat)
+    assert results(lambda prompts, completions: [float((prompts, completions) == ([[asked]], [whole]))], [sample]) == [1.0]
+    assert results(lambda prompt, completion: float((prompt, completion) == (chat, "ink")), [sample]) == [1.0]
+
+
 def test_only_names_it_takes_are_passed() -> None:
     sample = make_sample("a", answer=1, level=2)
     assert results(lambda completion, level: level, [sample]) == [2.0]
@@ -165,6 +175,8 @@ def test_a_number_that_is_none_is_a_failure(value: float) -> None:
     "function",
     [
         lambda completion: "good",
+        lambda completion: "1",
+        lambda completion: b"1",
         lambda completion: [1.0, 2.0],
         lambda completion: {"reward": 1.0},
         lambda completions: 1.0,
@@ -173,11 +185,15 @@ def test_a_number_that_is_none_is_a_failure(value: float) -> None:
         lambda completions: [1.0, 2.0, 3.0],
         lambda completions: [],
         lambda completions: [1.0, "good"],
+        lambda completions: [1.0, "1"],
+        lambda completions: "11",
+        lambda completions: {1.0: 0, 2.0: 0},
         lambda completions: [1.0, [1.0]],
     ],
     ids=[
-        *("text", "list for one", "dict", "number for all", "nothing for all"),
-        *("too few", "too many", "none at all", "text in a list", "list in a list"),
+        *("text", "a number as text", "and as bytes", "list for one", "dict", "number for all", "nothing for all"),
+        *("too few", "too many", "none at all", "text in a list", "a number as text in a list", "text for a list"),
+        *("dict for a list", "list in a list"),
     ],
 )
 def test_a_result_of_the_wrong_shape_stops_the_run(function) -> None:
@@ -186,7 +202,39 @@ def test_a_result_of_the_wrong_shape_stops_the_run(function) -> None:
         results(function, [make_sample(), make_sample()], attempts=3)
 
 
+def test_text_that_reads_as_a_number_is_named_with_the_reward() -> None:
+    with pytest.raises(RewardError, match=r"reward 'exact' returned '1', which is not a number but a str; return a number"):
+        results(RewardFunction(lambda completion: "1", name="exact"), [make_sample()])
+
+
 # What a function raises
+
+
+@pytest.mark.parametrize("is_threaded", [False, True])
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("is_batched", [False, True])
+def test_sys_exit_is_an_error_that_names_the_reward_and_ends_nothing(is_async, is_batched, is_threaded) -> None:
+    def single(completion) -> float:
+        sys.exit(3)
+
+    def batched(completions) -> list[float]:
+        sys.exit(3)
+
+    async def single_later(completion) -> float:
+        sys.exit(3)
+
+    async def batched_later(completions) -> list[float]:
+        sys.exit(3)
+
+    plain, later = (batched, batched_later) if is_batched else (single, single_later)
+    function = RewardFunction(later if is_async else plain, name="quits")
+    workers = RewardWorkers(timeout=30) if is_threaded else None
+    try:
+        with pytest.raises(RewardError, match=r"reward 'quits' called sys.exit\(3\)"):
+            asyncio.run(function.score([make_sample(), make_sample()], attempts=2, workers=workers))
+    finally:
+        if workers is not None:
+            workers.close()
 
 
 @pytest.mark.parametrize("attempts", [1, 2, 4])

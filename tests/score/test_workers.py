@@ -292,8 +292,8 @@ def test_a_wrong_function_stops_the_run_at_once(function) -> None:
         score(function, numbered(3), workers=RewardWorkers(timeout=10), attempts=3)
 
 
-def test_a_reward_that_exits_ends_the_run_not_just_its_thread() -> None:
-    with pytest.raises(SystemExit):
+def test_a_reward_that_exits_ends_the_run_by_name_not_just_its_thread() -> None:
+    with pytest.raises(RewardError, match=r"called sys.exit\(3\)"):
         score(lambda completion: sys.exit(3), [make_sample()], workers=RewardWorkers(timeout=10))
 
 

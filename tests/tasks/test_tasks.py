@@ -184,6 +184,11 @@ def test_a_dataset_a_generator_and_a_list_are_taken_alike() -> None:
         ([{"prompt": []}], r"row 0: 'prompt' must be text or a list of messages"),
         ([{"prompt": ["hello"]}], r"row 0: 'prompt' must be text or a list of messages"),
         ([{"prompt": [{"role": "user"}]}], r"row 0: 'prompt' must be text or a list of messages"),
+        (
+            [{"prompt": [{"role": "user", "content": None}]}],
+            r"row 0: message 0 .*\(user\) has the content None",
+        ),
+        ([{"prompt": [{"role": "user", "content": 7}]}], r"row 0: message 0 .* has the content 7; give text"),
         (5, r"a int is not a list of rows"),
         (None, r"a NoneType is not a list of rows"),
     ],

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from headrace.settings import ConfigError
+from headrace.errors import in_words, is_ours
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from headrace.config import Recipe
     from headrace.model.shape import ModelShape
     from headrace.score import RewardFunction
+    from headrace.tasks import TaskSource
     from headrace.types import Plain
 
 
@@ -40,6 +41,8 @@ class Subject:
     recipe: Recipe | None = None
     rows: list[dict[str, Plain]] = field(default_factory=list)
     """The first tasks the run would submit."""
+    sources: list[TaskSource] = field(default_factory=list)
+    held_out: list[dict[str, Plain]] = field(default_factory=list)
     rewards: list[tuple[RewardFunction, float]] = field(default_factory=list)
     tokenizer: PreTrainedTokenizerBase | None = None
     context: int = 0
@@ -73,9 +76,9 @@ Check: TypeAlias = Callable[[Subject], Iterator[Finding]]
 
 def problem(error: BaseException, *, fix: str = "", otherwise: str = "") -> Finding:
     """An error as a finding. Ours often name the fix after their last semicolon; `otherwise` is for when they do not."""
-    text = str(error).strip() or type(error).__name__
-    if not isinstance(error, ConfigError) and not type(error).__module__.startswith("headrace."):
-        return Finding("problem", f"{type(error).__name__}: {text.splitlines()[0]}", fix or otherwise)
+    text = in_words(error)
+    if not is_ours(error):
+        return Finding("problem", text.splitlines()[0], fix or otherwise)
     what, separator, advice = text.rpartition("; ")
     if separator and not fix:
         return Finding("problem", what, advice)

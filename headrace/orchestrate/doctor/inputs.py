@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import traceback
 from typing import TYPE_CHECKING
 
 from headrace.config import load_recipe
+from headrace.errors import command, in_words
 from headrace.orchestrate.doctor.finding import Finding, problem
-from headrace.orchestrate.inputs import UserInputs, held_out_tasks, open_tasks, reward_functions
+from headrace.orchestrate.inputs import (
+    UserInputs,
+    check_columns,
+    check_rows,
+    held_out_tasks,
+    open_tasks,
+    reward_functions,
+)
 from headrace.settings import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from headrace.orchestrate.doctor.finding import Check, Subject
-    from headrace.score import RewardFunction
 
 LOOKED_AT = 64
 """Tasks that stand for all of them."""
-GIVEN = {"prompt", "completion", "prompts", "completions", "completion_ids"}
-"""What a reward gets beside the columns of its row."""
 
 
 def check_recipe(subject: Subject) -> Iterator[Finding]:
@@ -30,7 +34,7 @@ def check_recipe(subject: Subject) -> Iterator[Finding]:
     try:
         subject.recipe = recipe = load_recipe(subject.recipe_path, subject.overrides)
     except ConfigError as error:
-        yield problem(error, otherwise="mend that setting; `headrace train --help` describes them all")
+        yield problem(error, otherwise=f"mend that setting; `{command()} train --help` describes them all")
         return
     sizes = f"{recipe.steps} versions of {recipe.train.batch} rollouts, max_lag {recipe.staleness.max_lag}"
     yield Finding("ok", f"recipe {subject.recipe_path}: {sizes}")
@@ -41,7 +45,7 @@ def check_tasks(subject: Subject) -> Iterator[Finding]:
         return
     try:
         stream = open_tasks(subject.recipe, UserInputs())
-        subject.rows = [stream.next() for _ in range(LOOKED_AT)]
+        subject.sources, subject.rows = stream.sources, [stream.next() for _ in range(LOOKED_AT)]
     except ValueError as error:
         yield problem(error, otherwise="mend the [[tasks]] section or the file; docs/rewards.md says what a task is")
         return
@@ -61,7 +65,7 @@ def check_held_out(subject: Subject) -> Iterator[Finding]:
     if subject.recipe is None:
         return
     try:
-        rows = held_out_tasks(subject.recipe, UserInputs())
+        subject.held_out = rows = held_out_tasks(subject.recipe, UserInputs())
     except ValueError as error:
         yield problem(error, otherwise="mend evaluate.tasks, or leave it out")
         return
@@ -93,24 +97,15 @@ def check_reward_names(subject: Subject) -> Iterator[Finding]:
     except ConfigError as error:
         yield problem(error, otherwise="mend reward.functions in the recipe")
     except Exception as error:  # noqa: BLE001  (importing the user's file can raise anything)
-        yield Finding("problem", f"reward: {type(error).__name__}: {error}{_last_line(error)}", "mend the file that is named")
-    columns = {name for row in subject.rows for name in row}
-    for function, _ in subject.rewards:
-        missing = [name for name in _required(function) if subject.rows and name not in columns | GIVEN]
-        if missing:
-            subject.rewards = []  # to try it would only say the same again
-            yield Finding(
-                "problem",
-                f"reward {function.name!r} takes {', '.join(missing)}, which the tasks do not have (columns: "
-                f"{', '.join(sorted(columns))})",
-                f"add the column, or give {missing[0]} a default value",
-            )
-
-
-def _required(function: RewardFunction) -> list[str]:
-    """Parameters without a default."""
-    parameters = inspect.signature(function.function).parameters.values()
-    return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+        yield Finding("problem", f"reward: {in_words(error)}{_last_line(error)}", "mend the file that is named")
+    functions = [function for function, _ in subject.rewards]
+    try:
+        for source in subject.sources:
+            check_columns(source, functions)
+        check_rows("the held-out tasks", subject.held_out, functions)
+    except ConfigError as error:
+        subject.rewards = []  # to try it would only say the same again
+        yield problem(error)
 
 
 def _last_line(error: BaseException) -> str:

@@ -14,9 +14,9 @@ import transformers
 
 from headrace.envs import PromptEncoder
 from headrace.model import tiny
-from headrace.model.load import ModelError, config_limit, load_config, load_tokenizer
+from headrace.model.load import ModelError, config_limit, load_config, load_generation, load_tokenizer
 from headrace.model.shape import ModelShape
-from headrace.orchestrate.build import check_columns, check_engine, check_loss, check_sync
+from headrace.orchestrate.build import check_columns, check_engine, check_loss, check_sync, special_stops, stop_tokens
 from headrace.orchestrate.devices import choose_device
 from headrace.orchestrate.doctor.finding import Finding, problem, size
 from headrace.orchestrate.inputs import UserInputs
@@ -126,21 +126,27 @@ def _elements(file: Path) -> int:
 def check_tokenizer(subject: Subject) -> Iterator[Finding]:
     if subject.recipe is None:
         return
-    path = subject.recipe.model.path
+    path, generation = subject.recipe.model.path, None
     if path.startswith("builtin:"):
-        subject.tokenizer = tiny.build_tokenizer()
+        tokenizer = tiny.build_tokenizer()
     else:
         try:
-            subject.tokenizer = load_tokenizer(path)
+            tokenizer, generation = load_tokenizer(path), load_generation(path)
         except ModelError as error:
             yield problem(error, fix="put the tokenizer's files beside the weights")
             return
-    ends = subject.tokenizer.eos_token
-    if ends is None:
+    subject.tokenizer = tokenizer
+    try:
+        stops = {*stop_tokens(generation, tokenizer), *special_stops(subject.recipe.sampling.stop, tokenizer)}
+    except ConfigError as error:
+        yield problem(error)
+        return
+    if not stops:
         fix = "name an eos_token in tokenizer_config.json: rollouts would end at sampling.max_tokens only"
         yield Finding("warning", "tokenizer: has no end token", fix)
     else:
-        yield Finding("ok", f"tokenizer: {len(subject.tokenizer)} tokens, a turn ends with {ends}")
+        ends = " or ".join(tokenizer.convert_ids_to_tokens(sorted(stops)))
+        yield Finding("ok", f"tokenizer: {len(tokenizer)} tokens, a turn ends with {ends}")
 
 
 def check_template(subject: Subject) -> Iterator[Finding]:

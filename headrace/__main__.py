@@ -1,0 +1,5 @@
+"""`python -m headrace`, for where the script `headrace` is not on PATH."""
+
+from headrace.cli import main
+
+main()
