@@ -2,10 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-
 VLLM := .venv-vllm
 
-.PHONY: quickstart test lint bench vllm clean
+.PHONY: quickstart test test-all lint bench vllm clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -15,23 +14,15 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 quickstart: $(VENV)/.ready
 	$(BIN)/headrace train recipes/quickstart.toml
 
-# Files of tests that only compute, each by itself, run two at a time, and beside them the contract suite with its one real vLLM
-# server, which is slow to start; tests that start processes or watch the clock run one by one.
-COMPUTE := $(addprefix tests/,model train score staleness tasks buffer envs partial engine/cuda \
-	$(addprefix engine/test_,core.py stress.py server.py server_text.py server_tools.py) \
-	contract/test_engine_families.py contract/test_engine_contract.py \
-	$(addprefix orchestrate/test_,accounting.py algorithms.py batching.py canary.py evaluate.py forecast.py publish.py \
-		unfinished.py) \
-	$(addprefix sync/test_,adopt.py cuda_ipc.py delta.py files.py weight_sync.py) \
-	$(addprefix bench/test_,bench_learn.py bench_parts.py bench_trainer.py sync_delta.py trainer_sharing.py) \
-	$(addprefix test_,config.py growth.py imports.py one_file.py packed.py rooms.py settings.py types.py validate.py \
-		vllm_settings.py wire.py))
+# What a contributor runs: all but the tests marked `long`.
+test: lint
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not long'
 
-# Where vLLM is named so, tests that need it fail without it instead of being skipped.
-test: export HEADRACE_TEST_VLLM := $(CURDIR)/$(VLLM)/bin/python
-test: lint $(VLLM)/.ready
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(COMPUTE)
-	$(BIN)/python -m pytest $(addprefix --ignore=,$(COMPUTE))
+# And the long ones: a real vLLM server, processes killed in many ways, every benchmark whole. Where vLLM is named so, tests that
+# need it fail without it instead of being skipped.
+test-all: export HEADRACE_TEST_VLLM := $(CURDIR)/$(VLLM)/bin/python
+test-all: test $(VLLM)/.ready
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m long
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

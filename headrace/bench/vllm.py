@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import statistics
 import tempfile
@@ -28,7 +29,7 @@ from headrace.bench.engine import mismatch_workload
 from headrace.bench.engine_loads import Load
 from headrace.bench.mismatch import compare, trainer_logprobs
 from headrace.bench.table import Row, report
-from headrace.bench.vllm_update import UpdateSeen, update_in_flight
+from headrace.bench.vllm_update import Outlasted, UpdateSeen, update_in_flight
 from headrace.config import ModelSettings, make_recipe
 from headrace.engine.native.core import EngineCore
 from headrace.engine.native.threaded import ThreadedEngine
@@ -52,6 +53,9 @@ if TYPE_CHECKING:
     from headrace.bench.engine_loads import Workload
     from headrace.engine import Engine
     from headrace.types import WeightUpdate
+
+_TRIES = 4
+"""Of an update that must find rollouts in flight."""
 
 
 @dataclass(frozen=True)
@@ -253,17 +257,12 @@ async def _mismatch_rows(plan: Plan, sides: list[Side], source: PreTrainedModel,
 
 
 async def _update_rows(plan: Plan, sides: list[Side], source: PreTrainedModel) -> list[Row]:
-    vocabulary = int(source.config.get_text_config().vocab_size)
-    prompt_tokens = plan.load.prompt_tokens
     seen: dict[str, list[UpdateSeen]] = {side.name: [] for side in sides}
-    for version in range(1, plan.updates + 1):
+    versions = itertools.count(1)
+    for _ in range(plan.updates):
         nudge(source)
-        load = Load(f"update {version}", prompt_tokens, (plan.context - prompt_tokens,) * plan.slots)
-        workload = load.draw(vocabulary=vocabulary, seed=version)
         for side in sides:
-            with offered(side, source, version=version) as update:
-                rolling = asyncio.ensure_future(generate(side.engine, workload, seed=plan.turns + 1 + version))
-                seen[side.name].append(await update_in_flight(side.engine, update, rolling, timeline=side.timeline))
+            seen[side.name].append(await _update(plan, side, source, versions))
     parts = {
         "load": "update with all slots decoding: load",
         "swap": "update: of that, the exchange of weights",
@@ -280,6 +279,23 @@ async def _update_rows(plan: Plan, sides: list[Side], source: PreTrainedModel) -
             for side in seen
         ),
     ]
+
+
+async def _update(plan: Plan, side: Side, source: PreTrainedModel, versions: Iterator[int]) -> UpdateSeen:
+    """One with rollouts in flight: tried again where a busy machine was so late with it that none was left."""
+    prompt_tokens = plan.load.prompt_tokens
+    for tries_left in reversed(range(_TRIES)):
+        version = next(versions)
+        load = Load(f"update {version}", prompt_tokens, (plan.context - prompt_tokens,) * plan.slots)
+        workload = load.draw(vocabulary=int(source.config.get_text_config().vocab_size), seed=version)
+        with offered(side, source, version=version) as update:
+            rolling = asyncio.ensure_future(generate(side.engine, workload, seed=plan.turns + 1 + version))
+            try:
+                return await update_in_flight(side.engine, update, rolling, timeline=side.timeline)
+            except Outlasted:
+                if not tries_left:
+                    raise
+    raise AssertionError
 
 
 def nudge(model: PreTrainedModel) -> None:

@@ -23,6 +23,10 @@ _BEGIN_STEPS, _USUAL_STEPS, _LATER_STEPS = 2, 8, 4
 """Steps until all have surely begun, steps watched before the update, and steps after it."""
 
 
+class Outlasted(RuntimeError):
+    """The rollouts ended before the update did: nothing was seen of it."""
+
+
 @dataclass(frozen=True)
 class UpdateSeen:
     """One update with every slot decoding. Times are in seconds."""
@@ -101,7 +105,7 @@ async def _draw(engine: Engine, tokens: int, rolling: asyncio.Future[list[Rollou
     while (await engine.state()).tokens < until:
         if rolling.done():
             rolling.result()  # raises what ended them, if something did
-            raise RuntimeError("all rollouts ended before the update did: this machine is too slow for it, or too busy")
+            raise Outlasted("all rollouts ended before the update did: this machine is too slow for it, or too busy")
         await asyncio.sleep(_LOOK_SECONDS)
 
 

@@ -66,12 +66,12 @@ def test_an_update_is_seen_with_rollouts_in_flight(tiny_model: str) -> None:
             load_model(tiny_model),
         )
         engine = ThreadedEngine(
-            EngineCore(load_model(tiny_model), name="e", slots=4, context=256), sync=sync, timeline=timeline
+            EngineCore(load_model(tiny_model), name="e", slots=4, context=2048), sync=sync, timeline=timeline
         )
         engine.start()
         try:
             asked = (
-                engine.generate(Rollout.from_prompt([7, 8], id=f"{n}"), Sampling(max_tokens=250, seed=n)) for n in range(4)
+                engine.generate(Rollout.from_prompt([7, 8], id=f"{n}"), Sampling(max_tokens=2000, seed=n)) for n in range(4)
             )
             update = sync.offer(1, named_tensors(model))
             seen = await update_in_flight(engine, update, asyncio.gather(*asked), timeline=timeline)
@@ -96,13 +96,8 @@ def test_both_engines_are_measured(monkeypatch, tmp_path) -> None:
     for name, value in {**VARIABLES, "HEADRACE_VLLM_PYTHON": vllm_python() or sys.executable}.items():
         if name != "PYTHONPATH":
             monkeypatch.setenv(name, value)
-    try:
-        with pytest.raises(SystemExit) as ended:
-            main(["bench", "vllm", "--quick", "--json", str(tmp_path / "figures.json")])
-    except RuntimeError as error:  # the server's processes can keep two cores from everybody else for seconds
-        if "too slow for it, or too busy" not in str(error):
-            raise
-        pytest.skip(str(error))
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "vllm", "--quick", "--json", str(tmp_path / "figures.json")])
     rows = {row["name"]: row for row in json.loads((tmp_path / "figures.json").read_text())["rows"]}
     assert ended.value.code == 0
     assert (

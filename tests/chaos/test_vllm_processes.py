@@ -21,7 +21,7 @@ from headrace.orchestrate.vllm import Place, open_engine
 from headrace.settings import ConfigError
 from headrace.sync import Lineage, MemoryTransport, WeightSync
 
-pytestmark = pytest.mark.skipif(vllm_python() is None, reason=MISSING)
+pytestmark = [pytest.mark.long, pytest.mark.skipif(vllm_python() is None, reason=MISSING)]
 
 VLLM = ("--engine.kind=vllm", "--heartbeat=30", "--steps=6")
 

@@ -151,7 +151,7 @@ ENGINES: dict[str, Callable[[str, int, Decode | None], AbstractAsyncContextManag
 }
 
 
-@pytest.fixture(params=ENGINES)
+@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.long] * (name == "vllm")) for name in ENGINES])
 def run(request: pytest.FixtureRequest, tiny_model: str) -> Callable[..., Any]:
     """Runs a coroutine function with a served engine that holds version 0."""
     make = ENGINES[request.param]

@@ -197,6 +197,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(vllm_python() is None, reason="needs an interpreter with vLLM: HEADRACE_VLLM_PYTHON names it")
 def test_vllm_itself_takes_the_id_the_forms_and_the_packed_bytes(tmp_path):
     weights = odd_weights()
