@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from headrace.engine import UnusablePrompt
 from headrace.engine.protocol import NotFinite
 from headrace.envs import EngineClient
-from headrace.orchestrate.work import request_seed
 from headrace.types import Episode, InfraAbort, Invalid, Sampling
 
 if TYPE_CHECKING:
@@ -84,9 +83,8 @@ class Evaluator:
             temperature=temperature,
             max_tokens=self.max_tokens,
             stop_ids=self.stop_ids,
-            seed=request_seed(self.seed, name),
         )
-        client = EngineClient(self.engine, self.encoder, episode=name, group=name, index=0, sampling=sampling)
+        client = EngineClient(self.engine, self.encoder, episode=name, group=name, index=0, sampling=sampling, seed=self.seed)
         try:
             return await self.environment.run(task, client)
         except UnusablePrompt as error:

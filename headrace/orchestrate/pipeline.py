@@ -15,7 +15,7 @@ from headrace.orchestrate.accounting import Ledger
 from headrace.orchestrate.batching import columns_first, make_batches, with_column, with_token_advantages
 from headrace.orchestrate.skipped import NotFiniteGradient, SkippedSteps
 from headrace.orchestrate.unfinished import Flight
-from headrace.orchestrate.work import Begun, FinishedEpisodes, PendingGroup, Work, request_seed
+from headrace.orchestrate.work import Begun, FinishedEpisodes, PendingGroup, Work
 from headrace.partial import interrupt_of
 from headrace.staleness import Gate, too_old
 from headrace.train import learning_rate
@@ -252,15 +252,14 @@ class Run:
     # generate
 
     def client(self, work: Work) -> EngineClient:
-        episode = work.episode
-        sampling = self._sampling.with_seed(request_seed(self.recipe.seed, episode))
         return EngineClient(
             self.engine,
             self.encoder,
-            episode=episode,
+            episode=work.episode,
             group=work.group,
             index=work.index,
-            sampling=sampling,
+            sampling=self._sampling,
+            seed=self.recipe.seed,
             partials=self.flight.partials,
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -81,9 +80,3 @@ class Begun:
     """What the trainer will have seen in each optimizer step; none until it is asked for them."""
     publishing: Awaitable[Published] | None = None
     """The version it makes, where that could be asked for at once."""
-
-
-def request_seed(seed: int, name: str) -> int:
-    """63 bits of (run seed, name): the same request draws the same random numbers in any run of the same seed."""
-    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
