@@ -232,7 +232,7 @@ class EvaluateSettings:
     tasks: tuple[TaskSettings, ...] = ()
     """Held-out sources; built-in and reasoning-gym tasks keep held-out rows of their own."""
     limit: int = 256
-    """Tasks per evaluation, the same ones each time."""
+    """Tasks per evaluation, the same ones each time: of each source's rows, shuffled by the seed, an equal share."""
     success_at: float = 1.0
     """A rollout whose reward reaches this is a success."""
 

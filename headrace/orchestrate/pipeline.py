@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from headrace.orchestrate.roles import Roles
     from headrace.orchestrate.unfinished import UnfinishedGroup
     from headrace.sync import Lineage
-    from headrace.types import Batch, Outcome, Plain, WeightUpdate
+    from headrace.types import Batch, Plain, WeightUpdate
 
 T = TypeVar("T")
 MAX_ATTEMPTS = 3
@@ -279,10 +279,6 @@ class Run:
             self.flight.finish(episode)
             self.finished.put(episode)
         self.note_progress()
-
-    def failed_episode(self, work: Work, outcome: Outcome) -> Episode:
-        """What an environment that raised leaves behind."""
-        return Episode(id=work.episode, group=work.group, task=work.task, outcome=outcome)
 
     # score
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from headrace.engine import UnusablePrompt
 from headrace.observe import Signal
-from headrace.types import Scored
+from headrace.settings import ConfigError
+from headrace.types import Episode, InfraAbort, Invalid, Scored
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable
 
     from headrace.buffer import Group
+    from headrace.envs import EngineClient, Environment
     from headrace.observe import Timeline
     from headrace.orchestrate.publish import Published
-    from headrace.types import Batch, Episode, Plain
+    from headrace.types import Batch, Outcome, Plain
 
 
 @dataclass(frozen=True)
@@ -80,3 +83,16 @@ class Begun:
     """What the trainer will have seen in each optimizer step; none until it is asked for them."""
     publishing: Awaitable[Published] | None = None
     """The version it makes, where that could be asked for at once."""
+
+
+async def run_episode(environment: Environment, task: dict[str, Plain], client: EngineClient) -> Episode:
+    """Run one; whatever the environment raises fails the episode, not the run."""
+    try:
+        return await environment.run(task, client)
+    except ConfigError:
+        raise
+    except UnusablePrompt as error:
+        outcome: Outcome = Invalid(str(error))
+    except Exception as error:  # noqa: BLE001  (the environment is the user's)
+        outcome = InfraAbort(f"the environment raised {type(error).__name__}: {error}")
+    return Episode(id=client.episode, group=client.group, task=task, outcome=outcome)
