@@ -182,6 +182,8 @@ def test_every_section_is_documented() -> None:
             {"train.loss": "a3po", "staleness.correct": "tis"},
             "staleness.correct = 'tis': train.loss = 'a3po' has the importance",
         ),
+        ({"train.loss": "m2po", "staleness.correct": "tis"}, "staleness.correct = 'tis': train.loss = 'm2po' brings"),
+        ({"train.loss": "gspo", "train.loss_mean": "token"}, "train.loss_mean = 'token': loss = 'gspo' counts each rollout"),
         ({"train.loss": "decoupled_ppo", "staleness.correct": "geometric_mis"}, "staleness.correct = 'geometric_mis'"),
         ({"checkpoint.every": 0}, "checkpoint.every = 0"),
         ({"checkpoint.keep": 0}, "checkpoint.keep = 0"),

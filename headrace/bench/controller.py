@@ -188,7 +188,7 @@ def _make_session(
         lineage=lineage,
         observer=observer,
         store=StubStore(),  # type: ignore[arg-type]
-        held_out=[],
+        held_out={},
         command_started=time.perf_counter(),
         identity="bench",
     )

@@ -45,11 +45,15 @@ def check_across_rooms(recipe: Recipe) -> None:
 
 
 def _check_correction(recipe: Recipe) -> None:
-    """A loss that weighs by π_prox/μ itself must not be weighed by it twice."""
+    """A loss that weighs by π_prox/μ itself must not be weighed by it twice, and M2PO is its mask."""
     loss, correct = recipe.train.loss, recipe.staleness.correct
     if loss in ("decoupled_ppo", "a3po") and correct not in ("none", "opsm", "m2po"):
         raise ConfigError(
             f"staleness.correct = '{correct}': train.loss = '{loss}' has the importance weight in it; leave it 'none'"
+        )
+    if loss == "m2po" and correct not in ("none", "m2po"):
+        raise ConfigError(
+            f"staleness.correct = '{correct}': train.loss = 'm2po' brings a mask, which this would replace; leave it 'none'"
         )
 
 

@@ -161,9 +161,10 @@ class TrainSettings:
     """Of rewards one token later, for `gae`."""
     gae_lambda: float = 0.95
     """Of `gae`: 1 trusts what was rewarded, 0 the values."""
-    loss_mean: Literal["token", "sequence", "constant"] = "token"
+    loss_mean: Literal["auto", "token", "sequence", "constant"] = "auto"
     """Each token of the batch counts the same, or each rollout does. `constant`: the sum is divided by
-    batch × sampling.max_tokens, so that no length is favoured (Dr. GRPO)."""
+    batch × sampling.max_tokens, so that no length is favoured (Dr. GRPO). `auto`: `token`, but `sequence` for `gspo`, which is
+    defined by it."""
     kl: float = 0.0
     """Weight β of the KL to the reference model, added to the loss; 0 leaves it out."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
@@ -198,6 +199,8 @@ class TrainSettings:
         check(len(set(self.offload)) == len(self.offload), "offload", list(self.offload), "a list that names each once")
         check(0 <= self.discount <= 1, "discount", self.discount, "in [0, 1]")
         check(0 <= self.gae_lambda <= 1, "gae_lambda", self.gae_lambda, "in [0, 1]")
+        if self.loss == "gspo" and self.mean_over != "sequence":
+            raise ConfigError(f"loss_mean = '{self.loss_mean}': loss = 'gspo' counts each rollout the same; leave it 'auto'")
         check(0 <= self.kl < math.inf, "kl", self.kl, "a number ≥ 0")
         if self.kl_in_reward and not self.kl:
             raise ConfigError("kl_in_reward = true: there is no KL with kl = 0; set kl to its weight, such as 0.05")
@@ -208,6 +211,11 @@ class TrainSettings:
             )
         if self.reference and not self.kl:
             raise ConfigError(f"reference = {self.reference!r}: it is not looked at with kl = 0; set kl to its weight")
+
+    @property
+    def mean_over(self) -> str:
+        """`loss_mean` with `auto` resolved."""
+        return {"auto": "sequence" if self.loss == "gspo" else "token"}.get(self.loss_mean, self.loss_mean)
 
     @property
     def fewest_siblings(self) -> int:
@@ -224,7 +232,7 @@ class EvaluateSettings:
     tasks: tuple[TaskSettings, ...] = ()
     """Held-out sources; built-in and reasoning-gym tasks keep held-out rows of their own."""
     limit: int = 256
-    """Tasks per evaluation, the same ones each time."""
+    """Tasks per evaluation, the same ones each time: of each source's rows, shuffled by the seed, an equal share."""
     success_at: float = 1.0
     """A rollout whose reward reaches this is a success."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -112,16 +113,18 @@ class EngineClient:
         group: str,
         index: int,
         sampling: Sampling,
+        seed: int,
         partials: dict[str, Rollout] | None = None,
     ) -> None:
-        """`partials` has half-finished rollouts by their id. One that begins with the prompt a call is made for is gone on
+        """`seed` is the run's; each rollout draws random numbers of its own by its id, the episode's first by the episode's.
+        `partials` has half-finished rollouts by their id. One that begins with the prompt a call is made for is gone on
         with; one that the weights interrupted lies there until its call ends."""
         self._engine, self._encoder = engine, encoder
         self._partials = {} if partials is None else partials
         self.episode: str = episode
         self.group: str = group
         self._index = index
-        self._sampling = sampling
+        self._sampling, self._seed = sampling, seed
         self._rollouts = 0
 
     def prompt(self, prompt: Plain) -> Rollout:
@@ -131,7 +134,8 @@ class EngineClient:
         return shared.renamed(id=self.episode + suffix, episode=self.episode, group=self.group, index=self._index)
 
     async def generate(self, rollout: Rollout) -> Rollout:
-        start, asked, partials, id = len(rollout), self._sampling, self._partials, rollout.id
+        start, partials, id = len(rollout), self._partials, rollout.id
+        asked = self._sampling.with_seed(_rollout_seed(self._seed, id))
         partial = partials.pop(id, None)
         if partial is None or not goes_on_from(rollout, partial):
             rollout = await self._engine.generate(rollout, asked)
@@ -155,3 +159,9 @@ class EngineClient:
 
     def text(self, rollout: Rollout) -> str:
         return self._encoder.decode(rollout)
+
+
+def _rollout_seed(seed: int, id: str) -> int:
+    """63 bits of (run seed, rollout id): the same rollout draws the same random numbers in any run of the same seed."""
+    digest = hashlib.blake2b(f"{seed}:{id}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

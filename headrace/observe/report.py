@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from headrace.errors import command
-from headrace.observe.screen import budget_table
+from headrace.observe.screen import budget_table, share
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -15,11 +15,8 @@ def final_report(summary: dict[str, Any], equation: str, samples: list[tuple[str
     """Before and after, where the time went, the books, the checkpoint, three rollouts."""
     seconds, tokens, lag = summary["seconds"], summary["tokens"], summary["lag"]
     lines = ["", f"{summary['status']}   version {summary['version']} of {summary['steps']}"]
-    if summary["success_before"] is not None:
-        lines += [
-            f"held-out   {summary['success_before']:.1%} -> {summary['success_after']:.1%} solved at temperature 1, "
-            f"greedy {summary['greedy_before']:.1%} -> {summary['greedy_after']:.1%}"
-        ]
+    if summary["held_out"]["after"]:
+        lines += _held_out_lines(**summary["held_out"])
     elif summary["reward_first"] is not None:
         lines += [f"reward     {summary['reward_first']:.3f} -> {summary['reward_last']:.3f} (no held-out tasks are given)"]
     lines += [
@@ -42,6 +39,19 @@ def final_report(summary: dict[str, Any], equation: str, samples: list[tuple[str
     for prompt, completion, reward in samples:
         lines += [f"sample     {prompt!r} -> {completion!r}   reward {reward if reward is None else round(reward, 3)}"]
     return "\n".join(lines)
+
+
+def _held_out_lines(before: dict[str, float], after: dict[str, float]) -> list[str]:
+    """All sources together, and each where there are several."""
+    lines = []
+    for success in dict.fromkeys(["success", *(name for name in after if name.startswith("success/"))]):
+        greedy, source = success.replace("success", "greedy", 1), success.partition("/")[2]
+        title = f"           {source}:" if source else "held-out  "
+        lines.append(
+            f"{title} {share(before, success)} -> {share(after, success)} solved at temperature 1, "
+            f"greedy {share(before, greedy)} -> {share(after, greedy)}"
+        )
+    return lines
 
 
 def _memory_line(memory: dict[str, dict[str, int | None]]) -> str:

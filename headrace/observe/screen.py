@@ -111,6 +111,11 @@ def _cells(row: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
+def share(found: Mapping[str, float], name: str) -> str:
+    """A share that an evaluation found, or that it could judge nothing."""
+    return f"{found[name]:.1%}" if name in found else "not judged"
+
+
 def budget_line(budget: Budget) -> str:
     """The share of time each role was at work."""
     working = {role: 1 - sum(shares.get(state, 0.0) for state in WAITING) for role, shares in budget.items()}

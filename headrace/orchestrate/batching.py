@@ -109,9 +109,9 @@ def _scales(lengths: Array, mask: Array, recipe: Recipe) -> Array:
     """What a trained token of each rollout weighs: the weights of a batch come to 1, or to less with a constant, or
     where sequences count the same and some have no trained token."""
     train = recipe.train
-    if train.loss_mean == "constant":
+    if train.mean_over == "constant":
         return np.full(len(lengths), train.mini_batches / (train.batch * recipe.sampling.max_tokens))
-    if train.loss_mean == "token":
+    if train.mean_over == "token":
         return np.full(len(lengths), 1 / max(int(np.count_nonzero(mask)), 1))
     trained = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(mask)])
     stops = np.cumsum(lengths)

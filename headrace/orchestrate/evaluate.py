@@ -1,42 +1,46 @@
-"""Held-out evaluation: the same tasks each time, sampled at temperature 1 and greedily, counted apart from training."""
+"""Held-out evaluation: the same tasks and random numbers each time, sampled at temperature 1 and greedily, counted apart from
+training."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from headrace.engine import UnusablePrompt
-from headrace.engine.protocol import NotFinite
 from headrace.envs import EngineClient
-from headrace.orchestrate.work import request_seed
-from headrace.types import Episode, InfraAbort, Invalid, Sampling
+from headrace.orchestrate.work import run_episode
+from headrace.score import RewardError
+from headrace.types import InfraAbort, Invalid, Sampling
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
+    from headrace.config import Recipe
     from headrace.engine import Engine
     from headrace.envs import Environment, PromptEncoder
+    from headrace.orchestrate.roles import Roles
     from headrace.score import Scorer
-    from headrace.types import Plain
+    from headrace.types import Episode, Plain
+
+    Task = dict[str, Plain]
 
 
 @dataclass(frozen=True)
 class Evaluation:
     """What one evaluation found."""
 
-    success: float
-    """Share of sampled rollouts whose reward reached `evaluate.success_at`."""
-    greedy: float
-    """The same, decoding greedily."""
-    reward: float
-    """Mean reward of the sampled ones."""
+    metrics: dict[str, float]
+    """`success`: the share of sampled rollouts whose reward reached `evaluate.success_at`, `greedy`: the same, decoding
+    greedily, `held_out_reward`: the mean reward of the sampled ones, each of the rollouts that could be judged and left out
+    where none could. `success/NAME` and `greedy/NAME` of each source, where there are several. `held_out_failed`: how many
+    could not be judged."""
     episodes: tuple[Episode, ...]
     """The sampled ones, for display."""
     count: int
     """Rollouts in all."""
-    failed: int
-    """Those whose reward failed; they are in no share."""
+    problem: str
+    """Why the first that could not be judged was not; empty where all were."""
 
 
 @dataclass(frozen=True)
@@ -47,55 +51,75 @@ class Evaluator:
     environment: Environment
     scorer: Scorer
     encoder: PromptEncoder
-    max_tokens: int
-    stop_ids: tuple[int, ...]
+    sampling: Sampling
+    """But for its temperature."""
     success_at: float
     seed: int
 
-    async def sampled_success(self, tasks: Sequence[dict[str, Plain]], *, name: str) -> float:
+    async def sampled_success(self, tasks: Sequence[Task], *, name: str) -> float:
         """The share solved at temperature 1, and nothing else."""
-        return self._success(await self._episodes(tasks, name=name, temperature=1.0))
+        episodes = await self._episodes(tasks, name=name, temperature=1.0)
+        found = self._share(episodes)
+        if found is None:
+            raise RewardError(f"none of {len(tasks)} tasks could be judged; the first: {_problem(episodes)}")
+        return found
 
-    async def run(self, tasks: Sequence[dict[str, Plain]], *, name: str) -> Evaluation:
+    async def run(self, sources: Mapping[str, Sequence[Task]], *, name: str) -> Evaluation:
         """Sampled and greedy together, so that one fills the gaps of the other."""
+        tasks = [task for rows in sources.values() for task in rows]
         sampled, greedy = await asyncio.gather(
             self._episodes(tasks, name=f"{name}/sampled", temperature=1.0),
             self._episodes(tasks, name=f"{name}/greedy", temperature=0.0),
         )
         rewards = [episode.reward for episode in sampled if episode.reward is not None]
+        found: dict[str, float | None] = {
+            "success": self._share(sampled),
+            "greedy": self._share(greedy),
+            "held_out_reward": sum(rewards) / len(rewards) if rewards else None,
+            "held_out_failed": sum(episode.reward is None for episode in (*sampled, *greedy)),
+        }
+        start = 0
+        for source, rows in sources.items() if len(sources) > 1 else ():
+            span = slice(start, start := start + len(rows))
+            found |= {f"success/{source}": self._share(sampled[span]), f"greedy/{source}": self._share(greedy[span])}
         return Evaluation(
-            success=self._success(sampled),
-            greedy=self._success(greedy),
-            reward=sum(rewards) / max(len(rewards), 1),
+            metrics={name: value for name, value in found.items() if value is not None},
             episodes=tuple(sampled),
             count=len(sampled) + len(greedy),
-            failed=sum(isinstance(episode.outcome, InfraAbort) for episode in (*sampled, *greedy)),
+            problem=_problem([*sampled, *greedy]),
         )
 
-    async def _episodes(self, tasks: Sequence[dict[str, Plain]], *, name: str, temperature: float) -> list[Episode]:
-        episodes = await asyncio.gather(
-            *(self._episode(task, name=f"{name}/{index}", temperature=temperature) for index, task in enumerate(tasks))
-        )
+    async def _episodes(self, tasks: Sequence[Task], *, name: str, temperature: float) -> list[Episode]:
+        sampling = dataclasses.replace(self.sampling, temperature=temperature)
+        clients = [self._client(f"{name}/{index}", sampling) for index in range(len(tasks))]
+        episodes = await asyncio.gather(*map(run_episode, [self.environment] * len(tasks), tasks, clients))
         judged = iter(await self.scorer.score([episode for episode in episodes if episode.outcome is None]))
         return [episode if episode.outcome is not None else next(judged) for episode in episodes]
 
-    async def _episode(self, task: dict[str, Plain], *, name: str, temperature: float) -> Episode:
-        sampling = Sampling(
-            temperature=temperature,
-            max_tokens=self.max_tokens,
-            stop_ids=self.stop_ids,
-            seed=request_seed(self.seed, name),
-        )
-        client = EngineClient(self.engine, self.encoder, episode=name, group=name, index=0, sampling=sampling)
-        try:
-            return await self.environment.run(task, client)
-        except UnusablePrompt as error:
-            return Episode(id=name, group=name, task=task, outcome=Invalid(str(error)))
-        except NotFinite as error:  # of the weights, which training may mend: counted as failed, and not as a zero
-            return Episode(id=name, group=name, task=task, outcome=InfraAbort(str(error)))
+    def _client(self, name: str, sampling: Sampling) -> EngineClient:
+        return EngineClient(self.engine, self.encoder, episode=name, group=name, index=0, sampling=sampling, seed=self.seed)
 
-    def _success(self, episodes: Sequence[Episode]) -> float:
-        """Of those that could be judged: an error is not a zero."""
-        judged = [episode for episode in episodes if not isinstance(episode.outcome, InfraAbort)]
-        reached = sum(episode.reward is not None and episode.reward >= self.success_at for episode in judged)
-        return reached / max(len(judged), 1)
+    def _share(self, episodes: Sequence[Episode]) -> float | None:
+        """Solved, of those that could be judged: an error is not a zero."""
+        rewards = [episode.reward for episode in episodes if episode.reward is not None]
+        return sum(reward >= self.success_at for reward in rewards) / len(rewards) if rewards else None
+
+
+def make_evaluator(recipe: Recipe, roles: Roles) -> Evaluator:
+    """Of a run: rollouts end where those of training do."""
+    around, sampling = roles.around, recipe.sampling
+    return Evaluator(
+        engine=roles.engine,
+        environment=around.environment,
+        scorer=around.scorer,
+        encoder=around.encoder,
+        sampling=Sampling(
+            max_tokens=sampling.max_tokens, min_tokens=sampling.min_tokens, stop=sampling.stop, stop_ids=roles.stop_ids
+        ),
+        success_at=recipe.evaluate.success_at,
+        seed=recipe.seed,
+    )
+
+
+def _problem(episodes: Sequence[Episode]) -> str:
+    return next((e.outcome.reason for e in episodes if isinstance(e.outcome, Invalid | InfraAbort)), "")

@@ -8,6 +8,7 @@ import inspect
 import itertools
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.imports import import_name
@@ -86,17 +87,20 @@ def open_tasks(recipe: Recipe, given: UserInputs) -> TaskStream:
     return TaskStream([(_open(source, recipe, split="train"), weight) for source, weight in sources], seed=recipe.seed)
 
 
-def held_out_tasks(recipe: Recipe, given: UserInputs) -> list[dict[str, Plain]]:
-    """The tasks of every evaluation: the same ones each time."""
+def held_out_tasks(recipe: Recipe, given: UserInputs) -> dict[str, list[dict[str, Plain]]]:
+    """The tasks of every evaluation by their source's name: the same ones each time, `evaluate.limit` in all."""
     sources: list[Any] = [source for source, _ in _mix(given.held_out)] if given.held_out is not None else []
+    sources = sources or list(recipe.evaluate.tasks)
     try:
-        opened = [_open(each, recipe, split="held_out") for each in sources or recipe.evaluate.tasks]
+        opened = [_open(each, recipe, split="held_out") for each in sources]
     except TaskError as error:
         raise TaskError(f"held-out {error}") from error
-    limit = recipe.evaluate.limit
-    lengths = [len(each) if hasattr(each, "__len__") else limit for each in opened]
-    share = [min(length, -(-limit // len(opened))) for length in lengths]
-    return [each.row(index) for each, count in zip(opened, share, strict=True) for index in range(count)][:limit]
+    left, found = recipe.evaluate.limit, {}
+    for place, (name, each) in enumerate(zip(_names(sources), opened, strict=True)):
+        count = min(-(-left // (len(opened) - place)), len(each) if hasattr(each, "__len__") else left)
+        found[name] = [each.row(index) for index in range(count)]
+        left -= count
+    return {name: rows for name, rows in found.items() if rows}
 
 
 def reward_functions(recipe: Recipe, given: UserInputs) -> list[tuple[RewardFunction, float]]:
@@ -170,6 +174,17 @@ def _mix(tasks: Any) -> list[tuple[Any, float]]:  # noqa: ANN401
     if isinstance(tasks, list) and tasks and all(isinstance(task, str) for task in tasks):
         return [(source, 1.0) for source in tasks]
     return [(tasks, 1.0)]
+
+
+def _names(sources: list[Any]) -> list[str]:
+    """Of sources, for people: the file's or the built-in task's own, numbered where several have the same."""
+    names: list[str] = []
+    for source in sources:
+        text = getattr(source, "source", source)
+        name = Path(str(text).rpartition(":")[2]).stem if isinstance(text, str | Path) else "tasks"
+        number = sum(other.partition("#")[0] == name for other in names)
+        names.append(f"{name}#{number + 1}" if number else name)
+    return names
 
 
 def _open(source: Any, recipe: Recipe, *, split: str) -> Any:  # noqa: ANN401

@@ -13,10 +13,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headrace.engine import UnusablePrompt
 from headrace.orchestrate.publish import publish
-from headrace.settings import ConfigError
-from headrace.types import InfraAbort, Invalid
+from headrace.orchestrate.work import run_episode
+from headrace.types import InfraAbort
 
 if TYPE_CHECKING:
     import asyncio
@@ -56,14 +55,7 @@ async def generate(run: Run) -> NoReturn:
 
 
 async def _run_episode(run: Run, work: Work) -> None:
-    try:
-        episode = await run.environment.run(work.task, run.client(work))
-    except UnusablePrompt as error:
-        episode = run.failed_episode(work, Invalid(str(error)))
-    except ConfigError:
-        raise
-    except (Exception, SystemExit) as error:  # noqa: BLE001  (whatever an environment raises fails its episode, not the run)
-        episode = run.failed_episode(work, InfraAbort(f"the environment raised {type(error).__name__}: {error}"))
+    episode = await run_episode(run.environment, work.task, run.client(work))
     run.finish(episode if episode.attempts == work.attempt else episode.replace(attempts=work.attempt))
 
 

@@ -15,7 +15,7 @@ from headrace.orchestrate.accounting import Ledger
 from headrace.orchestrate.batching import columns_first, make_batches, with_column, with_token_advantages
 from headrace.orchestrate.skipped import NotFiniteGradient, SkippedSteps
 from headrace.orchestrate.unfinished import Flight
-from headrace.orchestrate.work import Begun, FinishedEpisodes, PendingGroup, Work, request_seed
+from headrace.orchestrate.work import Begun, FinishedEpisodes, PendingGroup, Work
 from headrace.partial import interrupt_of
 from headrace.staleness import Gate, too_old
 from headrace.train import learning_rate
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from headrace.orchestrate.roles import Roles
     from headrace.orchestrate.unfinished import UnfinishedGroup
     from headrace.sync import Lineage
-    from headrace.types import Batch, Outcome, Plain, WeightUpdate
+    from headrace.types import Batch, Plain, WeightUpdate
 
 T = TypeVar("T")
 MAX_ATTEMPTS = 3
@@ -252,15 +252,14 @@ class Run:
     # generate
 
     def client(self, work: Work) -> EngineClient:
-        episode = work.episode
-        sampling = self._sampling.with_seed(request_seed(self.recipe.seed, episode))
         return EngineClient(
             self.engine,
             self.encoder,
-            episode=episode,
+            episode=work.episode,
             group=work.group,
             index=work.index,
-            sampling=sampling,
+            sampling=self._sampling,
+            seed=self.recipe.seed,
             partials=self.flight.partials,
         )
 
@@ -280,10 +279,6 @@ class Run:
             self.flight.finish(episode)
             self.finished.put(episode)
         self.note_progress()
-
-    def failed_episode(self, work: Work, outcome: Outcome) -> Episode:
-        """What an environment that raised leaves behind."""
-        return Episode(id=work.episode, group=work.group, task=work.task, outcome=outcome)
 
     # score
 

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headrace.observe import bound_by
+from headrace.observe.screen import share
 from headrace.orchestrate import loops
 from headrace.orchestrate.checkpoint import CheckpointError, random_state, restore_random_state
 from headrace.orchestrate.collector import few_collections
-from headrace.orchestrate.evaluate import Evaluation, Evaluator
+from headrace.orchestrate.evaluate import Evaluation, make_evaluator
 from headrace.orchestrate.failures import first_failure
 from headrace.orchestrate.pipeline import Run
 from headrace.orchestrate.publish import publish
@@ -38,10 +39,10 @@ if TYPE_CHECKING:
 class Progress:
     """Totals that live as long as the run does, across restarts."""
 
-    success_before: float | None = None
-    greedy_before: float | None = None
-    success_after: float | None = None
-    greedy_after: float | None = None
+    held_out_before: dict[str, float] | None = None
+    """What the evaluation before RL found; None until it was made."""
+    held_out_after: dict[str, float] = field(default_factory=dict)
+    """What the last one found."""
     trained_tokens: int = 0
     wasted_tokens: int = 0
     lag_sum: float = 0.0
@@ -77,7 +78,8 @@ class Session:
     lineage: Lineage
     observer: Observer
     store: CheckpointStore
-    held_out: list[dict[str, Plain]]
+    held_out: dict[str, list[dict[str, Plain]]]
+    """Tasks by their source."""
     command_started: float
     identity: str
     """Of the run: the same command has the same."""
@@ -105,16 +107,7 @@ class Session:
         """Whether every group of the last version was."""
         self._unnoted: deque[_Trained] = deque()
         self._last_moment = time.perf_counter()
-        self.evaluator = Evaluator(
-            engine=self.roles.engine,
-            environment=self.roles.around.environment,
-            scorer=self.roles.around.scorer,
-            encoder=self.roles.around.encoder,
-            max_tokens=self.recipe.sampling.max_tokens,
-            stop_ids=self.roles.stop_ids,
-            success_at=self.recipe.evaluate.success_at,
-            seed=self.recipe.seed,
-        )
+        self.evaluator = make_evaluator(self.recipe, self.roles)
 
     async def restore(self, checkpoint: Checkpoint) -> None:
         """Take everything from a checkpoint; what was in flight then goes on from what was drawn of it."""
@@ -166,7 +159,7 @@ class Session:
                 services = [run.attached(service()) for service in (*self.roles.services, run.watch)]
                 await publish(run)
                 await run.published()  # nothing is drawn before the engines hold this life's weights
-                if run.version == 0 and self.progress.success_before is None:
+                if run.version == 0 and self.progress.held_out_before is None:
                     await self._evaluate_first()
                 beside = (loops.feed, loops.generate, loops.score)
                 background = [run.attached(loop(run)) for loop in beside]
@@ -188,10 +181,9 @@ class Session:
     async def _evaluate_first(self) -> None:
         evaluation = await self._evaluate()
         if evaluation is not None:
-            self.progress.success_before, self.progress.greedy_before = evaluation.success, evaluation.greedy
-            self.progress.success_after, self.progress.greedy_after = evaluation.success, evaluation.greedy
+            found = self.progress.held_out_before = evaluation.metrics
             self.observer.screen.say(
-                f"held-out   {evaluation.success:.1%} solved at temperature 1, greedy {evaluation.greedy:.1%}, before RL"
+                f"held-out   {share(found, 'success')} solved at temperature 1, greedy {share(found, 'greedy')}, before RL"
             )
 
     def _on_trained(self, begun: Begun, seen: list[dict[str, float]]) -> None:
@@ -213,7 +205,6 @@ class Session:
             progress.first_step = time.perf_counter() - self.command_started
         evaluation = await self._evaluate() if self._is_evaluated(version) else None
         if evaluation is not None:
-            progress.success_after, progress.greedy_after = evaluation.success, evaluation.greedy
             self._unnoted[-1].evaluation = evaluation
         self._unnoted[-1].is_complete, self._unnoted[-1].at = True, time.perf_counter()
         if run.trainer.is_here or version == self.recipe.steps:
@@ -247,12 +238,7 @@ class Session:
         metrics["rejected"] = trained.rejected
         metrics["tied_groups"] = self._tied_groups(trained.begun.groups, version)
         if evaluation is not None:
-            metrics |= {
-                "success": evaluation.success,
-                "greedy": evaluation.greedy,
-                "held_out_reward": evaluation.reward,
-                "held_out_failed": evaluation.failed,
-            }
+            metrics |= evaluation.metrics
         keep = self.recipe.observe.keep_rollouts_every
         if keep and (version == self.recipe.steps or version % keep == 0):
             self.observer.keep_rollouts(version, [rollout for batch in batches for rollout in batch.rollouts])
@@ -326,9 +312,15 @@ class Session:
             return None
         with self.run.trainer_timeline.during("evaluate"):
             await self.run.published()
-            evaluation = await self.evaluator.run(self.held_out, name=f"eval{self.run.version}")
+            evaluation = await self.evaluator.run(self.held_out, name="eval")
         self.run.ledger.evaluation += evaluation.count
         self.samples = evaluation.episodes[:3]
+        self.progress.held_out_after = evaluation.metrics
+        failed = int(evaluation.metrics["held_out_failed"])
+        if failed:
+            self.observer.screen.say(
+                f"held-out   {failed} of {evaluation.count} rollouts could not be judged; the first: {evaluation.problem}"
+            )
         return evaluation
 
     async def save(self) -> None:
@@ -384,6 +376,7 @@ class Session:
     def summary(self, status: str, *, seconds: dict[str, float]) -> dict[str, Any]:
         """summary.json."""
         progress, run = self.progress, self.run
+        before, after = progress.held_out_before or {}, progress.held_out_after
         budget = self.observer.budget()
         role, share = bound_by(budget)
         return {
@@ -391,10 +384,11 @@ class Session:
             "config_hash": self.identity,
             "steps": self.recipe.steps,
             "version": run.version,
-            "success_before": progress.success_before,
-            "success_after": progress.success_after,
-            "greedy_before": progress.greedy_before,
-            "greedy_after": progress.greedy_after,
+            "success_before": before.get("success"),
+            "success_after": after.get("success"),
+            "greedy_before": before.get("greedy"),
+            "greedy_after": after.get("greedy"),
+            "held_out": {"before": before, "after": after},
             "reward_first": progress.reward_first,
             "reward_last": progress.reward_last,
             "seconds": {**seconds, "first_step": progress.first_step, "rl": progress.seconds_rl},

@@ -26,7 +26,7 @@ from headrace import __version__
 from headrace.model import tiny
 from headrace.observe import Observer
 from headrace.orchestrate.build import build_roles
-from headrace.orchestrate.evaluate import Evaluator
+from headrace.orchestrate.evaluate import make_evaluator
 from headrace.orchestrate.failures import first_failure
 from headrace.orchestrate.folder import FolderLock, cache_folder
 from headrace.orchestrate.inputs import UserInputs, open_tasks
@@ -149,17 +149,7 @@ async def _success(recipe: Recipe, roles: Roles, tasks: list[dict[str, Plain]], 
     update = (await roles.trainer.publish(step)).update
     await roles.engine.load(update)
     await roles.trainer.release(update)
-    evaluator = Evaluator(
-        engine=roles.engine,
-        environment=roles.around.environment,
-        scorer=roles.around.scorer,
-        encoder=roles.around.encoder,
-        max_tokens=recipe.sampling.max_tokens,
-        stop_ids=roles.stop_ids,
-        success_at=recipe.evaluate.success_at,
-        seed=recipe.seed,
-    )
-    return await evaluator.sampled_success(tasks, name=f"warmup{step}")
+    return await make_evaluator(recipe, roles).sampled_success(tasks, name=f"warmup{step}")
 
 
 def demonstration(task: dict[str, Plain], encoder: PromptEncoder, *, name: str) -> Rollout:
@@ -225,7 +215,7 @@ def _key(recipe: Recipe, given: UserInputs) -> str:
         "warmup": to_dict(recipe.warmup),
         "tasks": [to_dict(task) for task in recipe.tasks],
         "rows": [tasks.next() for _ in range(8)],
-        "max_tokens": recipe.sampling.max_tokens,
+        "sampling": [recipe.sampling.max_tokens, recipe.sampling.min_tokens, recipe.sampling.stop],
         "seed": recipe.seed,
         "exact": recipe.exact,
         "versions": [torch.__version__, transformers.__version__, __version__],

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from headrace.engine import UnusablePrompt
 from headrace.observe import Signal
-from headrace.types import Scored
+from headrace.settings import ConfigError
+from headrace.types import Episode, InfraAbort, Invalid, Scored
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable
 
     from headrace.buffer import Group
+    from headrace.envs import EngineClient, Environment
     from headrace.observe import Timeline
     from headrace.orchestrate.publish import Published
-    from headrace.types import Batch, Episode, Plain
+    from headrace.types import Batch, Outcome, Plain
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,14 @@ class Begun:
     """The version it makes, where that could be asked for at once."""
 
 
-def request_seed(seed: int, name: str) -> int:
-    """63 bits of (run seed, name): the same request draws the same random numbers in any run of the same seed."""
-    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+async def run_episode(environment: Environment, task: dict[str, Plain], client: EngineClient) -> Episode:
+    """Run one; whatever the environment raises fails the episode, not the run."""
+    try:
+        return await environment.run(task, client)
+    except ConfigError:
+        raise
+    except UnusablePrompt as error:
+        outcome: Outcome = Invalid(str(error))
+    except (Exception, SystemExit) as error:  # noqa: BLE001  (the environment is the user's)
+        outcome = InfraAbort(f"the environment raised {type(error).__name__}: {error}")
+    return Episode(id=client.episode, group=client.group, task=task, outcome=outcome)

@@ -12,14 +12,18 @@ if TYPE_CHECKING:
 
     from headrace.types import Array, Rollout
 
+_ROUNDING = 1e-6
+"""Of the largest value, or of 1 where all are smaller: a standard deviation up to this is rounding. Float32 rewards of siblings
+that did equally well may lie some 1e-7 of their size apart, and a weighted sum that cancels as far from 0."""
+
 
 def advantages(rewards: Sequence[float], *, kind: str) -> Array:
     """One per sibling. `group`: (r − mean) ÷ std; `group_mean`: r − mean; `leave_one_out`: r − mean of the others."""
+    if kind == "group":
+        return normalised(rewards)
     values = np.asarray(rewards, dtype=np.float64)
     centred: Array = values - values.mean()
-    if kind == "group":
-        centred = _scaled(centred)
-    elif kind == "leave_one_out":
+    if kind == "leave_one_out":
         centred = centred * len(values) / max(len(values) - 1, 1)
     elif kind != "group_mean":
         raise ValueError(f"train.advantage = {kind!r}: must be group, group_mean or leave_one_out")
@@ -40,10 +44,15 @@ def batch_advantages(groups: Sequence[Sequence[float]], *, kind: str) -> list[Ar
     return [advantages(group, kind=kind) for group in groups]
 
 
-def normalised(values: Array) -> Array:
-    """(value − mean) ÷ std, float32; 0 where all are the same."""
-    wide = np.asarray(values, dtype=np.float64)
-    return _scaled(wide - wide.mean()).astype(np.float32) if len(wide) else wide.astype(np.float32)
+def normalised(values: Sequence[float] | Array) -> Array:
+    """(value − mean) ÷ std, float32; 0 where they differ by no more than rounding."""
+    wide: Array = np.asarray(values, dtype=np.float64)
+    if not len(wide):
+        return wide.astype(np.float32)
+    centred = wide - wide.mean()
+    spread = float(centred.std())
+    is_noise = spread <= _ROUNDING * max(1.0, float(np.abs(wide).max()))
+    return (np.zeros_like(centred) if is_noise else centred / spread).astype(np.float32)
 
 
 def token_rewards(rollout: Rollout, reward: float) -> Array:
@@ -74,10 +83,3 @@ def gae(rewards: Array, values: Array, *, discount: float, trace: float) -> tupl
     backwards = accumulate(errors[::-1].tolist(), lambda after, error: error + decay * after)
     made = np.fromiter(backwards, dtype=np.float64, count=len(now))[::-1]
     return made.astype(np.float32), (made + now).astype(np.float32)
-
-
-def _scaled(centred: Array) -> Array:
-    """By the standard deviation; 0 where that is nothing but rounding."""
-    spread = float(centred.std())
-    scaled: Array = centred / spread if spread > 1e-8 else np.zeros_like(centred)
-    return scaled

@@ -29,12 +29,12 @@ class TaskSource(Protocol):
 class RowSource:
     """A finite list, walked again and again, each time in another order."""
 
-    def __init__(self, rows: Iterable[Any], *, name: str, seed: int, shuffle: bool = True) -> None:
+    def __init__(self, rows: Iterable[Any], *, name: str, seed: int) -> None:
         self.name: str = name
         self.rows: list[Row] = [_checked(row, f"{name}: row {number}") for number, row in enumerate(rows)]
         if not self.rows:
             raise TaskError(f"{name}: there are no tasks in it")
-        self._seed, self._shuffle = seed, shuffle
+        self._seed = seed
         self._epoch, self._order = -1, np.arange(len(self.rows))
 
     def __len__(self) -> int:
@@ -42,7 +42,7 @@ class RowSource:
 
     def row(self, index: int) -> Row:
         epoch, place = divmod(index, len(self.rows))
-        if self._shuffle and epoch != self._epoch:
+        if epoch != self._epoch:
             self._epoch, self._order = epoch, np.random.default_rng((self._seed, epoch)).permutation(len(self.rows))
         return self.rows[int(self._order[place])]
 
@@ -70,12 +70,11 @@ def open_source(source: object, *, seed: int, split: str, options: dict[str, Any
         return reasoning_gym.ReasoningGym(name, seed=seed, split=split, options=options or {})
     if options:
         raise TaskError(f"tasks: {source}: only built-in and reasoning-gym tasks have options, not {', '.join(options)}")
-    shuffle = split == "train"
     if isinstance(source, str | Path):
-        return RowSource(_read(Path(source)), name=str(source), seed=seed, shuffle=shuffle)
+        return RowSource(_read(Path(source)), name=str(source), seed=seed)
     if not hasattr(source, "__iter__"):
         raise TaskError(f"tasks: a {type(source).__name__} is not a list of rows, a file or a Dataset")
-    return RowSource(source, name="tasks", seed=seed, shuffle=shuffle)
+    return RowSource(source, name="tasks", seed=seed)
 
 
 def builtin_reward(source: str) -> Callable[..., float | None] | None:

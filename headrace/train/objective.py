@@ -1,4 +1,5 @@
-"""What a batch asks to be minimised, as a pure function of per-token tensors: Σ weight · correction · (loss + β KL)."""
+"""What a batch asks to be minimised, as a pure function of per-token tensors: Σ weight · (correction · loss + β KL). A term
+that a loss returns apart is not corrected either."""
 
 from __future__ import annotations
 
@@ -37,12 +38,12 @@ def objective(tokens: TokenTensors, weights: Tensor, batch: Batch, *, correction
     `weights` [N] are the batch's own. `correction` [N] is given where it was computed over the whole batch
     (`batch_correction`), and must be for those in `BATCH_WIDE`.
     """
-    losses, seen = call_loss(batch.loss, tokens, batch.constants)
+    losses, seen, uncorrected = call_loss(batch.loss, tokens, batch.constants)
     if batch.kl != "none":
         if REFERENCE not in tokens.columns:
             raise missing_column("the KL (train.kl)", REFERENCE)
         apart = KL_ESTIMATORS[batch.kl](tokens.logprobs, tokens.columns[REFERENCE])
-        losses = losses + batch.kl_weight * apart
+        uncorrected = batch.kl_weight * apart + (0 if uncorrected is None else uncorrected)
         seen = {**seen, "reference_kl": apart.detach()}
     if correction is None:
         assert batch.correction not in BATCH_WIDE, f"{batch.correction} is computed over the whole batch"
@@ -54,7 +55,8 @@ def objective(tokens: TokenTensors, weights: Tensor, batch: Batch, *, correction
             advantages=tokens.advantages,
             **batch.correction_constants,
         )
-    return Objective((losses * weights * correction).sum(), correction, seen)
+    losses = losses * correction if uncorrected is None else losses * correction + uncorrected
+    return Objective((losses * weights).sum(), correction, seen)
 
 
 def ratio_base(correction: str, *, recorded: Tensor, proximal: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import numpy as np
@@ -23,8 +24,8 @@ def tokenizer():
     return build_tokenizer()
 
 
-def client(encoder: PromptEncoder, index: int = 0) -> EngineClient:
-    return EngineClient(None, encoder, episode=f"g7/{index}", group="g7", index=index, sampling=Sampling())
+def client(encoder: PromptEncoder, index: int = 0, engine=None) -> EngineClient:
+    return EngineClient(engine, encoder, episode=f"g7/{index}", group="g7", index=index, sampling=Sampling(), seed=5)
 
 
 def finished(token_ids: list[int]) -> Rollout:
@@ -98,6 +99,24 @@ def test_siblings_share_tokens_and_no_dictionary(tokenizer) -> None:
 def test_a_second_rollout_of_an_episode_has_a_name_of_its_own(tokenizer) -> None:
     one = client(PromptEncoder(tokenizer))
     assert [one.prompt(CHAT).id, one.prompt(CHAT).id] == ["g7/0", "g7/0.1"]
+
+
+def test_every_rollout_of_an_episode_draws_its_own_random_numbers(tokenizer) -> None:
+    """And those of its first are as they ever were: a hash of the run's seed and the episode."""
+    seeds: dict[str, list[int]] = {}
+
+    class Engine:
+        async def generate(self, rollout: Rollout, sampling: Sampling) -> Rollout:
+            seeds.setdefault(rollout.id, []).append(sampling.seed)
+            return rollout
+
+    one = client(PromptEncoder(tokenizer), engine=Engine())
+    first = one.prompt(CHAT)
+    for rollout in (first, one.prompt(CHAT), first.forked(len(first), id="g7/0-fork"), first):
+        asyncio.run(one.generate(rollout))
+    assert seeds[first.id] == [2386211708893064916] * 2, "two calls of one rollout differ by position alone"
+    assert seeds.keys() == {"g7/0", "g7/0.1", "g7/0-fork"}
+    assert len({seed for found in seeds.values() for seed in found}) == 3
 
 
 def test_messages_that_grow_in_place_are_another_prompt(tokenizer) -> None:

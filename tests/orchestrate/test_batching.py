@@ -194,6 +194,17 @@ def test_the_policy_is_fixed_before_several_steps_where_it_is_looked_at(settings
         assert columns_first(make_batches(made, recipe, version=3), recipe) == columns_wanted
 
 
+def test_gspo_counts_every_rollout_the_same_unasked() -> None:
+    rollouts = [answer(0), answer(1).forked(13, id="short")]
+    episodes = tuple(
+        Episode(id=f"g/{index}", group="", task={}, rollouts=(rollout,), outcome=Scored(float(index)))
+        for index, rollout in enumerate(rollouts)
+    )
+    (batch,) = make_batches([Group(number=0, episodes=episodes)], make_recipe({"train.loss": "gspo"}), version=3)
+    assert [float(weights.sum()) for weights in batch.weights] == pytest.approx([0.5, 0.5])
+    assert len({int(np.count_nonzero(weights)) for weights in batch.weights}) == 2, "of different lengths"
+
+
 def test_a_batch_says_what_the_recipe_corrects_with() -> None:
     made = answered(3, rewards=[1.0])
     for given_settings, name, constants in [

@@ -49,6 +49,17 @@ def test_siblings_that_did_equally_well_have_no_advantage(kind: str, value: floa
     np.testing.assert_allclose(advantages([value] * count, kind=kind), np.zeros(count), atol=1e-9)
 
 
+@pytest.mark.parametrize("size", [0.1, 1.0, 37.3, -1e6, 3e20])
+def test_rounding_of_a_float32_reward_is_no_advantage(size: float) -> None:
+    """One of eight equal siblings is off by one or two float32 ulps; a difference that is none is still seen."""
+    reward = np.float32(size)
+    after = np.nextafter(reward, np.float32(np.inf))
+    for off in (after, np.nextafter(after, np.float32(np.inf))):
+        for made in (advantages([float(reward)] * 7 + [float(off)], kind="group"), normalised([reward, off])):
+            np.testing.assert_allclose(made, 0.0, atol=1e-3)
+    assert np.abs(advantages([size] * 7 + [size * 1.001], kind="group")).max() > 2
+
+
 @given(rewards, st.sampled_from([0.5, 4.0]), st.sampled_from([-2.0, 8.0]))
 @quick
 def test_group_advantages_do_not_depend_on_the_rewards_scale_or_zero(values: list[float], scale: float, shift: float) -> None:

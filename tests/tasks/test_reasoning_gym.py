@@ -127,9 +127,9 @@ def test_the_splits_never_meet_whatever_the_seed(fake) -> None:
 def test_held_out_rows_of_a_recipe(fake) -> None:
     task = {"source": SUMS, "options": {"most": 20}}
     recipe = make_recipe({"tasks": [task], "evaluate": {"tasks": [task], "limit": 30}})
-    held_out = held_out_tasks(recipe, UserInputs())
+    ((name, held_out),) = held_out_tasks(recipe, UserInputs()).items()
     stream = open_tasks(recipe, UserInputs())
-    assert len(held_out) == 30
+    assert len(held_out) == 30 and SUMS.endswith(f":{name}")
     assert not {question_of(row) for row in held_out} & {question_of(stream.next()) for _ in range(300)}
 
 

@@ -15,6 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import quick
 
+from headrace.config import make_recipe
+from headrace.orchestrate.inputs import UserInputs, held_out_tasks
 from headrace.tasks import TaskError, TaskStream, builtin_reward, open_source
 from headrace.tasks.sort_digits import SortDigits, partial_credit
 
@@ -105,11 +107,34 @@ def test_a_row_depends_on_its_number_alone() -> None:
     assert {index: again.row(index) for index in order} == forwards
 
 
-def test_seeds_shuffle_differently_and_held_out_rows_are_not_shuffled() -> None:
-    orders = {tuple(prompts(open_source(numbered("r", 12), seed=seed, split="train"), 12)) for seed in range(4)}
+@pytest.mark.parametrize("split", ["train", "held_out"])
+def test_seeds_shuffle_differently(split: str) -> None:
+    orders = {tuple(prompts(open_source(numbered("r", 12), seed=seed, split=split), 12)) for seed in range(4)}
     assert len(orders) == 4
-    held_out = open_source(numbered("r", 12), seed=3, split="held_out")
-    assert prompts(held_out, 14) == [f"r{index}" for index in [*range(12), 0, 1]]
+
+
+def test_held_out_tasks_are_some_of_all_rows_and_the_same_each_time() -> None:
+    """The first rows of a file may all be of one kind."""
+
+    def held_out(*sources: list[dict], limit: int = 8, seed: int = 3) -> dict[str, list[dict]]:
+        recipe = make_recipe({"evaluate.limit": limit, "seed": seed})
+        return held_out_tasks(recipe, UserInputs(held_out=[(rows, 1.0) for rows in sources]))
+
+    rows = numbered("r", 100)
+    (chosen,) = held_out(rows).values()
+    assert len(chosen) == 8 and max(rows.index(row) for row in chosen) > 20
+    assert held_out(rows) == {"tasks": chosen} != held_out(rows, seed=4)
+    shares = held_out(rows, numbered("s", 2), numbered("t", 50), limit=12)
+    assert {name: len(found) for name, found in shares.items()} == {"tasks": 4, "tasks#2": 2, "tasks#3": 6}
+    assert not held_out(rows, limit=0)
+
+
+def test_held_out_sources_are_named_for_people(tmp_path: Path) -> None:
+    file = tmp_path / "riddles.jsonl"
+    file.write_text(json.dumps({"prompt": "a"}))
+    sources = [{"source": "builtin:sort_digits"}, {"source": str(file)}, {"source": "builtin:sort_digits", "options": {}}]
+    found = held_out_tasks(make_recipe({"evaluate.tasks": sources}), UserInputs())
+    assert list(found) == ["sort_digits", "riddles", "sort_digits#2"]
 
 
 # Files and datasets
@@ -122,7 +147,7 @@ ROWS = [
 
 def taken(source: object) -> list[dict]:
     opened = open_source(source, seed=0, split="held_out")
-    return [opened.row(index) for index in range(len(opened))]
+    return sorted((opened.row(index) for index in range(len(opened))), key=str)  # as those below are
 
 
 def test_json_lines(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def cispo(token: Token, clip_low: float, clip_high: float) -> Slope:
 
 
 def topr(token: Token) -> Slope:
-    return weighted(1.0 if token.advantage >= 0 else min(max(token.ratio, 0.0), 1.0), token)
+    return weighted(1.0 if token.advantage >= 0 else min(math.exp(sum(token.log_ratios)), 1.0), token)
 
 
 def aipo(token: Token, cap: float) -> Slope:
@@ -44,7 +44,9 @@ def aipo(token: Token, cap: float) -> Slope:
 
 
 def decoupled(token: Token, proximal: float, clip_low: float, clip_high: float, cap: float) -> Slope:
-    weight = min(math.exp(proximal - token.recorded), cap)
+    weight = math.exp(proximal - token.recorded)
+    if weight > cap:
+        return 0.0, 0.0
     value, slope = clip(math.exp(token.logprob - proximal), token.advantage, clip_low, clip_high)
     return weight * value, weight * slope
 
@@ -79,6 +81,12 @@ def distill(token: Token, cap: float) -> Slope:
     return weight * apart**2 / 2, weight * apart
 
 
+def call(name: str, tokens: TokenTensors, constants: dict[str, float]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss with all its terms, and what is logged."""
+    losses, seen, uncorrected = call_loss(name, tokens, constants)
+    return losses if uncorrected is None else losses + uncorrected, seen
+
+
 def name_of(naive) -> str:
     return naive.__name__.removeprefix("clipped_")
 
@@ -103,7 +111,7 @@ CASES = [
 @pytest.mark.parametrize(("naive", "constants"), CASES, ids=lambda case: "" if isinstance(case, dict) else name_of(case))
 def test_a_loss_is_the_loop(naive, constants: dict[str, float], is_base_proximal: bool) -> None:
     tokens = make_tokens(is_base_proximal=is_base_proximal)
-    losses, _ = call_loss(name_of(naive), tokens, constants)
+    losses, _ = call(name_of(naive), tokens, constants)
     losses.sum().backward()
     expected = [naive(token, **constants) for token in plain(tokens)]
     torch.testing.assert_close(losses.detach(), torch.tensor([value for value, _ in expected], dtype=torch.float64))
@@ -119,7 +127,7 @@ def test_every_loss_is_tested() -> None:
 def test_ppo_is_the_loop_for_policy_and_value() -> None:
     tokens = make_tokens()
     constants = {"clip_low": 0.2, "clip_high": 0.3, "value_clip": 0.25, "value_weight": 0.7}
-    losses, seen = call_loss("ppo", tokens, constants)
+    losses, seen = call("ppo", tokens, constants)
     losses.sum().backward()
     expected, slopes, value_slopes = [], [], []
     columns = zip(*(t.tolist() for t in (tokens.values, tokens.columns["values"], tokens.columns["returns"])), strict=True)
@@ -143,15 +151,22 @@ def test_ppo_is_the_loop_for_policy_and_value() -> None:
     [
         ("grpo", {}, lambda t: (t.advantage > 0 and t.ratio > 1.28) or (t.advantage < 0 and t.ratio < 0.8)),
         ("cispo", {"clip_low": 0.2, "clip_high": 0.2}, lambda t: not 0.8 <= t.ratio <= 1.2),
-        ("topr", {}, lambda t: t.advantage < 0 and t.ratio > 1),
+        ("topr", {}, lambda t: t.advantage < 0 and sum(t.log_ratios) > 0),
         ("aipo", {"cap": 1.5}, lambda t: t.ratio > 1.5),
     ],
 )
 def test_the_clipped_share_counts_tokens_past_the_clip(name: str, constants: dict[str, float], is_beyond) -> None:
     tokens = make_tokens()
-    _, seen = call_loss(name, tokens, constants)
+    _, seen = call(name, tokens, constants)
     assert seen["clipped"].tolist() == [float(is_beyond(token)) for token in plain(tokens)]
     assert 0 < seen["clipped"].sum() < len(seen["clipped"])
+
+
+def test_tokens_that_decoupled_ppo_drops_are_counted_as_masked() -> None:
+    tokens = make_tokens()
+    _, seen = call("decoupled_ppo", tokens, {"cap": 1.5})
+    assert seen["masked"].tolist() == [float(math.exp(t.proximal - t.recorded) > 1.5) for t in plain(tokens)]
+    assert not (seen["masked"] * seen["proximal_weight"]).any() and seen["masked"].any()
 
 
 def test_on_policy_every_policy_loss_has_the_policy_gradient() -> None:
@@ -160,7 +175,7 @@ def test_on_policy_every_policy_loss_has_the_policy_gradient() -> None:
     at = start.recorded.clone()
     for name in set(LOSSES) - {"supervised", "distill"}:
         leaf = at.clone().requires_grad_()
-        losses, _ = call_loss(name, replace(start, logprobs=leaf, proximal=at, old=at), {})
+        losses, _ = call(name, replace(start, logprobs=leaf, proximal=at, old=at), {})
         losses.sum().backward()
         torch.testing.assert_close(leaf.grad, -start.advantages, msg=name)
 
@@ -170,7 +185,7 @@ def test_gspo_has_the_gradient_of_the_sequence_ratio() -> None:
     tokens = make_tokens(spread=0.1)
     of_rollout = torch.arange(tokens.num_sequences, dtype=torch.float64).sub(2)[tokens.sequence]
     tokens = replace(tokens, advantages=of_rollout)
-    call_loss("gspo", tokens, {"clip_low": 10.0, "clip_high": 10.0})[0].sum().backward()
+    call("gspo", tokens, {"clip_low": 10.0, "clip_high": 10.0})[0].sum().backward()
     leaf = tokens.logprobs.detach().clone().requires_grad_()
     total = torch.zeros((), dtype=torch.float64)
     for row, count in enumerate(COUNTS):
@@ -186,7 +201,7 @@ def test_a_loss_is_finite_however_far_apart_the_policies_are(name: str) -> None:
     start = make_tokens()
     far = torch.where(torch.arange(len(start.recorded)) % 2 == 0, -200.0, -0.01).double()
     leaf = far.flip(0).clone().requires_grad_()
-    losses, _ = call_loss(name, replace(start, logprobs=leaf, recorded=far, proximal=far, old=far), {})
+    losses, _ = call(name, replace(start, logprobs=leaf, recorded=far, proximal=far, old=far), {})
     losses.sum().backward()
     assert torch.isfinite(losses).all() and torch.isfinite(leaf.grad).all()
 
@@ -248,7 +263,7 @@ def test_what_a_loss_needs_is_read_in_one_place(tmp_path) -> None:
         call_loss(f"{file}:marked", make_tokens(), {})
     tokens = make_tokens()
     tokens.columns["difficulty"] = torch.full_like(tokens.recorded, 2.0)
-    losses, _ = call_loss(f"{file}:marked", tokens, {})
+    losses, _ = call(f"{file}:marked", tokens, {})
     torch.testing.assert_close(losses, 2 * tokens.logprobs)
 
 
@@ -268,9 +283,11 @@ def test_what_a_loss_gives_must_be_one_value_a_token(tmp_path) -> None:
     file = tmp_path / "odd.py"
     file.write_text(
         "def mean(tokens):\n    return -tokens.logprobs.mean(), {}\ndef bare(tokens):\n    return -tokens.logprobs\n"
+        "def third(tokens):\n    return -tokens.logprobs, {}, tokens.logprobs.mean()\n"
     )
-    with pytest.raises(ValueError, match="one per token is wanted"):
-        call_loss(f"{file}:mean", make_tokens(), {})
+    for name in ("mean", "third"):
+        with pytest.raises(ValueError, match="one per token is wanted"):
+            call_loss(f"{file}:{name}", make_tokens(), {})
     with pytest.raises(ValueError, match=r"must return \(losses, metrics\)"):
         call_loss(f"{file}:bare", make_tokens(), {})
     with pytest.raises(ConfigError, match=r"must be one of grpo, ppo, .*supervised, or your own"):

@@ -51,12 +51,28 @@ def test_an_objective_is_the_loop(correction: str, kl: str) -> None:
         value, slope = clipped_grpo(token, 0.2, 0.28)
         apart = token.logprob - token.teacher
         beta = 0.0 if kl == "none" else 0.3
-        loss += float(weights[index]) * weight * (value + beta * apart**2 / 2)
-        slopes.append(float(weights[index]) * weight * (slope + beta * apart))
+        loss += float(weights[index]) * (weight * value + beta * apart**2 / 2)
+        slopes.append(float(weights[index]) * (weight * slope + beta * apart))
         assert float(asked.correction[index]) == pytest.approx(weight)
     assert float(asked.loss.detach()) == pytest.approx(loss)
     torch.testing.assert_close(tokens.logprobs.grad, torch.tensor(slopes, dtype=torch.float64))
     assert ("reference_kl" in asked.seen) == (kl != "none")
+
+
+@pytest.mark.parametrize("correction", ["tis", "sequence_mis", "opsm"])
+def test_a_critic_learns_from_every_token_whatever_the_correction(correction: str) -> None:
+    """With `opsm` it would otherwise never see what did badly."""
+    constants = {"limit": 0.02} if correction == "opsm" else CAPPED
+    found = []
+    for corrected in ({}, {"correction": correction, "correction_constants": constants}):
+        tokens = make_tokens(spread=0.2)
+        assert tokens.values is not None
+        asked = objective(tokens, torch.ones_like(tokens.recorded), make_batch(loss="ppo", **corrected))
+        asked.loss.backward()
+        found.append((tokens.values.grad, tokens.logprobs.grad))
+    assert (asked.correction != 1).any()
+    torch.testing.assert_close(found[1][0], found[0][0])
+    assert not torch.equal(found[1][1], found[0][1])
 
 
 def test_a_kl_without_its_reference_is_refused() -> None:

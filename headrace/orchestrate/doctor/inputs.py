@@ -70,7 +70,8 @@ def check_held_out(subject: Subject) -> Iterator[Finding]:
         yield problem(error, otherwise="mend evaluate.tasks, or leave it out")
         return
     if rows:
-        yield Finding("ok", f"held-out tasks: {len(rows)} for every evaluation")
+        count = sum(map(len, rows.values()))
+        yield Finding("ok", f"held-out tasks: {count} for every evaluation")
     else:
         yield Finding("ok", "held-out tasks: none, so success before and after is not measured")
 

@@ -7,6 +7,7 @@ A loss takes `TokenTensors` and its constants as keywords, and returns the loss 
         ratio = tokens.ratio()
         return -torch.minimum(ratio * tokens.advantages, ratio.clamp(1 - clip, 1 + clip) * tokens.advantages), {}
 
+Corrections weigh the policy's term alone: a term they must leave as it is, such as a value loss, is returned third.
 One that looks at a column of the rollouts says so, `my_loss.needs = ("teacher",)` or `@needs("teacher")`, and finds it in
 `tokens.columns`. `policy` has the losses of a policy alone, `value` PPO with a value head, `apart` the distance to a
 reference or a teacher.

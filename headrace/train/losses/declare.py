@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     LossResult: TypeAlias = tuple[Tensor, dict[str, Tensor]]
-    Loss: TypeAlias = Callable[..., LossResult]
+    TwoTerms: TypeAlias = tuple[Tensor, dict[str, Tensor], Tensor]
+    Loss: TypeAlias = Callable[..., LossResult | TwoTerms]
 
 AnyLoss = TypeVar("AnyLoss", bound="Callable[..., Any]")
 

@@ -12,7 +12,9 @@ from headrace.train.losses import apart, policy, value
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from headrace.train.losses.declare import Loss, LossResult
+    from torch import Tensor
+
+    from headrace.train.losses.declare import Loss
     from headrace.train.losses.tokens import TokenTensors
 
 LOSSES: dict[str, Loss] = {
@@ -41,19 +43,25 @@ def needed_columns(loss: str, correction: str = "none", kl: str = "none") -> tup
     return tuple(dict.fromkeys(also))
 
 
-def call_loss(name: str, tokens: TokenTensors, constants: Mapping[str, float]) -> LossResult:
-    """Call a loss by name and check the form of what it gives: a mean would silently be weighed a second time."""
+def call_loss(
+    name: str, tokens: TokenTensors, constants: Mapping[str, float]
+) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
+    """Call a loss by name and check the form of what it gives: a mean would silently be weighed a second time. The third is
+    the part that no correction weighs, None where there is none."""
     _check_columns(name, tokens)
     result = resolve_loss(name)(tokens, **constants)
-    if not isinstance(result, tuple) or len(result) != 2:
-        raise ValueError(f"loss {name!r} must return (losses, metrics), not a {type(result).__name__}")
-    losses, seen = result
-    if losses.shape != tokens.logprobs.shape:
+    if not isinstance(result, tuple) or len(result) not in (2, 3):
         raise ValueError(
-            f"loss {name!r} returned losses of shape {tuple(losses.shape)}; one per token is wanted, "
-            f"{tuple(tokens.logprobs.shape)}: summing and averaging are the trainer's work"
+            f"loss {name!r} must return (losses, metrics) or (losses, metrics, uncorrected), not a {type(result).__name__}"
         )
-    return losses, seen
+    losses, seen, uncorrected = result if len(result) == 3 else (*result, None)
+    for term in (losses, uncorrected):
+        if term is not None and term.shape != tokens.logprobs.shape:
+            raise ValueError(
+                f"loss {name!r} returned losses of shape {tuple(term.shape)}; one per token is wanted, "
+                f"{tuple(tokens.logprobs.shape)}: summing and averaging are the trainer's work"
+            )
+    return losses, seen, uncorrected
 
 
 def resolve_loss(name: str) -> Loss:

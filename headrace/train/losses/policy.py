@@ -13,7 +13,7 @@ from headrace.train.losses.tokens import ratio_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from headrace.train.losses.declare import LossResult
+    from headrace.train.losses.declare import LossResult, TwoTerms
     from headrace.train.losses.tokens import TokenTensors
 
 
@@ -53,15 +53,17 @@ def cispo(tokens: TokenTensors, *, clip_low: float = 1.0, clip_high: float = 4.0
 
 
 def topr(tokens: TokenTensors) -> LossResult:
-    """TOPR: −w A log π, w = 1 where A ≥ 0, else sg(clip(r, 0, 1)): what did badly and is unlikely by now is left alone."""
-    ratio, is_negative = tokens.ratio().detach(), tokens.advantages < 0
+    """TOPR: −w A log π, w = 1 where A ≥ 0, else sg(clip(Π r, 0, 1)), the product over the rollout: what did badly and is
+    unlikely by now is left alone."""
+    ratio, is_negative = ratio_of(tokens.sequence_sum(tokens.log_ratio().detach())), tokens.advantages < 0
     weight = torch.where(is_negative, ratio.clamp_max(1.0), 1.0)
     return -weight * tokens.advantages * tokens.logprobs, {"clipped": (is_negative & (ratio > 1)).float()}
 
 
 @needs("proximal")
 def decoupled_ppo(tokens: TokenTensors, *, clip_low: float = 0.2, clip_high: float = 0.2, cap: float = 5.0) -> LossResult:
-    """Decoupled PPO: −sg(min(π_prox/μ, cap)) min(r A, clip(r, 1 − clip_low, 1 + clip_high) A), r = π/π_prox."""
+    """Decoupled PPO: −sg(ρ) min(r A, clip(r, 1 − clip_low, 1 + clip_high) A), ρ = π_prox/μ, r = π/π_prox. Tokens with ρ > cap
+    are dropped, not clamped."""
     return _decoupled(tokens, tokens.proximal, clip_low=clip_low, clip_high=clip_high, cap=cap)
 
 
@@ -75,13 +77,13 @@ def a3po(tokens: TokenTensors, *, clip_low: float = 0.2, clip_high: float = 0.2,
     return _decoupled(tokens, proximal, clip_low=clip_low, clip_high=clip_high, cap=cap)
 
 
-def dppo(tokens: TokenTensors, *, mask: float = 0.2, cap: float = 10.0, tau: float = 1e-3) -> LossResult:
+def dppo(tokens: TokenTensors, *, mask: float = 0.2, cap: float = 10.0, tau: float = 1e-3) -> TwoTerms:
     """DPPO: −min(r, cap) A + τ log² r; the first term is dropped where the token's probability has already moved by more than
     `mask` the way A pushes it: π − π_old > mask for A > 0, < −mask for A ≤ 0."""
     moved = tokens.logprobs.detach().exp() - tokens.old.exp()
     is_past = torch.where(tokens.advantages > 0, moved > mask, moved < -mask)
     gain = torch.where(is_past, 0.0, tokens.ratio().clamp_max(cap) * tokens.advantages)
-    return tau * tokens.log_ratio().square() - gain, {"masked": is_past.float()}
+    return -gain, {"masked": is_past.float()}, tau * tokens.log_ratio().square()
 
 
 def m2po(tokens: TokenTensors) -> LossResult:
@@ -103,7 +105,9 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, *, clip_low: float, cli
 
 
 def _decoupled(tokens: TokenTensors, proximal: Tensor, *, clip_low: float, clip_high: float, cap: float) -> LossResult:
-    weight = ratio_of(proximal - tokens.recorded).clamp_max(cap)
+    weight = ratio_of(proximal - tokens.recorded)
+    is_dropped = weight > cap
+    weight = torch.where(is_dropped, 0.0, weight)
     ratio = ratio_of(tokens.logprobs - proximal)
     loss, is_clipped = clipped_surrogate(ratio, tokens.advantages, clip_low=clip_low, clip_high=clip_high)
-    return weight * loss, {"clipped": is_clipped, "proximal_weight": weight}
+    return weight * loss, {"clipped": is_clipped, "proximal_weight": weight, "masked": is_dropped.float()}

@@ -11,7 +11,7 @@ from headrace.train.losses.declare import needs
 from headrace.train.losses.policy import clipped_surrogate
 
 if TYPE_CHECKING:
-    from headrace.train.losses.declare import LossResult
+    from headrace.train.losses.declare import TwoTerms
     from headrace.train.losses.tokens import TokenTensors
 
 
@@ -23,7 +23,7 @@ def ppo(
     clip_high: float = 0.2,
     value_clip: float = 0.2,
     value_weight: float = 0.5,
-) -> LossResult:
+) -> TwoTerms:
     """PPO: −min(r A, clip(r) A) + value_weight · ½ max((V − R)², (clip(V, V_old ± value_clip) − R)²).
 
     V_old and R are the columns `values` and `returns`, which `train.advantage = "gae"` makes.
@@ -40,4 +40,4 @@ def ppo(
         "value_clipped": (clipped > free).float(),
         "value": tokens.values.detach(),
     }
-    return loss + value_weight * value_loss, seen
+    return loss, seen, value_weight * value_loss
