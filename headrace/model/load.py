@@ -13,6 +13,7 @@ from transformers.utils import logging as transformers_logging
 
 from headrace.model import attention
 from headrace.model.arena import held_tensors
+from headrace.model.head import Head
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 _WIDE = "headrace_wide_residual"
 _MATRIX = 2
+_PROBED = 5
+"""Tokens in the probe of a model."""
 SERVED_LAYERS = {"full_attention", "sliding_attention"}
 
 
@@ -69,16 +72,19 @@ def load_model(path: str, *, dtype: str = "float32", device: str = "cpu", exact:
 
 
 def prepare(model: PreTrainedModel, *, name: str, exact: bool = False) -> PreTrainedModel:
-    """Put our attention in, and probe that every layer goes through it."""
+    """Put our attention in, and probe that every layer goes through it and that our logprobs are the model's own."""
     attention.register()
     check_config(model.config, name)
+    model.eval()
+    _widen_residual(model)
+    device, generator = next(model.parameters()).device, torch.Generator().manual_seed(0)
+    tokens = torch.randint(model.get_input_embeddings().weight.shape[0], (_PROBED,), generator=generator).to(device)
+    own = _own_logprobs(model, tokens)
     model.set_attn_implementation(attention.NAME)
     if exact:
         # One product per token and expert: a token's bits then do not depend on how many others chose its expert.
         model.set_experts_implementation("batched_mm")
-    model.eval()
-    _widen_residual(model)
-    _probe(model, name)
+    _probe(model, name, tokens, own)
     return model
 
 
@@ -190,23 +196,48 @@ class _CountingContext(attention.PackedContext):
         return super().attend(module, query, key, value, spec)
 
 
-def _probe(model: PreTrainedModel, name: str) -> None:
-    """One forward over two short documents: every layer must come through the hook, and neither may see the other."""
-    device = next(model.parameters()).device
-    tokens, positions = torch.tensor([[1, 2, 3, 1, 2, 3], [0, 1, 2, 0, 1, 2]], device=device)
-    context = _CountingContext([3, 3], device=device)
+@torch.no_grad()
+def _own_logprobs(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    """[tokens, vocabulary] by the model alone: its attention, its positions, all it does to hidden states and logits."""
+    model.set_attn_implementation("eager")
+    with _precision(model, tokens.device):
+        return torch.log_softmax(model(input_ids=tokens.unsqueeze(0), use_cache=False).logits[0].float(), dim=-1)
+
+
+@torch.no_grad()
+def _probe(model: PreTrainedModel, name: str, tokens: Tensor, own: Tensor) -> None:
+    """One forward over the tokens twice, as two documents: every layer must come through the hook, neither document may see
+    the other, and logprobs must be the model's own."""
+    count = len(tokens)
+    context = _CountingContext([count, count], device=tokens.device)
+    positions = torch.arange(count, device=tokens.device)
     try:
-        with torch.no_grad():
-            hidden = hidden_states(model, tokens, positions, context)
-    except attention.AttentionError as error:
-        raise ModelError(f"model {name!r} cannot be served: {error}") from error
+        hidden = hidden_states(model, tokens.repeat(2), positions.repeat(2), context)
+    except (attention.AttentionError, TypeError) as error:
+        raise ModelError(f"model {name!r} ({model.config.model_type}) cannot be served: {error}") from error
     layers = int(model.config.get_text_config().num_hidden_layers)
     tolerance = 1e-4 if next(model.parameters()).dtype == torch.float32 else 5e-2
-    leak = float((hidden[:3] - hidden[3:]).abs().max() / hidden.abs().max().clamp_min(1e-6))
+    leak = float((hidden[:count] - hidden[count:]).abs().max() / hidden.abs().max().clamp_min(1e-6))
     if len(context.layers) != layers or leak > tolerance:
         raise ModelError(
             f"model {name!r} ({model.config.model_type}) cannot be served exactly: {len(context.layers)} of {layers} layers "
             f"use the attention interface, packed documents differ by {leak:.1e}"
+        )
+    _compare(model, name, hidden[:count], own)
+
+
+def _compare(model: PreTrainedModel, name: str, hidden: Tensor, own: Tensor) -> None:
+    """The middle token counts: in bfloat16 a router may send one of them to another expert than it does in transformers."""
+    try:
+        ours = torch.log_softmax(Head(model).logits(hidden), dim=-1)
+        difference = float((ours - own).abs().amax(dim=-1).median())
+    except RuntimeError:  # hidden states are not as wide as the head's rows
+        difference = float("inf")
+    noise = 1e-3 if next(model.parameters()).dtype == torch.float32 else 0.2
+    if not difference <= noise * max(1.0, float(own.max() - own.min())):
+        raise ModelError(
+            f"model {name!r} ({model.config.model_type}) cannot be served: logprobs computed from its hidden states differ "
+            f"from its own by {difference:.1e}, so it treats positions, hidden states or logits in a way unknown to Headrace"
         )
 
 

@@ -1,4 +1,4 @@
-"""AdamW over whole arenas: one kernel for all matrices and one for the rest, float32 masters under bfloat16 weights.
+"""AdamW over whole arenas: one kernel for each run of tensors that are decayed alike, float32 masters under bfloat16 weights.
 
 Gradients are added up in float32 whatever the weights are, so that a step does not depend on how many passes it took. Nothing
 here waits for the GPU: the norm that clips, and whether a gradient is finite, are read there by the update itself.
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from headrace.config import TrainSettings
-    from headrace.model.arena import Arena
+    from headrace.model.arena import Arena, Slot
 
 EPSILON = 1e-8
 _STREAMED = 1 << 26
@@ -197,7 +197,7 @@ class FlatAdamW:
             gradient=torch.zeros(weights.shape, dtype=torch.float32, device=weights.device),
             means=_resting(torch.zeros(weights.shape, dtype=torch.float32, device=device), self._is_offloaded),
             squares=_resting(torch.zeros(weights.shape, dtype=torch.float32, device=device), self._is_offloaded),
-            decay=self._settings.weight_decay if len(first.shape) >= _MATRIX else 0.0,
+            decay=self._settings.weight_decay if _is_decayed(names[0], first) else 0.0,
         )
         self._segments.append(segment)
         for name, slot in zip(names, slots, strict=True):
@@ -227,10 +227,17 @@ def _collect(parameter: nn.Parameter, gradient: Tensor) -> None:
 
 
 def _neighbours(arena: Arena, parameters: Mapping[str, nn.Parameter]) -> Iterator[list[str]]:
-    """Runs of trained tensors with nothing but padding between them, of one dtype, all matrices or none."""
+    """Runs of trained tensors with nothing but padding between them, of one dtype, all decayed or none."""
     order = sorted(arena.slots, key=lambda name: (str(arena.slots[name].dtype), arena.slots[name].start))
     for (is_trained, _, _), names in itertools.groupby(
-        order, key=lambda name: (name in parameters, arena.slots[name].dtype, len(arena.slots[name].shape) >= _MATRIX)
+        order, key=lambda name: (name in parameters, arena.slots[name].dtype, _is_decayed(name, arena.slots[name]))
     ):
         if is_trained:
             yield list(names)
+
+
+def _is_decayed(name: str, slot: Slot) -> bool:
+    """Matrices are; experts' biases (`gate_up_proj_bias`) and heads' norms (`q_norm.weight`) are not, though 2-D."""
+    *modules, last = name.split(".")
+    is_norm = bool(modules) and "norm" in modules[-1].lower()
+    return len(slot.shape) >= _MATRIX and not last.endswith("bias") and not is_norm

@@ -71,3 +71,32 @@ def test_a_model_that_bypasses_the_hook_is_refused() -> None:
     model = transformers.AutoModelForCausalLM.from_config(config)
     with pytest.raises((ModelError, TypeError), match=r"mamba|Mamba|attention"):
         prepare(model, name="some/mamba")
+
+
+DECODER = {"is_decoder": True}
+REFUSED = {
+    "hyperclovax": ("HyperCLOVAXConfig", {"logits_scaling": 0.5}),
+    "modernbert-decoder": ("ModernBertDecoderConfig", {}),
+    "bert": ("BertConfig", DECODER),
+    "camembert": ("CamembertConfig", DECODER),
+    "data2vec-text": ("Data2VecTextConfig", DECODER),
+    "electra": ("ElectraConfig", {**DECODER, "embedding_size": 32}),
+    "ernie": ("ErnieConfig", DECODER),
+    "roberta": ("RobertaConfig", DECODER),
+    "roberta-prelayernorm": ("RobertaPreLayerNormConfig", DECODER),
+    "roc_bert": ("RoCBertConfig", DECODER),
+    "xlm-roberta": ("XLMRobertaConfig", DECODER),
+    "xlm-roberta-xl": ("XLMRobertaXLConfig", DECODER),
+}
+
+
+@pytest.mark.parametrize("family", REFUSED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_whose_logits_are_not_its_heads_is_refused_by_name(family: str, dtype: torch.dtype) -> None:
+    """They transform hidden states before the head, scale its logits another way or count positions from elsewhere."""
+    name, extra = REFUSED[family]
+    config = getattr(transformers, name)(**{**SMALL, "num_key_value_heads": 4, "num_hidden_layers": 2, **extra})
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ModelError, match=rf"some/model.*\({family}\).*logprobs computed from its hidden states differ"):
+        prepare(model.to(dtype), name="some/model")

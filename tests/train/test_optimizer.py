@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
+from families import SMALL, make
 from torch import nn
 
 from headrace.config import TrainSettings
@@ -136,3 +138,17 @@ def test_a_restart_goes_on_bitwise() -> None:
         flat.step(0.01)
     for name in first.names:
         assert torch.equal(first.master(name), second.master(name)), name
+
+
+def test_neither_biases_nor_norms_are_decayed_whatever_their_shape() -> None:
+    """GPT-OSS has a row of biases for each expert, Cohere a row of its norms for each head."""
+    cohere = transformers.CohereForCausalLM(transformers.CohereConfig(**SMALL, use_qk_norm=True))
+    for model in (make("gpt_oss"), cohere):
+        parameters = dict(model.named_parameters())
+        before = {name: parameter.detach().clone().fill_(1.0) for name, parameter in parameters.items()}
+        flat = FlatAdamW([(Arena.adopt(model), parameters)], settings())
+        flat.load_weights(before)
+        flat.step(0.1)
+        kept = {name for name, parameter in parameters.items() if torch.equal(parameter, before[name])}
+        assert kept == {name for name in parameters if "bias" in name or "norm" in name or "sinks" in name}
+        assert any(parameters[name].ndim == 2 for name in kept)
