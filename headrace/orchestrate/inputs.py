@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from headrace.types import Plain
 
 
+_RESERVED = GIVEN - {"prompt"}
+
+
 @dataclass(frozen=True)
 class UserInputs:
     """What a Python caller gave as objects; a recipe names the same things."""
@@ -132,39 +135,42 @@ def reward_functions(recipe: Recipe, given: UserInputs) -> list[tuple[RewardFunc
 
 def check_inputs(recipe: Recipe, given: UserInputs) -> None:
     """Tasks, held-out tasks and rewards are there, and every row has what the rewards take."""
-    stream, held_out = open_tasks(recipe, given), held_out_tasks(recipe, given)
+    stream, _ = open_tasks(recipe, given), held_out_tasks(recipe, given)
     rewards = [function for function, _ in reward_functions(recipe, given)]
     if given.environment is not None:
         rewards = []  # it may give its episodes columns of its own
-    for source in stream.sources:
-        check_columns(source, rewards)
-    check_rows("the held-out tasks", held_out, rewards)
+    check_columns(stream.sources, rewards)
+    check_columns(held_out_sources(recipe, given), rewards, kind="held-out ")
 
 
-def check_columns(source: TaskSource, rewards: Sequence[RewardFunction]) -> None:
-    """Of a source's every row; of the first where rows are made as they are needed, and all alike."""
-    if isinstance(source, RowSource):
-        check_rows(source.name, source.rows, rewards)
-    else:
-        check_rows("the tasks", [source.row(0)], rewards)
+def held_out_sources(recipe: Recipe, given: UserInputs) -> list[TaskSource]:
+    """Whole, where `held_out_tasks` is what an evaluation takes of them."""
+    sources = recipe.evaluate.tasks if given.held_out is None else [source for source, _ in _mix(given.held_out)]
+    return [_open(source, recipe, split="held_out") for source in sources]
 
 
-def check_rows(where: str, rows: Sequence[dict[str, Plain]], rewards: Sequence[RewardFunction]) -> None:
-    """Refuse a row that lacks a column some reward takes, or has one that a reward could never see."""
-    reserved = GIVEN - {"prompt"}
-    for number, row in enumerate(rows):
-        for name in reserved & row.keys():
-            raise ConfigError(
-                f"row {number} of {where} has a column {name!r}, the name under which rewards get what the policy made of it; "
-                f"rename the column, for example to 'answer'"
-            )
-        for reward in rewards:
-            for name in reward.required:
-                if name not in row:
-                    raise ConfigError(
-                        f"reward {reward.name!r} takes {name!r}, which row {number} of {where} does not have (it has: "
-                        f"{', '.join(row)}); add the column to every row, or give the parameter {name} a default value"
-                    )
+def check_columns(sources: Sequence[TaskSource], rewards: Sequence[RewardFunction], *, kind: str = "") -> None:
+    """Refuse a row that lacks a column some reward takes, or has one that a reward could never see. All rows are looked at, and
+    the first of those that are made as they are needed, all alike."""
+    for source in sources:
+        name, rows = (source.name, source.rows) if isinstance(source, RowSource) else ("tasks", [source.row(0)])
+        for number, row in enumerate(rows):
+            _check_row(row, rewards, where=f"row {number} of {kind}{name}")
+
+
+def _check_row(row: dict[str, Plain], rewards: Sequence[RewardFunction], *, where: str) -> None:
+    for name in _RESERVED & row.keys():
+        raise ConfigError(
+            f"{where} has a column {name!r}, the name under which rewards get what the policy made of the task; rename the "
+            f"column, for example to 'answer'"
+        )
+    for reward in rewards:
+        for name in reward.required:
+            if name not in row:
+                raise ConfigError(
+                    f"reward {reward.name!r} takes {name!r}, which {where} does not have (it has: {', '.join(row)}); add the "
+                    f"column to every row, or give the parameter {name} a default value"
+                )
 
 
 def _mix(tasks: Any) -> list[tuple[Any, float]]:  # noqa: ANN401

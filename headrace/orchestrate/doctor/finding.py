@@ -42,7 +42,7 @@ class Subject:
     rows: list[dict[str, Plain]] = field(default_factory=list)
     """The first tasks the run would submit."""
     sources: list[TaskSource] = field(default_factory=list)
-    held_out: list[dict[str, Plain]] = field(default_factory=list)
+    held_out: list[TaskSource] = field(default_factory=list)
     rewards: list[tuple[RewardFunction, float]] = field(default_factory=list)
     tokenizer: PreTrainedTokenizerBase | None = None
     context: int = 0

@@ -12,7 +12,7 @@ from headrace.orchestrate.doctor.finding import Finding, problem
 from headrace.orchestrate.inputs import (
     UserInputs,
     check_columns,
-    check_rows,
+    held_out_sources,
     held_out_tasks,
     open_tasks,
     reward_functions,
@@ -65,7 +65,8 @@ def check_held_out(subject: Subject) -> Iterator[Finding]:
     if subject.recipe is None:
         return
     try:
-        subject.held_out = rows = held_out_tasks(subject.recipe, UserInputs())
+        rows = held_out_tasks(subject.recipe, UserInputs())
+        subject.held_out = held_out_sources(subject.recipe, UserInputs())
     except ValueError as error:
         yield problem(error, otherwise="mend evaluate.tasks, or leave it out")
         return
@@ -101,9 +102,8 @@ def check_reward_names(subject: Subject) -> Iterator[Finding]:
         yield Finding("problem", f"reward: {in_words(error)}{_last_line(error)}", "mend the file that is named")
     functions = [function for function, _ in subject.rewards]
     try:
-        for source in subject.sources:
-            check_columns(source, functions)
-        check_rows("the held-out tasks", subject.held_out, functions)
+        check_columns(subject.sources, functions)
+        check_columns(subject.held_out, functions, kind="held-out ")
     except ConfigError as error:
         subject.rewards = []  # to try it would only say the same again
         yield problem(error)

@@ -128,7 +128,7 @@ def check_tokenizer(subject: Subject) -> Iterator[Finding]:
         return
     path, generation = subject.recipe.model.path, None
     if path.startswith("builtin:"):
-        tokenizer = tiny.build_tokenizer()
+        tokenizer: PreTrainedTokenizerBase = tiny.build_tokenizer()
     else:
         try:
             tokenizer, generation = load_tokenizer(path), load_generation(path)
