@@ -1,6 +1,7 @@
 """`headrace bench engine`: how fast the native engine is, how near its memory's limit, and how true its logprobs.
 
-Every figure that has a peer is measured with it in one run, turn about, and is the median of its turns. Time runs from the
+Every figure that has a peer is measured with it in one run, turn about. Ours is the median of its turns, a peer's tokens a
+second those of its best turn; vLLM's settings are printed in full. Time runs from the
 first submission to the last result: prefill, scheduling and the making of rollouts are in it. No two turns have the same
 prompts. Where a peer is not installed or fails, one line says so, and its column stays empty.
 """
@@ -174,10 +175,12 @@ def _open_vllm(plan: Plan, model_folder: str, folder: Path) -> VllmPeer | None:
     if plan.device != "cuda":
         return None
     try:
-        return VllmPeer(model_folder, dtype=plan.dtype, context=plan.context, slots=plan.slots, log=folder / "vllm.log")
+        peer = VllmPeer(model_folder, dtype=plan.dtype, context=plan.context, slots=plan.slots, log=folder / "vllm.log")
     except PeerFailed as failed:
         _say_absent(failed)
         return None
+    print(f"vLLM: {peer.settings}; the rest as it comes", flush=True)
+    return peer
 
 
 def _speed_rows(plan: Plan, model_folder: str, vllm: VllmPeer | None) -> Iterator[list[Row]]:
@@ -215,7 +218,7 @@ class Found:
     load: Load
     turns: tuple[Turn, ...]
     peers: dict[str, float]
-    """Tokens a second of those that took every turn."""
+    """Tokens a second, of the best turn, of those that took every turn."""
 
     def rows(self) -> list[Row]:
         """Tokens a second, and how many times a peer's."""
@@ -246,7 +249,7 @@ def alternate(core: EngineCore, load: Load, *, vocabulary: int, turns: int, peer
                 continue
             if number:
                 rates.setdefault(name, []).append(rate)
-    found = Found(load, tuple(seen), {name: statistics.median(rates[name]) for name in peers})
+    found = Found(load, tuple(seen), {name: max(rates[name]) for name in peers})
     said = ", ".join(f"{name} {rate:,.0f}" for name, rate in {"ours": found.rows()[0].value, **found.peers}.items())
     print(f"{load.name}: {said} tokens/s", flush=True)
     return found

@@ -109,6 +109,7 @@ class VllmPeer:
         self._log = log
         arguments = {"dtype": dtype, "context": context, "slots": slots, "memory": memory}
         quiet = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+        variables = {**quiet, **os.environ}
         with log.open("w") as errors:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "headrace.bench.vllm_peer", folder]
@@ -117,16 +118,19 @@ class VllmPeer:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
-                env={**quiet, **os.environ},
+                env=variables,
                 start_new_session=True,  # its own children end with it
             )
         self._lines: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
         try:
-            self._answer(_START_SECONDS)
+            told = self._answer(_START_SECONDS)["settings"]
         except PeerFailed:
             self.close()
             raise
+        told |= {name: variables[name] for name in quiet}
+        self.settings = ", ".join(f"{name} = {value}" for name, value in told.items())
+        """Every one that is not vLLM's default, and its version."""
 
     def generate(self, workload: Workload) -> float:
         """Seconds for a whole workload."""

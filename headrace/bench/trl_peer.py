@@ -6,6 +6,7 @@ generates inside its process, on a CPU transformers does.
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
 import json
@@ -107,7 +108,8 @@ def main() -> None:
     model, order = sys.argv[1], json.loads(Path(sys.argv[2]).read_text())
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+
+    trl: Any = importlib.import_module("trl")  # mypy judges alike with and without it
 
     class Clock(TrainerCallback):
         """Tells how long each step took."""
@@ -124,7 +126,7 @@ def main() -> None:
     tokenizer.eos_token = tokenizer.pad_token  # it must have one; nothing ends a completion early
     tokens, is_on_gpu = order["tokens"], order["device"] == "cuda"
     with_vllm = {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3}
-    config = GRPOConfig(
+    config = trl.GRPOConfig(
         output_dir=order["folder"],
         max_steps=order["steps"],
         per_device_train_batch_size=order["micro_batch"],
@@ -150,7 +152,7 @@ def main() -> None:
             raise RuntimeError(f"{short[0]} tokens a completion where {tokens} were asked for")
         return first_word_is_even(completions)
 
-    trainer = GRPOTrainer(
+    trainer = trl.GRPOTrainer(
         model=model,
         args=config,
         reward_funcs=[reward],

@@ -1,7 +1,8 @@
 """`headrace bench vllm`: a vLLM server as the engine, beside the native engine, on the same model and the same work.
 
-The server is a stock one, started as a run starts it; both engines are asked through the engine protocol, turn about. Figures
-are medians of their turns. The value is vLLM's, the column beside it the native engine's. On a CPU both compute with all
+The server is a stock one, started as a run starts it, and its whole command line is printed; both engines are asked through the
+engine protocol, turn about. The value is vLLM's, the column beside it the native engine's. Tokens a second are those of vLLM's
+best turn and the median of the native engine's; other figures are medians. On a CPU both compute with all
 cores but one, as vLLM does by itself.
 
 An update's time is that of `load` alone, with every slot decoding: the trainer's side has the weights ready before. What of it
@@ -15,6 +16,7 @@ import asyncio
 import contextlib
 import itertools
 import os
+import shlex
 import statistics
 import tempfile
 import time
@@ -75,6 +77,8 @@ class Plan:
     """Of the native engine's keys and values; 0 as many as it would take by itself."""
     arguments: tuple[tuple[str, Any], ...] = ()
     """More of vLLM's command line."""
+    goal: str = ""
+    """Of the native engine's KL against the trainer, over vLLM's."""
     turns: int = 3
     updates: int = 5
 
@@ -96,6 +100,7 @@ def make_plan(device: str, *, quick: bool, has_model: bool) -> Plan:
             mismatch=(64, 128),
             blocks=24 * 1024,
             arguments=(("gpu_memory_utilization", 0.4),),  # both engines and a trainer share the GPU
+            goal="≤ 0.2",
             turns=turns,
             updates=updates,
         )
@@ -113,7 +118,8 @@ def make_plan(device: str, *, quick: bool, has_model: bool) -> Plan:
 
 
 def run(*, quick: bool, json_file: Path | None, model: str | None = None) -> int:
-    """Status 1 if a rollout's versions are wrong, with `--quick` too; speeds have no goal here."""
+    """Status 1 if a rollout's versions are wrong or the native engine's KL is too large, with `--quick` too, for neither hangs
+    on the size; speeds have no goal here."""
     transformers_logging.disable_progress_bar()
     python = choose_python("")
     try:
@@ -177,11 +183,12 @@ async def _vllm(plan: Plan, path: str, log: Path) -> AsyncIterator[Side]:
         place = Place("vllm", 0, plan.device, log, Path(shared) / "weights")
         opened = await open_engine(recipe, path, place, sync=sync, timeline=timeline)
         opened.engine.start()
+        assert opened.server is not None
+        print(f"vLLM: {shlex.join(map(str, opened.server.process.args))}", flush=True)  # type: ignore[arg-type]  # a list
         try:
             yield Side("vLLM", opened.engine, sync, timeline)
         finally:
             await opened.engine.close()
-            assert opened.server is not None
             await opened.server.close()
             sync.close()
 
@@ -237,6 +244,7 @@ async def _speed_rows(plan: Plan, sides: list[Side], *, vocabulary: int) -> list
             assert tuple(rollout.num_sampled for rollout in rollouts) == workload.lengths
             if turn:
                 rates[side.name].append(workload.num_tokens / seconds)
+    rates["vLLM"] = [max(rates["vLLM"])]
     row = _medians(plan.load.name, rates, "tokens/s")
     return [row, Row(f"{plan.load.name}: vLLM ÷ native", row.value / row.peers["native"], "ratio")]
 
@@ -253,6 +261,7 @@ async def _mismatch_rows(plan: Plan, sides: list[Side], source: PreTrainedModel,
             "max |Δ logprob| against the trainer", vllm.largest_difference, "nats", peers={"native": native.largest_difference}
         ),
         Row("KL against the trainer", vllm.divergence, "nats", peers={"native": native.divergence}),
+        Row("KL against the trainer, native ÷ vLLM", native.divergence / vllm.divergence, "ratio", goal=plan.goal),
     ]
 
 

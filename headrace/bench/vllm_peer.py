@@ -18,33 +18,29 @@ def main() -> None:
     """Answer until the input ends."""
     answers = _own_the_output()
     options = _parse()
+    import vllm
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt
 
-    model = LLM(
-        model=options.folder,
-        skip_tokenizer_init=True,
-        dtype=options.dtype,
-        gpu_memory_utilization=options.memory,
-        max_model_len=options.context,
-        max_num_seqs=options.slots,
-        enable_prefix_caching=False,
-        seed=0,
-    )
-
-    def parameters(length: int) -> Any:  # noqa: ANN401  (vLLM's)
-        # No min_tokens: with ignore_eos nothing but the length ends a request, and a floor would cost a mask at every step.
-        return SamplingParams(
-            temperature=1.0, max_tokens=length, ignore_eos=True, logprobs=0, flat_logprobs=True, detokenize=False
-        )
-
-    _answer(answers, {"ready": True})
+    settings = {
+        "skip_tokenizer_init": True,
+        "dtype": options.dtype,
+        "gpu_memory_utilization": options.memory,
+        "max_model_len": options.context,
+        "max_num_seqs": options.slots,
+        "enable_prefix_caching": False,
+        "seed": 0,
+    }
+    # No min_tokens: with ignore_eos nothing but the length ends a request, and a floor would cost a mask at every step.
+    sampling = {"temperature": 1.0, "ignore_eos": True, "logprobs": 0, "flat_logprobs": True, "detokenize": False}
+    model = LLM(model=options.folder, **settings)
+    _answer(answers, {"settings": {"version": vllm.__version__, **settings, **sampling}})
     for line in sys.stdin:
         workload = json.loads(line)
         prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in workload["prompts"]]
-        sampling = [parameters(length) for length in workload["lengths"]]
+        parameters = [SamplingParams(max_tokens=length, **sampling) for length in workload["lengths"]]
         started = time.perf_counter()
-        outputs = model.generate(prompts, sampling, use_tqdm=False)
+        outputs = model.generate(prompts, parameters, use_tqdm=False)
         seconds = time.perf_counter() - started
         drawn = [output.outputs[0] for output in outputs]
         answer: dict[str, Any] = {"seconds": seconds, "lengths": [len(one.token_ids) for one in drawn]}

@@ -105,5 +105,6 @@ def test_both_engines_are_measured(monkeypatch, tmp_path) -> None:
     )
     for name in ("mean |Δ logprob| against the trainer", "max |Δ logprob| against the trainer"):
         assert 0 < rows[name]["value"] < 1e-4 and 0 < rows[name]["peers"]["native"] < 1e-4
+    assert rows["KL against the trainer, native ÷ vLLM"]["value"] > 0
     timed = [row for row in rows.values() if row["unit"] in ("ms", "tokens/s")]
     assert len(timed) == 5 and all(row["value"] > 0 and row["peers"]["native"] > 0 for row in timed)
