@@ -151,6 +151,7 @@ def test_every_section_is_documented() -> None:
         ({"train.batch": 16, "train.mini_batches": 3}, "train.mini_batches = 3: must be at most the 2 groups"),
         ({"train.mini_batches": 0}, "train.mini_batches = 0"),
         ({"train.learning_rate": 0}, "train.learning_rate = 0.0: must be a number above 0"),
+        ({"train.value_learning_rate": 1e-4}, "train.value_learning_rate = 0.0001: advantage = 'group' learns no values"),
         ({"train.learning_rate": float("nan")}, "train.learning_rate = nan"),
         ({"train.micro_batch_tokens": 8}, "train.micro_batch_tokens = 8"),
         ({"steps": 0}, "steps = 0: must be ≥ 1"),

@@ -131,6 +131,9 @@ class TrainSettings:
     """Siblings' common prompt goes through the model once for all that are in one pass; changes speed, not the gradient."""
     learning_rate: float = 1e-6
     """Of AdamW, at the top of its schedule."""
+    value_learning_rate: float = 0.0
+    """Of the value head, on the same schedule; its gradient is clipped apart from the policy's. 0 takes ten times
+    learning_rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """What the learning rate does after its rise, until the last step."""
     warmup_steps: int = 0
@@ -189,6 +192,12 @@ class TrainSettings:
         groups = self.batch // self.group_size
         check(groups >= self.mini_batches, "mini_batches", self.mini_batches, f"at most the {groups} groups of a batch")
         check(0 < self.learning_rate < math.inf, "learning_rate", self.learning_rate, "a number above 0")
+        check(0 <= self.value_learning_rate < math.inf, "value_learning_rate", self.value_learning_rate, "a number ≥ 0")
+        if self.value_learning_rate and self.advantage != "gae":
+            raise ConfigError(
+                f"value_learning_rate = {self.value_learning_rate:g}: advantage = '{self.advantage}' learns no values; set "
+                f"it to 'gae' and loss to 'ppo', or leave value_learning_rate out"
+            )
         check(0 <= self.beta1 < 1, "beta1", self.beta1, "in [0, 1)")
         check(0 <= self.beta2 < 1, "beta2", self.beta2, "in [0, 1)")
         check(0 <= self.max_grad_norm < math.inf, "max_grad_norm", self.max_grad_norm, "a number ≥ 0")

@@ -17,6 +17,7 @@ from headrace.orchestrate.skipped import NotFiniteGradient, SkippedSteps
 from headrace.orchestrate.unfinished import Flight
 from headrace.orchestrate.work import Begun, FinishedEpisodes, PendingGroup, Work
 from headrace.partial import interrupt_of
+from headrace.settings import ConfigError
 from headrace.staleness import Gate, too_old
 from headrace.train import learning_rate
 from headrace.types import Episode, InfraAbort, Invalid, Sampling, Scored
@@ -275,6 +276,12 @@ class Run:
 
     def finish(self, episode: Episode) -> None:
         """An episode has ended; it is to be scored."""
+        kind = self.recipe.train.advantage
+        if kind != "gae" and any(rollout.step_rewards for rollout in episode.rollouts):
+            raise ConfigError(
+                f"train.advantage = '{kind}': episode {episode.id!r} has step_rewards, which only 'gae' looks at; set it to "
+                f"'gae' and train.loss to 'ppo', or have the environment leave them out"
+            )
         if self.is_wanted(episode.group):
             self.flight.finish(episode)
             self.finished.put(episode)

@@ -312,7 +312,8 @@ class Session:
             return None
         with self.run.trainer_timeline.during("evaluate"):
             await self.run.published()
-            evaluation = await self.evaluator.run(self.held_out, name="eval")
+            # One name whatever the version, for random numbers follow from it; this one keeps those of the first evaluation.
+            evaluation = await self.evaluator.run(self.held_out, name="eval0")
         self.run.ledger.evaluation += evaluation.count
         self.samples = evaluation.episodes[:3]
         self.progress.held_out_after = evaluation.metrics

@@ -112,6 +112,7 @@ async def _warm_up(recipe: Recipe, path: str, given: UserInputs, target: Path, s
     train = dataclasses.replace(
         recipe.train,
         learning_rate=settings.learning_rate,
+        value_learning_rate=0.0,
         micro_batch_tokens=16384,
         # Demonstrations alone: no model is looked at, and no values are learnt.
         loss="supervised",

@@ -49,10 +49,11 @@ def normalised(values: Sequence[float] | Array) -> Array:
     wide: Array = np.asarray(values, dtype=np.float64)
     if not len(wide):
         return wide.astype(np.float32)
-    centred = wide - wide.mean()
+    centred: Array = wide - wide.mean()
     spread = float(centred.std())
-    is_noise = spread <= _ROUNDING * max(1.0, float(np.abs(wide).max()))
-    return (np.zeros_like(centred) if is_noise else centred / spread).astype(np.float32)
+    is_rounding = spread <= _ROUNDING * max(1.0, float(np.abs(wide).max()))
+    scaled: Array = np.zeros_like(centred) if is_rounding else centred / spread
+    return scaled.astype(np.float32)
 
 
 def token_rewards(rollout: Rollout, reward: float) -> Array:

@@ -1,4 +1,5 @@
 """AdamW over whole arenas: one kernel for each run of tensors that are decayed alike, float32 masters under bfloat16 weights.
+Each arena has a learning rate and a limit to its gradient's norm of its own.
 
 Gradients are added up in float32 whatever the weights are, so that a step does not depend on how many passes it took. Nothing
 here waits for the GPU: the norm that clips, and whether a gradient is finite, are read there by the update itself.
@@ -53,17 +54,17 @@ class FlatAdamW:
     ) -> None:
         self._settings = settings
         self._is_offloaded = offload
-        self._segments: list[Segment] = []
+        self._arenas: list[list[Segment]] = []
         self._places: dict[str, tuple[Segment, int, int]] = {}
         """Of each parameter by name: its segment, and where it lies there."""
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._named: dict[int, str] = {}
         """By the identity of a parameter."""
         for arena, parameters in trained:
-            for names in _neighbours(arena, parameters):
-                self._add(arena, names, parameters)
-        if not self._segments:
+            self._arenas.append([self._add(arena, names, parameters) for names in _neighbours(arena, parameters)])
+        if not all(self._arenas):
             raise ValueError("every parameter of the model is frozen: there is nothing to train")
+        self._segments = [segment for segments in self._arenas for segment in segments]
         self.num_steps = torch.zeros((), device=self._segments[0].gradient.device)
 
     @property
@@ -73,38 +74,42 @@ class FlatAdamW:
         return own + sum(s.gradient.nbytes + s.means.nbytes + s.squares.nbytes for s in self._segments)
 
     @torch.no_grad()
-    def step(self, learning_rate: float) -> Tensor:
-        """One step with the gradient held, which is then dropped. Returns the gradient's norm; where that is not finite,
-        weights and moments stay what they were, and the step is not counted."""
-        norm: Tensor = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(s.gradient) for s in self._segments]))
-        is_odd = (~torch.isfinite(norm)).float()
+    def step(self, *learning_rates: float) -> Tensor:
+        """One step with the gradient held, which is then dropped; a learning rate for each arena. Returns the norm of each
+        one's gradient; where one is not finite, all weights and moments stay what they were, and the step is not counted."""
+        norm = torch.linalg.vector_norm
+        norms = torch.stack([norm(torch.stack([norm(s.gradient) for s in segments])) for segments in self._arenas])
+        is_odd = (~torch.isfinite(norms).all()).float()
         limit = self._settings.max_grad_norm
-        shrink = ((norm + 1e-6) / limit).clamp_min(1.0) if limit else torch.ones_like(norm)
-        count = self.num_steps + 1
-        for segment in self._segments:
-            for masters, gradient, means, squares in self._parts(segment):
-                torch._fused_adamw_(
-                    [masters],
-                    [gradient],
-                    [means],
-                    [squares],
-                    [],
-                    [count],
-                    lr=learning_rate,
-                    beta1=self._settings.beta1,
-                    beta2=self._settings.beta2,
-                    weight_decay=segment.decay,
-                    eps=EPSILON,
-                    amsgrad=False,
-                    maximize=False,
-                    grad_scale=shrink,
-                    found_inf=is_odd,
-                )
-            if not segment.is_own_master and not self._is_offloaded:
-                segment.weights.copy_(segment.masters)
-            segment.gradient.zero_()
+        shrinks = ((norms + 1e-6) / limit).clamp_min(1.0) if limit else torch.ones_like(norms)
+        for segments, learning_rate, shrink in zip(self._arenas, learning_rates, shrinks, strict=True):
+            for segment in segments:
+                self._update(segment, learning_rate, shrink=shrink, is_odd=is_odd)
         self.num_steps += 1 - is_odd
-        return norm
+        return norms
+
+    def _update(self, segment: Segment, learning_rate: float, *, shrink: Tensor, is_odd: Tensor) -> None:
+        for masters, gradient, means, squares in self._parts(segment):
+            torch._fused_adamw_(
+                [masters],
+                [gradient],
+                [means],
+                [squares],
+                [],
+                [self.num_steps + 1],
+                lr=learning_rate,
+                beta1=self._settings.beta1,
+                beta2=self._settings.beta2,
+                weight_decay=segment.decay,
+                eps=EPSILON,
+                amsgrad=False,
+                maximize=False,
+                grad_scale=shrink,
+                found_inf=is_odd,
+            )
+        if not segment.is_own_master and not self._is_offloaded:
+            segment.weights.copy_(segment.masters)
+        segment.gradient.zero_()
 
     def _parts(self, segment: Segment) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
         """(masters, gradient, means, squares) where the update can be made: all at once, or piece by piece on the GPU, each
@@ -184,7 +189,7 @@ class FlatAdamW:
         flat: Tensor = getattr(segment, kind)
         return flat[start:stop].view(self._shapes[name])
 
-    def _add(self, arena: Arena, names: list[str], parameters: Mapping[str, nn.Parameter]) -> None:
+    def _add(self, arena: Arena, names: list[str], parameters: Mapping[str, nn.Parameter]) -> Segment:
         slots = [arena.slots[name] for name in names]
         first = slots[0]
         weights = arena.flat[first.dtype][first.start : slots[-1].stop]
@@ -199,12 +204,12 @@ class FlatAdamW:
             squares=_resting(torch.zeros(weights.shape, dtype=torch.float32, device=device), self._is_offloaded),
             decay=self._settings.weight_decay if _is_decayed(names[0], first) else 0.0,
         )
-        self._segments.append(segment)
         for name, slot in zip(names, slots, strict=True):
             self._shapes[name] = slot.shape
             self._named[id(parameters[name])] = name
             self._places[name] = (segment, slot.start - first.start, slot.stop - first.start)
             _collect(parameters[name], self.gradient(name))
+        return segment
 
 
 def _resting(tensor: Tensor, is_offloaded: bool) -> Tensor:

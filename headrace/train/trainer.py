@@ -41,6 +41,9 @@ if TYPE_CHECKING:
     from headrace.train.protocol import Metrics
     from headrace.types import Array, Batch, Rollout
 
+_VALUE_TIMES = 10.0
+"""The value head's learning rate by the policy's, where none is set: a head that begins at 0 has a long way to go."""
+
 
 @dataclass(frozen=True)
 class _Pass:
@@ -138,12 +141,16 @@ class DeviceTrainer:
         return seen.metrics()
 
     def optim_step(self, learning_rate: float) -> Metrics:
-        norm = float(self.optimizer.step(learning_rate))
-        is_finite = bool(np.isfinite(norm))
+        settings, rates = self._settings, {"learning_rate": learning_rate}
+        if self._values is not None:
+            times = settings.value_learning_rate / settings.learning_rate or _VALUE_TIMES
+            rates["value_learning_rate"] = times * learning_rate
+        norms = self.optimizer.step(*rates.values()).tolist()
+        is_finite = bool(np.isfinite(norms).all())
         return {
-            "grad_norm": norm if is_finite else -1.0,
+            **{name: norm if is_finite else -1.0 for name, norm in zip(("grad_norm", "value_grad_norm"), norms, strict=False)},
             "skipped": float(not is_finite),
-            "learning_rate": learning_rate,
+            **rates,
             "memory_peak": float(peak_memory(self._device)),
         }
 

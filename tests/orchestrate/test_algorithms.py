@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 from helpers import small_run
 
+from headrace.envs import SingleTurn
+from headrace.settings import ConfigError
 from headrace.train import DeviceTrainer
 
 if TYPE_CHECKING:
-    from headrace.types import Array, Batch
+    from headrace.types import Array, Batch, Episode
 
 
 def rows(folder) -> list[dict]:
@@ -76,3 +78,16 @@ def test_rejected_rollouts_are_a_share_of_what_a_version_settled(tmp_path) -> No
         trained, rejected = (row[f"rollouts/{name}"] - before[name] for name in before)
         before = {name: row[f"rollouts/{name}"] for name in before}
         assert row["rejected"] == pytest.approx(rejected / (trained + rejected))
+
+
+def test_step_rewards_that_nothing_would_look_at_are_refused_at_the_first(tmp_path) -> None:
+    class Stepwise(SingleTurn):
+        async def run(self, task, client) -> Episode:
+            episode = await super().run(task, client)
+            rollout = episode.rollouts[0]
+            return episode.replace(rollouts=(rollout.replace(step_rewards=((len(rollout) - 1, 0.5),)),))
+
+    pattern = r"train.advantage = 'group': episode 'g\d+/\d+' has step_rewards, which only 'gae' looks at; set it to 'gae'"
+    with pytest.raises(ConfigError, match=pattern):
+        small_run(tmp_path / "refused", steps=1, held_out=None, environment=Stepwise())
+    small_run(tmp_path / "run", steps=1, held_out=None, environment=Stepwise(), train={"advantage": "gae", "loss": "ppo"})

@@ -75,6 +75,20 @@ def test_a_value_head_learns_and_is_kept(tiny_model: str, tmp_path) -> None:
     assert "value_head.weight" not in dict(trainer.tensors())  # engines have none
 
 
+def test_the_value_head_has_a_learning_rate_of_its_own(tiny_model: str) -> None:
+    """Ten times the policy's where none is set; the schedule moves both."""
+    items, found = rollouts(tiny_model, 6), {}
+    for rate in (0.0, 5e-2):
+        settings = {"learning_rate": 1e-6, "value_learning_rate": rate, "loss": "ppo", "advantage": "gae"}
+        trainer = make(tiny_model, **settings)
+        trainer.forward_backward(ppo_batch(items, trainer))
+        seen = trainer.optim_step(5e-7)
+        assert seen["learning_rate"] == 5e-7 and seen["value_learning_rate"] == pytest.approx(rate / 2 or 5e-6)
+        assert seen["grad_norm"] > 0 and seen["value_grad_norm"] > 0
+        found[rate] = float(trainer.optimizer.master("value_head.bias").abs())
+    assert found[0.0] == pytest.approx(5e-6, rel=1e-3) and found[5e-2] == pytest.approx(2.5e-2, rel=1e-3)
+
+
 def test_what_is_computed_again_has_the_same_gradient(tiny_model: str) -> None:
     batch = make_batch(rollouts(tiny_model, 8))
     found = []

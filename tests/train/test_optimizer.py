@@ -68,6 +68,34 @@ def test_steps_are_those_of_torch(limit: float, offload: bool) -> None:
         torch.testing.assert_close(parameter, dict(theirs.named_parameters())[name], atol=1e-6, rtol=1e-5)
 
 
+def test_each_arena_has_its_own_rate_and_its_gradient_is_clipped_apart() -> None:
+    """As two optimizers would, but for a gradient that is not finite: then neither moves."""
+    policy, value = Small(), nn.ModuleDict({"head": nn.Linear(5, 1)})
+    head = dict(value.named_parameters())
+    alone = [Small(), nn.ModuleDict({"head": nn.Linear(5, 1)})]
+    alone[1].load_state_dict(value.state_dict())
+    both = FlatAdamW([(Arena.adopt(policy), policy.trained()), (Arena.adopt(value), head)], settings())
+    apart = [FlatAdamW([(Arena.adopt(each), {n: p for n, p in each.named_parameters() if p.requires_grad})], settings())
+             for each in alone]  # fmt: skip
+    for step in range(3):
+        for name, gradient in gradients(step).items():
+            policy.trained()[name].backward(gradient)
+            dict(alone[0].named_parameters())[name].backward(gradient)
+        for parameter, other in zip(value.parameters(), alone[1].parameters(), strict=True):
+            parameter.backward(torch.full_like(parameter, 1e3))  # would leave the policy nothing under a common limit
+            other.backward(torch.full_like(other, 1e3))
+        norms = both.step(0.01, 0.1)
+        assert norms.tolist() == [float(each.step(rate)) for each, rate in zip(apart, (0.01, 0.1), strict=True)]
+    for ours, theirs in ((policy, alone[0]), (value, alone[1])):
+        for name, parameter in ours.named_parameters():
+            assert torch.equal(parameter, dict(theirs.named_parameters())[name]), name
+    before = [parameter.clone() for parameter in (*policy.parameters(), *value.parameters())]
+    policy.first.backward(torch.ones_like(policy.first))
+    head["head.weight"].backward(torch.full_like(head["head.weight"], float("nan")))
+    both.step(0.01, 0.1)
+    assert all(torch.equal(a, b) for a, b in zip(before, (*policy.parameters(), *value.parameters()), strict=True))
+
+
 def test_a_step_that_is_not_finite_changes_nothing_and_does_not_count() -> None:
     model = Small()
     flat = FlatAdamW([(Arena.adopt(model), model.trained())], settings())
