@@ -17,6 +17,8 @@ from pathlib import Path
 
 _PATIENCE = 8.0
 """Seconds between asking and killing."""
+_TRACKERS = 3.0
+"""Seconds that resource trackers are left after that."""
 
 
 def main() -> int:
@@ -41,14 +43,18 @@ def _watch(child: subprocess.Popen[bytes]) -> None:
 
 
 def _end_others(until: float) -> None:
-    """What the command left behind, in its group."""
+    """What the command left behind, in its group. Python's resource trackers come last: when all that used it are gone, they
+    remove the shared memory that those could not."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.killpg(0, signal.SIGTERM)
-    while _others() and time.monotonic() < until:
-        time.sleep(0.05)
-    for process in _others():
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process, signal.SIGKILL)
+    for is_last in (False, True):
+        while _others() and time.monotonic() < until:
+            time.sleep(0.05)
+        for process in _others():
+            with contextlib.suppress(OSError):  # it has ended
+                if is_last or b"resource_tracker" not in Path(f"/proc/{process}/cmdline").read_bytes():
+                    os.kill(process, signal.SIGKILL)
+        until = time.monotonic() + _TRACKERS
 
 
 def _others() -> list[int]:
