@@ -14,13 +14,11 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 _PATIENCE = 8.0
 """Seconds between asking and killing."""
+_TRACKERS = 3.0
+"""Seconds that resource trackers are left after that."""
 
 
 def main() -> int:
@@ -45,32 +43,18 @@ def _watch(child: subprocess.Popen[bytes]) -> None:
 
 
 def _end_others(until: float) -> None:
-    """What the command left behind, in its group."""
+    """What the command left behind, in its group. Python's resource trackers come last: when all that used it are gone, they
+    remove the shared memory that those could not."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.killpg(0, signal.SIGTERM)
-    _wait_for_others(until)
-    trackers = [process for process in _others() if _is_tracker(process)]
-    _kill(process for process in _others() if process not in trackers)
-    _wait_for_others(time.monotonic() + _PATIENCE)  # a tracker ends by itself, once it has removed their shared memory
-    _kill(_others())
-
-
-def _wait_for_others(until: float) -> None:
-    while _others() and time.monotonic() < until:
-        time.sleep(0.05)
-
-
-def _kill(processes: Iterable[int]) -> None:
-    for process in processes:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process, signal.SIGKILL)
-
-
-def _is_tracker(process: int) -> bool:
-    """Whether it is the one in which Python keeps the names of the others' shared memory."""
-    with contextlib.suppress(OSError):
-        return b"multiprocessing.resource_tracker" in Path(f"/proc/{process}/cmdline").read_bytes()
-    return False
+    for is_last in (False, True):
+        while _others() and time.monotonic() < until:
+            time.sleep(0.05)
+        for process in _others():
+            with contextlib.suppress(OSError):  # it has ended
+                if is_last or b"resource_tracker" not in Path(f"/proc/{process}/cmdline").read_bytes():
+                    os.kill(process, signal.SIGKILL)
+        until = time.monotonic() + _TRACKERS
 
 
 def _others() -> list[int]:
