@@ -65,6 +65,7 @@ def check_held_out(subject: Subject) -> Iterator[Finding]:
     except ValueError as error:
         yield problem(error, otherwise="mend evaluate.tasks, or leave it out")
         return
+    subject.num_held_out = len(rows)
     if rows:
         yield Finding("ok", f"held-out tasks: {len(rows)} for every evaluation")
     else:
