@@ -32,7 +32,7 @@ from headrace.orchestrate.processes import Processes
 from headrace.orchestrate.session import Session
 from headrace.orchestrate.stop import StopRequest, ended_by_signals
 from headrace.orchestrate.warmup import model_folder
-from headrace.settings import ConfigError
+from headrace.settings import ConfigError, to_dict
 from headrace.sync import Lineage
 
 if TYPE_CHECKING:
@@ -217,6 +217,7 @@ class _Run:
             sinks=recipe.observe.sinks,
             trace=recipe.observe.trace,
             restored=None if checkpoint is None else checkpoint.version,
+            config=to_dict(recipe),
             elsewhere=() if self.local is None else ("engine", "trainer"),
         )
         held_out = held_out_tasks(recipe, self.given)
