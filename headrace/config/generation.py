@@ -146,8 +146,9 @@ class EngineSettings:
     block_size: int = 16
     """Tokens in a KV block; exact mode needs 16."""
     kv_blocks: int = 0
-    """KV blocks in all; 0 takes as many as the slots can use, within 40 % of the free memory. With fewer than the running
-    rollouts come to need, those admitted last are retracted and go on later."""
+    """KV blocks in all; 0 takes what the rollouts that can be in flight need (the longest of the first prompts and
+    `sampling.max_tokens`), within 40 % of the free memory. Where they come to need more, those admitted last are retracted and
+    go on later."""
     graphs: bool = True
     """On a GPU: compile the model's layers and capture steps as CUDA graphs, beside serving. False serves eagerly."""
     sleep: Literal["never", "cache", "weights"] = "never"

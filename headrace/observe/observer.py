@@ -33,11 +33,12 @@ class Observer:
         sinks: tuple[str, ...] = (),
         trace: bool = False,
         restored: int | None = None,
+        config: Mapping[str, Any] | None = None,
         elsewhere: Sequence[str] = (),
     ) -> None:
         self.screen: Screen = screen or Silent()
         self._folder = folder
-        self._sinks: list[Sink] = open_sinks(sinks, folder, restored=restored) if folder else []
+        self._sinks: list[Sink] = open_sinks(sinks, folder, restored=restored, config=config or {}) if folder else []
         self._trace = Trace(folder / "trace.json") if folder and trace else None
         self._timelines = {
             role: (MirroredTimeline if role in elsewhere else Timeline)(role, on_span=self._on_span) for role in STATES

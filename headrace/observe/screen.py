@@ -89,10 +89,11 @@ class LiveTable:
             self._live = Live(console=self._console, refresh_per_second=4, transient=False)
             self._live.start()
         table = Table(title=f"{self._steps} steps", title_justify="left")
-        for name in self._rows[0]:
+        names = [name for name in cells if any(each[name] for each in self._rows)]
+        for name in names:
             table.add_column(name, justify="right")
-        for cells in self._rows:
-            table.add_row(*cells.values())
+        for each in self._rows:
+            table.add_row(*(each[name] for name in names))
         self._live.update(Group(table, Text("\n".join(budget_table(budget, brief=True)))))
 
     def close(self) -> None:
@@ -102,12 +103,14 @@ class LiveTable:
 
 def _cells(row: Mapping[str, Any]) -> dict[str, str]:
     success = row.get("success")
+    dropped = {state: row.get(f"rollouts/{state}", 0) for state in ("failed", "filtered")}
     return {
         "step": str(row["version"]),
         "reward": f"{row['reward']:.3f}",
         "held-out": "" if success is None else f"{success:.1%}",
         "tokens/s": f"{row['tokens_per_second']:,.0f}",
         "lag": f"{row['lag_mean']:.2f} (max {row['lag_max']})",
+        "dropped so far": ", ".join(f"{count} {state}" for state, count in dropped.items() if count),
     }
 
 

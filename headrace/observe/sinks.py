@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import uuid
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -56,15 +58,30 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A W&B run named after the folder."""
+    """A W&B run named after the folder. Its id lies there: a run that goes on from a checkpoint goes on in W&B, and one that
+    begins anew is another."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, config: Mapping[str, Any], is_resumed: bool) -> None:
         import wandb
 
-        self._run: Any = wandb.init(project="headrace", name=folder.name, dir=str(folder), id=folder.name, resume="allow")
+        kept = folder / "wandb_id"
+        if not (is_resumed and kept.exists()):
+            kept.write_text(uuid.uuid4().hex, encoding="utf-8")
+        self._run: Any = wandb.init(
+            project=os.environ.get("WANDB_PROJECT") or "headrace",
+            name=os.environ.get("WANDB_NAME") or folder.name,
+            dir=str(folder),
+            id=kept.read_text(encoding="utf-8"),
+            resume="allow",
+            config=dict(config),
+        )
+        # Not W&B's own step, which only rises: versions after the checkpoint that a run goes on from are logged again.
+        self._run.define_metric("version")
+        self._run.define_metric("*", step_metric="version")
 
     def write(self, version: int, metrics: Mapping[str, Any]) -> None:
-        self._run.log({name: value for name, value in metrics.items() if isinstance(value, int | float)}, step=version)
+        numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
+        self._run.log({"version": version, **numbers})
 
     def close(self) -> None:
         self._run.finish()
@@ -81,12 +98,15 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def open_sinks(names: tuple[str, ...], folder: Path, *, restored: int | None) -> list[Sink]:
-    """metrics.jsonl, and the extras by name."""
+def open_sinks(names: tuple[str, ...], folder: Path, *, restored: int | None, config: Mapping[str, Any]) -> list[Sink]:
+    """metrics.jsonl, and the extras by name. `config`: the recipe, for those that show it."""
     sinks: list[Sink] = [JsonLines(folder / "metrics.jsonl", restored=restored)]
     for name in names:
         try:
-            sinks.append(TensorBoard(folder) if name == "tensorboard" else WeightsAndBiases(folder))
+            if name == "tensorboard":
+                sinks.append(TensorBoard(folder))
+            else:
+                sinks.append(WeightsAndBiases(folder, config=config, is_resumed=restored is not None))
         except ImportError as error:
             raise ValueError(f"observe.sinks: {name!r} needs `pip install headrace[{name}]` ({error})") from error
     return sinks

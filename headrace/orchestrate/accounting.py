@@ -8,6 +8,7 @@ nothing vanishes and nothing is counted twice. Evaluation is counted apart.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 SETTLED = ("trained", "rejected", "failed", "filtered", "unused")
+_MOST_REASONS = 20
+"""Told apart; whatever comes after them is counted together."""
+_OTHER = "other reasons, in logs/launcher.log"
+_LONGEST = 160
 
 
 class AccountingError(AssertionError):
@@ -61,7 +66,12 @@ class Ledger:
                 self._in_flight.remove(id)
             self._settled[state] += 1
             if reason:
-                self._reasons[f"{state}: {reason}"] += 1
+                self._count(f"{state}: {_common(reason, id)}", 1)
+
+    def _count(self, reason: str, times: int) -> None:
+        if reason not in self._reasons and len(self._reasons) >= _MOST_REASONS:
+            reason = f"{reason.partition(': ')[0]}: {_OTHER}"
+        self._reasons[reason] += times
 
     def close(self) -> None:
         """The run is over: what is left was not used."""
@@ -107,6 +117,14 @@ class Ledger:
     def restore(self, state: dict[str, Any], *, buffered: Iterable[str], in_flight: Iterable[str]) -> None:
         self.submitted, self.evaluation = int(state["submitted"]), int(state["evaluation"])
         self._settled = Counter(state["settled"])
-        self._reasons = Counter(state["reasons"])
+        self._reasons = Counter()
+        for reason, times in state["reasons"].items():
+            self._count(reason, times)
         self._in_flight = set(in_flight)
         self._buffered = set(buffered) - self._in_flight
+
+
+def _common(reason: str, id: str) -> str:
+    """A reason without what differs from rollout to rollout, its id and numbers, so that many have the same one."""
+    first = re.sub(rf"'?{re.escape(id)}\b[^\s';:,]*'?", "…", reason.partition("\n")[0])
+    return re.sub(r"\b\d[\d.,]*\b", "…", first)[:_LONGEST]

@@ -160,7 +160,8 @@ def special_stops(stop: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> tu
     return tuple(special[text] for text in stop if text in special)
 
 
-def build_core(recipe: Recipe, model_path: str, *, name: str, device: str) -> EngineCore:
+def build_core(recipe: Recipe, model_path: str, *, name: str, device: str, most_blocks: int = 0) -> EngineCore:
+    """`most_blocks`: KV blocks that can be in use at once, where that is known."""
     model = load_model(model_path, dtype=recipe.model.dtype, device=device, exact=recipe.exact)
     return EngineCore(
         model,
@@ -169,6 +170,7 @@ def build_core(recipe: Recipe, model_path: str, *, name: str, device: str) -> En
         context=context_limit(model, recipe.model.context),
         block_size=recipe.engine.block_size,
         num_blocks=recipe.engine.kv_blocks,
+        most_blocks=most_blocks,
         exact=recipe.exact,
         decode=decoder_of(load_tokenizer(model_path)) if recipe.sampling.stop else None,
         graphs=recipe.engine.graphs,
@@ -208,12 +210,14 @@ def build_trainer(recipe: Recipe, model_path: str, *, device: str) -> DeviceTrai
     )
 
 
-def build_roles(recipe: Recipe, model_path: str, given: UserInputs, *, observer: Observer, lineage: Lineage) -> Roles:
+def build_roles(
+    recipe: Recipe, model_path: str, given: UserInputs, *, observer: Observer, lineage: Lineage, most_blocks: int = 0
+) -> Roles:
     """Everything in this process: the model is loaded twice, once to generate and once to train."""
     device = choose_device(recipe)
     around = build_around(recipe, model_path, given)
     sync = WeightSync(lineage, MemoryTransport(device), payload=recipe.sync.payload)
-    core = build_core(recipe, model_path, name="engine-0", device=device)
+    core = build_core(recipe, model_path, name="engine-0", device=device, most_blocks=most_blocks)
     engine = NativeEngine(core, sync=sync, timeline=observer.timeline("engine"))
     trainer = build_trainer(recipe, model_path, device=device)
     return Roles(

@@ -102,7 +102,7 @@ class Process:
         return {"state": state, "report": self._timeline.report()}
 
     async def _build(
-        self, recipe: dict[str, Any], model: str, lineage: dict[str, Any], ends: dict[str, Any], index: int
+        self, recipe: dict[str, Any], model: str, lineage: dict[str, Any], ends: dict[str, Any], index: int, most_blocks: int
     ) -> dict[str, Any]:
         """Load the model and take up the role. The answer is what the launcher needs to know of it."""
         settings = make_recipe(recipe)
@@ -115,7 +115,8 @@ class Process:
         self._sync = WeightSync(life, transport, payload=settings.sync.payload, name=self.name)
         log.info("%s on %s, model %s, process %d", self.name, device, model, os.getpid())
         if self.role == "engine":
-            return await self._build_engine(settings, model, device, self._sync, index, known.handover(self.name))
+            handover = known.handover(self.name)
+            return await self._build_engine(settings, model, device, self._sync, index, handover, most_blocks)
         trainer = await asyncio.to_thread(build_trainer, settings, model, device=device)
         in_turns = settings.engine.sleep != "never"
         self._worker = TrainerWorker(trainer, sync=self._sync, timeline=self._timeline, in_turns=in_turns)
@@ -123,7 +124,7 @@ class Process:
         return {"device": device}
 
     async def _build_engine(
-        self, recipe: Recipe, model: str, device: str, sync: WeightSync, index: int, handover: Path
+        self, recipe: Recipe, model: str, device: str, sync: WeightSync, index: int, handover: Path, most_blocks: int
     ) -> dict[str, Any]:
         engine: ThreadedEngine | VllmEngine
         if recipe.engine.kind == "vllm":
@@ -135,7 +136,7 @@ class Process:
             self._opened = opened
             engine, stop_ids = opened.engine, opened.stop_ids
         else:
-            core = await asyncio.to_thread(build_core, recipe, model, name=self.name, device=device)
+            core = await asyncio.to_thread(build_core, recipe, model, name=self.name, device=device, most_blocks=most_blocks)
             engine = ThreadedEngine(core, sync=sync, timeline=self._timeline)
             stop_ids = stop_tokens(core.model.generation_config, load_tokenizer(model))
         worker = self._worker = EngineWorker(engine, timeline=self._timeline)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from headrace.engine.native.cache import free_memory
-from headrace.engine.native.demand import EngineMemory, predict_engine_memory
+from headrace.engine.native.demand import EngineMemory, blocks_for, predict_engine_memory
 from headrace.orchestrate.devices import (
     choose_device,
     choose_handover,
@@ -18,6 +18,7 @@ from headrace.orchestrate.devices import (
     gpu_share,
     place_of,
 )
+from headrace.settings import ConfigError
 from headrace.train.memory import TrainerMemory, predict_memory
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 LOOKED_AT = 64
 """Tasks whose prompts stand for all of them."""
+_FEWEST_ROLLOUTS = 16
+"""That the KV cache has room for: a prompt much longer than those looked at fits too, though others may have to wait."""
 _COPIES = 2
 """Of the weights that a transport holds: the newest, and the one being written."""
 
@@ -45,6 +48,8 @@ class Forecast:
     is_one_process: bool
     sleep: str
     """`engine.sleep`."""
+    mapped: int = 0
+    """Weights made ready for an engine that its process has in view beside its own: on a CPU they count as its size, too."""
     server: int = 0
     """What the vLLM server behind an engine's process takes, of the same memory."""
 
@@ -57,7 +62,7 @@ class Forecast:
     @property
     def engine_process(self) -> int:
         """The engine's alone, without a server behind it."""
-        return self.trainer_process if self.is_one_process else self.engine.total
+        return self.trainer_process if self.is_one_process else self.engine.total + self.mapped
 
     def together(self, num_engines: int) -> int:
         """Trainer and engines in the same memory, in turns where the engines sleep while the trainer trains."""
@@ -79,13 +84,16 @@ def forecast(
     on_gpu: bool,
     transport: str,
     free: int,
+    most_blocks: int = 0,
     num_parameters: int = 0,
     total: int = 0,
 ) -> Forecast:
-    """`context`: the most tokens a rollout may have; `free`: the memory there is when the engine begins; `total`: of the GPU of
-    a vLLM server."""
+    """`context`: the most tokens a rollout may have; `free`: the memory there is when the engine begins; `most_blocks`: what
+    `most_kv_blocks` gives; `total`: of the GPU of a vLLM server."""
     dtype, is_exported = recipe.model.dtype, transport == "cuda_ipc"
-    engine = predict_engine_memory(shape, recipe.engine, dtype=dtype, context=context, free=free, on_gpu=on_gpu)
+    engine = predict_engine_memory(
+        shape, recipe.engine, dtype=dtype, context=context, free=free, most_blocks=most_blocks, on_gpu=on_gpu
+    )
     server = 0
     if recipe.engine.kind == "vllm":
         server = _server_memory(recipe, engine, total=total) if not recipe.engine.vllm.urls else 0
@@ -102,6 +110,7 @@ def forecast(
         tokens=tokens_per_pass(recipe, longest=longest),
         on_gpu=on_gpu,
         num_parameters=num_parameters,
+        num_references=bool(recipe.train.kl) + bool(recipe.train.teacher),
         publishing=0 if is_exported else copies * engine.weights,
     )
     return Forecast(
@@ -110,6 +119,7 @@ def forecast(
         exported=_COPIES * engine.weights if is_exported else 0,
         is_one_process=recipe.orchestrate == "inline",
         sleep=recipe.engine.sleep,
+        mapped=0 if on_gpu or transport == "memory" else _COPIES * engine.weights,
         server=server,
     )
 
@@ -126,7 +136,14 @@ def _server_memory(recipe: Recipe, engine: EngineMemory, *, total: int) -> int:
 
 
 def forecast_here(
-    recipe: Recipe, shape: ModelShape, *, context: int, longest_prompt: int, free: int, num_parameters: int = 0
+    recipe: Recipe,
+    shape: ModelShape,
+    *,
+    context: int,
+    longest_prompt: int,
+    free: int,
+    most_blocks: int = 0,
+    num_parameters: int = 0,
 ) -> Forecast:
     """On this machine."""
     return forecast(
@@ -137,9 +154,30 @@ def forecast_here(
         on_gpu=choose_device(recipe) == "cuda",
         transport=choose_transport(recipe) if recipe.orchestrate == "local" else "memory",
         free=free,
+        most_blocks=most_blocks,
         num_parameters=num_parameters,
         total=torch.cuda.mem_get_info()[1] if choose_device(recipe) == "cuda" else 0,
     )
+
+
+def most_kv_blocks(recipe: Recipe, *, context: int, longest_prompt: int, num_held_out: int) -> int:
+    """That an engine can use at once: for its share of what the gate lets be in flight and of an evaluation beside it, within
+    its slots, each rollout as long as the longest prompt looked at and `sampling.max_tokens`. 0 where no prompt is known."""
+    if not longest_prompt:
+        return 0
+    engine, longest = recipe.engine, min(context, longest_prompt + recipe.sampling.max_tokens)
+    least = math.ceil(longest / engine.block_size) + 1
+    if 0 < engine.kv_blocks < least:
+        raise ConfigError(
+            f"engine.kv_blocks = {engine.kv_blocks}: one rollout of {longest} tokens (longest prompt {longest_prompt} + "
+            f"sampling.max_tokens {recipe.sampling.max_tokens}) needs {least}; raise it, or leave it 0"
+        )
+    groups = engine.slots * recipe.num_engines
+    if recipe.gate_depth is not None:
+        groups = (recipe.gate_depth + 1) * recipe.groups_per_batch + recipe.extra_groups
+    in_flight = groups * recipe.train.group_size + 2 * num_held_out  # an evaluation samples each task, and decodes it greedily
+    rollouts = min(engine.slots, max(_FEWEST_ROLLOUTS, math.ceil(in_flight / recipe.num_engines)))
+    return blocks_for(rollouts, tokens=longest, block_size=engine.block_size)
 
 
 def free_here(recipe: Recipe) -> int:

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from headrace.model.load import config_limit, load_config
+from headrace.envs import PromptEncoder
+from headrace.model.load import config_limit, load_config, load_tokenizer
 from headrace.model.shape import ModelShape
 from headrace.observe import Observer
 from headrace.observe.report import final_report
@@ -24,25 +25,25 @@ from headrace.observe.screen import open_screen
 from headrace.orchestrate.build import build_roles, preflight, set_threads
 from headrace.orchestrate.checkpoint import CheckpointStore
 from headrace.orchestrate.folder import FolderLock, cache_folder, find_folder, prepare_folder, write_summary
-from headrace.orchestrate.forecast import LOOKED_AT, forecast_here, free_here, longest_prompt
+from headrace.orchestrate.forecast import LOOKED_AT, forecast_here, free_here, longest_prompt, most_kv_blocks
 from headrace.orchestrate.inputs import UserInputs, held_out_tasks, open_tasks, run_identity
 from headrace.orchestrate.local import LocalProcesses
 from headrace.orchestrate.processes import Processes
 from headrace.orchestrate.session import Session
 from headrace.orchestrate.stop import StopRequest, ended_by_signals
 from headrace.orchestrate.warmup import model_folder
-from headrace.settings import ConfigError
+from headrace.settings import ConfigError, to_dict
 from headrace.sync import Lineage
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator, Iterator, Sequence
     from pathlib import Path
 
     from headrace.config import Recipe
     from headrace.observe.screen import Screen
     from headrace.orchestrate.forecast import Forecast
     from headrace.orchestrate.roles import Roles
-    from headrace.types import Episode
+    from headrace.types import Episode, Plain
 
 
 @dataclass(frozen=True)
@@ -216,20 +217,22 @@ class _Run:
             sinks=recipe.observe.sinks,
             trace=recipe.observe.trace,
             restored=None if checkpoint is None else checkpoint.version,
+            config=to_dict(recipe),
             elsewhere=() if self.local is None else ("engine", "trainer"),
         )
-        free = free_here(recipe)  # before anybody takes of it
-        roles = await self._make_roles(model_path, observer, lineage, watched)
+        held_out = held_out_tasks(recipe, self.given)
+        forecast, most_blocks = self._forecast(model_path, held_out)  # before anybody takes of the memory
+        roles = await self._make_roles(model_path, observer, lineage, watched, most_blocks=most_blocks)
         session = Session(
             recipe=recipe,
             roles=roles,
             lineage=lineage,
             observer=observer,
             store=store,
-            held_out=held_out_tasks(recipe, self.given),
+            held_out=held_out,
             command_started=self.started,
             identity=self.identity,
-            forecast=self._forecast(model_path, roles, free=free),
+            forecast=forecast,
         )
         if checkpoint is not None:
             await session.restore(checkpoint)
@@ -241,23 +244,30 @@ class _Run:
         self.seconds["setup"] += time.perf_counter() - began
         return session
 
-    async def _make_roles(self, model_path: str, observer: Observer, lineage: Lineage, watched: contextlib.ExitStack) -> Roles:
+    async def _make_roles(
+        self, model_path: str, observer: Observer, lineage: Lineage, watched: contextlib.ExitStack, *, most_blocks: int
+    ) -> Roles:
         if self.local is None:
-            return build_roles(self.recipe, model_path, self.given, observer=observer, lineage=lineage)
-        say = self.screen.say
-        roles, close = await self.local.start(model_path, self.given, observer=observer, lineage=lineage, say=say)
+            return build_roles(self.recipe, model_path, self.given, observer=observer, lineage=lineage, most_blocks=most_blocks)
+        roles, close = await self.local.start(
+            model_path, self.given, observer=observer, lineage=lineage, say=self.screen.say, most_blocks=most_blocks
+        )
         watched.callback(close)
         return roles
 
-    def _forecast(self, model_path: str, roles: Roles, *, free: int) -> Forecast:
-        config, tasks = load_config(model_path), open_tasks(self.recipe, self.given)
-        return forecast_here(
-            self.recipe,
-            ModelShape.of(config),
-            context=config_limit(config, self.recipe.model.context),
-            longest_prompt=longest_prompt((tasks.next() for _ in range(LOOKED_AT)), roles.around.encoder),
-            free=free,
-        )
+    def _forecast(self, model_path: str, held_out: Sequence[dict[str, Plain]]) -> tuple[Forecast, int]:
+        """What the run will take, and the KV blocks that an engine can use at once (0: as many as its slots can). Rollouts of
+        an environment of the user's may have any number of turns, and episodes any number of rollouts."""
+        recipe, config, tasks = self.recipe, load_config(model_path), open_tasks(self.recipe, self.given)
+        context = config_limit(config, recipe.model.context)
+        rows = [*(tasks.next() for _ in range(LOOKED_AT)), *held_out[:LOOKED_AT]]
+        longest = longest_prompt(rows, PromptEncoder(load_tokenizer(model_path)))
+        most_blocks = 0
+        if self.given.environment is None:
+            most_blocks = most_kv_blocks(recipe, context=context, longest_prompt=longest, num_held_out=len(held_out))
+        shape, free = ModelShape.of(config), free_here(recipe)
+        expected = forecast_here(recipe, shape, context=context, longest_prompt=longest, free=free, most_blocks=most_blocks)
+        return expected, most_blocks
 
     def _stop(self, session: Session) -> None:
         self.screen.say("stopping after this version; once more to stop at once")

@@ -47,13 +47,27 @@ class LocalProcesses:
         return cls(processes, trainer=processes.spawn("trainer", "trainer"), engines=engines)
 
     async def start(
-        self, model_path: str, given: UserInputs, *, observer: Observer, lineage: Lineage, say: Callable[[str], None]
+        self,
+        model_path: str,
+        given: UserInputs,
+        *,
+        observer: Observer,
+        lineage: Lineage,
+        say: Callable[[str], None],
+        most_blocks: int = 0,
     ) -> tuple[Roles, Callable[[], None]]:
         """Connect and build all of them at once; the first that fails is what is raised. With the roles comes what ends the
         watch over them."""
         recipe = self.processes.recipe
         self.processes.ends(choose_transport(recipe)).check(weight_bytes(model_path, recipe))
-        supervisor = Supervisor(self.processes, model=model_path, lineage=lineage, timelines=observer.mirrored(), say=say)
+        supervisor = Supervisor(
+            self.processes,
+            model=model_path,
+            lineage=lineage,
+            timelines=observer.mirrored(),
+            say=say,
+            most_blocks=most_blocks,
+        )
         before = sys.getswitchinterval()
         sys.setswitchinterval(_SWITCH_SECONDS)
         await self.processes.listen()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import logging
 import time
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from headrace.sync import Lineage
     from headrace.types import Batch, Plain, WeightUpdate
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 MAX_ATTEMPTS = 3
 """How often an episode is begun when the machinery fails it."""
@@ -327,10 +329,10 @@ class Run:
         return None
 
     def _settle_unscored(self, episode: Episode) -> None:
-        if isinstance(episode.outcome, Invalid):
-            self.ledger.settle([episode.id], "filtered", episode.outcome.reason)
-        elif isinstance(episode.outcome, InfraAbort):
-            self.ledger.settle([episode.id], "failed", episode.outcome.reason)
+        if isinstance(episode.outcome, Invalid | InfraAbort):
+            state = "filtered" if isinstance(episode.outcome, Invalid) else "failed"
+            log.warning("%s is %s: %s", episode.id, state, episode.outcome.reason)
+            self.ledger.settle([episode.id], state, episode.outcome.reason)
 
     def _drop(self, number: int, episodes: list[Episode]) -> None:
         self.buffer.skip(number)

@@ -38,7 +38,10 @@ class Supervisor:
         lineage: Lineage,
         timelines: dict[str, MirroredTimeline],
         say: Callable[[str], None],
+        most_blocks: int = 0,
     ) -> None:
+        """`most_blocks`: KV blocks that each engine can use, where that is known."""
+        self._most_blocks = most_blocks
         self._processes, self._recipe = processes, processes.recipe
         self._model, self._lineage, self._timelines, self._say = model, lineage, timelines, say
         self._children: dict[str, Child] = {}
@@ -157,6 +160,7 @@ class Supervisor:
                 lineage={"id": self._lineage.id, "ancestors": self._lineage.ancestors},
                 ends=asdict(self._processes.ends(choose_transport(self._recipe))),
                 index=index,
+                most_blocks=self._most_blocks,
             )
         except TimeoutError as error:
             child.give_up(f"has been loading its model for {deadline:g} s (deadline)")

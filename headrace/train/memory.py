@@ -137,7 +137,7 @@ EAGER = Costs(
     narrow_chunks=0.0,
     head_gradients=2.0,
     spread=1.1,
-    process=450_000_000,
+    process=500_000_000,
 )
 """Operation by operation: a CPU's, whose peak is that of the whole process."""
 

@@ -8,7 +8,9 @@ import torch
 
 from headrace.engine.native.blocks import BlockPool
 from headrace.engine.native.core import EngineCore, Request
+from headrace.engine.native.demand import blocks_for
 from headrace.engine.native.sampler import uniform
+from headrace.engine.protocol import PromptTooLong
 from headrace.model.head import Head
 from headrace.model.load import load_model
 from headrace.model.packing import score
@@ -78,8 +80,31 @@ def test_few_blocks_only_make_requests_wait(tiny_model: str) -> None:
     assert core.num_free_blocks == 5
     for left, right in zip(plenty, scarce, strict=True):
         assert np.array_equal(left.token_ids, right.token_ids)
-    with pytest.raises(ValueError, match="kv_blocks"):
-        EngineCore(model, name="e", slots=16, context=64, num_blocks=3)
+
+
+def test_a_cache_for_what_can_be_in_flight_is_safe_to_outgrow(tiny_model: str) -> None:
+    """Sized for two rollouts of 20 tokens where 16 run, up to 58 tokens long: those that find no block are retracted."""
+    model = load_model(tiny_model)
+    core = EngineCore(model, name="e", slots=16, context=64, most_blocks=blocks_for(2, tokens=20, block_size=16))
+    assert core.cache.num_blocks == 6
+    rollouts = generate(core, 30, max_tokens=45)
+    assert len(rollouts) == 30 and core.scheduler.num_retractions > 0 and core.num_free_blocks == 5
+    for rollout, logprobs in zip(rollouts, score(model, Head(model), rollouts, budget=700), strict=True):
+        np.testing.assert_allclose(logprobs[rollout.is_sampled], rollout.logprobs[rollout.is_sampled], atol=1e-5, rtol=0)
+
+
+def test_a_rollout_that_can_never_fit_into_the_cache_is_refused_by_name(tiny_model: str) -> None:
+    core = EngineCore(load_model(tiny_model), name="e", slots=4, context=64, num_blocks=3)
+    done: list[Rollout] = []
+    prompt = Rollout.from_prompt([5] * 20, id="short")
+    with pytest.raises(
+        PromptTooLong, match=r"'short' has 20 tokens and may come to have 33; .* holds 32: raise engine.kv_blocks"
+    ):
+        core.submit(Request(prompt, Sampling(max_tokens=13), on_done=done.append))
+    core.submit(Request(prompt, Sampling(max_tokens=12), on_done=done.append))
+    while core.has_work:
+        core.step()
+    assert done[0].num_sampled == 12
 
 
 def test_a_draw_from_the_whole_vocabulary_has_no_mask_in_any_company(tiny_model: str) -> None:

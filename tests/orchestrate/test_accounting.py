@@ -162,3 +162,25 @@ def test_after_any_course_of_events_the_books_close(data: st.DataObject) -> None
         found = Counter(places.values())
         ledger.check(buffered=found["buffered"])
         assert ledger.counts() == {"submitted": last, "evaluation": 0, **{term: found[term] for term in TERMS}}
+
+
+def test_reasons_are_few_whatever_is_dropped() -> None:
+    """Ids and lengths are in the log. A reward may raise something else for every task, and its first reasons are kept."""
+    ledger = Ledger()
+    ids = [f"g{number}/1" for number in range(500)]
+    ledger.submit(ids)
+    for number, id in enumerate(ids[:100]):
+        ledger.settle([id], "filtered", f"rollout {id!r} has {600 + number} tokens; the context is 512")
+    ledger.settle(["g100/1"], "filtered", "rollout 'g100/1/2' has 7,000 tokens; the context is 512")
+    assert ledger.reasons == {"filtered: rollout … has … tokens; the context is …": 101}
+    for id in ids[101:]:
+        word = "".join(chr(97 + int(digit)) for digit in id[1:-2])
+        ledger.settle([id], "failed", f"reward 'judge' raised ValueError: {word}\nand more of it")
+    assert len(ledger.reasons) == 21 and sum(ledger.reasons.values()) == 500
+    assert ledger.reasons["failed: other reasons, in logs/launcher.log"] == 380
+    restored = Ledger()
+    restored.restore(json.loads(json.dumps(ledger.state())), buffered=(), in_flight=())
+    assert restored.reasons == ledger.reasons
+    many = {**ledger.state(), "reasons": {f"failed: rollout {id}": 1 for id in ids}}
+    restored.restore(many, buffered=(), in_flight=())
+    assert len(restored.reasons) == 21 and sum(restored.reasons.values()) == 500

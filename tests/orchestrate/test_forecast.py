@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import Qwen3Config
+from helpers import small_run
+from transformers import LlamaConfig, Qwen3Config
 
 from headrace.config import make_recipe
+from headrace.engine.native.core import EngineCore
+from headrace.engine.native.demand import blocks_for
 from headrace.model.shape import ModelShape
+from headrace.orchestrate import build
 from headrace.orchestrate.build import check_engine
 from headrace.orchestrate.doctor import Subject, space
-from headrace.orchestrate.forecast import forecast, longest_prompt, tokens_per_pass
+from headrace.orchestrate.forecast import forecast, longest_prompt, most_kv_blocks, tokens_per_pass
 from headrace.settings import ConfigError
 
 MIDDLING = ModelShape.of(
@@ -62,6 +66,78 @@ def test_prompts_that_cannot_be_encoded_are_passed_over() -> None:
     assert longest_prompt(rows, Encoder()) == 5 and longest_prompt([], Encoder()) == 0
 
 
+@pytest.mark.parametrize(
+    ("settings", "num_held_out", "blocks"),
+    [
+        ({"staleness.max_lag": 0}, 0, 32 * 3 + 10),
+        ({"staleness.max_lag": 1}, 0, 64 * 3 + 18),
+        ({"staleness.max_lag": 1, "engine.slots": 40}, 0, 40 * 3 + 12),
+        ({"staleness.max_lag": 1, "engine.count": 2}, 0, 32 * 3 + 10),
+        ({"staleness.max_lag": 0, "partial.oversample": 1.5, "partial.cancel": "over_age"}, 0, 48 * 3 + 14),
+        ({"staleness.gate": False}, 0, 256 * 3 + 66),
+        ({"staleness.max_lag": 0}, 8, 48 * 3 + 14),
+        ({"staleness.max_lag": 0, "train.batch": 8}, 0, 16 * 3 + 6),
+        ({"staleness.max_lag": 0, "sampling.max_tokens": 4096}, 0, 32 * 64 + 10),
+    ],
+)
+def test_the_cache_has_room_for_what_can_be_in_flight(settings, num_held_out, blocks) -> None:
+    """Of 31 + 12 tokens: three blocks each, some that the scheduler keeps free, and scratch."""
+    recipe = make_recipe({"train.batch": 32, "train.group_size": 8, "sampling.max_tokens": 12, **settings})
+    assert most_kv_blocks(recipe, context=1024, longest_prompt=31, num_held_out=num_held_out) == blocks
+    assert most_kv_blocks(recipe, context=1024, longest_prompt=0, num_held_out=num_held_out) == 0
+
+
+def test_a_small_batch_takes_little_of_a_large_machine() -> None:
+    """SmolLM2-135M with 16 rollouts of 43 tokens: 10.3 GB, when the cache was as large as the slots could come to use."""
+    shape = ModelShape.of(
+        LlamaConfig(
+            hidden_size=576,
+            num_hidden_layers=30,
+            num_attention_heads=9,
+            num_key_value_heads=3,
+            intermediate_size=1536,
+            vocab_size=49_152,
+            tie_word_embeddings=True,
+        )
+    )
+    recipe = make_recipe({"train.batch": 16, "train.group_size": 8, "sampling.max_tokens": 12})
+    blocks = most_kv_blocks(recipe, context=8192, longest_prompt=31, num_held_out=0)
+    sizes = {"context": 8192, "longest_prompt": 31, "on_gpu": False, "transport": "shared_memory", "free": 20 * 10**9}
+    assert forecast(recipe, shape, most_blocks=blocks, **sizes).engine_process < 3.2e9
+    assert forecast(recipe, shape, **sizes).engine_process > 9e9
+
+
+def test_a_cache_that_cannot_hold_one_rollout_is_refused_before_anything_is_loaded() -> None:
+    recipe = make_recipe({"engine.kv_blocks": 3, "sampling.max_tokens": 12})
+    assert most_kv_blocks(recipe, context=1024, longest_prompt=20, num_held_out=0) > 0
+    with pytest.raises(ConfigError, match=r"engine\.kv_blocks = 3: one rollout of 43 tokens .* needs 4; raise it"):
+        most_kv_blocks(recipe, context=1024, longest_prompt=31, num_held_out=0)
+
+
+def test_a_run_has_a_cache_for_what_can_be_in_flight(tmp_path, monkeypatch) -> None:
+    made: list[EngineCore] = []
+
+    class Noted(EngineCore):
+        def __init__(self, *given, **named) -> None:
+            super().__init__(*given, **named)
+            made.append(self)
+
+    monkeypatch.setattr(build, "EngineCore", Noted)
+    result = small_run(tmp_path / "run", steps=1, model={"context": 512}, engine={"slots": 64}, staleness={"max_lag": 0})
+    assert result.summary["status"] == "finished"
+    assert made[-1].cache.num_blocks == blocks_for(16 + 2 * 4, tokens=12, block_size=16)
+
+
+def test_a_reference_is_counted() -> None:
+    def of(**settings):
+        recipe = make_recipe(settings)
+        sizes = {"context": 256, "longest_prompt": 32, "on_gpu": False, "transport": "shared_memory", "free": 10**10}
+        return forecast(recipe, MIDDLING, **sizes).trainer
+
+    plain, asked = of(), of(**{"train.kl": 0.1})
+    assert asked.total - plain.total == plain.weights
+
+
 def test_in_one_process_both_roles_are_one_figure() -> None:
     def of(orchestrate: str, transport: str):
         recipe = make_recipe({"orchestrate": orchestrate})
@@ -70,7 +146,8 @@ def test_in_one_process_both_roles_are_one_figure() -> None:
 
     inline, local = of("inline", "memory"), of("local", "shared_memory")
     assert inline.trainer_process == inline.engine_process == inline.together(1)
-    assert local.trainer_process + local.engine_process == local.together(1) == inline.together(1) + local.engine.process
+    assert local.trainer_process + local.engine.total == local.together(1) == inline.together(1) + local.engine.process
+    assert local.engine_process == local.engine.total + 2 * local.engine.weights, "it sees the trainer's shared memory"
 
 
 def test_what_fits_is_said_with_its_sizes(gpu) -> None:

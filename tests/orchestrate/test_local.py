@@ -67,7 +67,7 @@ def test_a_run_leaves_what_the_design_says_and_nothing_else(tmp_path):
     for role, name in (("trainer", "train/memory_peak"), ("engine", "engine/memory_peak")):
         memory = summary["memory"][role]
         assert rows[0][name] <= rows[-1][name] <= memory["peak"], "a peak only rises"
-        assert memory["peak"] == pytest.approx(memory["predicted"], rel=0.25), role
+        assert 0.7 * memory["predicted"] <= memory["peak"] <= memory["predicted"], role
     seconds = {role: sum(row[f"seconds/{role}/{state}"] for row in rows for state in STATES[role]) for role in STATES}
     assert seconds["engine"] == pytest.approx(seconds["trainer"], rel=0.1)
     events = json.loads((folder / "trace.json").read_text())

@@ -70,13 +70,15 @@ class EngineCore:
         context: int,
         block_size: int = 16,
         num_blocks: int = 0,
+        most_blocks: int = 0,
         exact: bool = False,
         decode: Callable[[list[int]], str] | None = None,
         kernels: bool | None = None,
         graphs: bool = True,
     ) -> None:
-        """`kernels`: paged attention and sampling as Triton kernels; None has them on a GPU, but for exact mode. `graphs`:
-        capture steps there."""
+        """`num_blocks`: of the KV cache; 0 takes `most_blocks`, or where that is 0 too as many as the slots can use, within a
+        share of the free memory. `kernels`: paged attention and sampling as Triton kernels; None has them on a GPU, but for
+        exact mode. `graphs`: capture steps there."""
         self.model, self.name, self.context, self.exact = model, name, context, exact
         self.version, self.lineage, self.policy = 0, "", "policy"
         self.num_slots = slots
@@ -101,11 +103,13 @@ class EngineCore:
         routers = find_readable_routers(model)
         shape = CacheShape.of(model)
         per_slot = math.ceil(context / block_size)
-        num_blocks = num_blocks or min(slots * per_slot + 1, shape.blocks_that_fit(block_size))
-        if num_blocks < per_slot + 1:
+        fitting, usable = shape.blocks_that_fit(block_size), most_blocks or slots * per_slot + 1
+        if not num_blocks and fitting < min(usable, per_slot + 1):
             raise ValueError(
-                f"engine.kv_blocks = {num_blocks}: one rollout of {context} tokens needs {per_slot + 1}; lower model.context"
+                f"engine.kv_blocks = 0: a rollout of {context} tokens needs {per_slot + 1} KV blocks, and only {fitting} fit "
+                f"into the memory that is free; lower model.context, or set engine.kv_blocks"
             )
+        num_blocks = num_blocks or min(usable, fitting)
         self.cache = PagedCache(shape, num_blocks=num_blocks, block_size=block_size, routers=routers)
         lines = Slots(slots=slots, context=context, blocks=per_slot)
         self.runner = self._make_runner(twin, lines, routers)
@@ -184,6 +188,15 @@ class EngineCore:
             raise PromptTooLong(f"rollout {rollout.id!r} has {length} tokens; the context is {self.context}")
         if length == 0:
             raise UnusablePrompt(f"rollout {rollout.id!r} is empty; a prompt has at least one token")
+        most, room = (
+            min(self.context, length + request.sampling.max_tokens),
+            (self.cache.num_blocks - 1) * self.cache.block_size,
+        )
+        if most > room:
+            raise PromptTooLong(
+                f"rollout {rollout.id!r} has {length} tokens and may come to have {most}; the whole KV cache holds {room}: "
+                f"raise engine.kv_blocks to {math.ceil(most / self.cache.block_size) + 1}, or lower sampling.max_tokens"
+            )
         highest = int(rollout.token_ids.max())
         if highest >= self.head.vocabulary:
             raise UnusablePrompt(f"rollout {rollout.id!r} holds token {highest}; the vocabulary has {self.head.vocabulary}")

@@ -19,7 +19,7 @@ _STEP_BYTES = {"hidden": 12, "intermediate": 6, "routed_hidden": 6, "routed_inte
 """Of a step's temporaries, for one number of each width of one prompt token."""
 _LOGIT_COPIES = 3
 """float32, of the rows that are drawn from."""
-_PROCESS_BYTES = 450_000_000
+_PROCESS_BYTES = 500_000_000
 """Of a process before it has a model, where the process's own size is what is measured."""
 
 
@@ -47,16 +47,29 @@ class EngineMemory:
         return {"never": self.total, "cache": self.total - self.cache, "weights": kept}[sleep]
 
 
+def blocks_for(rollouts: int, *, tokens: int, block_size: int) -> int:
+    """KV blocks with which so many rollouts of so many tokens run at once and none is retracted: their own, those that must be
+    free for the scheduler to admit another, and the one that is scratch."""
+    return rollouts * math.ceil(tokens / block_size) + rollouts // 4 + 2
+
+
 def predict_engine_memory(
-    shape: ModelShape, settings: EngineSettings, *, dtype: str, context: int, free: int, on_gpu: bool = True
+    shape: ModelShape,
+    settings: EngineSettings,
+    *,
+    dtype: str,
+    context: int,
+    free: int,
+    most_blocks: int = 0,
+    on_gpu: bool = True,
 ) -> EngineMemory:
-    """`free`: the memory there is when the engine begins."""
+    """`free`: the memory there is when the engine begins; `most_blocks`: KV blocks that can be in use, where that is known."""
     width = 2 if dtype == "bfloat16" else 4
     weights = width * shape.matrices + 4 * shape.vectors
     block = settings.block_size * shape.cached_numbers * width
-    per_slot = math.ceil(context / settings.block_size)
     fitting = int(MEMORY_SHARE * max(0, free - weights)) // max(block, 1)
-    blocks = settings.kv_blocks or min(settings.slots * per_slot + 1, fitting)
+    usable = most_blocks or settings.slots * math.ceil(context / settings.block_size) + 1
+    blocks = settings.kv_blocks or min(usable, fitting)
     widths = shape.widths()
     prompts = min(MOST_PROMPT_TOKENS, settings.slots * context)
     temporaries = prompts * sum(widths[name] * each for name, each in _STEP_BYTES.items())

@@ -49,6 +49,8 @@ class Subject:
     """The most tokens a rollout may have."""
     num_parameters: int = 0
     shape: ModelShape | None = None
+    num_held_out: int = 0
+    """Tasks of every evaluation."""
     longest_prompt: int = 0
     """Tokens, among the first tasks."""
 

@@ -70,6 +70,7 @@ def check_held_out(subject: Subject) -> Iterator[Finding]:
     except ValueError as error:
         yield problem(error, otherwise="mend evaluate.tasks, or leave it out")
         return
+    subject.num_held_out = len(rows)
     if rows:
         count = sum(map(len, rows.values()))
         yield Finding("ok", f"held-out tasks: {count} for every evaluation")

@@ -13,7 +13,7 @@ import torch
 
 from headrace.orchestrate.doctor.finding import Finding, size
 from headrace.orchestrate.doctor.machine import SHARED_MEMORY
-from headrace.orchestrate.forecast import forecast_here, free_here
+from headrace.orchestrate.forecast import forecast_here, free_here, most_kv_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -84,12 +84,16 @@ def _forecast(subject: Subject, recipe: Recipe | None = None) -> Forecast | None
     recipe = recipe or subject.recipe
     if recipe is None or subject.shape is None or (recipe.device == "cuda" and not torch.cuda.is_available()):
         return None
+    most_blocks = most_kv_blocks(
+        recipe, context=subject.context, longest_prompt=subject.longest_prompt, num_held_out=subject.num_held_out
+    )
     return forecast_here(
         recipe,
         subject.shape,
         context=subject.context,
         longest_prompt=subject.longest_prompt,
         free=free_here(recipe),
+        most_blocks=most_blocks,
         num_parameters=subject.num_parameters,
     )
 
