@@ -221,7 +221,8 @@ class _Run:
             elsewhere=() if self.local is None else ("engine", "trainer"),
         )
         held_out = held_out_tasks(recipe, self.given)
-        forecast, most_blocks = self._forecast(model_path, held_out)  # before anybody takes of the memory
+        rows = [row for source in held_out.values() for row in source]
+        forecast, most_blocks = self._forecast(model_path, rows)  # before anybody takes of the memory
         roles = await self._make_roles(model_path, observer, lineage, watched, most_blocks=most_blocks)
         session = Session(
             recipe=recipe,
