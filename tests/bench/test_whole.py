@@ -11,9 +11,9 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from vllm_server import VARIABLES, vllm_python
+from vllm_server import MISSING, VARIABLES, vllm_python
 
-from headrace.bench import engine, partial, step, trainer, trl_peer, vllm
+from headrace.bench import engine, partial, step, trainer, vllm
 from headrace.bench.learn import LOSSES
 from headrace.bench.overlap import CASES
 from headrace.bench.partial import CHOICES
@@ -91,13 +91,18 @@ def test_trainer(tmp_path) -> None:
 
 
 @pytest.mark.long
-def test_step(tmp_path) -> None:
-    """TRL with every variant; those over vLLM where it is set up."""
+@pytest.mark.parametrize("kind", ["one length", "long tail", "vLLM"])
+def test_step(tmp_path, kind) -> None:
+    """Every variant, in three commands: none begins after some minutes. TRL before the first of them."""
     python = vllm_python()
+    if kind == "vLLM" and python is None:
+        pytest.skip(MISSING)
+    names = {
+        "one length": ["trl", *(name for name, variant in step.variants().items() if variant.is_judged)],
+        "long tail": [name for name, variant in step.variants().items() if variant.has_tail],
+        "vLLM": ["in-turn-vLLM", "lag-1-vLLM"],
+    }[kind]
     variables = {} if python is None else {**VARIABLES, "HEADRACE_VLLM_PYTHON": python}
-    names = [name for name, variant in step.variants().items() if "engine.kind" not in variant.settings]
-    names += [] if python is None else ["in-turn-vLLM", "lag-1-vLLM"]
-    trl = [] if trl_peer.missing_modules("cpu") else ["trl"]
-    rows = run_bench(tmp_path, "step", "--only", ",".join([*trl, *names]), **variables)
-    assert sum(name.endswith(": step") for name in rows) == len(trl) + len(names)
-    assert any("completions ÷ TRL" in name for name in rows) == bool(trl)
+    rows = run_bench(tmp_path, "step", "--only", ",".join(names), **variables)
+    assert sum(name.endswith(": step") for name in rows) == len(names)
+    assert any("completions ÷ TRL" in name for name in rows) == ("trl" in names)
