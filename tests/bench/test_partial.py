@@ -81,7 +81,7 @@ def test_figures_are_medians_of_turns_and_lags_those_of_all_tokens():
 def test_every_choice_is_measured():
     model = {"hidden_size": 32, "num_layers": 1, "num_heads": 1, "context": 128}
     plan = dataclasses.replace(
-        make_plan("cpu", quick=True), model=model, slots=16, groups=4, mean=24, cap=96, seconds=0.01, versions=6
+        make_plan("cpu", quick=True), model=model, slots=16, groups=4, mean=24, cap=96, seconds=0.01, versions=6, turns=1
     )
     seen = asyncio.run(measure(plan))
     assert seen.keys() == CHOICES.keys()
