@@ -321,7 +321,7 @@ class SlowCaptures:
         monkeypatch.setattr(compiled, "compile_layers", lambda model: None)
         monkeypatch.setattr(core.runner, "_capture", self.capture)
 
-    def capture(self, bucket: object, stream: object, *, is_cut: bool) -> None:
+    def capture(self, bucket: object, *streams: object, is_cut: bool) -> None:
         self.num_begun += 1
         self.began.release()
         assert self.may_end.acquire(timeout=30)

@@ -460,14 +460,16 @@ class CudaRunner:
         prompt = [self._prompt_bucket(shape) for shape in reversed(self._prompt_shapes)]
         if is_cut:
             self._allowed_rows(0)  # made now, so that no graph makes it
-        stream = torch.cuda.Stream(self._device)
+        # cuBLAS keeps a workspace for each stream, and a graph keeps that of the stream it was captured on: nothing else may run
+        # there while the graph is replayed, or two products spoil each other's sums or wait for each other for ever.
+        tried_on, captured_on = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)
         began = time.perf_counter()
         for bucket in (decode[0], prompt[0], *decode[1:], *prompt[1:]):
             with self._capturing():
                 if self._is_closing:
                     return
                 if is_cut not in bucket.graphs:
-                    self._capture_compiled(bucket, stream, is_cut=is_cut)
+                    self._capture_compiled(bucket, tried_on, captured_on, is_cut=is_cut)
         log.info("captured %d graphs in %.1f s", len(decode) + len(prompt), time.perf_counter() - began)
 
     @contextlib.contextmanager
@@ -483,26 +485,26 @@ class CudaRunner:
                 self._is_capturing = False
                 self._turn.notify_all()
 
-    def _capture_compiled(self, bucket: _Bucket, stream: torch.cuda.Stream, *, is_cut: bool) -> None:
+    def _capture_compiled(self, bucket: _Bucket, *streams: torch.cuda.Stream, is_cut: bool) -> None:
         try:
-            self._capture(bucket, stream, is_cut=is_cut)
+            self._capture(bucket, *streams, is_cut=is_cut)
         except Exception:
             if not self._compile:
                 raise
             log.warning("this model's layers could not be compiled; its graphs hold them as they are", exc_info=True)
             compiled.undo_compile(self._twin)
             self._compile = False
-            self._capture(bucket, stream, is_cut=is_cut)
+            self._capture(bucket, *streams, is_cut=is_cut)
 
-    def _capture(self, bucket: _Bucket, stream: torch.cuda.Stream, *, is_cut: bool) -> None:
+    def _capture(self, bucket: _Bucket, tried_on: torch.cuda.Stream, captured_on: torch.cuda.Stream, *, is_cut: bool) -> None:
         """Run once in buffers of the bucket's shape that nobody reads, every row nobody's; then capture with the real ones."""
         scratch, model, stops = self._scratch(bucket), self._twin, self._state.stops
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        tried_on.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(tried_on):
             scratch.run(model, is_cut)
-        stream.synchronize()
+        tried_on.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._pool, stream=captured_on, capture_error_mode="thread_local"):
             allowed = bucket.run(model, is_cut)
         with self._lock:
             if self._state.stops is stops:  # or it points at memory that is nobody's: it will be captured again
