@@ -66,7 +66,8 @@ def prepare(model: PreTrainedModel, *, name: str, exact: bool = False) -> PreTra
     model.eval()
     _widen_residual(model)
     device, generator = next(model.parameters()).device, torch.Generator().manual_seed(0)
-    tokens = torch.randint(model.get_input_embeddings().weight.shape[0], (_PROBED,), generator=generator).to(device)
+    vocabulary = len(cast("Tensor", model.get_input_embeddings().weight))
+    tokens = torch.randint(vocabulary, (_PROBED,), generator=generator).to(device)
     own = _own_logprobs(model, tokens)
     model.set_attn_implementation(attention.NAME)
     if exact:
