@@ -259,10 +259,11 @@ class _Run:
     def _forecast(self, model_path: str, held_out: Sequence[dict[str, Plain]]) -> tuple[Forecast, int]:
         """What the run will take, and the KV blocks that an engine can use at once (0: as many as its slots can). Rollouts of
         an environment of the user's may have any number of turns, and episodes any number of rollouts."""
-        recipe, config, tasks = self.recipe, load_config(model_path), open_tasks(self.recipe, self.given)
+        recipe, tasks, encoder = self.recipe, open_tasks(self.recipe, self.given), PromptEncoder(load_tokenizer(model_path))
+        config = load_config(model_path)
         context = config_limit(config, recipe.model.context)
         rows = [*(tasks.next() for _ in range(LOOKED_AT)), *held_out[:LOOKED_AT]]
-        longest = longest_prompt(rows, PromptEncoder(load_tokenizer(model_path)))
+        longest = longest_prompt(rows, encoder)
         most_blocks = 0
         if self.given.environment is None:
             most_blocks = most_kv_blocks(recipe, context=context, longest_prompt=longest, num_held_out=len(held_out))
