@@ -52,10 +52,11 @@ def test_every_measurement_takes_a_second_turn_on_the_same_roles(monkeypatch):
     case = Case("small", model, tokens=4, batch=16, versions=1)
     recipe, given, lineage = _recipe(case, threads=1, lag=2), UserInputs(), Lineage.new()
 
-    async def measure() -> list[Turn]:
-        observer, path = Observer(), model_folder(recipe, given, say=lambda _: None)
+    async def measure(path: str) -> list[Turn]:
+        observer = Observer()
         rig = _Rig(recipe, build_roles(recipe, path, given, observer=observer, lineage=lineage), observer, lineage)
         whole, alone = {}, [{"has_trainer": False}, {"has_engine": False}]
         return [await rig.turn(case, **which) for which in [whole, *alone] * 2]
 
-    assert [turn.tokens_per_second > 0 for turn in asyncio.run(measure())] == [True] * 6
+    with model_folder(recipe, given, say=lambda _: None) as path:
+        assert [turn.tokens_per_second > 0 for turn in asyncio.run(measure(path))] == [True] * 6

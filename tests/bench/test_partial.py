@@ -78,6 +78,7 @@ def test_figures_are_medians_of_turns_and_lags_those_of_all_tokens():
     assert not any(row.goal for row in rows_of("drain", turns))
 
 
+@pytest.mark.long
 def test_every_choice_is_measured():
     model = {"hidden_size": 32, "num_layers": 1, "num_heads": 1, "context": 128}
     plan = dataclasses.replace(

@@ -38,7 +38,7 @@ def start(tmp_path: Path) -> Running:
     return Running(process, tmp_path / "run", command)
 
 
-@pytest.mark.parametrize("version", [0, 3])
+@pytest.mark.parametrize("version", [pytest.param(0, marks=pytest.mark.long), 3])
 def test_an_interrupt_ends_it_whenever_it_comes(tmp_path, version):
     run = start(tmp_path)
     assert wait_until(lambda: len(run.roles()) == 2, seconds=60)
@@ -52,6 +52,7 @@ def test_an_interrupt_ends_it_whenever_it_comes(tmp_path, version):
     assert not any(map(is_alive, roles)) and not run.leftovers()
 
 
+@pytest.mark.long
 def test_a_second_one_ends_it_at_once(tmp_path):
     """The trainer is stopped, so that the first cannot be done."""
     run = start(tmp_path)

@@ -51,6 +51,7 @@ def test_a_killed_engine_is_started_again_and_its_rollouts_go_on(tmp_path):
     assert resumed, "no rollout was resumed from its prefix"
 
 
+@pytest.mark.long
 def test_an_engine_killed_at_any_moment_loses_nothing(tmp_path):
     """Six times, also while weights are on their way: they nearly always are, a version takes a few hundredths of a second."""
     run = start(tmp_path, "--engine.restarts=6", "--steps=60", "--engine.count=2")
@@ -82,6 +83,7 @@ def test_an_engine_that_cannot_be_kept_ends_the_run_by_name(tmp_path):
     assert "goes on from version" in output and not run.leftovers() and not run.roles()
 
 
+@pytest.mark.long
 def test_a_stopped_engine_is_named_and_replaced(tmp_path):
     run = start(tmp_path)
     run.wait_for_version(3)
@@ -95,6 +97,7 @@ def test_a_stopped_engine_is_named_and_replaced(tmp_path):
 
 
 @pytest.mark.parametrize(("number", "words"), [(signal.SIGKILL, "killed by SIGKILL"), (signal.SIGSTOP, "has not answered for")])
+@pytest.mark.long
 def test_a_lost_trainer_ends_the_run_and_the_same_command_resumes(tmp_path, number, words):
     run = start(tmp_path)
     run.wait_for_version(6)
@@ -112,7 +115,7 @@ def test_a_lost_trainer_ends_the_run_and_the_same_command_resumes(tmp_path, numb
     assert "resumed    version" in output
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_asked_to_stop_it_saves_and_leaves_nothing(tmp_path, number):
     run = start(tmp_path)
     run.wait_for_version(5)
@@ -127,6 +130,7 @@ def test_asked_to_stop_it_saves_and_leaves_nothing(tmp_path, number):
     assert f"step-{run.summary['version']}" in checkpoints
 
 
+@pytest.mark.long
 def test_asked_twice_it_stops_at_once(tmp_path):
     """The trainer is stopped, so that the first request cannot be done: it waits, until the second."""
     run = start(tmp_path, "--heartbeat=300")

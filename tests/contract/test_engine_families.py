@@ -181,7 +181,7 @@ PLACES = [1, 16, 17, 32, 39, PROMPT + NEW]
 
 
 @every_family
-@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("exact", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_fork_of_a_finished_parent_is_a_fresh_engines(family: str, exact: bool) -> None:
     model = shared_model(family, exact=exact)
     core = make_core(model, exact=exact)
@@ -196,7 +196,7 @@ def test_a_fork_of_a_finished_parent_is_a_fresh_engines(family: str, exact: bool
 
 
 @every_family
-@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("exact", [pytest.param(False, marks=pytest.mark.long), True])
 def test_forks_of_a_running_parent_are_a_fresh_engines(family: str, exact: bool) -> None:
     """All begin in one step while the parent goes on, which feels nothing of it."""
     model = shared_model(family, exact=exact)

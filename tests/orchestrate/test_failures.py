@@ -257,7 +257,7 @@ except KeyboardInterrupt as stopped:
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_a_signal_saves_and_the_same_command_resumes(tmp_path, number):
     folder = tmp_path / "run"
     script = SCRIPT.format(helpers=os.path.dirname(__file__), folder=str(folder))

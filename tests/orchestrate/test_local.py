@@ -100,7 +100,7 @@ def broken(tokens):
 """
 
 
-@pytest.mark.parametrize("lag", [1, 3])
+@pytest.mark.parametrize("lag", [1, pytest.param(3, marks=pytest.mark.long)])
 def test_lag_is_what_the_gate_promises(tmp_path, lag):
     """A trainer much slower than the engine: every batch was submitted as early as the gate let it, so version v trains on
     tokens of version v - lag exactly, but for the first, of which there were none so old."""
@@ -122,6 +122,7 @@ def test_lag_is_what_the_gate_promises(tmp_path, lag):
     assert run.summary["accounting"]["rejected"] == 0
 
 
+@pytest.mark.long
 def test_long_rollouts_live_across_versions(tmp_path):
     run = local_run(
         tmp_path / "run",
@@ -190,6 +191,7 @@ def test_a_model_that_cannot_be_loaded_is_the_same_error_as_in_one_process(tmp_p
     assert not children() and not leftovers()
 
 
+@pytest.mark.long
 def test_a_full_disk_loses_nothing(tiny_disk, cache_folder):
     """It is the trainer's process that meets it, and its log lies there too."""
     folder = tiny_disk / "run"
@@ -299,7 +301,13 @@ def reference(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("transport", "payload"),
-    [("shared_memory", "delta"), ("files", "full"), ("http", "delta"), ("collective", "full")],
+    [
+        ("shared_memory", "delta"),
+        *(
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in (("files", "full"), ("http", "delta"), ("collective", "full"))
+        ),
+    ],
 )
 def test_every_transport_trains_the_same_weights(tmp_path, reference, transport, payload):
     """At lag 0 the result depends on nothing but the recipe: what engines held was what was trained."""

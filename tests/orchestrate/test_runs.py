@@ -144,7 +144,7 @@ def run_and_kill(folder, monkeypatch, *, at: int, **settings) -> None:
         small_run(folder, **settings)
 
 
-@pytest.mark.parametrize("max_lag", [0, 1, 2])
+@pytest.mark.parametrize("max_lag", [0, 1, pytest.param(2, marks=pytest.mark.long)])
 def test_exact_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, monkeypatch, max_lag):
     settings = {"exact": True, "steps": 9, "staleness": {"max_lag": max_lag}, "evaluate": {"every": 2}}
     whole = small_run(tmp_path / "whole", **settings)

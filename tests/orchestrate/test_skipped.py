@@ -77,7 +77,7 @@ def test_zero_never_stops(tmp_path, losing):
     assert result.summary["skipped_steps"] == 5 and result.summary["status"] == "finished"
 
 
-@pytest.mark.parametrize("orchestrate", ["inline", "local"])
+@pytest.mark.parametrize("orchestrate", ["inline", pytest.param("local", marks=pytest.mark.long)])
 def test_too_many_one_after_another_stop_the_run_which_resumes(tmp_path, losing, orchestrate, capsys):
     """In processes of their own the next batch has been sent when the third is seen to be lost: it is lost and counts too."""
     settings, switch = losing

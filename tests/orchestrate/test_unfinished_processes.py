@@ -26,12 +26,17 @@ SLOW = {
     "settings",
     [
         {"staleness": {"max_lag": 1}, "partial": {"cancel": "over_age"}},
-        {
-            "staleness": {"max_lag": 2},
-            "buffer": {"kind": "synchronous"},
-            "partial": {"interrupt": "abort", "oversample": 2.0, "cancel": "over_age"},
-        },
-        {"staleness": {"max_lag": 2}, "partial": {"interrupt": "abort", "oversample": 1.5}},
+        pytest.param(
+            {
+                "staleness": {"max_lag": 2},
+                "buffer": {"kind": "synchronous"},
+                "partial": {"interrupt": "abort", "oversample": 2.0, "cancel": "over_age"},
+            },
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            {"staleness": {"max_lag": 2}, "partial": {"interrupt": "abort", "oversample": 1.5}}, marks=pytest.mark.long
+        ),
     ],
     ids=["cancel", "in turn, recycle", "recycle"],
 )
@@ -45,6 +50,7 @@ def test_cancelling_and_recycling_over_processes(tmp_path, monkeypatch, settings
         assert calls and set(calls) == {FinishReason.ABORT}
 
 
+@pytest.mark.long
 def test_over_processes_what_is_half_drawn_goes_on_after_a_restart(tmp_path, monkeypatch):
     folder, settings = tmp_path / "run", {**SLOW, "steps": 6, "staleness": {"max_lag": 6}}
     run_and_kill(folder, monkeypatch, at=4, **settings)

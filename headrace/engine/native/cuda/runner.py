@@ -460,8 +460,8 @@ class CudaRunner:
         prompt = [self._prompt_bucket(shape) for shape in reversed(self._prompt_shapes)]
         if is_cut:
             self._allowed_rows(0)  # made now, so that no graph makes it
-        # cuBLAS has a workspace for each stream, and a graph keeps that of the stream it was captured on: nothing else may run on
-        # it while the graph is replayed, or two products spoil each other's sums, or wait for each other for ever.
+        # cuBLAS has a workspace for each stream, and a graph keeps that of the stream it was captured on: nothing else may run
+        # on it while the graph is replayed, or two products spoil each other's sums, or wait for each other for ever.
         tried_on, captured_on = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)
         began = time.perf_counter()
         for bucket in (decode[0], prompt[0], *decode[1:], *prompt[1:]):
