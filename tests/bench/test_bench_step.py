@@ -285,7 +285,7 @@ def test_trl_is_set_against_ours_where_it_ran_and_an_earlier_figure_is_no_peer(t
     monkeypatch.setattr(step, "measure", lambda *_, peers, **__: used.append(peers) or [])
     parts = step.make_parts(make_plan("cuda", quick=False), tmp_path)
     ((earlier,),) = parts["trl"]()
-    assert "Not of this run" in earlier.name and "2026-11-15" in earlier.name and earlier.value == 9500
+    assert "Not of this run" in earlier.name and "2026-11-16" in earlier.name and earlier.value == 13_260
     monkeypatch.setattr(step, "write_model", lambda shape, folder, dtype: str(folder))
     assert list(parts["in-turn"]()) == [[]] and used == [Peers()]
     assert "trl" not in step.make_parts(PLAN, tmp_path) and "TRL: trl not here" in capsys.readouterr().out

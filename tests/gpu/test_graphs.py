@@ -84,6 +84,21 @@ def test_replayed_steps_draw_what_eager_ones_draw() -> None:
         assert_same(generate(graphs, **sampling), generate(eager, **sampling))
 
 
+def test_nothing_runs_on_the_stream_that_graphs_are_captured_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products that did would share cuBLAS's workspace with those of a graph that is replayed meanwhile."""
+    from headrace.engine.native.cuda import runner
+
+    forward, streams = runner.hidden_states, {True: set(), False: set()}
+
+    def noting(*arguments: object) -> torch.Tensor:
+        streams[torch.cuda.is_current_stream_capturing()].add(torch.cuda.current_stream().cuda_stream)
+        return forward(*arguments)
+
+    monkeypatch.setattr(runner, "hidden_states", noting)
+    generate(make_core(graphs=True))
+    assert all(streams.values()) and not streams[True] & streams[False]
+
+
 def test_cut_steps_are_captured_once_there_are_some_and_keep_their_masks() -> None:
     eager, graphs = make_core(graphs=False), make_core(graphs=True)
     sampling = {"top_k": 7, "top_p": 0.9, "min_tokens": 4}
