@@ -1,5 +1,6 @@
-"""What can go wrong with weights on their way, on every transport and with every payload: each time it is found, no engine is
-on a version it should not be, the next attempt succeeds, and nothing is left behind. Prints the matrix of what was found.
+"""What can go wrong with weights on their way, on every transport and with every payload: no engine is on a version it should
+not be, the next attempt succeeds, and nothing is left behind. Prints a matrix: `found` where an end raised an error that names
+the fault, `recovered` where the transport tells nobody (the run sees that a process ended) and the next attempt succeeded.
 
 A transport inside one process has no ends to kill. Weights on a GPU are tried where there is one.
 """
@@ -191,8 +192,8 @@ def begun(ended: Ended) -> tuple[Sender, Near]:
 
 
 def note(ended: Ended, fault: str, error: object) -> None:
-    FOUND[ended.transport, ended.payload, fault] = "found"
-    assert str(error)
+    """`error` is what was raised and looked at, or None."""
+    FOUND[ended.transport, ended.payload, fault] = "recovered" if error is None else "found"
 
 
 @every(TRANSPORTS)
@@ -282,8 +283,8 @@ def test_a_receiver_that_is_killed_midway(ended):
     far.kill()
     error = pushing.join()
     assert time.monotonic() - began < 2 * DEADLINE + 2
-    if ended.transport == "collective":
-        assert error is not None and "engine-0" in str(error)
+    assert (error is not None) == (ended.transport == "collective"), "who pushes hears of it"
+    assert error is None or "engine-0" in str(error)
     sender.sync.abort(update)
     late = ended.far("receiver", name="engine-0")
     assert late.ask("held")["held"]["version"] == 0
@@ -292,7 +293,7 @@ def test_a_receiver_that_is_killed_midway(ended):
     answer = late.ask("load", update=packed(update))
     assert pushing.join() is None
     assert answer == {"held": {"lineage": "life", "version": 1, "sums": sender.sums}}
-    note(ended, "receiver killed", error or "its process ended")
+    note(ended, "receiver killed", error)
 
 
 @every(BETWEEN)
@@ -306,9 +307,7 @@ def test_a_sender_that_is_killed_midway(ended):
     assert near.held[0] == 0
     ended.ends.remove_leftovers()
     assert not list(ended.folder.iterdir())
-    found: object = "its process ended"
-    if ended.transport in ("http", "collective"):
-        found = _kill_while_sending(ended)
+    found = _kill_while_sending(ended) if ended.transport in ("http", "collective") else None
     sender = ended.sender()
     goes_on(sender, near, 1)
     note(ended, "sender killed", found)

@@ -73,7 +73,8 @@ def test_versions_are_the_axis_so_that_those_trained_again_are_shown(runs: list[
 
 
 def test_the_real_one_takes_what_it_is_given(tmp_path, monkeypatch) -> None:
-    wandb = pytest.importorskip("wandb")
+    import wandb
+
     settings = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_PROJECT": "mine"}
     folders = {name: str(tmp_path / name) for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR")}
     for name, value in {**settings, **folders}.items():

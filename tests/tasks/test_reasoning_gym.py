@@ -269,7 +269,6 @@ def test_a_split_without_questions_is_refused_and_not_searched_for_ever(fake) ->
 
 # The package itself
 
-needs_package = pytest.mark.skipif(importlib.util.find_spec("reasoning_gym") is None, reason="reasoning-gym is not installed")
 SAMPLES = {
     "chain_sum": {"max_terms": 2, "max_digits": 2},
     "word_sequence_reversal": {"max_words": 4},
@@ -279,7 +278,6 @@ SAMPLES = {
 }
 
 
-@needs_package
 @pytest.mark.parametrize("name", SAMPLES)
 def test_tasks_of_the_package(name: str) -> None:
     source, options = f"reasoning_gym:{name}", SAMPLES[name]
@@ -293,7 +291,6 @@ def test_tasks_of_the_package(name: str) -> None:
         assert reward(completion="~ qzx }{", **row) < 0.5
 
 
-@needs_package
 def test_wrong_options_of_the_package_are_told() -> None:
     with pytest.raises(TaskError, match=r"reasoning_gym:chain_sum: options: max_terms must be >= min_terms"):
         open_source("reasoning_gym:chain_sum", seed=0, split="train", options={"min_terms": 5, "max_terms": 2})
@@ -301,7 +298,6 @@ def test_wrong_options_of_the_package_are_told() -> None:
         open_source("reasoning_gym:chain_sum", seed=0, split="train", options={"max_term": 2})
 
 
-@needs_package
 def test_every_scorer_that_evaluates_its_answer_is_known() -> None:
     """By its source: `eval`, `exec` or sympy's parser, given `answer`."""
     found = set()

@@ -166,8 +166,9 @@ def test_json_lines_end_at_newlines_alone(tmp_path: Path, character: str) -> Non
 
 
 def test_parquet(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+    from pyarrow import parquet
+
     file = tmp_path / "rows.parquet"
     rows = [{"prompt": "one", "answer": 1}, {"prompt": "two", "answer": None}]
     parquet.write_table(pyarrow.Table.from_pylist(rows), file)
@@ -177,18 +178,12 @@ def test_parquet(tmp_path: Path) -> None:
         taken(file)
 
 
-class FakeDataset:
-    """What we use of a `datasets.Dataset`: it can be iterated, more than once."""
-
-    def __iter__(self):
-        yield from ROWS
-
-    def __len__(self) -> int:
-        return len(ROWS)
-
-
 def test_a_dataset_a_generator_and_a_list_are_taken_alike() -> None:
-    assert taken(FakeDataset()) == taken(row for row in ROWS) == taken(tuple(ROWS)) == taken(ROWS) == ROWS
+    from datasets import Dataset
+
+    assert taken(row for row in ROWS) == taken(tuple(ROWS)) == taken(ROWS) == ROWS
+    chats = [{"prompt": [{"role": "user", "content": str(number)}], "answer": number} for number in range(3)]
+    assert taken(Dataset.from_list(chats)) == chats
 
 
 # Errors
