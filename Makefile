@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 VLLM := .venv-vllm
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: quickstart test test-all lint bench vllm clean
 
@@ -16,13 +17,13 @@ quickstart: $(VENV)/.ready
 
 # What a contributor runs: all but the tests marked `long`.
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not long'
+	$(PYTEST) -m 'not long'
 
 # And the long ones: a real vLLM server, processes killed in many ways, every benchmark whole. Where vLLM is named so, tests that
 # need it fail without it instead of being skipped.
 test-all: export HEADRACE_TEST_VLLM := $(CURDIR)/$(VLLM)/bin/python
 test-all: test $(VLLM)/.ready
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m long
+	$(PYTEST) -m long
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

@@ -21,6 +21,12 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined, so before anything imports Triton
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files whose tests start processes come first: two workers then end at about the same time."""
+    slow = ("tests/orchestrate", "tests/chaos", "tests/bench")
+    items.sort(key=lambda item: not item.nodeid.startswith(slow))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Warmed-up models and rescued checkpoints of the whole session."""

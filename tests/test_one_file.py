@@ -68,6 +68,7 @@ def test_it_learns_from_rollouts_older_than_the_weights_they_train():
     assert after >= before + 0.1
 
 
+@pytest.mark.long
 def test_without_lag_it_is_synchronous():
     output = run_example(steps=3, max_lag=0)
     places = check_accounting(output)

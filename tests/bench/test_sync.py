@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from headrace.bench import sync, sync_http
@@ -13,6 +14,7 @@ def test_parcels_over_http_are_measured_every_way_there_is(monkeypatch) -> None:
     assert len(rows) == 4 and all(value > 0 for value in rows.values())
 
 
+@pytest.mark.long
 def test_a_publication_is_measured_over_each_transport_and_nothing_is_left(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(sync, "shared_folder", lambda: tmp_path)
     with sync.Paths("small", torch.device("cpu"), ["shared_memory", "files"]) as paths:

@@ -32,6 +32,7 @@ def check_finished(run: Running, output: str) -> None:
     assert not run.leftovers() and not run.roles()
 
 
+@pytest.mark.long
 def test_a_killed_engine_is_started_again_and_its_rollouts_go_on(tmp_path):
     sizes = ("--model.context=4096", "--sampling.max_tokens=3000", "--sampling.min_tokens=3000")
     run = start(tmp_path, *sizes, "--train.batch=4", "--engine.slots=4", "--steps=4")
@@ -147,6 +148,7 @@ def test_asked_twice_it_stops_at_once(tmp_path):
     assert not any(map(is_alive, roles)) and not run.leftovers()
 
 
+@pytest.mark.long
 def test_a_killed_launcher_leaves_nothing_either(tmp_path):
     run = start(tmp_path)
     run.wait_for_version(3)

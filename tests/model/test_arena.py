@@ -605,6 +605,7 @@ assert inspect_arena(arena) == expected
 """
 
 
+@pytest.mark.long
 def test_the_kernel_gives_every_checksum_and_finds_what_is_not_finite() -> None:
     """In Triton's interpreter, which must be chosen before Triton is imported: in a process of its own."""
     pytest.importorskip("triton")

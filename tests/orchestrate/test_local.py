@@ -239,6 +239,7 @@ def test_shared_memory_too_small_is_refused_before_anything_is_loaded(tmp_path, 
     assert not children() and not leftovers()
 
 
+@pytest.mark.long
 def test_corrections_over_several_steps_a_version(tmp_path):
     """The version ahead waits for the trainer's forward passes while this one is settled: its groups are in the books."""
     (tmp_path / "slow_loss.py").write_text(SLOW_LOSS)

@@ -68,6 +68,7 @@ def test_the_engine_sleeps_while_the_trainer_trains_and_the_run_is_bitwise_the_s
     assert sum(budget.values()) == pytest.approx(1.0)
 
 
+@pytest.mark.long
 def test_engines_in_processes_of_their_own_sleep_too(tmp_path, awake):
     run = small_run(tmp_path / "run", orchestrate="local", engine={"sleep": "weights"}, **TURNS)
     assert same_weights(run.checkpoint, awake.checkpoint) and run.summary["accounting"] == awake.summary["accounting"]
