@@ -259,6 +259,8 @@ def _inspect(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
 
 
 def _token_text(folder: Path) -> Any:  # noqa: ANN401  (a function from token id to text)
+    if not any((folder / "checkpoints").glob("step-*")):
+        return str  # and nothing heavy is imported
     from headrace.model.load import load_tokenizer
     from headrace.orchestrate.checkpoint import checkpoints_in
 

@@ -71,12 +71,14 @@ def _explain_plain(value: object, where: str, depth: int) -> None:
 
 
 def check_messages(messages: Sequence[dict[str, Plain]]) -> None:
-    """Raise unless each holds text or a list of parts: a chat template writes anything else out, None as the word."""
+    """Raise unless each holds text, a list of parts or calls of tools: a chat template writes anything else out, None as the
+    word."""
     for index, message in enumerate(messages):
-        if not isinstance(message["content"], str | list):
+        content = message.get("content")
+        if not isinstance(content, str | list) and not (content is None and message.get("tool_calls")):
             raise ValueError(
-                f"message {index} of the prompt ({message['role']}) has the content {message['content']!r}; give text, and "
-                f"'' where there is none"
+                f"message {index} of the prompt ({message.get('role')}) has the content {content!r}; give text, and '' where "
+                f"there is none"
             )
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from strategies import names, plain, quick
 
 from headrace.types import FinishReason
-from headrace.validate import MAX_NESTING, _explain_plain, _is_plain, check_plain
+from headrace.validate import MAX_NESTING, _explain_plain, _is_plain, check_messages, check_plain
 
 odd = st.sampled_from(
     [
@@ -45,3 +45,15 @@ def test_nesting_has_the_same_end(wrap) -> None:
         by_rule = is_refused(lambda value=value: _explain_plain(value, "row", 0))
         assert is_refused(lambda value=value: check_plain(value, where="row")) == by_rule == (depth > MAX_NESTING)
         value = wrap(value)
+
+
+def test_a_message_needs_text_parts_or_calls_of_tools() -> None:
+    calls = [{"role": "assistant", "tool_calls": [{"name": "add"}]}, {"role": "assistant", "content": None, "tool_calls": [{}]}]
+    check_messages([{"role": "user", "content": "1 + 1?"}, *calls, {"role": "tool", "content": [{"text": "2"}]}])
+    for empty in (
+        {"role": "user"},
+        {"role": "user", "content": None},
+        {"role": "assistant", "content": None, "tool_calls": []},
+    ):
+        with pytest.raises(ValueError, match=rf"message 0 of the prompt \({empty['role']}\) has the content None"):
+            check_messages([empty])

@@ -234,7 +234,7 @@ def _compare(model: PreTrainedModel, name: str, hidden: Tensor, own: Tensor) -> 
         difference = float((ours - own).abs().amax(dim=-1).median())
     except RuntimeError:  # hidden states are not as wide as the head's rows
         difference = float("inf")
-    noise = 1e-3 if next(model.parameters()).dtype == torch.float32 else 0.2
+    noise = 1e-3 if next(model.parameters()).dtype == torch.float32 else 0.05  # of bfloat16 at most 0.013 was seen
     if not difference <= noise * max(1.0, float(own.max() - own.min())):
         raise ModelError(
             f"model {name!r} ({model.config.model_type}) cannot be served: logprobs computed from its hidden states differ "

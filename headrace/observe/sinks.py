@@ -7,6 +7,8 @@ import os
 import uuid
 from typing import TYPE_CHECKING, Any, Protocol
 
+from headrace.settings import ConfigError
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
@@ -108,5 +110,5 @@ def open_sinks(names: tuple[str, ...], folder: Path, *, restored: int | None, co
             else:
                 sinks.append(WeightsAndBiases(folder, config=config, is_resumed=restored is not None))
         except ImportError as error:
-            raise ValueError(f"observe.sinks: {name!r} needs `pip install headrace[{name}]` ({error})") from error
+            raise ConfigError(f"observe.sinks: {name!r} needs `pip install headrace[{name}]` ({error})") from error
     return sinks

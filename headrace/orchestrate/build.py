@@ -151,8 +151,8 @@ def special_stops(stop: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> tu
     are looked for in, so one that holds such a token and more could never be found."""
     special = {str(token): id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
     for text in stop:
-        inside = next((token for token in special if token in text), text)
-        if inside != text:
+        inside = next((token for token in special if token in text), "")
+        if inside and text not in special:
             raise ConfigError(
                 f"sampling.stop = {text!r}: {inside!r} is a special token, which is no part of the text that stop strings are "
                 f"looked for in; write {inside!r} alone to stop at it, or leave it out of the text"

@@ -7,6 +7,7 @@ import hashlib
 import inspect
 import itertools
 import json
+from collections.abc import Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from headrace.tasks import TaskError, TaskStream, builtin_reward, open_source
 from headrace.tasks.sources import RowSource
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from headrace.config import Recipe, TaskSettings
     from headrace.tasks import TaskSource
@@ -92,15 +93,10 @@ def open_tasks(recipe: Recipe, given: UserInputs) -> TaskStream:
 
 def held_out_tasks(recipe: Recipe, given: UserInputs) -> dict[str, list[dict[str, Plain]]]:
     """The tasks of every evaluation by their source's name: the same ones each time, `evaluate.limit` in all."""
-    sources: list[Any] = [source for source, _ in _mix(given.held_out)] if given.held_out is not None else []
-    sources = sources or list(recipe.evaluate.tasks)
-    try:
-        opened = [_open(each, recipe, split="held_out") for each in sources]
-    except TaskError as error:
-        raise TaskError(f"held-out {error}") from error
+    opened = held_out_sources(recipe, given)
     left, found = recipe.evaluate.limit, {}
-    for place, (name, each) in enumerate(zip(_names(sources), opened, strict=True)):
-        count = min(-(-left // (len(opened) - place)), len(each) if hasattr(each, "__len__") else left)
+    for place, (name, each) in enumerate(opened.items()):
+        count = min(-(-left // (len(opened) - place)), len(each) if isinstance(each, Sized) else left)
         found[name] = [each.row(index) for index in range(count)]
         left -= count
     return {name: rows for name, rows in found.items() if rows}
@@ -139,17 +135,22 @@ def check_inputs(recipe: Recipe, given: UserInputs) -> None:
     rewards = [function for function, _ in reward_functions(recipe, given)]
     if given.environment is not None:
         rewards = []  # it may give its episodes columns of its own
-    check_columns(stream.sources, rewards)
-    check_columns(held_out_sources(recipe, given), rewards, kind="held-out ")
+    check_task_columns(stream.sources, rewards)
+    check_task_columns(held_out_sources(recipe, given).values(), rewards, kind="held-out ")
 
 
-def held_out_sources(recipe: Recipe, given: UserInputs) -> list[TaskSource]:
-    """Whole, where `held_out_tasks` is what an evaluation takes of them."""
-    sources = recipe.evaluate.tasks if given.held_out is None else [source for source, _ in _mix(given.held_out)]
-    return [_open(source, recipe, split="held_out") for source in sources]
+def held_out_sources(recipe: Recipe, given: UserInputs) -> dict[str, TaskSource]:
+    """Whole and by name, where `held_out_tasks` is what an evaluation takes of them."""
+    sources: list[Any] = [source for source, _ in _mix(given.held_out)] if given.held_out is not None else []
+    sources = sources or list(recipe.evaluate.tasks)
+    try:
+        opened = [_open(each, recipe, split="held_out") for each in sources]
+    except TaskError as error:
+        raise TaskError(f"held-out {error}") from error
+    return dict(zip(_names(sources), opened, strict=True))
 
 
-def check_columns(sources: Sequence[TaskSource], rewards: Sequence[RewardFunction], *, kind: str = "") -> None:
+def check_task_columns(sources: Iterable[TaskSource], rewards: Sequence[RewardFunction], *, kind: str = "") -> None:
     """Refuse a row that lacks a column some reward takes, or has one that a reward could never see. All rows are looked at, and
     the first of those that are made as they are needed, all alike."""
     for source in sources:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from headrace.settings import ConfigError
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
@@ -63,7 +65,7 @@ class FlatAdamW:
         for arena, parameters in trained:
             self._arenas.append([self._add(arena, names, parameters) for names in _neighbours(arena, parameters)])
         if not all(self._arenas):
-            raise ValueError("every parameter of the model is frozen: there is nothing to train")
+            raise ConfigError("every parameter of the model is frozen: there is nothing to train")
         self._segments = [segment for segments in self._arenas for segment in segments]
         self.num_steps = torch.zeros((), device=self._segments[0].gradient.device)
 

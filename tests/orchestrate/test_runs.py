@@ -332,6 +332,8 @@ def test_special_tokens_are_no_part_of_the_text_that_stop_texts_are_looked_for_i
     problem = r"stop = '<\|end\|>\\n': '<\|end\|>' is a special token.*write '<\|end\|>' alone"
     with pytest.raises(headrace.ConfigError, match=problem):
         special_stops(("<|end|>\n",), tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>>"]})  # one that holds another
+    assert special_stops(("<|end|>>",), tokenizer) == (tokenizer.convert_tokens_to_ids("<|end|>>"),)
 
 
 @pytest.mark.parametrize("interrupt", ["keep", "retract", "abort"])

@@ -11,7 +11,7 @@ from headrace.errors import command, in_words
 from headrace.orchestrate.doctor.finding import Finding, problem
 from headrace.orchestrate.inputs import (
     UserInputs,
-    check_columns,
+    check_task_columns,
     held_out_sources,
     held_out_tasks,
     open_tasks,
@@ -66,7 +66,7 @@ def check_held_out(subject: Subject) -> Iterator[Finding]:
         return
     try:
         rows = held_out_tasks(subject.recipe, UserInputs())
-        subject.held_out = held_out_sources(subject.recipe, UserInputs())
+        subject.held_out = list(held_out_sources(subject.recipe, UserInputs()).values())
     except ValueError as error:
         yield problem(error, otherwise="mend evaluate.tasks, or leave it out")
         return
@@ -103,8 +103,8 @@ def check_reward_names(subject: Subject) -> Iterator[Finding]:
         yield Finding("problem", f"reward: {in_words(error)}{_last_line(error)}", "mend the file that is named")
     functions = [function for function, _ in subject.rewards]
     try:
-        check_columns(subject.sources, functions)
-        check_columns(subject.held_out, functions, kind="held-out ")
+        check_task_columns(subject.sources, functions)
+        check_task_columns(subject.held_out, functions, kind="held-out ")
     except ConfigError as error:
         subject.rewards = []  # to try it would only say the same again
         yield problem(error)

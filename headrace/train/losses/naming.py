@@ -51,13 +51,13 @@ def call_loss(
     _check_columns(name, tokens)
     result = resolve_loss(name)(tokens, **constants)
     if not isinstance(result, tuple) or len(result) not in (2, 3):
-        raise ValueError(
+        raise ConfigError(
             f"loss {name!r} must return (losses, metrics) or (losses, metrics, uncorrected), not a {type(result).__name__}"
         )
     losses, seen, uncorrected = result if len(result) == 3 else (*result, None)
     for term in (losses, uncorrected):
         if term is not None and term.shape != tokens.logprobs.shape:
-            raise ValueError(
+            raise ConfigError(
                 f"loss {name!r} returned losses of shape {tuple(term.shape)}; one per token is wanted, "
                 f"{tuple(tokens.logprobs.shape)}: summing and averaging are the trainer's work"
             )
