@@ -63,6 +63,12 @@ def _this_host() -> list[str]:
     return names
 
 
+def _is_this_host(names: list[str]) -> bool:
+    """By the boot, where both sides know theirs: hosts that share a file system may have the same name."""
+    ours = _this_host()
+    return names[1:] == ours[1:] if names[1:] and ours[1:] else names[:1] == ours[:1]
+
+
 def sweep(place: Path) -> None:
     """Remove what runs of this user on this host, none of whose launchers lives, left in a place. Some file systems keep the
     locks of each host to themselves, so that those of other hosts prove nothing."""
@@ -74,7 +80,7 @@ def sweep(place: Path) -> None:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 hosts = os.read(descriptor, 4096).decode(errors="replace").splitlines()
-                if os.fstat(descriptor).st_uid == os.geteuid() and set(hosts) & set(_this_host()):
+                if os.fstat(descriptor).st_uid == os.geteuid() and _is_this_host(hosts):
                     remove(place, lock.stem)
             finally:
                 os.close(descriptor)
