@@ -16,6 +16,10 @@ import platform
 import re
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _LOCK = re.compile(r"headrace-\d+-\w+\.lock")
 
@@ -69,10 +73,11 @@ def _is_this_host(names: list[str]) -> bool:
     return names[1:] == ours[1:] if names[1:] and ours[1:] else names[:1] == ours[:1]
 
 
-def sweep(place: Path) -> None:
-    """Remove what runs of this user on this host, none of whose launchers lives, left in a place. Some file systems keep the
-    locks of each host to themselves, so that those of other hosts prove nothing."""
-    for lock in place.glob("headrace-*.lock"):
+def orphans(place: Path) -> Iterator[str]:
+    """The prefixes of what runs of this user on this host, none of whose launchers lives, left in a place; each is locked until
+    the next is asked for. Some file systems keep the locks of each host to themselves, so that those of other hosts prove
+    nothing."""
+    for lock in sorted(place.glob("headrace-*.lock")):
         if not _LOCK.fullmatch(lock.name):
             continue
         with contextlib.suppress(OSError):  # its run is alive, it is another user's, or somebody else has just swept it
@@ -81,9 +86,16 @@ def sweep(place: Path) -> None:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 hosts = os.read(descriptor, 4096).decode(errors="replace").splitlines()
                 if os.fstat(descriptor).st_uid == os.geteuid() and _is_this_host(hosts):
-                    remove(place, lock.stem)
+                    yield lock.stem
             finally:
                 os.close(descriptor)
+
+
+def sweep(place: Path) -> None:
+    """Remove what belongs to nobody."""
+    for prefix in orphans(place):
+        with contextlib.suppress(OSError):  # part of it cannot be removed
+            remove(place, prefix)
 
 
 def remove(place: Path, prefix: str) -> None:
