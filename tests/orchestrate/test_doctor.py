@@ -16,7 +16,7 @@ import pytest
 
 from headrace.cli import main
 from headrace.leftovers import Claim
-from headrace.orchestrate.doctor import Finding, Subject, examine, inputs, machine, model, render, reward, space
+from headrace.orchestrate.doctor import Finding, Subject, examine, inputs, machine, model, reward, space
 from headrace.orchestrate.folder import FolderLock, write_summary
 from headrace.sync import SyncError, check_place
 
