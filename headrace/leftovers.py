@@ -16,6 +16,10 @@ import platform
 import re
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _LOCK = re.compile(r"headrace-\d+-\w+\.lock")
 
@@ -63,10 +67,17 @@ def _this_host() -> list[str]:
     return names
 
 
-def sweep(place: Path) -> None:
-    """Remove what runs of this user on this host, none of whose launchers lives, left in a place. Some file systems keep the
-    locks of each host to themselves, so that those of other hosts prove nothing."""
-    for lock in place.glob("headrace-*.lock"):
+def _is_this_host(names: list[str]) -> bool:
+    """By the boot, where both sides know theirs: hosts that share a file system may have the same name."""
+    ours = _this_host()
+    return names[1:] == ours[1:] if names[1:] and ours[1:] else names[:1] == ours[:1]
+
+
+def orphans(place: Path) -> Iterator[str]:
+    """The prefixes of what runs of this user on this host, none of whose launchers lives, left in a place; each is locked until
+    the next is asked for. Some file systems keep the locks of each host to themselves, so that those of other hosts prove
+    nothing."""
+    for lock in sorted(place.glob("headrace-*.lock")):
         if not _LOCK.fullmatch(lock.name):
             continue
         with contextlib.suppress(OSError):  # its run is alive, it is another user's, or somebody else has just swept it
@@ -74,10 +85,17 @@ def sweep(place: Path) -> None:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 hosts = os.read(descriptor, 4096).decode(errors="replace").splitlines()
-                if os.fstat(descriptor).st_uid == os.geteuid() and set(hosts) & set(_this_host()):
-                    remove(place, lock.stem)
+                if os.fstat(descriptor).st_uid == os.geteuid() and _is_this_host(hosts):
+                    yield lock.stem
             finally:
                 os.close(descriptor)
+
+
+def sweep(place: Path) -> None:
+    """Remove what belongs to nobody."""
+    for prefix in orphans(place):
+        with contextlib.suppress(OSError):  # part of it cannot be removed
+            remove(place, prefix)
 
 
 def remove(place: Path, prefix: str) -> None:

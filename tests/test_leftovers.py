@@ -84,6 +84,27 @@ def test_what_is_not_provably_this_users_on_this_host_is_kept(place: Path, monke
     assert names(place) == before
 
 
+@pytest.mark.parametrize(
+    ("theirs", "is_removed"),
+    [
+        ("here\nthis boot", True),
+        ("a container\nthis boot", True),
+        ("here\nanother boot", False),  # another host of that name, or the same one before it was started anew
+        ("here", True),
+        ("elsewhere", False),
+        ("", False),
+    ],
+)
+def test_a_host_is_told_by_its_boot_and_by_its_name_where_there_is_none(
+    place: Path, monkeypatch: pytest.MonkeyPatch, theirs: str, is_removed: bool
+) -> None:
+    dead(place)
+    (place / f"{PREFIX}.lock").write_text(theirs)
+    monkeypatch.setattr(leftovers, "_this_host", lambda: ["here", "this boot"])
+    sweep(place)
+    assert (f"{PREFIX}-1-0" not in names(place)) == is_removed
+
+
 def test_a_lock_that_a_sweep_removes_before_it_is_taken_is_made_again(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     really, swept = fcntl.flock, []
 

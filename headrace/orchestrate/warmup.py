@@ -76,9 +76,7 @@ def model_folder(recipe: Recipe, given: UserInputs, *, say: Callable[[str], None
 def _make(target: Path, recipe: Recipe, given: UserInputs, say: Callable[[str], None]) -> None:
     is_builtin = recipe.model.path == tiny.NAME
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=".making-", dir=target.parent))
-    lock = FolderLock(temporary)
-    lock.acquire()
+    temporary, lock = _temporary_folder(target.parent)
     try:
         transformers_logging.disable_progress_bar()
         if is_builtin:
@@ -97,14 +95,32 @@ def _make(target: Path, recipe: Recipe, given: UserInputs, say: Callable[[str], 
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def _temporary_folder(cache: Path) -> tuple[Path, FolderLock]:
+    """Locked. Another process that looks for what is half made may take it for such before the lock is held: then a new one."""
+    for _ in range(100):
+        folder = Path(tempfile.mkdtemp(prefix=".making-", dir=cache))
+        lock = FolderLock(folder)
+        if lock.acquire(create=False):
+            return folder, lock
+        shutil.rmtree(folder, ignore_errors=True)
+    raise OSError(f"no folder in {cache} can be locked; set HEADRACE_CACHE to one on a file system with locks")
+
+
 def _remove_unused(cache: Path) -> None:
     """All but the models used last, those that a process has in use, and what is half made by one that lives."""
-    made = sorted((folder for folder in cache.iterdir() if folder.name[0] != "."), key=lambda folder: -folder.stat().st_mtime)
+    made = sorted((folder for folder in cache.iterdir() if folder.name[0] != "."), key=_used_at, reverse=True)
     for folder in (*made[_NUM_KEPT:], *cache.glob(".making-*")):
         lock = FolderLock(folder)
         if lock.acquire(create=False):
             shutil.rmtree(folder, ignore_errors=True)
             lock.release()
+
+
+def _used_at(folder: Path) -> float:
+    try:
+        return folder.stat().st_mtime
+    except FileNotFoundError:  # another process has just removed it
+        return 0.0
 
 
 async def _warm_up(recipe: Recipe, path: str, given: UserInputs, target: Path, say: Callable[[str], None]) -> None:

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from headrace.cli import main
-from headrace.orchestrate.doctor import Finding, Subject, examine, inputs, machine, model, render, reward, space
+from headrace.leftovers import Claim
+from headrace.orchestrate.doctor import Finding, Subject, examine, inputs, machine, model, reward, space
 from headrace.orchestrate.folder import FolderLock, write_summary
 from headrace.sync import SyncError, check_place
 
@@ -64,7 +65,7 @@ class Recipe:
 @pytest.fixture(autouse=True)
 def clean_machine(tmp_path, monkeypatch):
     """What other processes left on this machine is none of these tests' business."""
-    monkeypatch.setattr(machine, "leftover_places", lambda: [tmp_path])
+    monkeypatch.setattr(machine, "leftover_places", lambda _: [tmp_path])
 
 
 @pytest.fixture
@@ -372,39 +373,48 @@ def test_a_gpu_that_is_asked_for_and_not_there(recipe, monkeypatch) -> None:
 # The machine
 
 
-@pytest.fixture
-def dead() -> int:
-    """The number of a process that is gone."""
-    done = subprocess.Popen([sys.executable, "-c", ""])
-    done.wait()
-    return done.pid
+def leave_behind(place: Path, prefix: str) -> None:
+    """What a run leaves whose processes were all killed: the system let go of its lock."""
+    claim = Claim(place, prefix)
+    (place / f"{prefix}-1-0").write_bytes(b"x" * 5000)
+    assert claim._descriptor is not None
+    os.close(claim._descriptor)
 
 
-def test_what_dead_runs_left_behind_is_named_with_the_command_that_removes_it(tmp_path, monkeypatch, dead) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+def test_what_killed_runs_left_behind_is_named_and_a_living_ones_is_not(tmp_path, monkeypatch) -> None:
+    shared, sockets = tmp_path / "shm", tmp_path / "sockets"
+    shared.mkdir()
+    sockets.mkdir()
     monkeypatch.setattr(machine, "leftover_places", REAL_PLACES)
-    monkeypatch.setattr(machine, "SHARED_MEMORY", tmp_path / "shm")
-    shared = machine.SHARED_MEMORY / f"headrace-{dead}-test"
-    shared.parent.mkdir()
-    (tmp_path / f"headrace-{dead}-sockets").mkdir()
-    (tmp_path / f"headrace-{os.getpid()}-mine").mkdir()
-    (tmp_path / "headrace-notes").mkdir()
-    shared.write_bytes(b"x" * 5000)
+    monkeypatch.setattr(machine, "SHARED_MEMORY", shared)
+    monkeypatch.setattr(machine, "socket_place", lambda: sockets)
+    monkeypatch.setattr(tempfile, "tempdir", str(sockets))
+    leave_behind(shared, "headrace-1-dead")
+    leave_behind(sockets, "headrace-1-dead")
+    living = Claim(shared, "headrace-4194305-living")  # no process here has that number, as those of other containers
+    (shared / "headrace-4194305-living-1-0").touch()
+    (shared / "headrace-4194305-1").touch()  # no lock says whose
     findings = list(machine.check_leftovers(Subject()))
-    told = "\n".join(map(render, findings))
-    assert all(finding.level == "warning" for finding in findings)
-    assert str(shared) in told and f"{tmp_path}/headrace-{dead}-sockets" in told and "5.0 kB" in told and "fix: rm -r " in told
-    assert "-mine" not in told and "headrace-notes" not in told
+    living.release()
+    assert [finding.level for finding in findings] == ["warning", "warning"]
+    for finding, place in zip(findings, (shared, sockets), strict=True):
+        assert finding.what.endswith(f" {place}/headrace-1-dead-1-0 {place}/headrace-1-dead.lock") and "5.0 kB" in finding.what
+        assert finding.fix == "the next run on this host removes it" and "4194305" not in finding.what
+        assert (place / "headrace-1-dead-1-0").exists()
 
 
-def test_what_a_dead_run_left_in_the_folder_of_the_recipe(tmp_path, dead) -> None:
+def test_what_a_killed_run_left_in_the_folder_of_the_recipe(tmp_path, monkeypatch) -> None:
     from headrace.config import make_recipe
 
-    folder = tmp_path / "shared"
+    folder, empty = tmp_path / "shared", tmp_path / "empty"
     folder.mkdir()
-    (folder / f"headrace-{dead}-1-1.safetensors").touch()
+    empty.mkdir()
+    monkeypatch.setattr(machine, "leftover_places", REAL_PLACES)
+    monkeypatch.setattr(machine, "socket_place", lambda: empty)
+    monkeypatch.setattr(tempfile, "tempdir", str(empty))
+    leave_behind(folder, "headrace-1-dead")
     finding = only(list(machine.check_leftovers(Subject(recipe=make_recipe({"sync.folder": str(folder)})))), "warning")
-    assert finding.fix == f"rm -r {folder}/headrace-{dead}-1-1.safetensors"
+    assert f"{folder}/headrace-1-dead-1-0" in finding.what
 
 
 def test_a_folder_in_use_is_named_with_the_process(tmp_path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -64,3 +65,30 @@ def test_what_a_killed_process_left_half_made_goes(cache):
     with model(0):
         assert not dead.exists() and alive.exists()
     lock.release()
+
+
+def test_a_model_that_another_process_removes_meanwhile(cache, monkeypatch):
+    listed = type(cache).iterdir
+    monkeypatch.setattr(type(cache), "iterdir", lambda folder: [*listed(folder), folder / "gone"])
+    with model(0) as folder:
+        assert os.path.exists(f"{folder}/config.json")
+
+
+def test_a_fresh_folder_that_another_process_takes_for_a_dead_ones(cache, monkeypatch):
+    """It is removed before it can be locked, or held by who is about to remove it: another one is made."""
+    really, made, sweeping = warmup.tempfile.mkdtemp, [], []
+
+    def taken(**where: object) -> str:
+        folder = really(**where)
+        made.append(folder)
+        if len(made) == 1:
+            os.rmdir(folder)
+        elif len(made) == 2:
+            sweeping.append(FolderLock(Path(folder)))
+            assert sweeping[0].acquire()
+        return folder
+
+    monkeypatch.setattr(warmup.tempfile, "mkdtemp", taken)
+    with model(0) as folder:
+        assert os.listdir(cache) == [os.path.basename(folder)] and len(made) == 3
+    sweeping[0].release()

@@ -112,6 +112,19 @@ def test_nonsense_from_who_has_proven_it_ends_only_its_line(opened: Open, words:
     assert opened.is_well()
 
 
+def test_before_the_proof_no_second_line_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed: list[bytes] = []
+    monkeypatch.setattr(desks, "_message", lambda text: parsed.append(text) or {})
+    here, there = socket.socketpair()
+    with here, there:
+        line = desks.Line(here)
+        there.sendall(b"{}\n{}\n")
+        assert line.read() is None and not parsed
+        line.is_known = True
+        there.sendall(b"{}\n{}\n")
+        assert line.read() == [{}, {}]
+
+
 def test_a_hello_is_read_up_to_its_limit_alone(opened: Open) -> None:
     """The proof is right; what comes with it is too long."""
     for padding, is_let_in in ((desks.HELLO_BYTES // 2, True), (desks.HELLO_BYTES, False)):

@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-import re
 import socket
 import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headrace.leftovers import orphans
 from headrace.orchestrate.doctor.finding import Finding, size
 from headrace.orchestrate.folder import is_in_use, read_summary
+from headrace.stream import socket_place
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from headrace.orchestrate.doctor.finding import Check, Subject
 
 SHARED_MEMORY = Path("/dev/shm")
-_OWNED = re.compile(r"headrace-(\d+)-")
 
 
 def check_python(subject: Subject) -> Iterator[Finding]:
@@ -69,36 +69,27 @@ def check_sockets(subject: Subject) -> Iterator[Finding]:
         yield Finding("ok", "ports of 127.0.0.1 can be bound")
 
 
-def leftover_places() -> list[Path]:
-    """Where runs put what other processes are to see, each name beginning with headrace-<process>-."""
-    return list(dict.fromkeys((SHARED_MEMORY, Path(tempfile.gettempdir()))))
+def leftover_places(folder: str) -> list[Path]:
+    """Where runs with this sync.folder put what other processes are to see."""
+    shared = Path(folder) if folder else SHARED_MEMORY
+    return list(dict.fromkeys((shared, Path(tempfile.gettempdir()), socket_place())))
 
 
 def check_leftovers(subject: Subject) -> Iterator[Finding]:
-    own = [Path(subject.recipe.sync.folder)] if subject.recipe is not None and subject.recipe.sync.folder else []
-    for place in dict.fromkeys((*leftover_places(), *own)):
-        stale = [path for path in sorted(place.glob("headrace-*")) if _is_orphan(path)]
+    for place in leftover_places(subject.recipe.sync.folder if subject.recipe is not None else ""):
+        stale = [path for prefix in orphans(place) for path in sorted(place.glob(f"{prefix}[-.]*"))]
         if stale:
-            total = sum(file.stat().st_size for path in stale for file in (path, *path.rglob("*")) if file.is_file())
             names = " ".join(map(str, stale[:8])) + (" …" if len(stale) > 8 else "")
-            command = " ".join(map(str, stale)) if len(stale) <= 8 else f"{place}/headrace-PID-* of those processes"
-            what = f"left behind by processes that are gone, {size(total)}: {names}"
-            yield Finding("warning", what, f"rm -r {command}")
+            what = f"left behind by runs that were killed, {size(sum(map(_num_bytes, stale)))}: {names}"
+            yield Finding("warning", what, "the next run on this host removes it")
 
 
-def _is_orphan(path: Path) -> bool:
-    owner = _OWNED.match(path.name)
-    return owner is not None and not is_alive(int(owner[1]))
-
-
-def is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:  # somebody else's
-        return True
-    return True
+def _num_bytes(path: Path) -> int:
+    total = 0
+    for file in (path, *path.rglob("*")):
+        with contextlib.suppress(OSError):  # a run that has just started removes it
+            total += file.lstat().st_size if file.is_file() else 0
+    return total
 
 
 def check_runs(subject: Subject) -> Iterator[Finding]:

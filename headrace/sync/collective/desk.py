@@ -66,6 +66,8 @@ class Line:
         if not piece:
             return None
         *whole, self._unread = (self._unread + piece).split(b"\n")
+        if len(whole) > 1 and not self.is_known:  # nobody of ours says more before its proof is answered
+            return None
         most = LONGEST if self.is_known else HELLO_BYTES
         if any(len(text) > most for text in (*whole, self._unread)):
             return None
