@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 LOOKED_AT = 64
 """Tasks whose prompts stand for all of them."""
 _FEWEST_ROLLOUTS = 16
-"""That the KV cache has room for: a prompt much longer than those looked at fits too, though others may have to wait."""
+"""That the KV cache has room for, however few the slots: a prompt much longer than those looked at fits too, though others may
+have to wait."""
 _COPIES = 2
 """Of the weights that a transport holds: the newest, and the one being written."""
 
@@ -162,7 +163,8 @@ def forecast_here(
 
 def most_kv_blocks(recipe: Recipe, *, context: int, longest_prompt: int, num_held_out: int) -> int:
     """That an engine can use at once: for its share of what the gate lets be in flight and of an evaluation beside it, within
-    its slots, each rollout as long as the longest prompt looked at and `sampling.max_tokens`. 0 where no prompt is known."""
+    its slots, each rollout as long as the longest prompt looked at and `sampling.max_tokens`, and some room for longer ones. 0
+    where no prompt is known."""
     if not longest_prompt:
         return 0
     engine, longest = recipe.engine, min(context, longest_prompt + recipe.sampling.max_tokens)
@@ -176,8 +178,11 @@ def most_kv_blocks(recipe: Recipe, *, context: int, longest_prompt: int, num_hel
     if recipe.gate_depth is not None:
         groups = (recipe.gate_depth + 1) * recipe.groups_per_batch + recipe.extra_groups
     in_flight = groups * recipe.train.group_size + 2 * num_held_out  # an evaluation samples each task, and decodes it greedily
-    rollouts = min(engine.slots, max(_FEWEST_ROLLOUTS, math.ceil(in_flight / recipe.num_engines)))
-    return blocks_for(rollouts, tokens=longest, block_size=engine.block_size)
+    rollouts = max(_FEWEST_ROLLOUTS, min(engine.slots, math.ceil(in_flight / recipe.num_engines)))
+    return min(
+        blocks_for(rollouts, tokens=longest, block_size=engine.block_size),
+        blocks_for(engine.slots, tokens=context, block_size=engine.block_size),
+    )
 
 
 def free_here(recipe: Recipe) -> int:

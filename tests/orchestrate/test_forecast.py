@@ -78,6 +78,8 @@ def test_prompts_that_cannot_be_encoded_are_passed_over() -> None:
         ({"staleness.max_lag": 0}, 8, 48 * 3 + 14),
         ({"staleness.max_lag": 0, "train.batch": 8}, 0, 16 * 3 + 6),
         ({"staleness.max_lag": 0, "sampling.max_tokens": 4096}, 0, 32 * 64 + 10),
+        ({"engine.slots": 2}, 0, 16 * 3 + 6),
+        ({"engine.slots": 2, "sampling.max_tokens": 900}, 0, 2 * 64 + 2),
     ],
 )
 def test_the_cache_has_room_for_what_can_be_in_flight(settings, num_held_out, blocks) -> None:
