@@ -19,7 +19,8 @@ SETTLED = ("trained", "rejected", "failed", "filtered", "unused")
 _MOST_REASONS = 20
 """Told apart; whatever comes after them is counted together."""
 _OTHER = "other reasons, in logs/launcher.log"
-_LONGEST = 160
+_LONGEST = 400
+_LONGEST_KIND = 160
 
 
 class AccountingError(AssertionError):
@@ -36,6 +37,8 @@ class Ledger:
         self._buffered: set[str] = set()
         self._settled: Counter[str] = Counter()
         self._reasons: Counter[str] = Counter()
+        self._kinds: dict[str, str] = {}
+        """The first reason of each kind, which stands for all of it."""
 
     def submit(self, ids: Iterable[str]) -> None:
         for id in ids:
@@ -66,12 +69,13 @@ class Ledger:
                 self._in_flight.remove(id)
             self._settled[state] += 1
             if reason:
-                self._count(f"{state}: {_common(reason, id)}", 1)
+                self._count(f"{state}: {_without(id, reason)}", 1)
 
     def _count(self, reason: str, times: int) -> None:
-        if reason not in self._reasons and len(self._reasons) >= _MOST_REASONS:
-            reason = f"{reason.partition(': ')[0]}: {_OTHER}"
-        self._reasons[reason] += times
+        kind = re.sub(r"\b\d[\d.,]*\b", "…", reason)[:_LONGEST_KIND]  # numbers differ from rollout to rollout
+        if kind not in self._kinds and len(self._kinds) >= _MOST_REASONS:
+            kind = reason = f"{reason.partition(': ')[0]}: {_OTHER}"
+        self._reasons[self._kinds.setdefault(kind, reason)] += times
 
     def close(self) -> None:
         """The run is over: what is left was not used."""
@@ -117,14 +121,13 @@ class Ledger:
     def restore(self, state: dict[str, Any], *, buffered: Iterable[str], in_flight: Iterable[str]) -> None:
         self.submitted, self.evaluation = int(state["submitted"]), int(state["evaluation"])
         self._settled = Counter(state["settled"])
-        self._reasons = Counter()
+        self._reasons, self._kinds = Counter(), {}
         for reason, times in state["reasons"].items():
             self._count(reason, times)
         self._in_flight = set(in_flight)
         self._buffered = set(buffered) - self._in_flight
 
 
-def _common(reason: str, id: str) -> str:
-    """A reason without what differs from rollout to rollout, its id and numbers, so that many have the same one."""
-    first = re.sub(rf"'?{re.escape(id)}\b[^\s';:,]*'?", "…", reason.partition("\n")[0])
-    return re.sub(r"\b\d[\d.,]*\b", "…", first)[:_LONGEST]
+def _without(id: str, reason: str) -> str:
+    """The first line of a reason, without the rollout's id."""
+    return re.sub(rf"'?{re.escape(id)}\b[^\s';:,]*'?", "…", reason.partition("\n")[0])[:_LONGEST]

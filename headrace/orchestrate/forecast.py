@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,17 +23,20 @@ from headrace.settings import ConfigError
 from headrace.train.memory import TrainerMemory, predict_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping, Sequence
 
     from headrace.config import Recipe
     from headrace.envs import PromptEncoder
     from headrace.model.shape import ModelShape
     from headrace.types import Plain
 
+    Task = dict[str, Plain]
+
 LOOKED_AT = 64
-"""Tasks whose prompts stand for all of them."""
+"""Tasks whose prompts stand for all of their kind: those of training, and those of each held-out source."""
 _FEWEST_ROLLOUTS = 16
-"""That the KV cache has room for: a prompt much longer than those looked at fits too, though others may have to wait."""
+"""That the KV cache has room for, however few the slots: a prompt much longer than those looked at fits too, though others may
+have to wait."""
 _COPIES = 2
 """Of the weights that a transport holds: the newest, and the one being written."""
 
@@ -162,7 +166,8 @@ def forecast_here(
 
 def most_kv_blocks(recipe: Recipe, *, context: int, longest_prompt: int, num_held_out: int) -> int:
     """That an engine can use at once: for its share of what the gate lets be in flight and of an evaluation beside it, within
-    its slots, each rollout as long as the longest prompt looked at and `sampling.max_tokens`. 0 where no prompt is known."""
+    its slots, each rollout as long as the longest prompt looked at and `sampling.max_tokens`, and some room for longer ones. 0
+    where no prompt is known."""
     if not longest_prompt:
         return 0
     engine, longest = recipe.engine, min(context, longest_prompt + recipe.sampling.max_tokens)
@@ -176,8 +181,11 @@ def most_kv_blocks(recipe: Recipe, *, context: int, longest_prompt: int, num_hel
     if recipe.gate_depth is not None:
         groups = (recipe.gate_depth + 1) * recipe.groups_per_batch + recipe.extra_groups
     in_flight = groups * recipe.train.group_size + 2 * num_held_out  # an evaluation samples each task, and decodes it greedily
-    rollouts = min(engine.slots, max(_FEWEST_ROLLOUTS, math.ceil(in_flight / recipe.num_engines)))
-    return blocks_for(rollouts, tokens=longest, block_size=engine.block_size)
+    rollouts = max(_FEWEST_ROLLOUTS, min(engine.slots, math.ceil(in_flight / recipe.num_engines)))
+    return min(
+        blocks_for(rollouts, tokens=longest, block_size=engine.block_size),
+        blocks_for(engine.slots, tokens=context, block_size=engine.block_size),
+    )
 
 
 def free_here(recipe: Recipe) -> int:
@@ -191,10 +199,11 @@ def tokens_per_pass(recipe: Recipe, *, longest: int) -> int:
     return max(longest, min(recipe.train.micro_batch_tokens, rollouts * longest))
 
 
-def longest_prompt(rows: Iterable[dict[str, Plain]], encoder: PromptEncoder) -> int:
-    """Tokens of the longest of these prompts. One that cannot be encoded is told of when it is its turn."""
+def longest_prompt(rows: Iterable[Task], encoder: PromptEncoder, *, held_out: Mapping[str, Sequence[Task]]) -> int:
+    """Tokens of the longest of these prompts and of the first of each held-out source. One that cannot be encoded is told of
+    when it is its turn."""
     lengths = []
-    for row in rows:
+    for row in itertools.chain(rows, *(source[:LOOKED_AT] for source in held_out.values())):
         prompt: Any = row["prompt"]
         try:
             lengths.append(len(encoder.encode(prompt)))

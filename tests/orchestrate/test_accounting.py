@@ -165,14 +165,14 @@ def test_after_any_course_of_events_the_books_close(data: st.DataObject) -> None
 
 
 def test_reasons_are_few_whatever_is_dropped() -> None:
-    """Ids and lengths are in the log. A reward may raise something else for every task, and its first reasons are kept."""
+    """The first of each kind is shown. A reward may raise something else for every task, and its first reasons are kept."""
     ledger = Ledger()
     ids = [f"g{number}/1" for number in range(500)]
     ledger.submit(ids)
     for number, id in enumerate(ids[:100]):
         ledger.settle([id], "filtered", f"rollout {id!r} has {600 + number} tokens; the context is 512")
     ledger.settle(["g100/1"], "filtered", "rollout 'g100/1/2' has 7,000 tokens; the context is 512")
-    assert ledger.reasons == {"filtered: rollout … has … tokens; the context is …": 101}
+    assert ledger.reasons == {"filtered: rollout … has 600 tokens; the context is 512": 101}
     for id in ids[101:]:
         word = "".join(chr(97 + int(digit)) for digit in id[1:-2])
         ledger.settle([id], "failed", f"reward 'judge' raised ValueError: {word}\nand more of it")
@@ -184,3 +184,11 @@ def test_reasons_are_few_whatever_is_dropped() -> None:
     many = {**ledger.state(), "reasons": {f"failed: rollout {id}": 1 for id in ids}}
     restored.restore(many, buffered=(), in_flight=())
     assert len(restored.reasons) == 21 and sum(restored.reasons.values()) == 500
+
+
+def test_a_reason_keeps_the_numbers_of_its_advice() -> None:
+    advice = "has 20 tokens and may come to have 620; the whole KV cache holds 32: raise engine.kv_blocks to 40" + " or so" * 9
+    ledger = make(in_flight="ab")
+    ledger.settle("a", "filtered", f"rollout 'a' {advice}")
+    ledger.settle("b", "filtered", f"rollout 'b' {advice.replace('20', '21')}")
+    assert ledger.reasons == {f"filtered: rollout … {advice}": 2}
