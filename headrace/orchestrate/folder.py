@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from headrace.config import Recipe
 
 SUMMARY = "summary.json"
+_MAY_NOT_WRITE = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def cache_folder() -> Path:
@@ -35,15 +37,21 @@ class FolderLock:
         self._file: IO[str] | None = None
 
     def acquire(self, *, create: bool = True) -> bool:
-        """False where another process holds it; without `create`, also where there is no such folder."""
+        """False where another process holds it; without `create`, also where there is no such folder. A folder that may only be
+        read is shared through a lock opened for reading, or without one if it has none."""
         if create:
             self._path.parent.mkdir(parents=True, exist_ok=True)
         try:
             file = self._path.open("a")
-        except OSError:
+        except OSError as error:
             if create:
                 raise
-            return False
+            if self._kind != fcntl.LOCK_SH or error.errno not in _MAY_NOT_WRITE:
+                return False
+            try:
+                file = self._path.open()
+            except FileNotFoundError:
+                return self._path.parent.is_dir()
         try:
             fcntl.flock(file, self._kind | fcntl.LOCK_NB)
             is_there = os.path.samestat(os.fstat(file.fileno()), self._path.stat())

@@ -66,8 +66,9 @@ def model_folder(recipe: Recipe, given: UserInputs, *, say: Callable[[str], None
         if not in_use.acquire(create=False):
             raise OSError(f"the warmed-up model could not be put in {target}")
     try:
-        os.utime(target)
-        _remove_unused(target.parent)
+        with contextlib.suppress(OSError):  # a cache that may only be read
+            os.utime(target)
+            _remove_unused(target.parent)
         yield str(target)
     finally:
         in_use.release()

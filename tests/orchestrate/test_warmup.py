@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 import pytest
 
@@ -92,3 +93,34 @@ def test_a_fresh_folder_that_another_process_takes_for_a_dead_ones(cache, monkey
     with model(0) as folder:
         assert os.listdir(cache) == [os.path.basename(folder)] and len(made) == 3
     sweeping[0].release()
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES])
+@pytest.mark.parametrize("has_lock", [True, False])
+def test_a_cached_model_that_may_only_be_read_is_used(cache, monkeypatch, code, has_lock):
+    with model(0) as made:
+        pass
+    if not has_lock:
+        os.remove(f"{made}/.lock")
+    for number in range(3):  # more than are kept
+        (cache / f"other{number}").mkdir()
+    really = Path.open
+
+    def refuse(path: object, *_: object) -> None:
+        raise OSError(code, os.strerror(code), str(path))
+
+    def opened(path: Path, mode: str = "r") -> IO[str]:
+        return really(path) if mode == "r" else refuse(path)
+
+    before = sorted(os.listdir(cache))
+    monkeypatch.setattr(Path, "open", opened)
+    monkeypatch.setattr(warmup.os, "utime", refuse)
+    monkeypatch.setattr(warmup.tempfile, "mkdtemp", lambda **_: refuse(cache))
+    with model(0) as folder:
+        assert folder == made
+        assert FolderLock(Path(folder), is_shared=True).acquire(create=False)
+        assert not FolderLock(Path(folder)).acquire(create=False)
+    warmup._remove_unused(cache)
+    assert sorted(os.listdir(cache)) == before
+    with pytest.raises(OSError, match=os.strerror(code)), model(1):
+        pass
