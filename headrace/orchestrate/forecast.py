@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,15 +23,17 @@ from headrace.settings import ConfigError
 from headrace.train.memory import TrainerMemory, predict_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping, Sequence
 
     from headrace.config import Recipe
     from headrace.envs import PromptEncoder
     from headrace.model.shape import ModelShape
     from headrace.types import Plain
 
+    Task = dict[str, Plain]
+
 LOOKED_AT = 64
-"""Tasks whose prompts stand for all of them."""
+"""Tasks whose prompts stand for all of their kind: those of training, and those of each held-out source."""
 _FEWEST_ROLLOUTS = 16
 """That the KV cache has room for, however few the slots: a prompt much longer than those looked at fits too, though others may
 have to wait."""
@@ -196,10 +199,11 @@ def tokens_per_pass(recipe: Recipe, *, longest: int) -> int:
     return max(longest, min(recipe.train.micro_batch_tokens, rollouts * longest))
 
 
-def longest_prompt(rows: Iterable[dict[str, Plain]], encoder: PromptEncoder) -> int:
-    """Tokens of the longest of these prompts. One that cannot be encoded is told of when it is its turn."""
+def longest_prompt(rows: Iterable[Task], encoder: PromptEncoder, *, held_out: Mapping[str, Sequence[Task]]) -> int:
+    """Tokens of the longest of these prompts and of the first of each held-out source. One that cannot be encoded is told of
+    when it is its turn."""
     lengths = []
-    for row in rows:
+    for row in itertools.chain(rows, *(source[:LOOKED_AT] for source in held_out.values())):
         prompt: Any = row["prompt"]
         try:
             lengths.append(len(encoder.encode(prompt)))

@@ -36,7 +36,7 @@ from headrace.settings import ConfigError, to_dict
 from headrace.sync import Lineage
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Sequence
+    from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
 
     from headrace.config import Recipe
@@ -221,8 +221,7 @@ class _Run:
             elsewhere=() if self.local is None else ("engine", "trainer"),
         )
         held_out = held_out_tasks(recipe, self.given)
-        rows = [row for source in held_out.values() for row in source]
-        forecast, most_blocks = self._forecast(model_path, rows)  # before anybody takes of the memory
+        forecast, most_blocks = self._forecast(model_path, held_out)  # before anybody takes of the memory
         roles = await self._make_roles(model_path, observer, lineage, watched, most_blocks=most_blocks)
         session = Session(
             recipe=recipe,
@@ -256,17 +255,17 @@ class _Run:
         watched.callback(close)
         return roles
 
-    def _forecast(self, model_path: str, held_out: Sequence[dict[str, Plain]]) -> tuple[Forecast, int]:
+    def _forecast(self, model_path: str, held_out: dict[str, list[dict[str, Plain]]]) -> tuple[Forecast, int]:
         """What the run will take, and the KV blocks that an engine can use at once (0: as many as its slots can). Rollouts of
         an environment of the user's may have any number of turns, and episodes any number of rollouts."""
         recipe, tasks, encoder = self.recipe, open_tasks(self.recipe, self.given), PromptEncoder(load_tokenizer(model_path))
         config = load_config(model_path)
         context = config_limit(config, recipe.model.context)
-        rows = [*(tasks.next() for _ in range(LOOKED_AT)), *held_out[:LOOKED_AT]]
-        longest = longest_prompt(rows, encoder)
+        longest = longest_prompt((tasks.next() for _ in range(LOOKED_AT)), encoder, held_out=held_out)
         most_blocks = 0
         if self.given.environment is None:
-            most_blocks = most_kv_blocks(recipe, context=context, longest_prompt=longest, num_held_out=len(held_out))
+            count = sum(map(len, held_out.values()))
+            most_blocks = most_kv_blocks(recipe, context=context, longest_prompt=longest, num_held_out=count)
         shape, free = ModelShape.of(config), free_here(recipe)
         expected = forecast_here(recipe, shape, context=context, longest_prompt=longest, free=free, most_blocks=most_blocks)
         return expected, most_blocks

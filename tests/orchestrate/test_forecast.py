@@ -11,10 +11,12 @@ from headrace.config import make_recipe
 from headrace.engine.native.core import EngineCore
 from headrace.engine.native.demand import blocks_for
 from headrace.model.shape import ModelShape
-from headrace.orchestrate import build
+from headrace.observe.screen import open_screen
+from headrace.orchestrate import build, launch
 from headrace.orchestrate.build import check_engine
-from headrace.orchestrate.doctor import Subject, space
+from headrace.orchestrate.doctor import Subject, inputs, model, space
 from headrace.orchestrate.forecast import forecast, longest_prompt, most_kv_blocks, tokens_per_pass
+from headrace.orchestrate.inputs import UserInputs, held_out_tasks
 from headrace.settings import ConfigError
 
 MIDDLING = ModelShape.of(
@@ -63,7 +65,9 @@ def test_prompts_that_cannot_be_encoded_are_passed_over() -> None:
             return [0] * {"a": 3, "b": 5}[prompt]
 
     rows = [{"prompt": "a"}, {"prompt": "broken"}, {"prompt": "b"}]
-    assert longest_prompt(rows, Encoder()) == 5 and longest_prompt([], Encoder()) == 0
+    assert longest_prompt(rows, Encoder(), held_out={}) == 5 and longest_prompt([], Encoder(), held_out={}) == 0
+    sources = {"many": [{"prompt": "a"}] * 100, "few": [{"prompt": "b"}]}
+    assert longest_prompt(rows[:1], Encoder(), held_out=sources) == 5, "every source is looked at"
 
 
 @pytest.mark.parametrize(
@@ -114,6 +118,40 @@ def test_a_cache_that_cannot_hold_one_rollout_is_refused_before_anything_is_load
     assert most_kv_blocks(recipe, context=1024, longest_prompt=20, num_held_out=0) > 0
     with pytest.raises(ConfigError, match=r"engine\.kv_blocks = 3: one rollout of 43 tokens .* needs 4; raise it"):
         most_kv_blocks(recipe, context=1024, longest_prompt=31, num_held_out=0)
+
+
+def test_the_doctor_and_the_run_foresee_the_same(tmp_path, monkeypatch, tiny_model) -> None:
+    """With 256 held-out tasks in two sources, of which the second has the longest prompts."""
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1"}\n')
+    (tmp_path / "short.jsonl").write_text('{"prompt": "1"}\n' * 128)
+    (tmp_path / "long.jsonl").write_text(('{"prompt": "' + "1+" * 20 + '"}\n') * 128)
+    recipe_path = tmp_path / "recipe.toml"
+    recipe_path.write_text(
+        f"""device = "cpu"
+        tasks = [{{source = "{tmp_path}/train.jsonl"}}]
+        model = {{path = "{tiny_model}"}}
+        train = {{batch = 16, group_size = 8}}
+        engine = {{slots = 4096}}
+        sampling = {{max_tokens = 8}}
+        evaluate = {{limit = 256, tasks = [{{source = "{tmp_path}/short.jsonl"}}, {{source = "{tmp_path}/long.jsonl"}}]}}
+        """
+    )
+    foreseen: list[tuple[int, int]] = []
+
+    def note(*_, longest_prompt: int, most_blocks: int, **__) -> None:
+        foreseen.append((longest_prompt, most_blocks))
+
+    monkeypatch.setattr(space, "forecast_here", note)
+    monkeypatch.setattr(launch, "forecast_here", note)
+    examined = Subject(recipe_path=recipe_path)
+    for check in (*inputs.CHECKS, *model.CHECKS):
+        list(examined.tell(check))
+    space._forecast(examined)
+    recipe, given = examined.recipe, UserInputs()
+    run = launch._Run(recipe, given, launch.Launch("run"), tmp_path, "", open_screen(steps=1, quiet=True), 0.0, {}, None)
+    run._forecast(tiny_model, held_out_tasks(recipe, given))
+    rollouts = 16 * (1 + recipe.gate_depth) + 2 * 256
+    assert foreseen == [(40, blocks_for(rollouts, tokens=48, block_size=recipe.engine.block_size))] * 2
 
 
 def test_a_run_has_a_cache_for_what_can_be_in_flight(tmp_path, monkeypatch) -> None:

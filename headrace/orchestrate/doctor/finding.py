@@ -49,10 +49,10 @@ class Subject:
     """The most tokens a rollout may have."""
     num_parameters: int = 0
     shape: ModelShape | None = None
-    num_held_out: int = 0
-    """Tasks of every evaluation."""
+    held_out_rows: dict[str, list[dict[str, Plain]]] = field(default_factory=dict)
+    """Tasks of every evaluation, by their source's name."""
     longest_prompt: int = 0
-    """Tokens, among the first tasks."""
+    """Tokens, among the first tasks and the first of each held-out source."""
 
     @property
     def weight_bytes(self) -> int:

@@ -65,14 +65,13 @@ def check_held_out(subject: Subject) -> Iterator[Finding]:
     if subject.recipe is None:
         return
     try:
-        rows = held_out_tasks(subject.recipe, UserInputs())
+        subject.held_out_rows = held_out_tasks(subject.recipe, UserInputs())
         subject.held_out = held_out_sources(subject.recipe, UserInputs())
     except ValueError as error:
         yield problem(error, otherwise="mend evaluate.tasks, or leave it out")
         return
-    subject.num_held_out = len(rows)
-    if rows:
-        count = sum(map(len, rows.values()))
+    count = sum(map(len, subject.held_out_rows.values()))
+    if count:
         yield Finding("ok", f"held-out tasks: {count} for every evaluation")
     else:
         yield Finding("ok", "held-out tasks: none, so success before and after is not measured")

@@ -19,6 +19,7 @@ from headrace.model.shape import ModelShape
 from headrace.orchestrate.build import check_columns, check_engine, check_loss, check_sync, special_stops, stop_tokens
 from headrace.orchestrate.devices import choose_device
 from headrace.orchestrate.doctor.finding import Finding, problem, size
+from headrace.orchestrate.forecast import longest_prompt
 from headrace.orchestrate.inputs import UserInputs
 from headrace.settings import ConfigError
 
@@ -198,11 +199,12 @@ def check_prompts(subject: Subject) -> Iterator[Finding]:
     if recipe is None or tokenizer is None or not subject.rows or not subject.context:
         return
     encoder = PromptEncoder(tokenizer)
+    subject.longest_prompt = longest_prompt(subject.rows, encoder, held_out=subject.held_out_rows)
     try:
         lengths = [len(encoder.encode(row["prompt"])) for row in subject.rows]
     except ConfigError:  # no template; said above
         return
-    subject.longest_prompt = longest = max(lengths)
+    longest = max(lengths)
     count, room = len(lengths), subject.context - recipe.sampling.max_tokens
     sizes = f"context {subject.context}, max_tokens {recipe.sampling.max_tokens}"
     what = f"prompts: {longest} tokens at most in the first {count}; {sizes}"

@@ -84,8 +84,9 @@ def _forecast(subject: Subject, recipe: Recipe | None = None) -> Forecast | None
     recipe = recipe or subject.recipe
     if recipe is None or subject.shape is None or (recipe.device == "cuda" and not torch.cuda.is_available()):
         return None
+    num_held_out = sum(map(len, subject.held_out_rows.values()))
     most_blocks = most_kv_blocks(
-        recipe, context=subject.context, longest_prompt=subject.longest_prompt, num_held_out=subject.num_held_out
+        recipe, context=subject.context, longest_prompt=subject.longest_prompt, num_held_out=num_held_out
     )
     return forecast_here(
         recipe,
