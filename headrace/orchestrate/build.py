@@ -171,6 +171,7 @@ def build_core(recipe: Recipe, model_path: str, *, name: str, device: str, most_
         block_size=recipe.engine.block_size,
         num_blocks=recipe.engine.kv_blocks,
         most_blocks=most_blocks,
+        max_tokens=recipe.sampling.max_tokens,
         exact=recipe.exact,
         decode=decoder_of(load_tokenizer(model_path)) if recipe.sampling.stop else None,
         graphs=recipe.engine.graphs,

@@ -23,12 +23,16 @@ import transformers
 from transformers.utils import logging as transformers_logging
 
 from headrace import __version__
+from headrace.engine.native.demand import blocks_for
+from headrace.envs import PromptEncoder
 from headrace.model import tiny
+from headrace.model.load import config_limit, load_config, load_tokenizer
 from headrace.observe import Observer
 from headrace.orchestrate.build import build_roles
 from headrace.orchestrate.evaluate import make_evaluator
 from headrace.orchestrate.failures import first_failure
 from headrace.orchestrate.folder import FolderLock, cache_folder
+from headrace.orchestrate.forecast import longest_prompt
 from headrace.orchestrate.inputs import UserInputs, open_tasks
 from headrace.settings import ConfigError, to_dict
 from headrace.sync import Lineage
@@ -38,7 +42,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from headrace.config import Recipe
-    from headrace.envs import PromptEncoder
     from headrace.orchestrate.roles import Roles
     from headrace.types import Plain
 
@@ -141,9 +144,11 @@ async def _warm_up(recipe: Recipe, path: str, given: UserInputs, target: Path, s
         teacher="",
     )
     observer = Observer()
-    roles = build_roles(dataclasses.replace(recipe, train=train), path, given, observer=observer, lineage=Lineage.new())
     tasks = open_tasks(dataclasses.replace(recipe, seed=recipe.seed + 1), given)
     checked = [tasks.next() for _ in range(_CHECKED_TASKS)]
+    most_blocks = _most_blocks(recipe, path, checked) if given.environment is None else 0
+    warming = dataclasses.replace(recipe, train=train)
+    roles = build_roles(warming, path, given, observer=observer, lineage=Lineage.new(), most_blocks=most_blocks)
     if settings.tasks:
         tasks = open_tasks(dataclasses.replace(recipe, tasks=settings.tasks), UserInputs())
     async with asyncio.TaskGroup() as group:
@@ -161,6 +166,13 @@ async def _warm_up(recipe: Recipe, path: str, given: UserInputs, target: Path, s
             service.cancel()
     await roles.trainer.save(target)
     shutil.rmtree(target / "trainer")  # RL begins with an optimizer of its own
+
+
+def _most_blocks(recipe: Recipe, path: str, checked: list[dict[str, Plain]]) -> int:
+    """KV blocks that the one engine can use: nothing is in flight but these tasks, each once."""
+    longest = longest_prompt(checked, PromptEncoder(load_tokenizer(path)), held_out={})
+    tokens = min(config_limit(load_config(path), recipe.model.context), longest + recipe.sampling.max_tokens)
+    return blocks_for(min(recipe.engine.slots, len(checked)), tokens=tokens, block_size=recipe.engine.block_size)
 
 
 async def _success(recipe: Recipe, roles: Roles, tasks: list[dict[str, Plain]], *, step: int) -> float:

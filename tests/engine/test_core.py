@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from headrace.engine.native.blocks import BlockPool
+from headrace.engine.native.cache import CacheShape
 from headrace.engine.native.core import EngineCore, Request
 from headrace.engine.native.demand import blocks_for
 from headrace.engine.native.sampler import uniform
@@ -14,6 +15,7 @@ from headrace.engine.protocol import PromptTooLong
 from headrace.model.head import Head
 from headrace.model.load import load_model
 from headrace.model.packing import score
+from headrace.settings import ConfigError
 from headrace.types import Rollout, Sampling
 
 
@@ -91,6 +93,17 @@ def test_a_cache_for_what_can_be_in_flight_is_safe_to_outgrow(tiny_model: str) -
     assert len(rollouts) == 30 and core.scheduler.num_retractions > 0 and core.num_free_blocks == 5
     for rollout, logprobs in zip(rollouts, score(model, Head(model), rollouts, budget=700), strict=True):
         np.testing.assert_allclose(logprobs[rollout.is_sampled], rollout.logprobs[rollout.is_sampled], atol=1e-5, rtol=0)
+
+
+def test_little_memory_is_refused_only_where_no_rollout_fits(tiny_model: str, monkeypatch) -> None:
+    model = load_model(tiny_model)
+    sizes = {"name": "e", "slots": 16, "context": 64, "most_blocks": 40}
+    monkeypatch.setattr(CacheShape, "blocks_that_fit", lambda *_: 3)
+    assert EngineCore(model, **sizes, max_tokens=20).cache.num_blocks == 3
+    with pytest.raises(ConfigError, match=r"33 tokens needs 4 .* holds 3 of the 40 .* lower sampling\.max_tokens"):
+        EngineCore(model, **sizes, max_tokens=32)
+    with pytest.raises(ConfigError, match=r"64 tokens needs 5 .* lower model\.context"):
+        EngineCore(model, name="e", slots=16, context=64)
 
 
 def test_a_rollout_that_can_never_fit_into_the_cache_is_refused_by_name(tiny_model: str) -> None:

@@ -121,10 +121,10 @@ def test_a_cache_that_cannot_hold_one_rollout_is_refused_before_anything_is_load
 
 
 def test_the_doctor_and_the_run_foresee_the_same(tmp_path, monkeypatch, tiny_model) -> None:
-    """With 256 held-out tasks in two sources, of which the longest is the first of the second."""
+    """With 256 held-out tasks in two sources, of which the second has the longest prompts."""
     (tmp_path / "train.jsonl").write_text('{"prompt": "1"}\n')
-    (tmp_path / "many.jsonl").write_text('{"prompt": "1"}\n' * 255)
-    (tmp_path / "one.jsonl").write_text('{"prompt": "' + "1+" * 20 + '"}\n')
+    (tmp_path / "short.jsonl").write_text('{"prompt": "1"}\n' * 128)
+    (tmp_path / "long.jsonl").write_text(('{"prompt": "' + "1+" * 20 + '"}\n') * 128)
     recipe_path = tmp_path / "recipe.toml"
     recipe_path.write_text(
         f"""device = "cpu"
@@ -133,7 +133,7 @@ def test_the_doctor_and_the_run_foresee_the_same(tmp_path, monkeypatch, tiny_mod
         train = {{batch = 16, group_size = 8}}
         engine = {{slots = 4096}}
         sampling = {{max_tokens = 8}}
-        evaluate = {{limit = 256, tasks = [{{source = "{tmp_path}/many.jsonl"}}, {{source = "{tmp_path}/one.jsonl"}}]}}
+        evaluate = {{limit = 256, tasks = [{{source = "{tmp_path}/short.jsonl"}}, {{source = "{tmp_path}/long.jsonl"}}]}}
         """
     )
     foreseen: list[tuple[int, int]] = []

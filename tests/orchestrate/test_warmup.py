@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import IO, TYPE_CHECKING
 import pytest
 
 from headrace.config import make_recipe
+from headrace.engine.native.demand import blocks_for
 from headrace.orchestrate import warmup
 from headrace.orchestrate.folder import FolderLock
 from headrace.orchestrate.inputs import UserInputs
@@ -124,3 +126,18 @@ def test_a_cached_model_that_may_only_be_read_is_used(cache, monkeypatch, code, 
     assert sorted(os.listdir(cache)) == before
     with pytest.raises(OSError, match=os.strerror(code)), model(1):
         pass
+
+
+def test_the_engine_has_a_cache_for_the_tasks_that_are_checked(tmp_path, monkeypatch, tiny_model):
+    class Built(Exception):
+        pass
+
+    def build_roles(*_, most_blocks, **__):
+        raise Built(most_blocks)
+
+    monkeypatch.setattr(warmup, "build_roles", build_roles)
+    settings = {"engine.slots": 4096, "sampling.max_tokens": 12, "warmup.steps": 1}
+    given = UserInputs(tasks=[{"prompt": "1" * 30, "answer": "1"}], reward=len)
+    with pytest.raises(Built) as built:
+        asyncio.run(warmup._warm_up(make_recipe(settings), tiny_model, given, tmp_path, lambda _: None))
+    assert built.value.args == (blocks_for(512, tokens=42, block_size=16),)

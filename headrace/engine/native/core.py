@@ -30,6 +30,7 @@ from headrace.model.head import Head
 from headrace.model.load import ModelError
 from headrace.model.routing import find_readable_routers
 from headrace.model.weights import WeightError
+from headrace.settings import ConfigError
 from headrace.types import Call, FinishReason, Rollout, unknown_routing
 
 if TYPE_CHECKING:
@@ -71,14 +72,16 @@ class EngineCore:
         block_size: int = 16,
         num_blocks: int = 0,
         most_blocks: int = 0,
+        max_tokens: int = 0,
         exact: bool = False,
         decode: Callable[[list[int]], str] | None = None,
         kernels: bool | None = None,
         graphs: bool = True,
     ) -> None:
         """`num_blocks`: of the KV cache; 0 takes `most_blocks`, or where that is 0 too as many as the slots can use, within a
-        share of the free memory. `kernels`: paged attention and sampling as Triton kernels; None has them on a GPU, but for
-        exact mode. `graphs`: capture steps there."""
+        share of the free memory. `max_tokens`: that a rollout draws at most, where `most_blocks` is given.
+        `kernels`: paged attention and sampling as Triton kernels; None has them on a GPU, but for exact mode. `graphs`: capture
+        steps there."""
         self.model, self.name, self.context, self.exact = model, name, context, exact
         self.version, self.lineage, self.policy = 0, "", "policy"
         self.num_slots = slots
@@ -104,10 +107,13 @@ class EngineCore:
         shape = CacheShape.of(model)
         per_slot = math.ceil(context / block_size)
         fitting, usable = shape.blocks_that_fit(block_size), most_blocks or slots * per_slot + 1
-        if not num_blocks and fitting < min(usable, per_slot + 1):
-            raise ValueError(
-                f"engine.kv_blocks = 0: a rollout of {context} tokens needs {per_slot + 1} KV blocks, and only {fitting} fit "
-                f"into the memory that is free; lower model.context, or set engine.kv_blocks"
+        one = min(context, max_tokens + 1) if most_blocks else context  # longer prompts are refused one by one
+        least = math.ceil(one / block_size) + 1
+        if not num_blocks and fitting < least:
+            lower = "sampling.max_tokens" if most_blocks else "model.context"
+            raise ConfigError(
+                f"engine.kv_blocks = 0: one rollout of {one} tokens needs {least} KV blocks, and the memory that an engine may "
+                f"take holds {fitting} of the {usable} it could use; free some, lower {lower}, or set engine.kv_blocks"
             )
         num_blocks = num_blocks or min(usable, fitting)
         self.cache = PagedCache(shape, num_blocks=num_blocks, block_size=block_size, routers=routers)
