@@ -21,9 +21,8 @@ test: lint
 
 # And the long ones: a real vLLM server, processes killed in many ways, every benchmark whole. Where vLLM is named so, tests that
 # need it fail without it instead of being skipped.
-test-all: export HEADRACE_TEST_VLLM := $(CURDIR)/$(VLLM)/bin/python
 test-all: test $(VLLM)/.ready
-	$(PYTEST) -m long
+	HEADRACE_TEST_VLLM=$(CURDIR)/$(VLLM)/bin/python $(PYTEST) -m long
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
