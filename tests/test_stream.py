@@ -22,7 +22,7 @@ from headrace.stream import Listener, Peer, RemoteError, Stream, StreamClosed, c
 from headrace.types import Rollout, Sampling
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 TOKEN = "a" * 64
 KINDS = ("unix", "tcp")
@@ -63,6 +63,13 @@ async def peers(
             for task in reading:
                 task.cancel()
             await asyncio.gather(*reading, return_exceptions=True)
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """A socket's path may have 107 letters; those of `tmp_path` may have more."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
 
 
 def run(main: Callable[[], Awaitable[None]], *, seconds: float = 20) -> None:
@@ -121,7 +128,7 @@ async def everything_said(address: str, hello: dict[str, Any]) -> bytes:
     return said
 
 
-def test_a_listener_that_does_not_know_the_token_is_refused():
+def test_a_listener_that_does_not_know_the_token_is_refused(short_folder):
     """It takes whatever it is told for a proof, and answers with one of its own."""
 
     async def main() -> None:
@@ -133,10 +140,9 @@ def test_a_listener_that_does_not_know_the_token_is_refused():
             heard.append(await stream.receive())
             stream.write({"proof": "f" * 64})
 
-        folder = Path(tempfile.mkdtemp())
-        server = await asyncio.start_unix_server(pretend, folder / "s")
+        server = await asyncio.start_unix_server(pretend, short_folder / "s")
         with pytest.raises(PermissionError, match="does not know this run's token"):
-            await connect(f"unix:{folder / 's'}", token=TOKEN, name="engine-0", channel="data")
+            await connect(f"unix:{short_folder / 's'}", token=TOKEN, name="engine-0", channel="data")
         assert TOKEN not in repr(heard)
         server.close()
 
@@ -281,14 +287,13 @@ def test_nobody_is_let_in_who_is_not_expected(who):
     run(main)
 
 
-def test_a_listener_that_is_silent_is_given_up(monkeypatch):
+def test_a_listener_that_is_silent_is_given_up(monkeypatch, short_folder):
     monkeypatch.setattr(streams, "_HELLO_SECONDS", 0.2)
 
     async def main() -> None:
-        folder = Path(tempfile.mkdtemp())
-        server = await asyncio.start_unix_server(lambda *_: None, folder / "s")
+        server = await asyncio.start_unix_server(lambda *_: None, short_folder / "s")
         with pytest.raises(TimeoutError):
-            await connect(f"unix:{folder / 's'}", token=TOKEN, name="engine-0", channel="data")
+            await connect(f"unix:{short_folder / 's'}", token=TOKEN, name="engine-0", channel="data")
         with pytest.raises(ValueError, match="unix:PATH or tcp:HOST:PORT"):
             await connect("pigeon:home", token=TOKEN, name="engine-0", channel="data")
         server.close()
