@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from headrace.types import Batch, Call, Episode, FinishReason, Rollout, Sampling, Scored, Source, WeightUpdate
+from headrace.records import Batch, Call, Episode, FinishReason, Rollout, Sampling, Scored, Source, WeightUpdate
 
 VOCABULARY_SIZE = 64  # token ids are ASCII codes, of which ">" (62) is the largest in use; 0 is padding
 SAMPLING = Sampling(max_tokens=7, stop_ids=(ord("."),))

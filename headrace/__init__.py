@@ -7,21 +7,19 @@ print(run.summary["bound_by"], run.checkpoint)
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.config import Recipe, load_recipe, make_recipe
 from headrace.errors import is_ours, user_cause
+from headrace.records import Batch, Episode, Rollout, WeightUpdate
 from headrace.settings import ConfigError
-from headrace.types import Batch, Episode, Rollout, WeightUpdate
 
 if TYPE_CHECKING:
     from headrace.envs import Environment
-    from headrace.orchestrate.launch import RunResult
+    from headrace.launch import RunResult
 
 __version__ = "0.1.0"
-importlib.import_module("headrace.train")  # the room is loaded first, so that the name is the function below for good
 __all__ = [
     "Batch",
     "ConfigError",
@@ -74,8 +72,7 @@ def train(
     try:
         parsed = make_recipe(overrides) if recipe is None else load_recipe(recipe, overrides)
 
-        from headrace.orchestrate.inputs import UserInputs
-        from headrace.orchestrate.launch import Launch, launch
+        from headrace.launch import Launch, UserInputs, launch
 
         how = Launch(
             name=Path(recipe).stem if recipe is not None else name,

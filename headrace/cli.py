@@ -188,8 +188,7 @@ def _train(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
 
 
 def _launch(recipe: Recipe, options: argparse.Namespace) -> None:
-    from headrace.orchestrate.inputs import UserInputs
-    from headrace.orchestrate.launch import Launch, launch
+    from headrace.launch import Launch, UserInputs, launch
 
     how = Launch(
         name=Path(options.recipe).stem,
@@ -203,7 +202,7 @@ def _launch(recipe: Recipe, options: argparse.Namespace) -> None:
 
 
 def _doctor(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
-    from headrace.orchestrate.doctor import Subject, examine, render
+    from headrace.plan import Subject, examine, render
 
     if overrides and options.recipe is None:
         raise ConfigError(f"--{next(iter(overrides))}: there is no recipe to override; name one")
@@ -221,14 +220,14 @@ def _doctor(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
 def _check_inputs(recipe: Recipe) -> None:
     """What a dry run can tell: tasks, held-out tasks, rewards, and the loss. torch is imported for a loss or advantages other
     than the usual ones, since they are defined with it."""
-    from headrace.config import TrainSettings
-    from headrace.orchestrate.inputs import UserInputs, check_inputs
+    from headrace.launch import UserInputs, check_inputs
+    from headrace.trainer import TrainSettings
 
     train, usual = recipe.train, TrainSettings()
     try:
         check_inputs(recipe, UserInputs())
         if (train.loss, train.advantage, train.constants) != (usual.loss, usual.advantage, usual.constants):
-            from headrace.orchestrate.build import check_columns, check_loss
+            from headrace.launch import check_columns, check_loss
 
             check_loss(recipe)
             check_columns(recipe, UserInputs())
@@ -237,7 +236,7 @@ def _check_inputs(recipe: Recipe) -> None:
 
 
 def _inspect(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
-    from headrace.observe.inspect import InspectError, read_rollouts, render
+    from headrace.observe import InspectError, read_rollouts, render
 
     try:
         step, rollouts = read_rollouts(options.folder, options.step)
@@ -261,8 +260,8 @@ def _inspect(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
 def _token_text(folder: Path) -> Any:  # noqa: ANN401  (a function from token id to text)
     if not any((folder / "checkpoints").glob("step-*")):
         return str  # and nothing heavy is imported
-    from headrace.model.load import load_tokenizer
-    from headrace.orchestrate.checkpoint import checkpoints_in
+    from headrace.model import load_tokenizer
+    from headrace.run import checkpoints_in
 
     checkpoints = checkpoints_in(folder / "checkpoints")
     if not checkpoints:
@@ -272,7 +271,7 @@ def _token_text(folder: Path) -> Any:  # noqa: ANN401  (a function from token id
 
 
 def _serve(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
-    from headrace.engine.server.address import bind
+    from headrace.engine import bind
 
     api_token = options.api_token or os.environ.get("HEADRACE_API_TOKEN") or None
     control_token = options.control_token or os.environ.get("HEADRACE_CONTROL_TOKEN") or None
@@ -285,7 +284,7 @@ def _serve(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
         raise ConfigError(f"model {options.model!r}: the folder does not exist")
     listener = bind(options.host, options.port, has_token=api_token is not None)
 
-    from headrace.orchestrate.serve import ServeOptions, serve
+    from headrace.launch import ServeOptions, serve
 
     how = ServeOptions(
         model=options.model,

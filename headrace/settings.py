@@ -289,3 +289,9 @@ def _toml_value(value: object) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_toml_key(key)} = {_toml_value(item)}" for key, item in value.items()) + "}"
     return "none" if value is None else repr(value)
+
+
+def check(holds: bool, name: str, value: object, wanted: str) -> None:
+    """Refuse a value; `build` adds the name of the section and the line of the file."""
+    if not holds:
+        raise ConfigError(f"{name} = {value!r}: must be {wanted}")

@@ -23,7 +23,7 @@ if not torch.cuda.is_available():
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files whose tests start processes come first: two workers then end at about the same time."""
-    slow = ("tests/orchestrate", "tests/chaos", "tests/bench")
+    slow = ("tests/run", "tests/chaos", "tests/bench")
     items.sort(key=lambda item: not item.nodeid.startswith(slow))
 
 
@@ -61,7 +61,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder with an untrained `builtin:tiny`."""
-    from headrace.config import ModelSettings
+    from headrace.model import ModelSettings
     from headrace.model.tiny import build_folder
 
     folder = tmp_path_factory.mktemp("tiny")

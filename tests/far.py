@@ -26,12 +26,10 @@ from typing import IO, Any
 
 import torch
 
-from headrace import wire
 from headrace.errors import SyncError
 from headrace.model.weights import SpareWeights, check_order, make_manifest, named_tensors
-from headrace.sync import Ends, Lineage, WeightSync
-from headrace.sync import weight_sync as weight_sync_module
-from headrace.types import Payload, WeightUpdate
+from headrace.records import Payload, WeightUpdate, frames
+from headrace.sync import Ends, Lineage, WeightSync, weight_sync as weight_sync_module
 
 LIFE = "life"
 ADAPTER = {"r": 8, "target_modules": ["up"]}
@@ -166,11 +164,11 @@ class Far:
 
 
 def packed(update: WeightUpdate) -> str:
-    return wire.encode(update).hex()
+    return frames.encode(update).hex()
 
 
 def unpacked(text: str) -> WeightUpdate:
-    update = wire.decode(bytes.fromhex(text))
+    update = frames.decode(bytes.fromhex(text))
     assert isinstance(update, WeightUpdate)
     return update
 

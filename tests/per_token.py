@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from headrace.train.losses import TokenTensors
+from headrace.algorithms.losses import TokenTensors
 
 COUNTS = (5, 0, 1, 9, 7, 12)
 """Trained tokens of each rollout; one has none."""

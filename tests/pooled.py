@@ -16,7 +16,7 @@ from headrace.engine.pool import EnginePool
 from headrace.engine.worker import EngineWorker
 from headrace.model.load import load_model
 from headrace.observe import ProcessTimeline
-from headrace.stream import Listener, Peer, Stream, connect
+from headrace.rpc import Listener, Peer, Stream, connect
 from headrace.sync import Lineage, SharedMemoryTransport, WeightSync
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from headrace.types import WeightUpdate
+    from headrace.records import WeightUpdate
 
 TOKEN = "t" * 64
 

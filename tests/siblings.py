@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from headrace.types import Call, FinishReason, Rollout, Sampling, SamplingMask, Source
+from headrace.records import Call, FinishReason, Rollout, Sampling, SamplingMask, Source
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

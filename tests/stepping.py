@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from headrace.engine.native.core import Step
-    from headrace.types import Rollout, Sampling
+    from headrace.records import Rollout, Sampling
 
 
 TOLERANCE = 1e-5

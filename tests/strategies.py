@@ -7,10 +7,9 @@ its arrays come from a generator seeded with one draw, so that making one is qui
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, settings, strategies as st
 
-from headrace.types import (
+from headrace.records import (
     Batch,
     Call,
     Episode,

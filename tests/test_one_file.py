@@ -55,7 +55,7 @@ def test_it_imports_nothing_of_ours_but_the_types():
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0 and node.module
             imported.update([node.module] if node.module != "headrace" else [f"headrace.{alias.name}" for alias in node.names])
-    assert {name for name in imported if name.partition(".")[0] == "headrace"} == {"headrace.types"}
+    assert {name for name in imported if name.partition(".")[0] == "headrace"} == {"headrace.records"}
 
 
 @pytest.mark.long

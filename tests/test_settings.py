@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from strategies import quick
 
 from headrace.settings import ConfigError, Origin, apply_overrides, build, describe, load_toml, parse_override, to_dict, to_toml

@@ -9,11 +9,12 @@ import sys
 import pytest
 import torch
 
-from headrace.config import Recipe, VllmSettings, make_recipe, parse_recipe
-from headrace.orchestrate.build import check_engine, check_sync, preflight
-from headrace.orchestrate.devices import choose_handover, choose_transport, gpu_share, gpus_of, receiving_place
-from headrace.orchestrate.inputs import UserInputs
-from headrace.orchestrate.vllm import check_sampling, server_arguments
+from headrace.config import Recipe, make_recipe, parse_recipe
+from headrace.engine import VllmSettings
+from headrace.launch.build import check_engine, check_sync, preflight
+from headrace.launch.inputs import UserInputs
+from headrace.launch.placement import choose_handover, choose_transport, gpu_share, gpus_of, receiving_place
+from headrace.launch.vllm import check_sampling, server_arguments
 from headrace.settings import ConfigError, describe, flatten, parse_override, to_dict, to_toml
 
 TEXT = """\

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from headrace.config import make_recipe
-from headrace.engine.vllm import VllmEngine
 from headrace.engine.vllm.api import VllmApi
+from headrace.engine.vllm.engine import VllmEngine
 from headrace.engine.vllm.server import end, start
 from headrace.engine.vllm.traffic import Limits
 from headrace.engine.vllm.weights import Staging
+from headrace.launch.vllm import make_handover, server_arguments
 from headrace.model.head import Head
 from headrace.model.load import load_model
 from headrace.observe import Timeline
-from headrace.orchestrate.vllm import make_handover, server_arguments
 
 if TYPE_CHECKING:
     import subprocess

@@ -15,12 +15,10 @@ from typing import Any
 import numpy as np
 
 from headrace.bench.stubs import COMPLETION, PROMPT, answer
-from headrace.engine.member import Member
-from headrace.engine.pool import EnginePool
-from headrace.orchestrate.collector import few_collections
-from headrace.packed import pack_rollouts, unpack_rollouts, unpack_samplings
-from headrace.stream import Listener, Peer, StreamClosed, connect
-from headrace.types import Rollout, Sampling
+from headrace.engine import EnginePool, Member
+from headrace.records import Rollout, Sampling, pack_rollouts, unpack_rollouts, unpack_samplings
+from headrace.rpc import Listener, Peer, StreamClosed, connect
+from headrace.run import few_collections
 
 _TOKEN = "bench"
 _SLOTS = 256

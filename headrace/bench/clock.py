@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Generator
 
     from headrace.envs import Client, Environment
-    from headrace.orchestrate.session import Session
-    from headrace.types import Episode, Plain
+    from headrace.records import Episode, Plain
+    from headrace.run import Session
 
 PARTS = {
     "submit": "tasks, groups and the books",

@@ -23,16 +23,13 @@ from headrace.bench.stubs import StubEngine, StubStore, StubTrainer, answer
 from headrace.bench.table import Row, report
 from headrace.config import make_recipe
 from headrace.envs import PromptEncoder, SingleTurn
-from headrace.model.tiny import build_tokenizer
+from headrace.launch import UserInputs, open_tasks
+from headrace.model import build_tokenizer
 from headrace.observe import Observer
-from headrace.orchestrate.inputs import UserInputs, open_tasks
-from headrace.orchestrate.publish import make_canary
-from headrace.orchestrate.roles import Around, Roles
-from headrace.orchestrate.session import Session
-from headrace.packed import pack_rollouts, unpack_rollouts
+from headrace.records import decode, encode, pack_rollouts, unpack_rollouts
+from headrace.run import Around, Roles, Session, make_canary
 from headrace.score import RewardFunction, RewardScorer
 from headrace.sync import Lineage
-from headrace.wire import decode, encode
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -28,8 +28,8 @@ from headrace.bench.engine_native import Turn, copy_bandwidth, generate, rooflin
 from headrace.bench.engine_peers import PeerFailed, VllmPeer, continuous_generate, load_plain, padded_generate
 from headrace.bench.mismatch import Mismatch, compare, plain_logprobs, text_workload, trainer_logprobs
 from headrace.bench.table import Row, report
-from headrace.engine.native.core import EngineCore
-from headrace.model.load import load_config, load_model, load_tokenizer
+from headrace.engine import EngineCore
+from headrace.model import load_config, load_model, load_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -11,11 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import Qwen3ForCausalLM
 
-from headrace.config import ModelSettings
-from headrace.engine.native.core import EngineCore, Request
-from headrace.model.load import prepare
-from headrace.model.tiny import build_config, build_tokenizer
-from headrace.types import Rollout, Sampling
+from headrace.engine import EngineCore, Request
+from headrace.model import ModelSettings, build_config, build_tokenizer, prepare
+from headrace.records import Rollout, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

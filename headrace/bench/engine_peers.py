@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
-from headrace.engine.lengthen import lengthen
-from headrace.types import Call, FinishReason, Rollout, Sampling
+from headrace.engine import lengthen
+from headrace.records import Call, FinishReason, Rollout, Sampling
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -17,8 +17,8 @@ def main() -> None:
 
     from headrace.bench.engine_loads import Workload
     from headrace.bench.engine_native import generate
-    from headrace.engine.native.core import EngineCore
-    from headrace.model.load import load_model
+    from headrace.engine import EngineCore
+    from headrace.model import load_model
 
     model = load_model(options.folder, dtype=options.dtype, device=options.device)
     core = EngineCore(model, name="bench", slots=options.slots, context=options.context)

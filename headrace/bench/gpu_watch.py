@@ -70,7 +70,7 @@ def role_of(process: int) -> str | None:
         words = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
     except OSError:
         return None
-    return words[words.index(b"headrace.orchestrate.child") + 1].decode() if b"headrace.orchestrate.child" in words else None
+    return words[words.index(b"headrace.launch.child") + 1].decode() if b"headrace.launch.child" in words else None
 
 
 def _nvml() -> Any:  # noqa: ANN401  (the library, where it is installed and finds a GPU)

@@ -50,7 +50,7 @@ def run(*, seeds: int | None = None, losses: str | None = None, quick: bool, jso
 
 def choose_losses(names: str) -> list[str]:
     """Of a list with commas; one that has no constants here, or that there is not, is refused before anything is trained."""
-    from headrace.train import resolve_loss
+    from headrace.algorithms import resolve_loss
 
     chosen = [name.strip() for name in names.split(",") if name.strip()]
     for name in chosen:

@@ -9,18 +9,16 @@ import numpy as np
 import torch
 
 from headrace.bench.engine_loads import Workload
-from headrace.config import TrainSettings
-from headrace.model.load import load_model
-from headrace.model.tiny import build_tokenizer
-from headrace.train.trainer import DeviceTrainer
-from headrace.types import Batch
+from headrace.model import build_tokenizer, load_model
+from headrace.records import Batch
+from headrace.trainer import DeviceTrainer, TrainSettings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from headrace.types import Array, Rollout
+    from headrace.records import Array, Rollout
 
 TEXTS = (
     "The old mill stood by the river, and every morning the miller",

@@ -28,30 +28,21 @@ import numpy as np
 from headrace.bench.stubs import StubTrainer
 from headrace.bench.table import Row, report
 from headrace.config import make_recipe
-from headrace.engine import EngineState, Increment, InFlight
-from headrace.engine.lengthen import lengthen
-from headrace.observe import Observer
-from headrace.observe.spans import WAITING
-from headrace.orchestrate import loops
-from headrace.orchestrate.build import set_threads
-from headrace.orchestrate.collector import few_collections
-from headrace.orchestrate.inputs import UserInputs
-from headrace.orchestrate.local import LocalProcesses
-from headrace.orchestrate.pipeline import Run
-from headrace.orchestrate.processes import Processes
-from headrace.orchestrate.publish import publish
-from headrace.orchestrate.warmup import model_folder
+from headrace.engine import EngineState, Increment, InFlight, lengthen
+from headrace.launch import LocalProcesses, Processes, UserInputs, model_folder, set_threads
+from headrace.observe import WAITING, Observer
 from headrace.partial import Interrupt
+from headrace.records import Call, FinishReason, Rollout, Sampling
+from headrace.run import Run, few_collections, loops, publish
 from headrace.sync import Lineage
-from headrace.types import Call, FinishReason, Rollout, Sampling
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
 
     from headrace.config import Recipe
     from headrace.engine import Engine
-    from headrace.orchestrate.roles import Roles
-    from headrace.types import Array, WeightUpdate
+    from headrace.records import Array, WeightUpdate
+    from headrace.run import Roles
 
 Halves = tuple[set[int], set[int]]
 _LAG = 2

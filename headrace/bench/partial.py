@@ -31,20 +31,13 @@ from headrace.bench.partial_watch import EngineWatch
 from headrace.bench.stubs import StubTrainer
 from headrace.bench.table import Row, report
 from headrace.config import make_recipe
-from headrace.engine.native.threaded import ThreadedEngine
-from headrace.model.weights import named_tensors
+from headrace.engine import ThreadedEngine
+from headrace.launch import UserInputs, build_around, build_core, model_folder, pick_device, set_threads
+from headrace.model import named_tensors
 from headrace.observe import Observer, ProcessTimeline
-from headrace.orchestrate import loops
-from headrace.orchestrate.build import build_around, build_core, set_threads
-from headrace.orchestrate.collector import few_collections
-from headrace.orchestrate.devices import pick_device
-from headrace.orchestrate.inputs import UserInputs
-from headrace.orchestrate.pipeline import Run
-from headrace.orchestrate.publish import Published, publish
-from headrace.orchestrate.roles import Roles
-from headrace.orchestrate.warmup import model_folder
+from headrace.records import Scored
+from headrace.run import Published, Roles, Run, few_collections, loops, publish
 from headrace.sync import Lineage, MemoryTransport, WeightSync
-from headrace.types import Scored
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -54,8 +47,8 @@ if TYPE_CHECKING:
 
     from headrace.config import Recipe
     from headrace.envs import EngineClient
-    from headrace.orchestrate.work import Begun, Work
-    from headrace.types import Array, Batch, Episode, Rollout, WeightUpdate
+    from headrace.records import Array, Batch, Episode, Rollout, WeightUpdate
+    from headrace.run import Begun, Work
 
 _WARM_VERSIONS = 2
 _SWITCH_SECONDS = 0.0002

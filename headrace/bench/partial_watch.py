@@ -9,15 +9,12 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from headrace.types import FinishReason
+from headrace.records import FinishReason
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from headrace.engine.native.core import EngineCore
-    from headrace.engine.native.request import Step
-    from headrace.engine.native.work import Runner, Work
-    from headrace.engine.request import Request
+    from headrace.engine import EngineCore, Request, Runner, Step, Work
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """`headrace bench step`: whole steps of RL, from prompts to new weights in the engine, as TRL's GRPO makes them.
 
-Whole runs of `headrace.train` in processes of their own: a model with random weights and as large a vocabulary as a real one,
+Whole runs of `headrace.trainer` in processes of their own: a model with random weights and as large a vocabulary as a real one,
 groups of siblings, a reward that takes no time. No token ends a completion, so that all have the length they are to have.
 In turn: the engine waits while the trainer works. Asleep: it gives back its cache meanwhile. Lag 1 and 2: side by side.
 Each once with completions of one length and once with a long tail; where vLLM is installed, some with a vLLM server as the
@@ -34,9 +34,8 @@ from headrace.bench.table import Row
 from headrace.bench.trainer_loads import CPU_SHAPE
 from headrace.bench.trl_peer import TrlFailed, measure_steps, missing_modules
 from headrace.bench.words import write_model
-from headrace.config import EngineSettings
-from headrace.engine.vllm.server import choose_python, find_vllm
-from headrace.observe.observer import read_metrics
+from headrace.engine import EngineSettings, choose_python, find_vllm
+from headrace.observe import read_metrics
 from headrace.settings import ConfigError
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ import numpy as np
 
 from headrace.bench.engine_loads import lognormal_lengths
 from headrace.bench.words import random_text
-from headrace.types import Episode
+from headrace.records import Episode
 
 if TYPE_CHECKING:
     from headrace.envs import Client
-    from headrace.types import Plain
+    from headrace.records import Plain
 
 LENGTHS = "lengths"
 """The column of a task that says how many tokens each sibling draws."""

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
+from headrace.algorithms import PROXIMAL
 from headrace.engine import EngineState, InFlight
-from headrace.orchestrate.publish import Published
 from headrace.partial import Interrupt
-from headrace.train.columns import PROXIMAL
-from headrace.types import Call, FinishReason, Rollout, Sampling, Source, WeightUpdate
+from headrace.records import Call, FinishReason, Rollout, Sampling, Source, WeightUpdate
+from headrace.run import Published
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from headrace.records import Array, Batch
     from headrace.sync import Lineage
-    from headrace.types import Array, Batch
 
 PROMPT, COMPLETION = 10, 10
 """Tokens of every rollout."""

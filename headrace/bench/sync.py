@@ -21,20 +21,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from headrace import wire
 from headrace.bench import sync_collective, sync_delta, sync_http
 from headrace.bench.sync_receiver import LENGTH, time_copy
 from headrace.bench.sync_shapes import make_model
 from headrace.bench.table import Row, report
-from headrace.model.arena import Arena
-from headrace.model.weights import named_tensors
-from headrace.sync import Ends, Lineage, WeightSync
-from headrace.sync.shared import shared_folder
+from headrace.model import Arena, named_tensors
+from headrace.records import frames
+from headrace.sync import Ends, Lineage, WeightSync, shared_folder
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from headrace.types import WeightUpdate
+    from headrace.records import WeightUpdate
 
 _DEADLINE = 60.0
 _NAME = "engine-0"
@@ -225,7 +223,7 @@ class _There:
             self._read()
             self._is_ready = True
         assert self._process.stdin is not None
-        frame = wire.encode(order)
+        frame = frames.encode(order)
         self._process.stdin.write(LENGTH.pack(len(frame)) + frame)
         self._process.stdin.flush()
         return self._read()

@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import TCPStore
 from headrace.bench.sync_collective_peer import DEADLINE, TOKEN, broadcast_each, naive_group, total
 from headrace.bench.table import Row, show
 from headrace.errors import SyncError
-from headrace.sync.collective import CollectiveTransport
+from headrace.sync import CollectiveTransport
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._C._distributed_c10d import ProcessGroupGloo, TCPStore
 
-from headrace.sync.collective import CollectiveTransport
+from headrace.sync import CollectiveTransport
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

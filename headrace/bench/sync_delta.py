@@ -25,20 +25,17 @@ from transformers.utils import logging as transformers_logging
 from headrace.bench.engine_loads import SMALL, SMOLLM2_135M, write_random_model
 from headrace.bench.mismatch import TEXTS
 from headrace.bench.table import Row
-from headrace.config import TrainSettings
-from headrace.model.load import load_model, load_tokenizer, served_dtype
-from headrace.model.tiny import build_tokenizer
-from headrace.model.weights import named_tensors
+from headrace.model import build_tokenizer, load_model, load_tokenizer, named_tensors, served_dtype
+from headrace.records import Batch, Call, FinishReason, Rollout, Sampling, Source
 from headrace.sync import delta
-from headrace.train.trainer import DeviceTrainer
-from headrace.types import Batch, Call, FinishReason, Rollout, Sampling, Source
+from headrace.trainer import DeviceTrainer, TrainSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
-    from headrace.types import Array
+    from headrace.records import Array
 
 LEARNING_RATES = (1e-7, 3e-7, 1e-6, 3e-6, 1e-5)
 WANTED_SHARE = 0.01

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from headrace.bench.table import Row
-from headrace.sync.http import PIECE_BYTES, HttpTransport
+from headrace.sync import PIECE_BYTES, HttpTransport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

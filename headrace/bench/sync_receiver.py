@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from headrace import wire
 from headrace.bench.sync_shapes import make_model
-from headrace.model.weights import SpareWeights
+from headrace.model import SpareWeights
+from headrace.records import frames
 from headrace.sync import Ends, Lineage, WeightSync
 
 if TYPE_CHECKING:
-    from headrace.model.arena import Arena
-    from headrace.model.weights import Incoming
-    from headrace.types import WeightUpdate
+    from headrace.model import Arena, Incoming
+    from headrace.records import WeightUpdate
 
 LENGTH = struct.Struct("<Q")
 """Of a frame on the pipe."""
@@ -84,7 +83,7 @@ def main() -> None:
 
     answer({"relay": receiver.sync.relay})
     while head := source.read(LENGTH.size):
-        order = wire.decode(source.read(*LENGTH.unpack(head)))
+        order = frames.decode(source.read(*LENGTH.unpack(head)))
         answer(receiver.copy() if order["do"] == "copy" else receiver.load(order["update"]))
     receiver.sync.close()
 

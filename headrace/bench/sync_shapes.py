@@ -8,8 +8,7 @@ import torch
 import transformers
 
 from headrace.bench.engine_loads import QWEN3_0_6B, SMALL, SMOLLM2_135M
-from headrace.model.arena import held_tensors
-from headrace.model.load import served_dtype
+from headrace.model import held_tensors, served_dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

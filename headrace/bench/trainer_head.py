@@ -23,7 +23,7 @@ from headrace.bench.parts import say
 from headrace.bench.table import Row
 from headrace.bench.trainer_loads import relative_difference
 from headrace.bench.trainer_speed import TOLERANCE
-from headrace.model.head import AllowedTokens, Head
+from headrace.model import AllowedTokens, Head
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headrace.bench.engine_loads import QWEN3_0_6B
-from headrace.config import TrainSettings, make_recipe
-from headrace.model.load import load_config
-from headrace.model.plan import num_rows, plan_passes
-from headrace.orchestrate.build import build_trainer
-from headrace.types import Batch, Call, FinishReason, Rollout, Sampling
+from headrace.config import make_recipe
+from headrace.launch import build_trainer
+from headrace.model import load_config, num_rows, plan_passes
+from headrace.records import Batch, Call, FinishReason, Rollout, Sampling
+from headrace.trainer import TrainSettings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
 
-    from headrace.train import DeviceTrainer
-    from headrace.types import Array
+    from headrace.records import Array
+    from headrace.trainer import DeviceTrainer
 
 GPU_SHAPE = QWEN3_0_6B
 CPU_SHAPE: dict[str, Any] = {
@@ -55,9 +55,9 @@ def make_trainer(folder: str, *, dtype: str, device: str, micro_batch_tokens: in
 
 def predicted_peak(folder: str, *, tokens: int, dtype: str, device: str) -> int | None:
     """Bytes that the trainer's own model of its memory expects of a step, the bare process apart; None where there is none."""
-    if importlib.util.find_spec("headrace.train.memory") is None:
+    if importlib.util.find_spec("headrace.trainer.memory") is None:
         return None
-    memory: Any = importlib.import_module("headrace.train.memory")
+    memory: Any = importlib.import_module("headrace.trainer.memory")
     sizes: Any = importlib.import_module("headrace.model.shape")
     settings = TrainSettings(micro_batch_tokens=tokens)
     shape = sizes.ModelShape.of(load_config(folder))

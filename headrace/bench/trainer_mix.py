@@ -20,8 +20,8 @@ from headrace.bench.trainer_speed import TOLERANCE, compare
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from headrace.train import DeviceTrainer
-    from headrace.types import Batch
+    from headrace.records import Batch
+    from headrace.trainer import DeviceTrainer
 
 PEERS = {"padded, as they come": False, "padded, by length": True}
 """By name, whether mini-batches are made of rollouts of like length."""

@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from headrace.bench.trainer_loads import LEARNING_RATE
-from headrace.config import TrainSettings
+from headrace.trainer import TrainSettings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from headrace.types import Array, Batch
+    from headrace.records import Array, Batch
 
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 """What our grpo has by default."""

@@ -13,12 +13,9 @@ import transformers
 
 from headrace.bench.engine_loads import QWEN3_0_6B, lognormal_lengths
 from headrace.bench.table import Row
-from headrace.config import TrainSettings
-from headrace.model.load import prepare
-from headrace.model.plan import num_rows, plan_passes
-from headrace.model.tiny import build_tokenizer
-from headrace.train.trainer import DeviceTrainer
-from headrace.types import Batch, Call, FinishReason, Rollout, Sampling
+from headrace.model import build_tokenizer, num_rows, plan_passes, prepare
+from headrace.records import Batch, Call, FinishReason, Rollout, Sampling
+from headrace.trainer import DeviceTrainer, TrainSettings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -27,8 +27,8 @@ from headrace.bench.trainer_peers import PaddedLoop
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from headrace.train import DeviceTrainer
-    from headrace.types import Batch
+    from headrace.records import Batch
+    from headrace.trainer import DeviceTrainer
 
     Verbs = tuple[Callable[[], object], Callable[[], object]]
     """Gradient and optimizer step."""

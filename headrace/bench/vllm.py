@@ -32,20 +32,14 @@ from headrace.bench.engine_loads import Load
 from headrace.bench.mismatch import compare, trainer_logprobs
 from headrace.bench.table import Row, report
 from headrace.bench.vllm_update import Outlasted, UpdateSeen, update_in_flight
-from headrace.config import ModelSettings, make_recipe
-from headrace.engine.native.core import EngineCore
-from headrace.engine.native.threaded import ThreadedEngine
-from headrace.engine.vllm.server import choose_python, find_vllm
-from headrace.model.load import ModelError, load_config, load_model
-from headrace.model.tiny import build_folder
-from headrace.model.weights import named_tensors
+from headrace.config import make_recipe
+from headrace.engine import EngineCore, ThreadedEngine, choose_python, find_vllm
+from headrace.launch import Place, open_engine, receiving_place
+from headrace.model import ModelError, ModelSettings, build_folder, load_config, load_model, named_tensors
 from headrace.observe import ProcessTimeline
-from headrace.orchestrate.devices import receiving_place
-from headrace.orchestrate.vllm import Place, open_engine
+from headrace.records import Rollout, Sampling
 from headrace.settings import ConfigError
-from headrace.sync import Lineage, MemoryTransport, WeightSync
-from headrace.sync.shared import shared_folder
-from headrace.types import Rollout, Sampling
+from headrace.sync import Lineage, MemoryTransport, WeightSync, shared_folder
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -54,7 +48,7 @@ if TYPE_CHECKING:
 
     from headrace.bench.engine_loads import Workload
     from headrace.engine import Engine
-    from headrace.types import WeightUpdate
+    from headrace.records import WeightUpdate
 
 _TRIES = 4
 """Of an update that must find rollouts in flight."""

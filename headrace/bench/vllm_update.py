@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from headrace.engine import Engine
     from headrace.observe import ProcessTimeline
-    from headrace.types import Rollout, WeightUpdate
+    from headrace.records import Rollout, WeightUpdate
 
 _LOOK_SECONDS = 0.001
 _BEGIN_STEPS, _USUAL_STEPS, _LATER_STEPS = 2, 8, 4

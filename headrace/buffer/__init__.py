@@ -7,6 +7,12 @@ so a full buffer cannot lock up: what is in flight when it fills is bounded (`Ru
 Groups leave in the order they were completed or, where batches must not depend on timing, submitted.
 """
 
-from headrace.buffer.groups import Group, GroupBuffer
+from typing import TYPE_CHECKING
 
-__all__ = ["Group", "GroupBuffer"]
+from headrace.front_door import front_door
+
+if TYPE_CHECKING:
+    from headrace.buffer.groups import Group as Group, GroupBuffer as GroupBuffer
+    from headrace.buffer.settings import BufferSettings as BufferSettings
+else:
+    __getattr__ = front_door(__name__)

@@ -11,7 +11,7 @@ import numpy as np
 from headrace.observe import Signal
 
 if TYPE_CHECKING:
-    from headrace.types import Episode
+    from headrace.records import Episode
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headrace.config.vllm import VllmSettings
+from headrace.engine import VllmSettings
 from headrace.settings import ConfigError, to_dict
 
 if TYPE_CHECKING:

@@ -10,28 +10,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from headrace.buffer import BufferSettings
 from headrace.config.across_rooms import check_across_rooms
-from headrace.config.check import check
-from headrace.config.generation import (
-    EngineSettings,
-    ModelSettings,
-    RewardSettings,
-    SamplingSettings,
-    TaskSettings,
-    WarmupSettings,
-)
 from headrace.config.other_names import TRL
-from headrace.config.training import (
-    BufferSettings,
-    CheckpointSettings,
-    EvaluateSettings,
-    ObserveSettings,
-    PartialSettings,
-    StalenessSettings,
-    SyncSettings,
-    TrainSettings,
-)
-from headrace.settings import ConfigError, Origin, apply_overrides, build, describe, load_toml, to_dict
+from headrace.engine import EngineSettings, SamplingSettings
+from headrace.model import ModelSettings
+from headrace.observe import ObserveSettings
+from headrace.partial import PartialSettings
+from headrace.run import CheckpointSettings, EvaluateSettings, WarmupSettings
+from headrace.score import RewardSettings
+from headrace.settings import ConfigError, Origin, apply_overrides, build, check, describe, load_toml, to_dict
+from headrace.staleness import StalenessSettings
+from headrace.sync import SyncSettings
+from headrace.tasks import TaskSettings  # noqa: TC001  (`build` reads the hints while it runs)
+from headrace.trainer import TrainSettings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

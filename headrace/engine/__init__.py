@@ -4,6 +4,58 @@ Generation lengthens a rollout. Tokens go in and tokens come out, each with its 
 really drawn from and the policy version that drew it; nobody but the engine writes either.
 """
 
-from headrace.engine.protocol import Engine, EngineState, Increment, InFlight, PromptTooLong, UnusablePrompt
+from typing import TYPE_CHECKING
 
-__all__ = ["Engine", "EngineState", "InFlight", "Increment", "PromptTooLong", "UnusablePrompt"]
+from headrace.front_door import front_door
+
+if TYPE_CHECKING:
+    from headrace.engine.append_tokens import lengthen as lengthen
+    from headrace.engine.member import Member as Member
+    from headrace.engine.native.cache import free_memory as free_memory
+    from headrace.engine.native.core import EngineCore as EngineCore
+    from headrace.engine.native.demand import (
+        EngineMemory as EngineMemory,
+        blocks_for as blocks_for,
+        predict_engine_memory as predict_engine_memory,
+    )
+    from headrace.engine.native.engine import NativeEngine as NativeEngine
+    from headrace.engine.native.request import Step as Step
+    from headrace.engine.native.threaded import ThreadedEngine as ThreadedEngine
+    from headrace.engine.native.work import Runner as Runner, Work as Work
+    from headrace.engine.pool import EnginePool as EnginePool
+    from headrace.engine.protocol import (
+        Engine as Engine,
+        EngineState as EngineState,
+        Increment as Increment,
+        InFlight as InFlight,
+        PromptTooLong as PromptTooLong,
+        SleepingEngine as SleepingEngine,
+        UnusablePrompt as UnusablePrompt,
+    )
+    from headrace.engine.request import Request as Request
+    from headrace.engine.server.address import bind as bind, url_of as url_of
+    from headrace.engine.server.app import SERVER as SERVER, Server as Server, listening as listening, make_app as make_app
+    from headrace.engine.settings import EngineSettings as EngineSettings, SamplingSettings as SamplingSettings
+    from headrace.engine.vllm.abilities import TRANSFER as TRANSFER, check_abilities as check_abilities
+    from headrace.engine.vllm.api import Piece as Piece, VllmApi as VllmApi, VllmError as VllmError, VllmRefused as VllmRefused
+    from headrace.engine.vllm.call import TOGETHER as TOGETHER
+    from headrace.engine.vllm.engine import VllmEngine as VllmEngine
+    from headrace.engine.vllm.handover import (
+        FolderHandover as FolderHandover,
+        Handover as Handover,
+        IpcHandover as IpcHandover,
+        NcclHandover as NcclHandover,
+    )
+    from headrace.engine.vllm.server import (
+        VllmServer as VllmServer,
+        choose_python as choose_python,
+        end as end,
+        find_vllm as find_vllm,
+        start as start,
+    )
+    from headrace.engine.vllm.settings import PARALLEL as PARALLEL, VllmSettings as VllmSettings
+    from headrace.engine.vllm.traffic import Limits as Limits
+    from headrace.engine.vllm.weights import Staging as Staging, saved_form as saved_form
+    from headrace.engine.worker import EngineWorker as EngineWorker
+else:
+    __getattr__ = front_door(__name__)

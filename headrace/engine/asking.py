@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from headrace.engine.protocol import Increment
 from headrace.engine.request import Request
-from headrace.types import FinishReason
+from headrace.records import FinishReason
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine
 
-    from headrace.types import Rollout, Sampling
+    from headrace.records import Rollout, Sampling
 
 
 class Asked(Protocol):

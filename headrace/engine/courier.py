@@ -8,14 +8,14 @@ import time
 from typing import TYPE_CHECKING
 
 from headrace.partial import Interrupt
-from headrace.stream import StreamClosed
+from headrace.rpc import StreamClosed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from headrace.engine.member import Member
     from headrace.engine.protocol import WeightSource
-    from headrace.types import WeightUpdate
+    from headrace.records import WeightUpdate
 
 
 class Courier:

@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headrace.engine.lengthen import lengthen
+from headrace.engine.append_tokens import lengthen
 from headrace.engine.protocol import Increment, InFlight, NotFinite, PromptTooLong, UnusablePrompt
 from headrace.errors import SyncError
-from headrace.packed import pack_rollouts, pack_samplings, unpack_rollouts
-from headrace.stream import RemoteError, StreamClosed
-from headrace.types import Call, FinishReason
-from headrace.wire import WireError
+from headrace.records import Call, FinishReason, WireError, pack_rollouts, pack_samplings, unpack_rollouts
+from headrace.rpc import RemoteError, StreamClosed
 
 if TYPE_CHECKING:
     import asyncio
@@ -22,8 +20,8 @@ if TYPE_CHECKING:
 
     from headrace.engine.pool import EnginePool
     from headrace.partial import Interrupt
-    from headrace.stream import Peer
-    from headrace.types import Array, Rollout, Sampling, WeightUpdate
+    from headrace.records import Array, Rollout, Sampling, WeightUpdate
+    from headrace.rpc import Peer
 
 _REFUSED_UPDATES = {"SyncError", "WeightError"}
 _REFUSALS = {"PromptTooLong": PromptTooLong, "UnusablePrompt": UnusablePrompt, "NotFinite": NotFinite}

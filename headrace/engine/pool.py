@@ -19,15 +19,14 @@ from headrace.engine.courier import Courier, holds
 from headrace.engine.member import Member, PoolRequest
 from headrace.engine.protocol import EngineState, Increment, InFlight
 from headrace.errors import SyncError
-from headrace.packed import pack_rollouts
 from headrace.partial import Interrupt
-from headrace.stream import RemoteError, StreamClosed
-from headrace.types import FinishReason
+from headrace.records import FinishReason, pack_rollouts
+from headrace.rpc import RemoteError, StreamClosed
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
-    from headrace.types import Array, Rollout, Sampling, WeightUpdate
+    from headrace.records import Array, Rollout, Sampling, WeightUpdate
 
 _ATTEMPTS = 3
 """To bring an engine that was left behind to what the others hold."""

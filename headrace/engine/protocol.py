@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
     from headrace.partial import Interrupt
-    from headrace.types import Array, FinishReason, Rollout, Sampling, WeightUpdate
+    from headrace.records import Array, FinishReason, Rollout, Sampling, WeightUpdate
 
 
 class UnusablePrompt(ValueError):

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from headrace.engine.native.request import Drawings
     from headrace.engine.protocol import Increment
-    from headrace.types import Array, Rollout, Sampling
+    from headrace.records import Array, Rollout, Sampling
 
     Beginning = tuple[tuple[str, int] | None, bytes]
     """Where a rollout was forked, if it was, and its token ids: those of whom both are equal share their keys and values."""

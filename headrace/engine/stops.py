@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headrace.types import FinishReason
+from headrace.records import FinishReason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from headrace.types import Rollout, Sampling
+    from headrace.records import Rollout, Sampling
 
 _SPARE_TOKENS = 8
 """More than a stop string's characters are read again: a token may hold less than one."""

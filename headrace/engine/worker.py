@@ -19,17 +19,16 @@ import numpy as np
 
 from headrace.engine.protocol import EngineDied, ForkingEngine, SleepingEngine
 from headrace.engine.request import Request
-from headrace.packed import pack_rollouts, unpack_rollouts, unpack_samplings
 from headrace.partial import Interrupt
-from headrace.types import SamplingMask
+from headrace.records import SamplingMask, pack_rollouts, unpack_rollouts, unpack_samplings
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Sequence
 
     from headrace.engine.request import Growth
     from headrace.observe import ProcessTimeline
-    from headrace.stream import Peer
-    from headrace.types import Array, Rollout, WeightUpdate
+    from headrace.records import Array, Rollout, WeightUpdate
+    from headrace.rpc import Peer
 
 TELL_SECONDS = 1.0
 REPORT_SECONDS = 0.25

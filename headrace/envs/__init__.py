@@ -1,6 +1,11 @@
 """Environments run one task to its end through a client: `run(task, client) -> Episode`. Single-turn is built in."""
 
-from headrace.envs.client import Client, EngineClient, PromptEncoder
-from headrace.envs.single_turn import Environment, SingleTurn
+from typing import TYPE_CHECKING
 
-__all__ = ["Client", "EngineClient", "Environment", "PromptEncoder", "SingleTurn"]
+from headrace.front_door import front_door
+
+if TYPE_CHECKING:
+    from headrace.envs.client import Client as Client, EngineClient as EngineClient, PromptEncoder as PromptEncoder
+    from headrace.envs.single_turn import Environment as Environment, SingleTurn as SingleTurn
+else:
+    __getattr__ = front_door(__name__)

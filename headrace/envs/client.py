@@ -8,9 +8,8 @@ import json
 from typing import TYPE_CHECKING, Any, Protocol
 
 from headrace.partial import goes_on_from
+from headrace.records import FinishReason, Rollout, check_messages
 from headrace.settings import ConfigError
-from headrace.types import FinishReason, Rollout
-from headrace.validate import check_messages
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from headrace.engine import Engine
-    from headrace.types import Array, Plain, Sampling
+    from headrace.records import Array, Plain, Sampling
 
 _REMEMBERED = 4096
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Protocol
 
-from headrace.types import Episode
+from headrace.records import Episode
 
 if TYPE_CHECKING:
     from headrace.envs.client import Client
-    from headrace.types import Plain
+    from headrace.records import Plain
 
 
 class Environment(Protocol):

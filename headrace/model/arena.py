@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from headrace.types import Manifest
+    from headrace.records import Manifest
 
     Allocate = Callable[[int, torch.device], Tensor]
     """From a number of bytes and a device to that many bytes there, as uint8, beginning at a multiple of `ALIGNMENT`."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace.model.arena import Arena
-    from headrace.types import Array
+    from headrace.records import Array
 
 _TILE, _TILES, _WARPS = 1024, 16, 4
 """Words a program reads at once, and how often: 128 KiB in all, so that its sum is taken across threads once for many loads."""

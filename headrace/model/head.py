@@ -13,15 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from headrace.model.attention import EXACT_ROWS
-from headrace.model.fused_head import (
-    FusedLogprobs,
-    JudgedLogprobs,
-    Scaling,
-    Wanted,
-    chunk_rows,
-    product,
-    whole_spans,
-)
+from headrace.model.fused_head import FusedLogprobs, JudgedLogprobs, Scaling, Wanted, chunk_rows, product, whole_spans
 from headrace.model.kept_head import KeptLogprobs
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from headrace.model.head import Head
-    from headrace.types import Array, Rollout
+    from headrace.records import Array, Rollout
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from headrace.model.layout import Unit
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from headrace.types import Rollout
+    from headrace.records import Rollout
 
 _LEAST_GAIN = 3
 """Siblings are parted to fill a pass where the rows that fill it are more than so many times those of their prefix, which

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from headrace.model.load import ModelError
-from headrace.types import unknown_expert
+from headrace.records import unknown_expert
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

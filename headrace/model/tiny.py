@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from headrace.config import ModelSettings
+    from headrace.model.settings import ModelSettings
 
 NAME = "builtin:tiny"
 CHAT_TEMPLATE = (

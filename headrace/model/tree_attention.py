@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from headrace.model.attention import AttentionSpec
     from headrace.model.layout import Layout
-    from headrace.types import Array
+    from headrace.records import Array
 
 TILE = 128
 """Rows, or keys, of a tile in the tables; kernels that hold fewer walk through it in parts."""

@@ -10,7 +10,7 @@ import torch
 
 from headrace.errors import SyncError
 from headrace.model.arena import Arena, held_tensors, lay_out
-from headrace.types import Manifest, TensorInfo
+from headrace.records import Manifest, TensorInfo
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from headrace.model.arena import Slot
-    from headrace.types import Array, WeightUpdate
+    from headrace.records import Array, WeightUpdate
 
 
 _WORDS_ON_CPU = 1 << 17

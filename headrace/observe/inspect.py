@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headrace.types import Rollout, Source
-from headrace.wire import read_frames
+from headrace.records import Rollout, Source, read_frames
 
 if TYPE_CHECKING:
     from collections.abc import Callable

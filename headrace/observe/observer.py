@@ -9,13 +9,13 @@ from headrace.observe.screen import Screen, Silent
 from headrace.observe.sinks import Sink, open_sinks, read_metrics
 from headrace.observe.spans import STATES, Timeline
 from headrace.observe.trace import Trace
-from headrace.wire import encode
+from headrace.records import encode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from headrace.types import Rollout
+    from headrace.records import Rollout
 
     Budget = dict[str, dict[str, float]]
 

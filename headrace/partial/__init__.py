@@ -13,25 +13,18 @@ those too old to be trained, and `oversample` begins more than a batch needs and
 What is half finished when a run stops is written with its checkpoint and goes on after a restart (`history`).
 """
 
-import enum
+from typing import TYPE_CHECKING
 
-from headrace.partial.age import is_over_age
-from headrace.partial.history import goes_on_from, is_resumable, still_history
+from headrace.front_door import front_door
 
-
-class Interrupt(enum.StrEnum):
-    """How an engine pauses."""
-
-    KEEP = "keep"
-    RETRACT = "retract"
-    DRAIN = "drain"
-    ABORT = "abort"
-
-
-def interrupt_of(name: str, *, kv: str) -> Interrupt:
-    """The interrupt of `partial.interrupt` and `partial.kv`."""
-    interrupt = Interrupt(name)
-    return Interrupt.RETRACT if interrupt is Interrupt.KEEP and kv == "recompute" else interrupt
-
-
-__all__ = ["Interrupt", "goes_on_from", "interrupt_of", "is_over_age", "is_resumable", "still_history"]
+if TYPE_CHECKING:
+    from headrace.partial.age import is_over_age as is_over_age
+    from headrace.partial.history import (
+        goes_on_from as goes_on_from,
+        is_resumable as is_resumable,
+        still_history as still_history,
+    )
+    from headrace.partial.interrupt import Interrupt as Interrupt, interrupt_of as interrupt_of
+    from headrace.partial.settings import PartialSettings as PartialSettings
+else:
+    __getattr__ = front_door(__name__)

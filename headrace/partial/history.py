@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from headrace.types import FinishReason, Source
+from headrace.records import FinishReason, Source
 
 if TYPE_CHECKING:
+    from headrace.records import Rollout
     from headrace.sync import Lineage
-    from headrace.types import Rollout
 
 
 def is_resumable(rollout: Rollout) -> bool:

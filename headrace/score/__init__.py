@@ -5,21 +5,15 @@ Errors are not zeros. What the policy can cause scores; a reward that raises, re
 and filtered. `workers` are the threads that call plain rewards under a deadline.
 """
 
-from headrace.score.advantages import advantages, batch_advantages, gae, normalised, token_rewards
-from headrace.score.errors import RewardError
-from headrace.score.rewards import RewardFunction
-from headrace.score.scorer import RewardScorer, Scorer
-from headrace.score.workers import RewardWorkers
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "RewardError",
-    "RewardFunction",
-    "RewardScorer",
-    "RewardWorkers",
-    "Scorer",
-    "advantages",
-    "batch_advantages",
-    "gae",
-    "normalised",
-    "token_rewards",
-]
+from headrace.front_door import front_door
+
+if TYPE_CHECKING:
+    from headrace.score.errors import RewardError as RewardError
+    from headrace.score.rewards import GIVEN as GIVEN, RewardFunction as RewardFunction
+    from headrace.score.scorer import RewardScorer as RewardScorer, Scorer as Scorer
+    from headrace.score.settings import RewardSettings as RewardSettings
+    from headrace.score.workers import RewardWorkers as RewardWorkers
+else:
+    __getattr__ = front_door(__name__)

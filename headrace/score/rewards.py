@@ -22,8 +22,8 @@ from headrace.score.workers import TimedOut
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 
+    from headrace.records import Plain
     from headrace.score.workers import RewardWorkers
-    from headrace.types import Plain
 
 
 T = TypeVar("T")

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from headrace.records import InfraAbort, Invalid, Scored
 from headrace.score.errors import RewardError
 from headrace.score.rewards import Failure, RewardFunction, Sample, together
-from headrace.types import InfraAbort, Invalid, Scored
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from headrace.config import RewardSettings
+    from headrace.records import Episode, Outcome, Rollout
+    from headrace.score.settings import RewardSettings
     from headrace.score.workers import RewardWorkers
-    from headrace.types import Episode, Outcome, Rollout
 
 
 class Scorer(Protocol):

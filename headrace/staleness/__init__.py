@@ -8,8 +8,13 @@
 - `correct` weighs each token by how likely the newer policy is to have drawn it, or leaves out what is too far off.
 """
 
-from headrace.staleness.correct import BATCH_WIDE, CORRECTIONS, MASKS, importance_weights
-from headrace.staleness.gate import Gate
-from headrace.staleness.reject import too_old
+from typing import TYPE_CHECKING
 
-__all__ = ["BATCH_WIDE", "CORRECTIONS", "MASKS", "Gate", "importance_weights", "too_old"]
+from headrace.front_door import front_door
+
+if TYPE_CHECKING:
+    from headrace.staleness.gate import Gate as Gate
+    from headrace.staleness.reject import too_old as too_old
+    from headrace.staleness.settings import StalenessSettings as StalenessSettings
+else:
+    __getattr__ = front_door(__name__)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from headrace.records import Episode
     from headrace.sync import Lineage
-    from headrace.types import Episode
 
 
 def too_old(episodes: Iterable[Episode], *, version: int, max_lag: int | None, lineage: Lineage) -> str | None:

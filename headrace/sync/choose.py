@@ -71,11 +71,11 @@ class Ends:
 
             return CudaIpcTransport(device)
         if self.transport == "collective":
-            from headrace.sync.collective import CollectiveTransport
+            from headrace.sync.collective.transport import CollectiveTransport
 
             return CollectiveTransport(token=self.token, device=device, host=self.host, deadline=self.deadline)
         if self.transport == "http":
-            from headrace.sync.http import HttpTransport
+            from headrace.sync.http.transport import HttpTransport
 
             return HttpTransport(token=self.token, host=self.host, deadline=self.deadline, is_relay=not is_sender)
         raise ValueError(f"{self.transport!r} is no transport between processes")

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from headrace.records import Plain
     from headrace.sync.transport import Target
-    from headrace.types import Plain
 
 _HANDLE_BYTES = 64
 _MOST_OPENED = 4

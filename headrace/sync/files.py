@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from headrace.records import Plain
     from headrace.sync.transport import Target
-    from headrace.types import Plain
 
 _LOOK_SECONDS = 0.05
 _NAME = re.compile(r"[\w.-]+\.safetensors")

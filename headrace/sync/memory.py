@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from headrace.errors import SyncError
-from headrace.model.arena import allocate_bytes
+from headrace.model import allocate_bytes
 from headrace.sync.buffers import Rooms
 
 if TYPE_CHECKING:
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from headrace.records import Plain
     from headrace.sync.transport import Target
-    from headrace.types import Plain
 
 
 class MemoryRoom:

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from headrace.records import Plain
     from headrace.sync.transport import Target
-    from headrace.types import Plain
 
 SEGMENTS = 2
 """Alive at a time, at most, while weights travel whole: the newest stays readable while the next is written."""

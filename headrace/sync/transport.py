@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from headrace.types import Plain
+    from headrace.records import Plain
 
 ANY_HOST = ("", "0.0.0.0", "::")
 """Addresses to listen on that nobody can be told."""

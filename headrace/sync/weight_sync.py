@@ -16,21 +16,19 @@ from typing import TYPE_CHECKING
 import torch
 
 from headrace.errors import SyncError
-from headrace.model.arena import Arena, allocate_bytes, arena_bytes, lay_out
-from headrace.model.weights import Inspector, describe
+from headrace.model import Arena, Inspector, allocate_bytes, arena_bytes, describe, lay_out
+from headrace.records import Payload, WeightUpdate
 from headrace.sync import delta
-from headrace.types import Payload, WeightUpdate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
 
-    from headrace.model.arena import Slot
-    from headrace.model.weights import Incoming
+    from headrace.model import Incoming, Slot
+    from headrace.records import Manifest, Plain
     from headrace.sync.lineage import Lineage
     from headrace.sync.transport import Transport
-    from headrace.types import Manifest, Plain
 
 _MOST_DELTAS = 16
 """Kept for an engine that comes late."""

@@ -4,8 +4,19 @@
 next task. `builtin:sort_digits` needs no download; `reasoning_gym:NAME` makes the tasks of that package.
 """
 
-from headrace.tasks.errors import TaskError
-from headrace.tasks.sources import TaskSource, builtin_reward, open_source
-from headrace.tasks.stream import TaskStream
+from typing import TYPE_CHECKING
 
-__all__ = ["TaskError", "TaskSource", "TaskStream", "builtin_reward", "open_source"]
+from headrace.front_door import front_door
+
+if TYPE_CHECKING:
+    from headrace.tasks.errors import TaskError as TaskError
+    from headrace.tasks.settings import TaskSettings as TaskSettings
+    from headrace.tasks.sources import (
+        RowSource as RowSource,
+        TaskSource as TaskSource,
+        builtin_reward as builtin_reward,
+        open_source as open_source,
+    )
+    from headrace.tasks.stream import TaskStream as TaskStream
+else:
+    __getattr__ = front_door(__name__)

@@ -19,7 +19,7 @@ from headrace.tasks.errors import TaskError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from headrace.types import Plain
+    from headrace.records import Plain
 
 PREFIX = "reasoning_gym:"
 INSTRUCTION = "Answer the question. Write the final answer, and nothing else, between <answer> and </answer>."

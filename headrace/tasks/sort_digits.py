@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from headrace.types import Plain
+    from headrace.records import Plain
 
 _HELD_OUT_SHARE = 8
 """One answer in so many is held out: which ones depends on the answer alone, so no order of its digits is ever trained."""

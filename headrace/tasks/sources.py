@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from headrace.records import Plain, check_messages, check_plain
 from headrace.tasks import reasoning_gym, sort_digits
 from headrace.tasks.errors import TaskError
-from headrace.types import Plain, check_plain
-from headrace.validate import check_messages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -24,8 +24,8 @@ from headrace.bench.step_loads import LENGTHS, OwnLengths, first_word_is_even, m
 from headrace.bench.trl_peer import Settings, TrlFailed, TrlSteps, measure_steps
 from headrace.bench.words import write_model
 from headrace.config import make_recipe
+from headrace.records import Rollout
 from headrace.settings import ConfigError
-from headrace.types import Rollout
 
 PLAN = dataclasses.replace(make_plan("cpu", quick=True), steps=1, orchestrate="inline")
 
@@ -117,7 +117,7 @@ def test_a_part_that_fails_shows_its_logs_and_is_in_nobodys_way(tmp_path, monkey
         (run_dir / "metrics.jsonl").write_text("".join(json.dumps({"version": n, **row}) + "\n" for n in range(3)))
 
     install_service(tmp_path, monkeypatch)
-    monkeypatch.setattr("headrace.train", train)
+    monkeypatch.setattr("headrace.trainer", train)
     monkeypatch.setattr(step, "write_model", lambda shape, folder, dtype: str(folder))
     folder = tmp_path / "bench"
     folder.mkdir()
@@ -166,7 +166,7 @@ def test_memory_is_what_was_taken_since_it_began(monkeypatch):
 
 
 def test_a_process_of_a_run_is_known_by_its_name():
-    command = [sys.executable, "-c", "import sys; sys.stdin.read()", "headrace.orchestrate.child", "trainer"]
+    command = [sys.executable, "-c", "import sys; sys.stdin.read()", "headrace.launch.child", "trainer"]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
         deadline = time.monotonic() + 10
         while role_of(process.pid) != "trainer" and time.monotonic() < deadline:

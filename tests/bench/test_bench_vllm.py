@@ -17,8 +17,8 @@ from headrace.engine.native.threaded import ThreadedEngine
 from headrace.model.load import load_model
 from headrace.model.weights import named_tensors
 from headrace.observe import ProcessTimeline
+from headrace.records import Call, FinishReason, Rollout, Sampling, Source
 from headrace.sync import Lineage, MemoryTransport, WeightSync
-from headrace.types import Call, FinishReason, Rollout, Sampling, Source
 
 
 def drawn(*versions: int) -> Rollout:

@@ -7,10 +7,10 @@ import asyncio
 import pytest
 
 from headrace.bench.overlap import Case, Turn, _recipe, _Rig, _rows
+from headrace.launch.build import build_roles
+from headrace.launch.inputs import UserInputs
+from headrace.launch.warmup import model_folder
 from headrace.observe import Observer
-from headrace.orchestrate.build import build_roles
-from headrace.orchestrate.inputs import UserInputs
-from headrace.orchestrate.warmup import model_folder
 from headrace.sync import Lineage
 
 BUSY = {

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from strategies import quick
 
 from headrace.buffer import Group, GroupBuffer
-from headrace.types import Episode
+from headrace.records import Episode
 
 
 def make_group(number: int, size: int = 2) -> Group:

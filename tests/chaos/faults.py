@@ -71,12 +71,12 @@ class Running:
     def role(self, name: str) -> int:
         """The process that has this name."""
         for pid in family(self.process.pid):
-            if command_of(pid).endswith(f"headrace.orchestrate.child {name}"):
+            if command_of(pid).endswith(f"headrace.launch.child {name}"):
                 return pid
         raise LookupError(f"there is no process {name}")
 
     def roles(self) -> list[int]:
-        return [pid for pid in family(self.process.pid) if "headrace.orchestrate.child" in command_of(pid)]
+        return [pid for pid in family(self.process.pid) if "headrace.launch.child" in command_of(pid)]
 
     def hit(self, name: str, number: int) -> int:
         pid = self.role(name)

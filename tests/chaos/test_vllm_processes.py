@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from vllm_server import MISSING, VARIABLES, vllm_python
 
 from headrace.config import make_recipe
+from headrace.launch.vllm import Place, open_engine
 from headrace.model.load import load_tokenizer
 from headrace.observe import Timeline
 from headrace.observe.observer import read_metrics
-from headrace.orchestrate.vllm import Place, open_engine
 from headrace.settings import ConfigError
 from headrace.sync import Lineage, MemoryTransport, WeightSync
 

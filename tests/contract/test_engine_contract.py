@@ -17,19 +17,20 @@ from safetensors.torch import save_file
 from vllm_server import served
 
 from headrace.engine import Engine, EngineState, PromptTooLong, UnusablePrompt
-from headrace.engine.native import NativeEngine
 from headrace.engine.native.core import EngineCore, Step
+from headrace.engine.native.engine import NativeEngine
 from headrace.engine.native.threaded import ThreadedEngine
 from headrace.engine.protocol import EngineAsleep, NotFinite
 from headrace.engine.vllm.weights import saved_form
+from headrace.errors import SyncError
+from headrace.launch.build import decoder_of
 from headrace.model.arena import Arena, lay_out
 from headrace.model.load import load_model, load_tokenizer
 from headrace.model.weights import make_manifest, named_tensors
 from headrace.observe import ProcessTimeline, Timeline
-from headrace.orchestrate.build import decoder_of
 from headrace.partial import Interrupt
-from headrace.sync import Lineage, MemoryTransport, SyncError, WeightSync
-from headrace.types import FinishReason, Rollout, Sampling, Source
+from headrace.records import FinishReason, Rollout, Sampling, Source
+from headrace.sync import Lineage, MemoryTransport, WeightSync
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable

@@ -21,7 +21,7 @@ from headrace.model.head import Head
 from headrace.model.load import hidden_states, prepare
 from headrace.model.packing import score
 from headrace.model.routing import find_routers
-from headrace.types import FinishReason, Rollout, Sampling, unknown_expert
+from headrace.records import FinishReason, Rollout, Sampling, unknown_expert
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from headrace.engine.native.core import EngineCore
-    from headrace.types import Array
+    from headrace.records import Array
 
 DENSE = ["llama", "qwen3", "gemma3"]
 ROUTED = ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss"]

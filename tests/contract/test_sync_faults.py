@@ -20,8 +20,8 @@ from far import Far, Receiver, Sender, make_sync, packed
 
 from headrace.errors import SyncError
 from headrace.model.weights import named_tensors
+from headrace.records import Payload
 from headrace.sync import Ends, Lineage, MemoryTransport, WeightSync
-from headrace.types import Payload
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from headrace.types import WeightUpdate
+    from headrace.records import WeightUpdate
 
 DEADLINE = 2.0
 HAS_GPU = torch.cuda.is_available()

@@ -15,8 +15,8 @@ from headrace.engine.protocol import PromptTooLong
 from headrace.model.head import Head
 from headrace.model.load import load_model
 from headrace.model.packing import score
+from headrace.records import Rollout, Sampling
 from headrace.settings import ConfigError
-from headrace.types import Rollout, Sampling
 
 
 def generate(core: EngineCore, count: int, *, max_tokens: int = 20) -> list[Rollout]:

@@ -16,9 +16,9 @@ from headrace.errors import SyncError
 from headrace.model.load import load_model
 from headrace.model.weights import make_manifest, named_tensors
 from headrace.partial import Interrupt
-from headrace.stream import RemoteError, StreamClosed
+from headrace.records import Payload, Rollout, Sampling, WeightUpdate
+from headrace.rpc import RemoteError, StreamClosed
 from headrace.sync import weight_sync
-from headrace.types import Payload, Rollout, Sampling, WeightUpdate
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence

@@ -14,17 +14,17 @@ import torch
 from pooled import Far, Pooled, pooled
 
 from headrace.engine import PromptTooLong, worker
-from headrace.engine.lengthen import lengthen
+from headrace.engine.append_tokens import lengthen
 from headrace.errors import SyncError
 from headrace.model.load import load_model
 from headrace.model.weights import named_tensors
 from headrace.partial import Interrupt
-from headrace.types import Call, FinishReason, Rollout, Sampling
+from headrace.records import Call, FinishReason, Rollout, Sampling
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from headrace.types import WeightUpdate
+    from headrace.records import WeightUpdate
 
 
 def run(test: Callable[[Pooled], Awaitable[None]], model_path: str, *, seconds: float = 30) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from test_pool import Gate, Policy, prompt, run, until
 
 from headrace.partial import Interrupt
-from headrace.types import Sampling
+from headrace.records import Sampling
 
 if TYPE_CHECKING:
     from pooled import Far, Pooled

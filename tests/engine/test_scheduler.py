@@ -15,7 +15,7 @@ from stepping import ask, assert_nothing_is_held, assert_same_draws, generate, m
 from headrace.engine.native.work import Drawn, Work
 from headrace.engine.protocol import NotFinite, PromptTooLong, UnusablePrompt
 from headrace.model.load import ModelError, prepare
-from headrace.types import FinishReason, Rollout, Sampling
+from headrace.records import FinishReason, Rollout, Sampling
 
 if TYPE_CHECKING:
     from headrace.engine.native.core import EngineCore

@@ -109,7 +109,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
 @pytest.fixture
 def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is refused is refused before a model loads."""
-    from headrace.orchestrate import serve
+    from headrace.launch import serve
 
     def load(options: object) -> None:
         raise AssertionError("a model was loaded")

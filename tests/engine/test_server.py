@@ -26,8 +26,8 @@ from headrace.model.load import load_model, load_tokenizer
 from headrace.model.weights import named_tensors
 from headrace.observe import Timeline
 from headrace.partial import Interrupt
+from headrace.records import FinishReason, Rollout, Sampling
 from headrace.sync import Lineage, MemoryTransport, WeightSync
-from headrace.types import FinishReason, Rollout, Sampling
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator

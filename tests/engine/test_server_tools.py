@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import openai
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from test_server import END, NAME, Bench, Broken, serving
 
 from headrace.engine import Increment
-from headrace.engine.lengthen import lengthen
+from headrace.engine.append_tokens import lengthen
 from headrace.engine.server.tool_calls import ToolCallReader, parse_call
 from headrace.model.tiny import build_tokenizer
-from headrace.types import Call, FinishReason, Rollout, Sampling
+from headrace.records import Call, FinishReason, Rollout, Sampling
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

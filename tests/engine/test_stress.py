@@ -13,14 +13,13 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from stepping import Asked, ask, assert_nothing_is_held, make_core
 from strategies import quick
 
 from headrace.engine.native.blocks import SCRATCH, BlockPool
 from headrace.model.load import prepare
-from headrace.types import FinishReason, Rollout, Sampling
+from headrace.records import FinishReason, Rollout, Sampling
 
 CONTEXT, BLOCK, VOCABULARY = 48, 4, 32
 SLOTS = 12

@@ -14,8 +14,8 @@ from headrace.model.load import load_model
 from headrace.model.weights import WeightError
 from headrace.observe import Timeline
 from headrace.partial import Interrupt
+from headrace.records import Rollout, Sampling, WeightUpdate
 from headrace.sync import Lineage, MemoryTransport, WeightSync
-from headrace.types import Rollout, Sampling, WeightUpdate
 
 
 @pytest.mark.parametrize("how", ["generate", "stream"])

@@ -17,23 +17,23 @@ from fake_vllm import NEW, OLD, Fake, serving
 
 from headrace.engine import UnusablePrompt
 from headrace.engine.protocol import EngineDied, NotFinite
-from headrace.engine.vllm import VllmEngine, abilities, keep
+from headrace.engine.vllm import abilities, keep
 from headrace.engine.vllm.api import VllmApi, VllmError, VllmGone
-from headrace.engine.vllm.engine import Unsupported
+from headrace.engine.vllm.engine import Unsupported, VllmEngine
 from headrace.engine.vllm.handover import FolderHandover
 from headrace.engine.vllm.server import find_vllm, start
 from headrace.engine.vllm.traffic import Limits
 from headrace.engine.vllm.weights import Staging
 from headrace.engine.worker import EngineWorker
+from headrace.launch.vllm_trial import try_out
 from headrace.model.load import load_model
 from headrace.model.weights import named_tensors
 from headrace.observe import ProcessTimeline, Timeline
-from headrace.orchestrate.vllm_trial import try_out
-from headrace.packed import pack_rollouts, pack_samplings
 from headrace.partial import Interrupt
+from headrace.records import FinishReason, Rollout, Sampling
+from headrace.records.columns import pack_rollouts, pack_samplings
 from headrace.settings import ConfigError
 from headrace.sync import Lineage, MemoryTransport, WeightSync
-from headrace.types import FinishReason, Rollout, Sampling
 
 PROMPT = Rollout.from_prompt([3, 4, 5], id="r")
 

@@ -15,8 +15,9 @@ import torch
 from fake_vllm import OLD, Fake, serving
 
 from headrace.engine.protocol import EngineDied
-from headrace.engine.vllm import VllmEngine, handover
+from headrace.engine.vllm import handover
 from headrace.engine.vllm.api import VllmApi
+from headrace.engine.vllm.engine import VllmEngine
 from headrace.engine.vllm.handover import NcclHandover
 from headrace.engine.vllm.traffic import Limits
 from headrace.engine.vllm.weights import Staging, saved_form

@@ -7,14 +7,13 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from strategies import quick
 
 from headrace.envs import EngineClient, PromptEncoder
 from headrace.model.tiny import build_tokenizer
+from headrace.records import Call, FinishReason, Rollout, Sampling
 from headrace.settings import ConfigError
-from headrace.types import Call, FinishReason, Rollout, Sampling
 
 CHAT = [{"role": "user", "content": "31524"}]
 

@@ -13,7 +13,7 @@ import transformers
 
 from headrace.engine.native.core import EngineCore, Request
 from headrace.model.load import prepare
-from headrace.types import Rollout, Sampling
+from headrace.records import Rollout, Sampling
 
 if TYPE_CHECKING:
     from headrace.engine.native.cuda.runner import CudaRunner

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from headrace.bench.trainer_loads import make_rollouts
-from headrace.config import TrainSettings
 from headrace.model.load import prepare
 from headrace.model.tiny import build_tokenizer
-from headrace.train import DeviceTrainer
-from headrace.types import Batch
+from headrace.records import Batch
+from headrace.trainer import DeviceTrainer, TrainSettings
 
 FAMILIES = ("llama", "qwen3", "gemma2", "gemma3", "gpt_oss", "granite", "qwen3_moe", "deepseek_v3")
 

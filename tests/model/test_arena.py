@@ -19,7 +19,7 @@ from torch import nn
 
 from headrace.model.arena import ALIGNMENT, Arena, ArenaError
 from headrace.model.weights import SpareWeights, WeightError, checksum, inspect_arena, make_manifest, named_tensors
-from headrace.types import WeightUpdate
+from headrace.records import WeightUpdate
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -13,7 +13,7 @@ from headrace.model.attention import PackedContext
 from headrace.model.head import Head
 from headrace.model.load import ModelError, check_config, hidden_states, prepare
 from headrace.model.packing import score
-from headrace.types import Rollout, Sampling
+from headrace.records import Rollout, Sampling
 
 LENGTHS = [23, 5, 17, 40]
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from siblings import make_prompt, sibling
 
 from headrace.model.layout import Unit
 from headrace.model.plan import members_of, num_pairs, num_rows, plan_passes
-from headrace.types import Rollout
+from headrace.records import Rollout
 
 
 @st.composite

@@ -15,7 +15,7 @@ from headrace.engine.native.core import EngineCore
 from headrace.observe import Observer, Signal, Timeline, bound_by
 from headrace.observe.screen import PlainLines, budget_table
 from headrace.observe.spans import WAITING
-from headrace.train import DeviceTrainer
+from headrace.trainer import DeviceTrainer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "orchestrate"))
 from helpers import small_run

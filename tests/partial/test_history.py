@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from headrace.engine.lengthen import lengthen
+from headrace.engine.append_tokens import lengthen
 from headrace.partial import goes_on_from, is_over_age, is_resumable, still_history
+from headrace.records import Call, Episode, FinishReason, Rollout, Sampling, Source
 from headrace.staleness import too_old
 from headrace.sync import Lineage
-from headrace.types import Call, Episode, FinishReason, Rollout, Sampling, Source
 
 PROMPT = Rollout.from_prompt([5, 6, 7], id="g1/0", episode="g1/0", group="g1")
 

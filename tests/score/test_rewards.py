@@ -9,10 +9,9 @@ import sys
 import numpy as np
 import pytest
 
-from headrace.config import RewardSettings
-from headrace.score import RewardError, RewardFunction, RewardScorer, RewardWorkers
+from headrace.records import Call, Episode, FinishReason, InfraAbort, Invalid, Rollout, Sampling, Scored, Source
+from headrace.score import RewardError, RewardFunction, RewardScorer, RewardSettings, RewardWorkers
 from headrace.score.rewards import Failure, Sample
-from headrace.types import Call, Episode, FinishReason, InfraAbort, Invalid, Rollout, Sampling, Scored, Source
 
 
 def make_sample(completion: str = "done", prompt: object = "ask", **columns) -> Sample:

@@ -13,12 +13,11 @@ import time
 import pytest
 from test_rewards import decode, make_episode, make_sample
 
-from headrace.config import RewardSettings
 from headrace.errors import user_frame
-from headrace.score import RewardError, RewardFunction, RewardScorer, RewardWorkers
+from headrace.records import InfraAbort, Scored
+from headrace.score import RewardError, RewardFunction, RewardScorer, RewardSettings, RewardWorkers
 from headrace.score.rewards import Failure
 from headrace.score.workers import MAX_STUCK
-from headrace.types import InfraAbort, Scored
 
 TIMEOUT = 0.2
 

@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from strategies import quick
 
+from headrace.algorithms import BATCH_WIDE, CORRECTIONS, MASKS, importance_weights
 from headrace.buffer import Group, GroupBuffer
-from headrace.staleness import BATCH_WIDE, CORRECTIONS, MASKS, Gate, importance_weights, too_old
+from headrace.records import Call, Episode, FinishReason, Rollout, Sampling, Source
+from headrace.staleness import Gate, too_old
 from headrace.sync import Lineage
-from headrace.types import Call, Episode, FinishReason, Rollout, Sampling, Source
 
 # The gate
 

@@ -12,7 +12,7 @@ import time
 import torch
 
 from headrace.errors import SyncError
-from headrace.sync.collective import CollectiveTransport
+from headrace.sync.collective.transport import CollectiveTransport
 
 _turn = 0
 """The command that is carried out; answers to an earlier one are nobody's."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headrace.sync import Ends, Lineage, MemoryTransport, SyncError, WeightSync
+from headrace.errors import SyncError
+from headrace.sync import Ends, Lineage, MemoryTransport, WeightSync
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "files", "http", "collective"])

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from headrace.errors import SyncError
-from headrace.sync.collective import CollectiveTransport
+from headrace.sync.collective.transport import CollectiveTransport
 
 DEADLINE = 1.5
 LATEST = DEADLINE + 1.0

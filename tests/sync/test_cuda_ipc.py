@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from headrace.sync import SyncError, cuda_ipc
+from headrace.errors import SyncError
+from headrace.sync import cuda_ipc
 from headrace.sync.cuda_ipc import CudaIpcTransport
 
 if TYPE_CHECKING:

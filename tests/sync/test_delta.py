@@ -8,12 +8,10 @@ import zlib
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from headrace.errors import SyncError
-from headrace.sync.delta import codec as delta
-from headrace.sync.delta import numbers
+from headrace.sync.delta import codec as delta, numbers
 from tests.strategies import quick, seeds
 
 BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}

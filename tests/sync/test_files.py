@@ -8,8 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from headrace.errors import SyncError
 from headrace.model.weights import SpareWeights, named_tensors
-from headrace.sync import Lineage, SyncError, WeightSync
+from headrace.sync import Lineage, WeightSync
 from headrace.sync.files import FilesTransport, write_safetensors
 
 

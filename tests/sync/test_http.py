@@ -18,15 +18,15 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from headrace.errors import SyncError
 from headrace.proof import proof
-from headrace.sync.http import HttpTransport, parcels, relay_places
+from headrace.sync.http import parcels
 from headrace.sync.http.head import write_head
 from headrace.sync.http.parcels import piece_sum
 from headrace.sync.http.server import authorization
+from headrace.sync.http.transport import HttpTransport, relay_places
 
 TOKEN = "a token of this run"
 PIECE = 64 << 10

@@ -16,22 +16,23 @@ import pytest
 import torch
 
 from headrace import leftovers
-from headrace.engine.native import NativeEngine
 from headrace.engine.native.core import EngineCore
+from headrace.engine.native.engine import NativeEngine
+from headrace.errors import SyncError
 from headrace.model.arena import Arena, lay_out
 from headrace.model.load import load_model
 from headrace.model.weights import SpareWeights, WeightError, named_tensors
 from headrace.observe import Timeline
-from headrace.sync import Lineage, SharedMemoryTransport, SyncError, WeightSync
+from headrace.records import Rollout
+from headrace.sync import Lineage, SharedMemoryTransport, WeightSync
 from headrace.sync.shared import check_room
-from headrace.types import Rollout
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import Tensor
 
-    from headrace.types import WeightUpdate
+    from headrace.records import WeightUpdate
 
 ODD: dict[str, Tensor] = {
     "matrix": torch.randn(33, 17),

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from headrace.errors import SyncError
 from headrace.model.arena import Arena, lay_out
 from headrace.model.weights import Incoming, SpareWeights, named_tensors
-from headrace.sync import Ends, Lineage, MemoryTransport, SyncError, WeightSync
-from headrace.types import Payload
+from headrace.records import Payload
+from headrace.sync import Ends, Lineage, MemoryTransport, WeightSync
 
 
 @pytest.fixture

@@ -15,11 +15,10 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from headrace.config import make_recipe
-from headrace.orchestrate.inputs import UserInputs, held_out_tasks, open_tasks, reward_functions
+from headrace.launch.inputs import UserInputs, held_out_tasks, open_tasks, reward_functions
+from headrace.records import check_plain
 from headrace.settings import ConfigError
-from headrace.tasks import TaskError, builtin_reward, open_source
-from headrace.tasks import reasoning_gym as ours
-from headrace.types import check_plain
+from headrace.tasks import TaskError, builtin_reward, open_source, reasoning_gym as ours
 
 SUMS = "reasoning_gym:sums"
 

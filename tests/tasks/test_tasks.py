@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from strategies import quick
 
 from headrace.config import make_recipe
-from headrace.orchestrate.inputs import UserInputs, held_out_tasks
+from headrace.launch.inputs import UserInputs, held_out_tasks
 from headrace.tasks import TaskError, TaskStream, builtin_reward, open_source
 from headrace.tasks.sort_digits import SortDigits, partial_credit
 

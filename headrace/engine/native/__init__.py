@@ -3,7 +3,3 @@
 `core` is the engine proper, a plain object that is stepped; `engine` puts it behind the async protocol; `cache` holds
 keys and values in blocks; `context` is the attention of a step; `sampler` draws.
 """
-
-from headrace.engine.native.engine import NativeEngine
-
-__all__ = ["NativeEngine"]

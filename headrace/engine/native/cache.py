@@ -10,8 +10,7 @@ import torch
 
 from headrace.engine.native.demand import MEMORY_SHARE
 from headrace.engine.native.memory import make_memory
-from headrace.model.attention import AttentionSpec, PackedContext, attend, layer_of
-from headrace.model.load import hidden_states
+from headrace.model import AttentionSpec, PackedContext, attend, hidden_states, layer_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedModel
 
-    from headrace.model.routing import Routers
+    from headrace.model import Routers
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from headrace.model.attention import AttentionSpec, PackedContext, attend, causal, layer_of
+from headrace.model import AttentionSpec, PackedContext, attend, causal, layer_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from headrace.engine import stops
-from headrace.engine.lengthen import lengthen
+from headrace.engine.append_tokens import lengthen
 from headrace.engine.native.cache import CacheShape, PagedCache
 from headrace.engine.native.memory import Memory, make_memory
 from headrace.engine.native.plain import PlainRunner
@@ -25,13 +25,9 @@ from headrace.engine.native.scheduler import Scheduler
 from headrace.engine.native.work import Slots
 from headrace.engine.protocol import EngineAsleep, Increment, InFlight, NotFinite, PromptTooLong, UnusablePrompt
 from headrace.engine.request import Growth, Request
-from headrace.model.arena import Arena
-from headrace.model.head import Head
-from headrace.model.load import ModelError
-from headrace.model.routing import find_readable_routers
-from headrace.model.weights import WeightError
+from headrace.model import Arena, Head, ModelError, WeightError, find_readable_routers
+from headrace.records import Call, FinishReason, Rollout, unknown_routing
 from headrace.settings import ConfigError
-from headrace.types import Call, FinishReason, Rollout, unknown_routing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -42,9 +38,8 @@ if TYPE_CHECKING:
 
     from headrace.engine.native.request import Drawings
     from headrace.engine.native.work import Drawn, Runner
-    from headrace.model.routing import Routers
-    from headrace.model.weights import SpareWeights
-    from headrace.types import Array
+    from headrace.model import Routers, SpareWeights
+    from headrace.records import Array
 
 __all__ = ["EngineCore", "Growth", "Request", "Step"]
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from headrace.config import EngineSettings
-    from headrace.model.shape import ModelShape
+    from headrace.engine.settings import EngineSettings
+    from headrace.model import ModelShape
 
 MEMORY_SHARE = 0.4
 """Of the memory free when the engine has its weights, that the KV cache takes at most by itself; the rest is for the trainer

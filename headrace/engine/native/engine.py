@@ -12,12 +12,10 @@ from typing import TYPE_CHECKING, NoReturn
 
 from headrace.engine import asking
 from headrace.engine.protocol import EngineState
-from headrace.model.packing import score as score_packed
-from headrace.model.weights import SpareWeights, WeightError, check_order
-from headrace.observe import Signal
-from headrace.observe.memory import peak_memory
+from headrace.model import SpareWeights, WeightError, check_order, score as score_packed
+from headrace.observe import Signal, peak_memory
 from headrace.partial import Interrupt
-from headrace.types import Payload
+from headrace.records import Payload
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -26,8 +24,8 @@ if TYPE_CHECKING:
     from headrace.engine.protocol import Increment, InFlight
     from headrace.engine.request import Request
     from headrace.observe import Timeline
+    from headrace.records import Array, Rollout, Sampling, WeightUpdate
     from headrace.sync import WeightSync
-    from headrace.types import Array, Rollout, Sampling, WeightUpdate
 
 _SCORE_TOKENS = 8192
 

@@ -12,8 +12,7 @@ import torch
 from headrace.engine.native.context import CachedRows, StepContext
 from headrace.engine.native.sampler import SamplingRows, draw, uniform
 from headrace.engine.native.work import Drawn
-from headrace.model.attention import EXACT_ROWS
-from headrace.model.load import hidden_states
+from headrace.model import EXACT_ROWS, hidden_states
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,9 +22,8 @@ if TYPE_CHECKING:
 
     from headrace.engine.native.cache import PagedCache
     from headrace.engine.native.work import Chunk, Slots, Work
-    from headrace.model.head import Head
-    from headrace.model.routing import Routers
-    from headrace.types import Array
+    from headrace.model import Head, Routers
+    from headrace.records import Array
 
 
 class PlainRunner:

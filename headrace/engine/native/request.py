@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from headrace.types import Array
+    from headrace.records import Array
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from headrace.types import Array
+    from headrace.records import Array
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,14 @@ import numpy as np
 from headrace.engine.native.blocks import BlockPool
 from headrace.engine.native.request import Drawings, Pinned
 from headrace.engine.native.work import Chunk, Work
-from headrace.types import FinishReason
+from headrace.records import FinishReason
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator
 
     from headrace.engine.native.work import Runner, Slots
     from headrace.engine.request import Beginning, Request
-    from headrace.types import Array
+    from headrace.records import Array
 
 
 _KEPT_SECONDS = 0.25

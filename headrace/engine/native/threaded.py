@@ -17,7 +17,7 @@ from headrace.engine.native.engine import NativeEngine
 from headrace.engine.protocol import EngineDied, EngineState, Increment, InFlight
 from headrace.engine.request import Request
 from headrace.partial import Interrupt
-from headrace.types import FinishReason
+from headrace.records import FinishReason
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from headrace.engine.native.core import EngineCore
     from headrace.engine.request import Growth
     from headrace.observe import Timeline
+    from headrace.records import Array, Rollout, Sampling, WeightUpdate
     from headrace.sync import WeightSync
-    from headrace.types import Array, Rollout, Sampling, WeightUpdate
 
 T = TypeVar("T")
 _COME_BACK_SECONDS = 0.001

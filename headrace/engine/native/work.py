@@ -12,7 +12,7 @@ from headrace.engine.native.blocks import SCRATCH
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from headrace.types import Array, Sampling
+    from headrace.records import Array, Sampling
 
 
 class Slots:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.engine.server.calls import num_choices
 from headrace.engine.server.text import decode
 from headrace.engine.server.tool_calls import ToolCallReader
-from headrace.types import FinishReason
+from headrace.records import FinishReason
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -26,7 +26,7 @@ from headrace.engine.server.errors import ApiError
 from headrace.engine.server.metrics import Metrics
 from headrace.engine.server.requests import parse_chat, parse_completion
 from headrace.engine.server.served import Served
-from headrace.types import FinishReason, Rollout
+from headrace.records import FinishReason, Rollout
 
 if TYPE_CHECKING:
     import socket

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from headrace.engine.lengthen import lengthen
+from headrace.engine.append_tokens import lengthen
 from headrace.engine.protocol import Increment
 from headrace.engine.server.text import TextReader
-from headrace.types import Call, FinishReason, Rollout
+from headrace.records import Call, FinishReason, Rollout
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from headrace.engine.protocol import Engine
     from headrace.engine.server.requests import Ask
     from headrace.engine.server.served import Served
-    from headrace.types import Sampling
+    from headrace.records import Sampling
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from headrace.engine.server.body import check_token_ids
 from headrace.engine.server.errors import bad
 from headrace.engine.server.requests import MAX_CHOICES
 from headrace.partial import Interrupt
-from headrace.types import Rollout
+from headrace.records import Rollout
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

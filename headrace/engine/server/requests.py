@@ -13,7 +13,7 @@ from headrace.engine.server.errors import ApiError, bad
 from headrace.engine.server.parameters import HARMLESS, NEUTRAL
 from headrace.engine.server.served import encode_prompt
 from headrace.engine.server.tool_calls import has_special_markers
-from headrace.types import Sampling
+from headrace.records import Sampling
 
 if TYPE_CHECKING:
     from headrace.engine.server.served import Served

@@ -1,5 +1,1 @@
 """A stock vLLM server as an engine: `api` speaks its HTTP interface, `server` starts one, `engine` is the protocol over it."""
-
-from headrace.engine.vllm.engine import VllmEngine
-
-__all__ = ["VllmEngine"]

@@ -43,7 +43,7 @@ NEEDED = (GENERATE, PAUSE, RELOAD, DROP_CACHE, SALT)
 """Without one of these it is no engine here."""
 
 
-def check(about: About, *, server: str, more: tuple[Ability, ...] = ()) -> None:
+def check_abilities(about: About, *, server: str, more: tuple[Ability, ...] = ()) -> None:
     """Refuse a server that lacks what every run needs, or what this one needs besides."""
     lacking = [ability for ability in (*NEEDED, *more) if not ability.is_in(about)]
     if lacking:

@@ -23,7 +23,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 
-    from headrace.types import Array, Sampling
+    from headrace.records import Array, Sampling
 
     PauseMode = Literal["keep", "wait", "abort"]
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from headrace.engine import stops
-from headrace.engine.lengthen import lengthen
+from headrace.engine.append_tokens import lengthen
 from headrace.engine.protocol import Increment, InFlight, NotFinite, UnusablePrompt
 from headrace.engine.request import Growth
-from headrace.types import Call, FinishReason, unknown_routing
+from headrace.records import Call, FinishReason, unknown_routing
 
 if TYPE_CHECKING:
     import asyncio
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from headrace.engine.request import Request
     from headrace.engine.vllm.api import Piece
-    from headrace.types import Array, Rollout
+    from headrace.records import Array, Rollout
 
 _NOTHING = np.zeros(0, np.int32)
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}

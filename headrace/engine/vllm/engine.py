@@ -22,7 +22,7 @@ from headrace.engine.vllm.call import TOGETHER
 from headrace.engine.vllm.score import score
 from headrace.engine.vllm.traffic import Traffic
 from headrace.partial import Interrupt
-from headrace.types import FinishReason
+from headrace.records import FinishReason
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from headrace.engine.vllm.traffic import Limits
     from headrace.engine.vllm.weights import Staging
     from headrace.observe import Timeline
-    from headrace.types import Array, Rollout, Sampling, WeightUpdate
+    from headrace.records import Array, Rollout, Sampling, WeightUpdate
 
 _ARRIVAL_SECONDS = 0.2
 """For what has ended to be heard of, and for what was sent before a pause to arrive."""

@@ -14,7 +14,7 @@ from headrace.engine.vllm.api import VllmRefused
 
 if TYPE_CHECKING:
     from headrace.engine.vllm.api import VllmApi
-    from headrace.types import Array, Rollout
+    from headrace.records import Array, Rollout
 
 
 async def score(api: VllmApi, rollout: Rollout, *, model: str, salt: str, may_ask_for_all: bool) -> Array:

@@ -31,7 +31,7 @@ _PORT_TAKEN = re.compile(r"address already in use|Errno 98", re.IGNORECASE)
 _REASON = re.compile(r"^(?:\(\w[^)]*\)\s*)?(?:\w+\.)*(?:\w*(?:Error|Exception)|pydantic_core\S*): .+")
 
 
-class Server:
+class VllmServer:
     """A running one. `api` speaks to it."""
 
     def __init__(self, process: subprocess.Popen[bytes], port: int, *, token: str, log: Path, begins_at: int) -> None:
@@ -66,7 +66,7 @@ async def start(
     log: Path,
     seconds: float,
     environment: Mapping[str, str] | None = None,
-) -> Server:
+) -> VllmServer:
     """`vllm serve`, reached from this machine alone, with a token of its own, once it answers. `python` has vLLM."""
     opening = await asyncio.to_thread(lambda: _opening(find_vllm(python)))
     token = secrets.token_urlsafe(32)
@@ -81,7 +81,7 @@ async def start(
         port = _free_port()
         command = [python, "-m", "vllm.entrypoints.cli.main", "serve", model, "--host", "127.0.0.1", "--port", str(port)]
         process, begins_at = _run([*command, *opening, *arguments], variables, log)
-        server = Server(process, port, token=token, log=log, begins_at=begins_at)
+        server = VllmServer(process, port, token=token, log=log, begins_at=begins_at)
         try:
             await _wait_up(server, seconds)
         except BaseException as error:
@@ -149,7 +149,7 @@ def _run(command: list[str], variables: dict[str, str], log: Path) -> tuple[subp
     return process, begins_at
 
 
-async def _wait_up(server: Server, seconds: float) -> None:
+async def _wait_up(server: VllmServer, seconds: float) -> None:
     until = time.monotonic() + seconds
     while not await server.api.is_up():
         if server.has_ended:

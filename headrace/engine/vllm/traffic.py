@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from headrace.engine.protocol import EngineDied, NotFinite, PromptTooLong, UnusablePrompt
 from headrace.engine.vllm.api import VllmError, VllmGone, VllmRefused
 from headrace.engine.vllm.call import RunningCall
-from headrace.types import FinishReason
+from headrace.records import FinishReason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

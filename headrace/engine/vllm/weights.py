@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 import torch
 from transformers.core_model_loading import revert_weight_conversion
 
-from headrace.model.weights import SpareWeights, WeightError, check_order, named_tensors
-from headrace.types import Payload
+from headrace.model import SpareWeights, WeightError, check_order, named_tensors
+from headrace.records import Payload
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
+    from headrace.records import WeightUpdate
     from headrace.sync import WeightSync
-    from headrace.types import WeightUpdate
 
 
 class Staging:

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
     import torch
 
+    from headrace.records import Plain
     from headrace.sync.collective.desk import Message
     from headrace.sync.collective.group import Move
     from headrace.sync.transport import Target
-    from headrace.types import Plain
 
 _SLICE = 0.1
 """Seconds between two looks at whether to go on."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from headrace.errors import SyncError
-from headrace.model.arena import allocate_bytes
+from headrace.model import allocate_bytes
 from headrace.sync.collective.desk import Desk
 from headrace.sync.collective.group import Group
 from headrace.sync.collective.round import Parcel, Round, Visit
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from headrace.records import Plain
     from headrace.sync.collective.desk import Line, Message
     from headrace.sync.collective.group import Move
-    from headrace.types import Plain
 
 _SLICE = 0.1
 """Seconds between two looks at whether to go on."""

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from headrace.records import Plain
     from headrace.sync.transport import Target
-    from headrace.types import Plain
 
 GPU_BUCKET = 64 << 20
 CPU_BUCKET = 4 << 20

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from headrace.records import Plain
     from headrace.sync.http.parcels import Parcel
     from headrace.sync.transport import Target
-    from headrace.types import Plain
 
 _MOST_FAULTS = 3
 """Damaged pieces from one source before it is refused."""

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from headrace.errors import SyncError
-from headrace.model.arena import allocate_bytes
+from headrace.model import allocate_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

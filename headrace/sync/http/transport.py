@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from headrace.records import Plain
     from headrace.sync.transport import Target
-    from headrace.types import Plain
 
 PIECE_BYTES = 4 << 20
 

@@ -21,8 +21,8 @@ from headrace.engine.protocol import NotFinite
 from headrace.model.load import prepare
 from headrace.observe import Timeline
 from headrace.partial import Interrupt
+from headrace.records import FinishReason, Rollout, Sampling
 from headrace.sync import Lineage, MemoryTransport, WeightSync
-from headrace.types import FinishReason, Rollout, Sampling
 
 BLOCK = 4
 VOCABULARY = 40

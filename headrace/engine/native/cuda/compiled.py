@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from headrace.engine.native.cache import PagedCache
-    from headrace.model.arena import Arena
+    from headrace.model import Arena
 
 log = logging.getLogger("headrace.engine")
 

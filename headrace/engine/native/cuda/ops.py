@@ -13,7 +13,7 @@ from headrace.engine.native.cuda import attention
 if TYPE_CHECKING:
     from torch import nn
 
-    from headrace.model.attention import AttentionSpec
+    from headrace.model import AttentionSpec
 
 _MANY = 256
 """Rows times key heads from which on small programs, many at a time on each processor, are the fastest; with fewer, larger

@@ -26,8 +26,7 @@ from headrace.engine.native.cuda.ops import DecodeContext, PrefillContext
 from headrace.engine.native.cuda.queue import Queue
 from headrace.engine.native.cuda.state import SlotState
 from headrace.engine.native.work import Drawn
-from headrace.model.load import hidden_states
-from headrace.model.routing import find_readable_routers
+from headrace.model import find_readable_routers, hidden_states
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -37,9 +36,8 @@ if TYPE_CHECKING:
 
     from headrace.engine.native.cache import PagedCache
     from headrace.engine.native.work import Chunk, Slots, Work
-    from headrace.model.head import Head
-    from headrace.model.routing import Routers
-    from headrace.types import Array
+    from headrace.model import Head, Routers
+    from headrace.records import Array
 
 log = logging.getLogger("headrace.engine")
 Numbers = TypeVar("Numbers", "Array", "Tensor")

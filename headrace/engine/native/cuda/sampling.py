@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace.engine.native.cuda.state import SlotState
-    from headrace.model.fused_head import Scaling
+    from headrace.model import Scaling
 
 _CHUNK = 4096
 """Logits a program reads at once."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from headrace.model.kernels.softcap import capped
+from headrace.model import capped
 
 
 @triton.jit

@@ -1,0 +1,44 @@
+"""."""
+
+from typing import TYPE_CHECKING
+
+from headrace.front_door import front_door
+
+if TYPE_CHECKING:
+    from headrace.algorithms.advantage_estimators import (
+        advantages as advantages,
+        batch_advantages as batch_advantages,
+        gae as gae,
+        normalised as normalised,
+        token_rewards as token_rewards,
+    )
+    from headrace.algorithms.column_names import (
+        COMPUTED as COMPUTED,
+        PROXIMAL as PROXIMAL,
+        REFERENCE as REFERENCE,
+        RETURNS as RETURNS,
+        REWARDS as REWARDS,
+        TEACHER as TEACHER,
+        VALUES as VALUES,
+    )
+    from headrace.algorithms.corrections import (
+        BATCH_WIDE as BATCH_WIDE,
+        CORRECTIONS as CORRECTIONS,
+        MASKS as MASKS,
+        importance_weights as importance_weights,
+    )
+    from headrace.algorithms.losses.naming import (
+        columns_to_bring as columns_to_bring,
+        missing_column as missing_column,
+        needed_columns as needed_columns,
+        resolve_loss as resolve_loss,
+    )
+    from headrace.algorithms.losses.tokens import TokenTensors as TokenTensors, ratio_of as ratio_of
+    from headrace.algorithms.token_objective import (
+        Objective as Objective,
+        batch_correction as batch_correction,
+        objective as objective,
+        ratio_base as ratio_base,
+    )
+else:
+    __getattr__ = front_door(__name__)

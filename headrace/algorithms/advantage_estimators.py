@@ -1,0 +1,86 @@
+"""Advantages: how much better a rollout, or a token of it, did than was to be expected."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from headrace.records import Array, Rollout
+
+_ROUNDING = 1e-6
+"""Of the largest value, or of 1 where all are smaller: a standard deviation up to this is rounding. Float32 rewards of siblings
+that did equally well may lie some 1e-7 of their size apart, and a weighted sum that cancels as far from 0."""
+
+
+def advantages(rewards: Sequence[float], *, kind: str) -> Array:
+    """One per sibling. `group`: (r − mean) ÷ std; `group_mean`: r − mean; `leave_one_out`: r − mean of the others."""
+    if kind == "group":
+        return normalised(rewards)
+    values = np.asarray(rewards, dtype=np.float64)
+    centred: Array = values - values.mean()
+    if kind == "leave_one_out":
+        centred = centred * len(values) / max(len(values) - 1, 1)
+    elif kind != "group_mean":
+        raise ValueError(f"train.advantage = {kind!r}: must be group, group_mean or leave_one_out")
+    return centred.astype(np.float32)
+
+
+def batch_advantages(groups: Sequence[Sequence[float]], *, kind: str) -> list[Array]:
+    """One per rollout of each group, from the rewards of a whole version's groups. `global`: (r − mean) ÷ std over all of them;
+    `reward`: r; `gae`, `distill`: 0, for theirs are of single tokens and come later; others are `advantages` of each group."""
+    if kind == "global":
+        rewards = np.concatenate([np.zeros(0), *(np.asarray(group, dtype=np.float64) for group in groups)])
+        scaled = normalised(rewards)
+        return np.split(scaled, np.cumsum([len(group) for group in groups])[:-1]) if groups else []
+    if kind == "reward":
+        return [np.asarray(group, dtype=np.float32) for group in groups]
+    if kind in ("gae", "distill"):
+        return [np.zeros(len(group), dtype=np.float32) for group in groups]
+    return [advantages(group, kind=kind) for group in groups]
+
+
+def normalised(values: Sequence[float] | Array) -> Array:
+    """(value − mean) ÷ std, float32; 0 where they differ by no more than rounding."""
+    wide: Array = np.asarray(values, dtype=np.float64)
+    if not len(wide):
+        return wide.astype(np.float32)
+    centred: Array = wide - wide.mean()
+    spread = float(centred.std())
+    is_rounding = spread <= _ROUNDING * max(1.0, float(np.abs(wide).max()))
+    scaled: Array = np.zeros_like(centred) if is_rounding else centred / spread
+    return scaled.astype(np.float32)
+
+
+def token_rewards(rollout: Rollout, reward: float) -> Array:
+    """[T] float32: the outcome's reward on the last trained token, and each step reward on the trained token at or before it.
+    One before the first trained token followed from nothing that is trained, and is left out."""
+    rewards = np.zeros(len(rollout), dtype=np.float32)
+    trained = np.flatnonzero(rollout.loss_mask)
+    if not len(trained):
+        return rewards
+    rewards[trained[-1]] += reward
+    for index, value in rollout.step_rewards:
+        place = int(np.searchsorted(trained, index, side="right")) - 1
+        if place >= 0:
+            rewards[trained[place]] += value
+    return rewards
+
+
+def gae(rewards: Array, values: Array, *, discount: float, trace: float) -> tuple[Array, Array]:
+    """(advantages, returns), float32, of one rollout's trained tokens in order.
+
+    δ_t = r_t + γ V_{t+1} − V_t and A_t = δ_t + γ λ A_{t+1}, R_t = A_t + V_t, with `discount` γ and `trace` λ. V_t is of the
+    state before token t was drawn; after the last token there is nothing to expect.
+    """
+    now = np.asarray(values, dtype=np.float64)
+    later = np.append(now[1:], 0.0)[: len(now)]
+    errors = np.asarray(rewards, dtype=np.float64) + discount * later - now
+    decay = discount * trace
+    backwards = accumulate(errors[::-1].tolist(), lambda after, error: error + decay * after)
+    made = np.fromiter(backwards, dtype=np.float64, count=len(now))[::-1]
+    return made.astype(np.float32), (made + now).astype(np.float32)

@@ -1,0 +1,45 @@
+"""How far the policy is from another model that stands still: a reference it is held to, or a teacher it learns from."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headrace.algorithms.column_names import TEACHER
+from headrace.algorithms.losses.declare import needs
+from headrace.algorithms.losses.tokens import ratio_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from headrace.algorithms.losses.declare import LossResult
+    from headrace.algorithms.losses.tokens import TokenTensors
+
+
+def k1(logprobs: Tensor, other: Tensor) -> Tensor:
+    """d = log π − log π_ref, unbiased. The gradient is `k2`'s: that of d itself is 0 on average, whatever π_ref is."""
+    squared = k2(logprobs, other)
+    return (logprobs - other).detach() + squared - squared.detach()
+
+
+def k2(logprobs: Tensor, other: Tensor) -> Tensor:
+    """d²/2, whose gradient d ∇log π is that of KL(π ‖ π_ref) on tokens drawn by π."""
+    return 0.5 * (logprobs - other).square()
+
+
+def k3(logprobs: Tensor, other: Tensor) -> Tensor:
+    """exp(−d) − 1 + d: unbiased, never negative, GRPO's."""
+    return ratio_of(other - logprobs) - 1 + (logprobs - other)
+
+
+KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+
+
+@needs(TEACHER)
+def distill(tokens: TokenTensors, *, cap: float = 2.0) -> LossResult:
+    """On-policy distillation: sg(min(r, cap)) ½ (log π − log π_T)², whose gradient is that of the reverse KL to the teacher.
+    Advantages are not looked at."""
+    teacher = tokens.columns[TEACHER]
+    weight = tokens.ratio().detach().clamp_max(cap)
+    return weight * k2(tokens.logprobs, teacher), {"teacher_kl": (tokens.logprobs - teacher).detach()}

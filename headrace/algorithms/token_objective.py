@@ -1,0 +1,92 @@
+"""What a batch asks to be minimised, as a pure function of per-token tensors: Σ weight · (correction · loss + β KL). A term
+that a loss returns apart is not corrected either."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from headrace.algorithms.column_names import REFERENCE
+from headrace.algorithms.corrections import BATCH_WIDE, MASKS, importance_weights
+from headrace.algorithms.losses.apart import KL_ESTIMATORS
+from headrace.algorithms.losses.naming import call_loss, missing_column
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from headrace.algorithms.losses.tokens import TokenTensors
+    from headrace.records import Array, Batch
+
+
+class Objective(NamedTuple):
+    """Of one pass."""
+
+    loss: Tensor
+    """What is to be differentiated: a sum, to be added to those of other passes."""
+    correction: Tensor
+    """[N] the weight that the batch's correction gives each token."""
+    seen: dict[str, Tensor]
+    """[N] each, what the loss and the KL have to say, to be averaged over tokens."""
+
+
+def objective(tokens: TokenTensors, weights: Tensor, batch: Batch, *, correction: Tensor | None = None) -> Objective:
+    """Apply the loss, the KL and the correction that `batch` names; of the batch only its names and constants are looked at.
+
+    `weights` [N] are the batch's own. `correction` [N] is given where it was computed over the whole batch
+    (`batch_correction`), and must be for those in `BATCH_WIDE`.
+    """
+    losses, seen, uncorrected = call_loss(batch.loss, tokens, batch.constants)
+    if batch.kl != "none":
+        if REFERENCE not in tokens.columns:
+            raise missing_column("the KL (train.kl)", REFERENCE)
+        apart = KL_ESTIMATORS[batch.kl](tokens.logprobs, tokens.columns[REFERENCE])
+        uncorrected = batch.kl_weight * apart + (0 if uncorrected is None else uncorrected)
+        seen = {**seen, "reference_kl": apart.detach()}
+    if correction is None:
+        assert batch.correction not in BATCH_WIDE, f"{batch.correction} is computed over the whole batch"
+        correction = importance_weights(
+            batch.correction,
+            tokens.proximal - tokens.recorded,
+            sequence=tokens.sequence,
+            num_sequences=tokens.num_sequences,
+            advantages=tokens.advantages,
+            **batch.correction_constants,
+        )
+    losses = losses * correction if uncorrected is None else losses * correction + uncorrected
+    return Objective((losses * weights).sum(), correction, seen)
+
+
+def ratio_base(correction: str, *, recorded: Tensor, proximal: Tensor) -> Tensor:
+    """What ratios are taken against: π_prox where the correction holds π_prox/μ, else μ."""
+    return recorded if correction == "none" or correction in MASKS else proximal
+
+
+def batch_correction(batch: Batch, proximal: Sequence[Array]) -> list[Array]:
+    """[T] float32 per rollout: the batch's correction computed over all its trained tokens at once, 0 on the others.
+
+    `proximal` [T] per rollout are logprobs at the start of the version. For those in `BATCH_WIDE` this is the only way that
+    does not depend on packing; for the others it gives what `objective` computes by itself.
+    """
+    masks = [rollout.loss_mask for rollout in batch.rollouts]
+    counts = [int(np.count_nonzero(mask)) for mask in masks]
+
+    def joined(arrays: Sequence[Array]) -> Tensor:
+        parts = [array[mask] for array, mask in zip(arrays, masks, strict=True)]
+        return torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.float32), *parts]))
+
+    weights = importance_weights(
+        batch.correction,
+        joined(proximal) - joined([rollout.logprobs for rollout in batch.rollouts]),
+        sequence=torch.from_numpy(np.repeat(np.arange(len(counts)), counts)),
+        num_sequences=len(counts),
+        advantages=joined(batch.advantages),
+        **batch.correction_constants,
+    )
+    results = [np.zeros(len(mask), dtype=np.float32) for mask in masks]
+    for result, mask, values in zip(results, masks, weights.split(counts), strict=True):
+        result[mask] = values.numpy()
+    return results

@@ -1,0 +1,79 @@
+"""The recipe's `[sampling]` and `[engine]`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from headrace.engine.vllm.settings import VllmSettings
+from headrace.settings import ConfigError, check
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingSettings:
+    """How training rollouts are drawn."""
+
+    temperature: float = 1.0
+    """Above 0: a greedy policy explores nothing. The trainer applies the same temperature."""
+    top_k: int = 0
+    """Keep the k likeliest tokens; 0 keeps all. Any cut-off is recorded and replayed by the trainer."""
+    top_p: float = 1.0
+    """Keep the smallest set of likeliest tokens that holds this much probability."""
+    min_p: float = 0.0
+    """Keep tokens at least this fraction as likely as the likeliest."""
+    max_tokens: int = 256
+    """At most this many new tokens."""
+    min_tokens: int = 0
+    """No stop token before this many."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a rollout, besides the model's own stop tokens. Looked for in the text that rewards see, which has no
+    special tokens in it; the text of one such token, alone, stands for the token itself."""
+
+    def __post_init__(self) -> None:
+        check(0 < self.temperature < math.inf, "temperature", self.temperature, "a number above 0 to train")
+        check(self.top_k >= 0, "top_k", self.top_k, "≥ 0")
+        check(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
+        check(0 <= self.min_p < 1, "min_p", self.min_p, "in [0, 1)")
+        check(self.max_tokens >= 1, "max_tokens", self.max_tokens, "≥ 1")
+        check(0 <= self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, "between 0 and max_tokens")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """What generates."""
+
+    kind: Literal["native", "vllm"] = "native"
+    """`native`: the embedded engine, which runs the trainer's own model code. `vllm`: a stock vLLM server over HTTP, for models
+    past one GPU."""
+    count: int = 1
+    """Engine processes, each with slots of its own."""
+    threads: int = 0
+    """Of torch on CPU in each engine; 0 takes `threads`."""
+    restarts: int = 3
+    """How often in a run an engine that died or stopped answering is started again."""
+    slots: int = 256
+    """Rollouts decoded at once, by each engine."""
+    block_size: int = 16
+    """Tokens in a KV block; exact mode needs 16."""
+    kv_blocks: int = 0
+    """KV blocks in all; 0 takes what the rollouts that can be in flight need (the longest of the first prompts and
+    `sampling.max_tokens`), within 40 % of the free memory. Where they come to need more, those admitted last are retracted and
+    go on later."""
+    graphs: bool = True
+    """On a GPU: compile the model's layers and capture steps as CUDA graphs, beside serving. False serves eagerly."""
+    sleep: Literal["never", "cache", "weights"] = "never"
+    """In a synchronous run, what engines give back while the trainer trains, for both to have one GPU in turns: `cache` the KV
+    cache's memory, `weights` that of the weights too."""
+    vllm: VllmSettings = field(default_factory=VllmSettings)
+
+    def __post_init__(self) -> None:
+        check(self.count >= 1, "count", self.count, "≥ 1")
+        check(self.threads >= 0, "threads", self.threads, "≥ 0")
+        check(self.restarts >= 0, "restarts", self.restarts, "≥ 0")
+        check(self.slots >= 1, "slots", self.slots, "≥ 1")
+        check(self.block_size >= 1, "block_size", self.block_size, "≥ 1")
+        num_servers = len(self.vllm.urls)
+        if num_servers and self.count not in (1, num_servers):
+            names = f"engine.vllm.urls names {num_servers} server(s), one engine each"
+            raise ConfigError(f"count = {self.count}: {names}; leave it 1 or set it to {num_servers}")

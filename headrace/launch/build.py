@@ -1,0 +1,243 @@
+"""From a recipe to the roles that carry it out."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from headrace.algorithms import REFERENCE, RETURNS, REWARDS, TEACHER, VALUES, columns_to_bring, needed_columns, resolve_loss
+from headrace.engine import EngineCore, NativeEngine
+from headrace.envs import PromptEncoder, SingleTurn
+from headrace.errors import SyncError
+from headrace.launch.inputs import UserInputs, check_inputs, open_tasks, reward_functions
+from headrace.launch.placement import (
+    choose_device,
+    choose_handover,
+    choose_transport,
+    cpu_cache_gigabytes,
+    place_of,
+    receiving_place,
+)
+from headrace.model import ModelError, context_limit, load_model, load_tokenizer
+from headrace.run import Around, Roles, TrainerHere, make_canary
+from headrace.score import RewardScorer
+from headrace.settings import ConfigError
+from headrace.sync import MemoryTransport, WeightSync, check_place
+from headrace.trainer import DeviceTrainer, FrozenModel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+    from headrace.config import Recipe
+    from headrace.observe import Observer
+    from headrace.score import RewardWorkers
+    from headrace.sync import Lineage
+
+
+def set_threads(recipe: Recipe, role: str = "") -> None:
+    """torch's CPU threads in this process, as the recipe says."""
+    torch.set_num_threads(recipe.threads_of(role, cores=os.cpu_count() or 1))
+
+
+def preflight(recipe: Recipe, given: UserInputs) -> None:
+    """Everything that can be refused before a folder is made or a model loads."""
+    check_inputs(recipe, given)
+    choose_device(recipe)
+    check_sync(recipe)
+    check_engine(recipe)
+    check_loss(recipe)
+    check_columns(recipe, given)
+    path = recipe.model.path
+    if path.startswith((".", "/", "~")) and not Path(path).exists():
+        raise ModelError(f"model.path = {path!r}: the folder does not exist")
+
+
+def check_sync(recipe: Recipe) -> None:
+    """This machine has what the transport between processes needs."""
+    if recipe.orchestrate != "local":
+        return
+    transport = choose_transport(recipe)
+    if transport == "cuda_ipc" and choose_device(recipe) != "cuda":
+        raise ConfigError("sync.transport = 'cuda_ipc': the run is on the CPU and has no GPU memory to share; leave it auto")
+    if recipe.engine.kind == "vllm" and transport == "collective":
+        _check_collective(recipe)
+    try:
+        check_place(transport, folder=recipe.sync.folder, host=recipe.sync.host)
+    except SyncError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _check_collective(recipe: Recipe) -> None:
+    """Both ends are gloo's, or both NCCL's with a GPU each."""
+    device = choose_device(recipe)
+    places = {receiving_place(recipe, index) for index in range(recipe.num_engines)}
+    if device == "cuda" and places & {"cpu", place_of(device, "trainer")}:
+        raise ConfigError(
+            f"sync.transport = 'collective': with engine.vllm.handover = '{choose_handover(recipe)}' the engine receives on "
+            f"{', '.join(sorted(places))}, and NCCL wants a GPU of its own there; leave it auto"
+        )
+
+
+def check_engine(recipe: Recipe) -> None:
+    """A server that is to be started can be, and weights can get into it."""
+    if recipe.engine.kind == "vllm":
+        cpu_cache_gigabytes()
+        if choose_handover(recipe) == "nccl":
+            _check_host(recipe)
+    if recipe.engine.kind == "vllm" and not recipe.engine.vllm.urls:
+        from headrace.engine import choose_python, find_vllm
+
+        find_vllm(choose_python(recipe.engine.vllm.python))
+
+
+def _check_host(recipe: Recipe) -> None:
+    """The address that a server's workers are told is one of this machine's."""
+    try:
+        check_place("collective", folder="", host=recipe.sync.host)
+    except SyncError as error:
+        raise ConfigError(f"{error} (engine.vllm.handover = 'nccl')") from error
+
+
+def check_loss(recipe: Recipe) -> None:
+    """The loss exists and takes the constants it is given."""
+    loss, constants = resolve_loss(recipe.train.loss), recipe.train.constants
+    parameters = inspect.signature(loss).parameters.values()
+    names = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY or p.default is not p.empty]
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return
+    for name in constants:
+        if name not in names:
+            known = ", ".join(names) or "none"
+            raise ConfigError(f"train.constants.{name}: the loss {recipe.train.loss!r} takes no {name!r}; it takes: {known}")
+
+
+def check_columns(recipe: Recipe, given: UserInputs) -> None:
+    """Every column that the loss and the advantages look at can be had. An environment of the user's may bring any."""
+    train = recipe.train
+    wanted = needed_columns(train.loss, recipe.correction)
+    if (train.advantage == "gae") != (VALUES in wanted):
+        if VALUES in wanted:
+            raise ConfigError(f"train.advantage = {train.advantage!r}: the loss {train.loss!r} trains values; set it to 'gae'")
+        raise ConfigError(f"train.advantage = 'gae': the loss {train.loss!r} trains no values; set train.loss = 'ppo'")
+    if given.environment is not None:
+        return
+    if (TEACHER in wanted or train.advantage == "distill") and not train.teacher:
+        raise ConfigError("train.teacher = '': there is no teacher to distil from; name a model folder")
+    for column in columns_to_bring(train.loss):
+        if column not in (RETURNS, REWARDS):
+            raise ConfigError(
+                f"train.loss = {train.loss!r}: it needs the column {column!r}, which only an environment of your own can bring"
+            )
+
+
+def stop_tokens(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Every token that ends a turn: the tokenizer's, and those the model's generation settings name."""
+    named = getattr(generation, "eos_token_id", None)
+    listed = named if isinstance(named, list) else [named]
+    return tuple(sorted({int(token) for token in [tokenizer.eos_token_id, *listed] if token is not None}))
+
+
+def special_stops(stop: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """The tokens of those stop texts that are a special token's own. Special tokens are no part of the text that the others
+    are looked for in, so one that holds such a token and more could never be found."""
+    special = {str(token): id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    for text in stop:
+        inside = next((token for token in special if token in text), "")
+        if inside and text not in special:
+            raise ConfigError(
+                f"sampling.stop = {text!r}: {inside!r} is a special token, which is no part of the text that stop strings are "
+                f"looked for in; write {inside!r} alone to stop at it, or leave it out of the text"
+            )
+    return tuple(special[text] for text in stop if text in special)
+
+
+def build_core(recipe: Recipe, model_path: str, *, name: str, device: str, most_blocks: int = 0) -> EngineCore:
+    """`most_blocks`: KV blocks that can be in use at once, where that is known."""
+    model = load_model(model_path, dtype=recipe.model.dtype, device=device, exact=recipe.exact)
+    return EngineCore(
+        model,
+        name=name,
+        slots=recipe.engine.slots,
+        context=context_limit(model, recipe.model.context),
+        block_size=recipe.engine.block_size,
+        num_blocks=recipe.engine.kv_blocks,
+        most_blocks=most_blocks,
+        max_tokens=recipe.sampling.max_tokens,
+        exact=recipe.exact,
+        decode=decoder_of(load_tokenizer(model_path)) if recipe.sampling.stop else None,
+        graphs=recipe.engine.graphs,
+    )
+
+
+def decoder_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
+    """From tokens to the text that stop strings are looked for in: what rewards see, and vLLM searches."""
+
+    def decode(token_ids: list[int]) -> str:
+        return str(tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    return decode
+
+
+def build_trainer(recipe: Recipe, model_path: str, *, device: str) -> DeviceTrainer:
+    """With the models it looks at: the reference of a KL, which is the model that RL begins with if no other is named, and the
+    teacher of a distillation."""
+    train = recipe.train
+    looked_at = {REFERENCE: (train.reference or model_path) if train.kl else "", TEACHER: train.teacher}
+    frozen = {
+        column: FrozenModel(
+            load_model(path, dtype=recipe.model.dtype, device=device, exact=recipe.exact),
+            exact=recipe.exact,
+            offload="reference" in train.offload,
+        )
+        for column, path in looked_at.items()
+        if path
+    }
+    return DeviceTrainer(
+        load_model(model_path, dtype="float32", device=device, exact=recipe.exact),
+        tokenizer=load_tokenizer(model_path),
+        settings=recipe.train,
+        exact=recipe.exact,
+        dtype=getattr(torch, recipe.model.dtype),
+        frozen=frozen,
+    )
+
+
+def build_roles(
+    recipe: Recipe, model_path: str, given: UserInputs, *, observer: Observer, lineage: Lineage, most_blocks: int = 0
+) -> Roles:
+    """Everything in this process: the model is loaded twice, once to generate and once to train."""
+    device = choose_device(recipe)
+    around = build_around(recipe, model_path, given)
+    sync = WeightSync(lineage, MemoryTransport(device), payload=recipe.sync.payload)
+    core = build_core(recipe, model_path, name="engine-0", device=device, most_blocks=most_blocks)
+    engine = NativeEngine(core, sync=sync, timeline=observer.timeline("engine"))
+    trainer = build_trainer(recipe, model_path, device=device)
+    return Roles(
+        engine=engine,
+        trainer=TrainerHere(
+            trainer, sync, observer.timeline("trainer"), canary=around.canary, in_turns=recipe.engine.sleep != "never"
+        ),
+        stop_ids=tuple({*stop_tokens(core.model.generation_config, around.encoder.tokenizer), *around.special_stops}),
+        services=(engine.serve,),
+        engine_peak=lambda: engine.peak_memory,
+        around=around,
+    )
+
+
+def build_around(recipe: Recipe, model_path: str, given: UserInputs, *, workers: RewardWorkers | None = None) -> Around:
+    """What the launcher itself does, wherever engines and trainer are. `workers` call rewards beside its event loop."""
+    encoder = PromptEncoder(load_tokenizer(model_path))
+    return Around(
+        scorer=RewardScorer(reward_functions(recipe, given), decode=encoder.decode, settings=recipe.reward, workers=workers),
+        environment=given.environment or SingleTurn(),
+        encoder=encoder,
+        tasks=open_tasks(recipe, given),
+        canary=make_canary(encoder.encode(open_tasks(recipe, given).next()["prompt"])),
+        special_stops=special_stops(recipe.sampling.stop, encoder.tokenizer),
+    )

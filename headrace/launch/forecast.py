@@ -1,0 +1,204 @@
+"""What memory a run will take, before it takes it: the doctor says it, and a run compares it with what it took."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from headrace.engine import EngineMemory, blocks_for, free_memory, predict_engine_memory
+from headrace.launch.placement import choose_device, choose_handover, choose_transport, cpu_cache_gigabytes, gpu_share, place_of
+from headrace.settings import ConfigError
+from headrace.trainer import TrainerMemory, predict_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from headrace.config import Recipe
+    from headrace.envs import PromptEncoder
+    from headrace.model import ModelShape
+    from headrace.records import Plain
+
+    Task = dict[str, Plain]
+
+LOOKED_AT = 64
+"""Tasks whose prompts stand for all of their kind: those of training, and those of each held-out source."""
+_FEWEST_ROLLOUTS = 16
+"""That the KV cache has room for, however few the slots: a prompt much longer than those looked at fits too, though others may
+have to wait."""
+_COPIES = 2
+"""Of the weights that a transport holds: the newest, and the one being written."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Of one run."""
+
+    trainer: TrainerMemory
+    engine: EngineMemory
+    exported: int
+    """Weights made ready for the engines in memory of the driver's, beside torch's."""
+    is_one_process: bool
+    sleep: str
+    """`engine.sleep`."""
+    mapped: int = 0
+    """Weights made ready for an engine that its process has in view beside its own: on a CPU they count as its size, too."""
+    server: int = 0
+    """What the vLLM server behind an engine's process takes, of the same memory."""
+
+    @property
+    def trainer_process(self) -> int:
+        """What the trainer's process is measured to take: with `inline` that is the engine's, too."""
+        together = self.engine.total - self.engine.process if self.is_one_process else 0
+        return self.trainer.total + together
+
+    @property
+    def engine_process(self) -> int:
+        """The engine's alone, without a server behind it."""
+        return self.trainer_process if self.is_one_process else self.engine.total + self.mapped
+
+    def together(self, num_engines: int) -> int:
+        """Trainer and engines in the same memory, in turns where the engines sleep while the trainer trains."""
+        shared = self.trainer.process if self.is_one_process else 0
+        awake = self.engine.total + self.server - shared
+        training = self.trainer.total + num_engines * (self.engine.asleep(self.sleep) - shared)
+        generating = self.trainer.resident + num_engines * awake
+        is_in_turns = self.sleep != "never"
+        most = max(training, generating) if is_in_turns else self.trainer.total + num_engines * awake
+        return self.exported + most
+
+
+def forecast(
+    recipe: Recipe,
+    shape: ModelShape,
+    *,
+    context: int,
+    longest_prompt: int,
+    on_gpu: bool,
+    transport: str,
+    free: int,
+    most_blocks: int = 0,
+    num_parameters: int = 0,
+    total: int = 0,
+) -> Forecast:
+    """`context`: the most tokens a rollout may have; `free`: the memory there is when the engine begins; `most_blocks`: what
+    `most_kv_blocks` gives; `total`: of the GPU of a vLLM server."""
+    dtype, is_exported = recipe.model.dtype, transport == "cuda_ipc"
+    engine = predict_engine_memory(
+        shape, recipe.engine, dtype=dtype, context=context, free=free, most_blocks=most_blocks, on_gpu=on_gpu
+    )
+    server = 0
+    if recipe.engine.kind == "vllm":
+        server = _server_memory(recipe, engine, total=total) if not recipe.engine.vllm.urls else 0
+        is_here = not on_gpu or choose_handover(recipe) != "folder"  # otherwise it holds them in the host's memory
+        held = engine.weights if is_here else 0
+        engine = EngineMemory(weights=held, staging=held, cache=0, steps=0, process=engine.process)
+    is_inside = not on_gpu or transport == "memory"
+    copies = _COPIES if is_inside else 1  # on a GPU the transports of a host's memory take one image, and carry it over
+    longest = min(context, longest_prompt + recipe.sampling.max_tokens)
+    trainer = predict_memory(
+        shape,
+        recipe.train,
+        dtype=dtype,
+        tokens=tokens_per_pass(recipe, longest=longest),
+        on_gpu=on_gpu,
+        num_parameters=num_parameters,
+        num_references=bool(recipe.train.kl) + bool(recipe.train.teacher),
+        publishing=0 if is_exported else copies * engine.weights,
+    )
+    return Forecast(
+        trainer=trainer,
+        engine=engine,
+        exported=_COPIES * engine.weights if is_exported else 0,
+        is_one_process=recipe.orchestrate == "inline",
+        sleep=recipe.engine.sleep,
+        mapped=0 if on_gpu or transport == "memory" else _COPIES * engine.weights,
+        server=server,
+    )
+
+
+def _server_memory(recipe: Recipe, engine: EngineMemory, *, total: int) -> int:
+    """What vLLM is given. On a CPU it has two processes beside its cache."""
+    arguments = recipe.engine.vllm.arguments
+    if not total:
+        return engine.weights + (cpu_cache_gigabytes() << 30) + 2 * engine.process
+    if "kv_cache_memory_bytes" in arguments:
+        return engine.weights + int(arguments["kv_cache_memory_bytes"])
+    held = engine.weights + engine.staging
+    return int(float(arguments.get("gpu_memory_utilization", gpu_share(recipe, 0, held=held, total=total))) * total)
+
+
+def forecast_here(
+    recipe: Recipe,
+    shape: ModelShape,
+    *,
+    context: int,
+    longest_prompt: int,
+    free: int,
+    most_blocks: int = 0,
+    num_parameters: int = 0,
+) -> Forecast:
+    """On this machine."""
+    return forecast(
+        recipe,
+        shape,
+        context=context,
+        longest_prompt=longest_prompt,
+        on_gpu=choose_device(recipe) == "cuda",
+        transport=choose_transport(recipe) if recipe.orchestrate == "local" else "memory",
+        free=free,
+        most_blocks=most_blocks,
+        num_parameters=num_parameters,
+        total=torch.cuda.mem_get_info()[1] if choose_device(recipe) == "cuda" else 0,
+    )
+
+
+def most_kv_blocks(recipe: Recipe, *, context: int, longest_prompt: int, num_held_out: int) -> int:
+    """That an engine can use at once: for its share of what the gate lets be in flight and of an evaluation beside it, within
+    its slots, each rollout as long as the longest prompt looked at and `sampling.max_tokens`, and some room for longer ones. 0
+    where no prompt is known."""
+    if not longest_prompt:
+        return 0
+    engine, longest = recipe.engine, min(context, longest_prompt + recipe.sampling.max_tokens)
+    least = math.ceil(longest / engine.block_size) + 1
+    if 0 < engine.kv_blocks < least:
+        raise ConfigError(
+            f"engine.kv_blocks = {engine.kv_blocks}: one rollout of {longest} tokens (longest prompt {longest_prompt} + "
+            f"sampling.max_tokens {recipe.sampling.max_tokens}) needs {least}; raise it, or leave it 0"
+        )
+    groups = engine.slots * recipe.num_engines
+    if recipe.gate_depth is not None:
+        groups = (recipe.gate_depth + 1) * recipe.groups_per_batch + recipe.extra_groups
+    in_flight = groups * recipe.train.group_size + 2 * num_held_out  # an evaluation samples each task, and decodes it greedily
+    rollouts = max(_FEWEST_ROLLOUTS, min(engine.slots, math.ceil(in_flight / recipe.num_engines)))
+    return min(
+        blocks_for(rollouts, tokens=longest, block_size=engine.block_size),
+        blocks_for(engine.slots, tokens=context, block_size=engine.block_size),
+    )
+
+
+def free_here(recipe: Recipe) -> int:
+    """Of the memory that an engine takes its cache from."""
+    return free_memory(torch.device(place_of(choose_device(recipe), "engine")))
+
+
+def tokens_per_pass(recipe: Recipe, *, longest: int) -> int:
+    """Of the largest forward pass: as many as `train.micro_batch_tokens`, unless a step has fewer or a rollout more."""
+    rollouts = math.ceil(recipe.groups_per_batch / recipe.train.mini_batches) * recipe.train.group_size
+    return max(longest, min(recipe.train.micro_batch_tokens, rollouts * longest))
+
+
+def longest_prompt(rows: Iterable[Task], encoder: PromptEncoder, *, held_out: Mapping[str, Sequence[Task]]) -> int:
+    """Tokens of the longest of these prompts and of the first of each held-out source. One that cannot be encoded is told of
+    when it is its turn."""
+    lengths = []
+    for row in itertools.chain(rows, *(source[:LOOKED_AT] for source in held_out.values())):
+        prompt: Any = row["prompt"]
+        try:
+            lengths.append(len(encoder.encode(prompt)))
+        except Exception:  # noqa: BLE001  (a template raises what it likes)
+            continue
+    return max(lengths, default=0)

@@ -1,0 +1,199 @@
+"""What a run is given: tasks and rewards, from a recipe or from a Python caller. Needs no torch, so a dry run checks it."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import inspect
+import itertools
+import json
+from collections.abc import Sized
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headrace.imports import import_name
+from headrace.score import GIVEN, RewardFunction
+from headrace.settings import ConfigError
+from headrace.tasks import RowSource, TaskError, TaskStream, builtin_reward, open_source
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from headrace.config import Recipe
+    from headrace.records import Plain
+    from headrace.tasks import TaskSettings, TaskSource
+
+
+_RESERVED = GIVEN - {"prompt"}
+
+
+@dataclass(frozen=True)
+class UserInputs:
+    """What a Python caller gave as objects; a recipe names the same things."""
+
+    tasks: Any = None
+    """Rows, a file or a Dataset, or a list of files or of (source, weight) pairs."""
+    held_out: Any = None
+    """The same."""
+    reward: Any = None
+    """A function, its name, or a list of them."""
+    environment: Any = None
+    """An object with `run(task, client)`; single-turn if not given."""
+
+    def settled(self) -> UserInputs:
+        """Iterators made lists, for sources are opened more than once."""
+
+        def settle(given: Any) -> Any:  # noqa: ANN401
+            is_iterator = hasattr(given, "__next__")
+            return list(given) if is_iterator else given
+
+        return dataclasses.replace(self, tasks=settle(self.tasks), held_out=settle(self.held_out))
+
+    def fingerprint(self) -> str:
+        """Of what was given as objects, so that another experiment is never taken for this one; "" if nothing was."""
+        if self.tasks is None and self.held_out is None and self.reward is None and self.environment is None:
+            return ""
+        parts: list[object] = [_source_of(self.environment)]
+        for given in (self.tasks, self.held_out):
+            is_rows = given is not None and not isinstance(given, str) and hasattr(given, "__iter__")
+            parts.append([repr(row) for row in itertools.islice(given, 256)] if is_rows else repr(given))
+            parts.append(len(given) if hasattr(given, "__len__") else 0)
+        rewards = self.reward if isinstance(self.reward, list | tuple) else [self.reward]
+        parts += [_source_of(reward) for reward in rewards]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:8]
+
+
+def _source_of(function: Any) -> str:  # noqa: ANN401
+    if isinstance(function, RewardFunction):
+        function = function.function
+    if function is None or isinstance(function, str):
+        return str(function)
+    try:
+        return inspect.getsource(function if callable(function) and hasattr(function, "__name__") else type(function))
+    except (OSError, TypeError):
+        return getattr(function, "__qualname__", type(function).__qualname__)
+
+
+def run_identity(recipe: Recipe, given: UserInputs) -> str:
+    """The same command has the same identity, and nothing else has."""
+    fingerprint = given.fingerprint()
+    return f"{recipe.hash}-{fingerprint}" if fingerprint else recipe.hash
+
+
+def open_tasks(recipe: Recipe, given: UserInputs) -> TaskStream:
+    """Training tasks from the caller or the recipe."""
+    sources = _mix(given.tasks) if given.tasks is not None else [(source, source.weight) for source in recipe.tasks]
+    if not sources:
+        raise ConfigError("tasks: none are given; add a [[tasks]] section with a source, or pass tasks=")
+    return TaskStream([(_open(source, recipe, split="train"), weight) for source, weight in sources], seed=recipe.seed)
+
+
+def held_out_tasks(recipe: Recipe, given: UserInputs) -> dict[str, list[dict[str, Plain]]]:
+    """The tasks of every evaluation by their source's name: the same ones each time, `evaluate.limit` in all."""
+    opened = held_out_sources(recipe, given)
+    left, found = recipe.evaluate.limit, {}
+    for place, (name, each) in enumerate(opened.items()):
+        count = min(-(-left // (len(opened) - place)), len(each) if isinstance(each, Sized) else left)
+        found[name] = [each.row(index) for index in range(count)]
+        left -= count
+    return {name: rows for name, rows in found.items() if rows}
+
+
+def reward_functions(recipe: Recipe, given: UserInputs) -> list[tuple[RewardFunction, float]]:
+    """Reward functions with their weights: the caller's, the recipe's, or the built-in task's own."""
+    if given.reward is not None:
+        functions = list(given.reward) if isinstance(given.reward, list | tuple) else [given.reward]
+    elif recipe.reward.functions:
+        functions = list(recipe.reward.functions)
+    else:
+        own = [builtin_reward(source.source) for source in recipe.tasks]
+        functions = list({id(f): f for f in own if f is not None}.values())
+        if not functions or None in own:
+            raise ConfigError("reward: none is given; name one in reward.functions, or pass reward=")
+        if len(functions) > 1:
+            raise ConfigError(
+                "reward: the tasks bring different ones, and each would judge all of them; name one in reward.functions"
+            )
+    functions = [import_name(f, setting="reward.functions") if isinstance(f, str) else f for f in functions]
+    weights = recipe.reward.weights or (1.0,) * len(functions)
+    if len(weights) != len(functions):
+        raise ConfigError(f"reward.weights = {list(weights)}: there are {len(functions)} reward functions")
+    rewards = [RewardFunction(function) for function in functions]
+    names = [reward.name for reward in rewards]
+    for index, reward in enumerate(rewards):
+        if names.count(reward.name) > 1:
+            rewards[index] = RewardFunction(reward, name=f"{reward.name}_{index}")
+    return list(zip(rewards, weights, strict=True))
+
+
+def check_inputs(recipe: Recipe, given: UserInputs) -> None:
+    """Tasks, held-out tasks and rewards are there, and every row has what the rewards take."""
+    stream, _ = open_tasks(recipe, given), held_out_tasks(recipe, given)
+    rewards = [function for function, _ in reward_functions(recipe, given)]
+    if given.environment is not None:
+        rewards = []  # it may give its episodes columns of its own
+    check_task_columns(stream.sources, rewards)
+    check_task_columns(held_out_sources(recipe, given).values(), rewards, kind="held-out ")
+
+
+def held_out_sources(recipe: Recipe, given: UserInputs) -> dict[str, TaskSource]:
+    """Whole and by name, where `held_out_tasks` is what an evaluation takes of them."""
+    sources: list[Any] = [source for source, _ in _mix(given.held_out)] if given.held_out is not None else []
+    sources = sources or list(recipe.evaluate.tasks)
+    try:
+        opened = [_open(each, recipe, split="held_out") for each in sources]
+    except TaskError as error:
+        raise TaskError(f"held-out {error}") from error
+    return dict(zip(_names(sources), opened, strict=True))
+
+
+def check_task_columns(sources: Iterable[TaskSource], rewards: Sequence[RewardFunction], *, kind: str = "") -> None:
+    """Refuse a row that lacks a column some reward takes, or has one that a reward could never see. All rows are looked at, and
+    the first of those that are made as they are needed, all alike."""
+    for source in sources:
+        name, rows = (source.name, source.rows) if isinstance(source, RowSource) else ("tasks", [source.row(0)])
+        for number, row in enumerate(rows):
+            _check_row(row, rewards, where=f"row {number} of {kind}{name}")
+
+
+def _check_row(row: dict[str, Plain], rewards: Sequence[RewardFunction], *, where: str) -> None:
+    for name in _RESERVED & row.keys():
+        raise ConfigError(
+            f"{where} has a column {name!r}, the name under which rewards get what the policy made of the task; rename the "
+            f"column, for example to 'answer'"
+        )
+    for reward in rewards:
+        for name in reward.required:
+            if name not in row:
+                raise ConfigError(
+                    f"reward {reward.name!r} takes {name!r}, which {where} does not have (it has: {', '.join(row)}); add the "
+                    f"column to every row, or give the parameter {name} a default value"
+                )
+
+
+def _mix(tasks: Any) -> list[tuple[Any, float]]:  # noqa: ANN401
+    """(source, weight) pairs from one source, several files, or pairs."""
+    if isinstance(tasks, list) and tasks and all(isinstance(task, tuple) and len(task) == 2 for task in tasks):
+        return [(source, float(weight)) for source, weight in tasks]
+    if isinstance(tasks, list) and tasks and all(isinstance(task, str) for task in tasks):
+        return [(source, 1.0) for source in tasks]
+    return [(tasks, 1.0)]
+
+
+def _names(sources: list[Any]) -> list[str]:
+    """Of sources, for people: the file's or the built-in task's own, numbered where several have the same."""
+    names: list[str] = []
+    for source in sources:
+        text = getattr(source, "source", source)
+        name = Path(str(text).rpartition(":")[2]).stem if isinstance(text, str | Path) else "tasks"
+        number = sum(other.partition("#")[0] == name for other in names)
+        names.append(f"{name}#{number + 1}" if number else name)
+    return names
+
+
+def _open(source: Any, recipe: Recipe, *, split: str) -> Any:  # noqa: ANN401
+    settings: TaskSettings | None = source if hasattr(source, "source") and hasattr(source, "options") else None
+    if settings is not None:
+        return open_source(settings.source, seed=recipe.seed, split=split, options=settings.options)
+    return open_source(source, seed=recipe.seed, split=split)

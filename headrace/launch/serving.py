@@ -1,0 +1,161 @@
+"""`headrace serve`: an engine, a tokenizer and a server, and nothing that trains."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from transformers.utils import logging as transformers_logging
+
+from headrace.engine import SERVER, EngineCore, ThreadedEngine, listening, make_app, url_of
+from headrace.launch.build import decoder_of, stop_tokens
+from headrace.launch.placement import pick_device
+from headrace.launch.stop import StopRequest
+from headrace.model import ModelSettings, context_limit, load_model, load_tokenizer, tiny
+from headrace.observe import Timeline
+from headrace.run import FORMAT, MANIFEST
+from headrace.settings import ConfigError
+from headrace.sync import Lineage, MemoryTransport, WeightSync
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Iterator
+    from concurrent.futures import Future
+
+    from aiohttp import web
+    from transformers import PreTrainedTokenizerBase
+
+    from headrace.engine import Server
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """What the command line says; `headrace serve --help` explains each."""
+
+    model: str
+    name: str
+    slots: int
+    context: int
+    dtype: str
+    device: str
+    threads: int
+    api_token: str | None
+    control_token: str | None
+
+
+def serve(options: ServeOptions, listener: socket.socket) -> int:
+    """Load, answer on `listener` until SIGINT or SIGTERM, and return the exit status."""
+    torch.set_num_threads(options.threads or os.cpu_count() or 1)
+    with contextlib.closing(listener):
+        core, tokenizer = _load(options)
+        return asyncio.run(_serve(options, core, tokenizer, listener))
+
+
+def _load(options: ServeOptions) -> tuple[EngineCore, PreTrainedTokenizerBase]:
+    device = pick_device(options.device)
+    try:
+        with _model_folder(options) as path:
+            tokenizer = load_tokenizer(path)
+            model = load_model(path, dtype=options.dtype, device=device)
+        context = context_limit(model, options.context)
+        core = EngineCore(model, name="engine-0", slots=options.slots, context=context, decode=decoder_of(tokenizer))
+    except ValueError as error:  # the model is not there, is not one we serve, or does not fit
+        raise ConfigError(str(error)) from error
+    core.version, core.lineage = _identity(Path(options.model))
+    return core, tokenizer
+
+
+def _identity(folder: Path) -> tuple[int, str]:
+    """(version, lineage) of a run's checkpoint, so that its tokens are stamped as they were in the run; else version 0."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+    except (OSError, ValueError):
+        manifest = None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or "lineage" not in manifest:
+        return 0, ""  # no checkpoint of ours
+    return int(manifest["version"]), str(manifest["lineage"])
+
+
+@contextlib.contextmanager
+def _model_folder(options: ServeOptions) -> Iterator[str]:
+    """Where the model is; a built-in one is made for as long as it takes to load."""
+    if not options.model.startswith("builtin:"):
+        yield options.model
+        return
+    if options.model != tiny.NAME:
+        raise ConfigError(f"model {options.model!r}: the built-in model is {tiny.NAME!r}")
+    with tempfile.TemporaryDirectory(prefix="headrace-tiny-") as folder:
+        transformers_logging.disable_progress_bar()
+        tiny.build_folder(Path(folder), ModelSettings(context=options.context), seed=0)
+        yield folder
+
+
+async def _serve(options: ServeOptions, core: EngineCore, tokenizer: PreTrainedTokenizerBase, listener: socket.socket) -> int:
+    """Waits for a signal, or for the engine's failure, which the server's watch over it tells."""
+    stopped = asyncio.Event()
+    url = url_of(listener)
+    with _decoding(core) as engine:
+        app = _application(engine, options, core, tokenizer)
+        _tell_death(engine, app[SERVER])
+        async with listening(app, listener):
+            with StopRequest().heard_by(stopped.set):
+                print(f"serving {options.name} on {url}; try: {_example(options, url)}", flush=True)
+                waits = [asyncio.create_task(event.wait()) for event in (stopped, app[SERVER].failed)]
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                for wait in waits:
+                    wait.cancel()
+    if app[SERVER].failure:
+        raise RuntimeError(app[SERVER].failure)
+    print("stopped", flush=True)
+    return 0
+
+
+def _application(
+    engine: ThreadedEngine, options: ServeOptions, core: EngineCore, tokenizer: PreTrainedTokenizerBase
+) -> web.Application:
+    return make_app(
+        engine,
+        tokenizer,
+        model_name=options.name,
+        stop_ids=stop_tokens(core.model.generation_config, tokenizer),
+        context=core.context,
+        vocabulary=int(core.model.config.get_text_config().vocab_size),
+        api_token=options.api_token,
+        control_token=options.control_token,
+        probe=lambda: engine.between_steps(lambda: None),
+    )
+
+
+@contextlib.contextmanager
+def _decoding(core: EngineCore) -> Iterator[ThreadedEngine]:
+    """The engine, decoding in a thread of its own while the block runs."""
+    engine = ThreadedEngine(core, sync=WeightSync(Lineage.new(), MemoryTransport()), timeline=Timeline("engine"))
+    engine.start()
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def _tell_death(engine: ThreadedEngine, server: Server) -> None:
+    """Woken by the end of the decode thread, which happens in that thread; the server hears of it in its own."""
+    loop = asyncio.get_running_loop()
+
+    def tell(died: Future[None]) -> None:
+        error = died.exception()
+        loop.call_soon_threadsafe(server.fail, f"{type(error).__name__}: {error}")
+
+    engine.died.add_done_callback(tell)
+
+
+def _example(options: ServeOptions, url: str) -> str:
+    token = ' -H "Authorization: Bearer $HEADRACE_API_TOKEN"' if options.api_token else ""
+    body = '{"prompt": "Hello", "max_tokens": 16}'
+    return f"curl {url}/v1/completions{token} -H 'Content-Type: application/json' -d '{body}'"

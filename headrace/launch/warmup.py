@@ -1,0 +1,251 @@
+"""A short supervised start on tasks that carry their answer, cached under the user's cache folder.
+
+Demonstrations are rollouts too: their tokens were drawn from a distribution certain of them, so their logprob is 0. The
+trainer trains them through the same two verbs; only the loss differs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import transformers
+from transformers.utils import logging as transformers_logging
+
+from headrace import __version__
+from headrace.engine import blocks_for
+from headrace.envs import PromptEncoder
+from headrace.launch.build import build_roles
+from headrace.launch.folder import FolderLock, cache_folder
+from headrace.launch.forecast import longest_prompt
+from headrace.launch.inputs import UserInputs, open_tasks
+from headrace.model import config_limit, load_config, load_tokenizer, tiny
+from headrace.observe import Observer
+from headrace.records import Batch, Call, FinishReason, Rollout, Sampling, Source
+from headrace.run import first_failure, make_evaluator
+from headrace.settings import ConfigError, to_dict
+from headrace.sync import Lineage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from headrace.config import Recipe
+    from headrace.records import Plain
+    from headrace.run import Roles
+
+_CHECKED_TASKS = 512
+_NUM_KEPT = 16
+"""Models in the cache, beside those in use."""
+
+
+@contextlib.contextmanager
+def model_folder(recipe: Recipe, given: UserInputs, *, say: Callable[[str], None]) -> Iterator[str]:
+    """The folder RL starts from: the recipe's own model, or a built-in or warmed-up one, which stays in the cache at least
+    until the block ends."""
+    is_builtin = recipe.model.path.startswith("builtin:")
+    if is_builtin and recipe.model.path != tiny.NAME:
+        raise ConfigError(f"model.path = {recipe.model.path!r}: the built-in model is {tiny.NAME!r}")
+    if not is_builtin and not recipe.warmup.steps:
+        yield recipe.model.path
+        return
+    target = cache_folder() / "warmup" / _key(recipe, given)
+    in_use = FolderLock(target, is_shared=True)
+    if in_use.acquire(create=False):
+        say(f"warm-up    cached in {target}")
+    else:
+        _make(target, recipe, given, say)
+        if not in_use.acquire(create=False):
+            raise OSError(f"the warmed-up model could not be put in {target}")
+    try:
+        with contextlib.suppress(OSError):  # a cache that may only be read
+            os.utime(target)
+            _remove_unused(target.parent)
+        yield str(target)
+    finally:
+        in_use.release()
+
+
+def _make(target: Path, recipe: Recipe, given: UserInputs, say: Callable[[str], None]) -> None:
+    is_builtin = recipe.model.path == tiny.NAME
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary, lock = _temporary_folder(target.parent)
+    try:
+        transformers_logging.disable_progress_bar()
+        if is_builtin:
+            tiny.build_folder(temporary, recipe.model, seed=recipe.seed)
+        if recipe.warmup.steps:
+            start = str(temporary) if is_builtin else recipe.model.path
+            try:
+                asyncio.run(_warm_up(recipe, start, given, temporary, say))
+            except BaseExceptionGroup as failures:
+                failure = first_failure(failures)
+                raise failure from failure.__cause__
+        with contextlib.suppress(OSError):  # another process was faster, and its model is the same
+            temporary.rename(target)
+    finally:
+        lock.release()
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _temporary_folder(cache: Path) -> tuple[Path, FolderLock]:
+    """Locked. Another process that looks for what is half made may take it for such before the lock is held: then a new one."""
+    for _ in range(100):
+        folder = Path(tempfile.mkdtemp(prefix=".making-", dir=cache))
+        lock = FolderLock(folder)
+        if lock.acquire(create=False):
+            return folder, lock
+        shutil.rmtree(folder, ignore_errors=True)
+    raise OSError(f"no folder in {cache} can be locked; set HEADRACE_CACHE to one on a file system with locks")
+
+
+def _remove_unused(cache: Path) -> None:
+    """All but the models used last, those that a process has in use, and what is half made by one that lives."""
+    made = sorted((folder for folder in cache.iterdir() if folder.name[0] != "."), key=_used_at, reverse=True)
+    for folder in (*made[_NUM_KEPT:], *cache.glob(".making-*")):
+        lock = FolderLock(folder)
+        if lock.acquire(create=False):
+            shutil.rmtree(folder, ignore_errors=True)
+            lock.release()
+
+
+def _used_at(folder: Path) -> float:
+    try:
+        return folder.stat().st_mtime
+    except FileNotFoundError:  # another process has just removed it
+        return 0.0
+
+
+async def _warm_up(recipe: Recipe, path: str, given: UserInputs, target: Path, say: Callable[[str], None]) -> None:
+    settings = recipe.warmup
+    train = dataclasses.replace(
+        recipe.train,
+        learning_rate=settings.learning_rate,
+        value_learning_rate=0.0,
+        micro_batch_tokens=16384,
+        # Demonstrations alone: no model is looked at, and no values are learnt.
+        loss="supervised",
+        constants={},
+        advantage="reward",
+        kl=0.0,
+        kl_in_reward=False,
+        reference="",
+        teacher="",
+    )
+    observer = Observer()
+    tasks = open_tasks(dataclasses.replace(recipe, seed=recipe.seed + 1), given)
+    checked = [tasks.next() for _ in range(_CHECKED_TASKS)]
+    most_blocks = _most_blocks(recipe, path, checked) if given.environment is None else 0
+    warming = dataclasses.replace(recipe, train=train)
+    roles = build_roles(warming, path, given, observer=observer, lineage=Lineage.new(), most_blocks=most_blocks)
+    if settings.tasks:
+        tasks = open_tasks(dataclasses.replace(recipe, tasks=settings.tasks), UserInputs())
+    async with asyncio.TaskGroup() as group:
+        services = [group.create_task(service()) for service in roles.services]
+        for step in range(settings.steps):
+            if step % settings.check_every == 0:
+                success = await _success(recipe, roles, checked, step=step)
+                say(f"warm-up    step {step}: {success:.0%} of training tasks solved at temperature 1")
+                if success >= settings.until_success:
+                    break
+            rate = settings.learning_rate * min(1.0, (step + 1) / 20)
+            examples = [demonstration(tasks.next(), roles.around.encoder, name=f"d{index}") for index in range(settings.batch)]
+            await roles.trainer.step(_supervised_batch(examples), learning_rate=rate)
+        for service in services:
+            service.cancel()
+    await roles.trainer.save(target)
+    shutil.rmtree(target / "trainer")  # RL begins with an optimizer of its own
+
+
+def _most_blocks(recipe: Recipe, path: str, checked: list[dict[str, Plain]]) -> int:
+    """KV blocks that the one engine can use: nothing is in flight but these tasks, each once."""
+    longest = longest_prompt(checked, PromptEncoder(load_tokenizer(path)), held_out={})
+    tokens = min(config_limit(load_config(path), recipe.model.context), longest + recipe.sampling.max_tokens)
+    return blocks_for(min(recipe.engine.slots, len(checked)), tokens=tokens, block_size=recipe.engine.block_size)
+
+
+async def _success(recipe: Recipe, roles: Roles, tasks: list[dict[str, Plain]], *, step: int) -> float:
+    update = (await roles.trainer.publish(step)).update
+    await roles.engine.load(update)
+    await roles.trainer.release(update)
+    return await make_evaluator(recipe, roles).sampled_success(tasks, name=f"warmup{step}")
+
+
+def demonstration(task: dict[str, Plain], encoder: PromptEncoder, *, name: str) -> Rollout:
+    """The task's prompt followed by its answer and the end token."""
+    answer = task.get("answer")
+    if not isinstance(answer, str):
+        raise ConfigError("warmup.steps: the tasks have no 'answer' column of text to learn from; set it to 0")
+    prompt = encoder.encode(task["prompt"])
+    end = int(encoder.tokenizer.eos_token_id)
+    ids = [*encoder.tokenizer(answer, add_special_tokens=False)["input_ids"], end]
+    start, stop = len(prompt), len(prompt) + len(ids)
+    call = Call(
+        start=start,
+        stop=stop,
+        engine="demonstration",
+        sampling=Sampling(max_tokens=len(ids)),
+        finish_reason=FinishReason.STOP,
+        started=0.0,
+        finished=0.0,
+    )
+    is_answer = np.arange(stop) >= start
+    return Rollout(
+        id=name,
+        episode=name,
+        group=name,
+        index=0,
+        token_ids=np.concatenate([prompt, np.asarray(ids, dtype=np.int32)]),
+        source=np.where(is_answer, Source.SAMPLED, Source.PROMPT).astype(np.int8),
+        loss_mask=is_answer,
+        logprobs=np.zeros(stop, dtype=np.float32),
+        versions=np.where(is_answer, 0, -1).astype(np.int32),
+        calls=(call,),
+        finish_reason=FinishReason.STOP,
+    )
+
+
+def _supervised_batch(examples: list[Rollout]) -> Batch:
+    total = sum(example.num_sampled for example in examples)
+    return Batch(
+        rollouts=tuple(examples),
+        advantages=tuple(np.zeros(len(example), dtype=np.float32) for example in examples),
+        weights=tuple((example.loss_mask / total).astype(np.float32) for example in examples),
+        loss="supervised",
+        version=0,
+    )
+
+
+def _key(recipe: Recipe, given: UserInputs) -> str:
+    """Of everything the warmed-up weights follow from; the first rows stand for what makes the tasks."""
+    tasks = open_tasks(recipe, given)
+    demonstrations = open_tasks(dataclasses.replace(recipe, tasks=recipe.warmup.tasks or recipe.tasks), given)
+    folder = Path(recipe.model.path)
+    parts = {
+        "given": given.fingerprint(),
+        "reward": to_dict(recipe.reward),
+        "success_at": recipe.evaluate.success_at,
+        "optimizer": [recipe.train.beta1, recipe.train.beta2, recipe.train.weight_decay, recipe.train.max_grad_norm],
+        "files": [[p.name, p.stat().st_size, p.stat().st_mtime_ns] for p in sorted(folder.glob("*"))]
+        if folder.is_dir()
+        else [],
+        "demonstrations": [demonstrations.next() for _ in range(8)],
+        "model": to_dict(recipe.model),
+        "warmup": to_dict(recipe.warmup),
+        "tasks": [to_dict(task) for task in recipe.tasks],
+        "rows": [tasks.next() for _ in range(8)],
+        "sampling": [recipe.sampling.max_tokens, recipe.sampling.min_tokens, recipe.sampling.stop],
+        "seed": recipe.seed,
+        "exact": recipe.exact,
+        "versions": [torch.__version__, transformers.__version__, __version__],
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,37 @@
+"""`headrace doctor`: what would go wrong, said before a model is loaded, each with its fix.
+
+A check is a function from a `Subject` to findings; to add one, write it and name it in its file's `CHECKS`. Checks run in
+order and leave what they opened on the subject for later ones: those that need it say nothing where it is missing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headrace.plan.doctor.finding import Finding, Subject
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["Finding", "Subject", "examine", "render"]
+
+
+def examine(subject: Subject) -> Iterator[Finding]:
+    """Every finding, as soon as it is made. torch is imported after the recipe and what it names have been looked at."""
+    from headrace.plan.doctor import inputs, machine
+
+    for check in (*inputs.CHECKS, *machine.CHECKS):
+        yield from subject.tell(check)
+    try:
+        from headrace.plan.doctor import model, reward, space
+    except ImportError as error:
+        yield Finding("problem", f"a library is missing or broken: {error}", "pip install --force-reinstall headrace")
+        return
+    for check in (*model.CHECKS, *space.CHECKS, *reward.CHECKS):
+        yield from subject.tell(check)
+
+
+def render(finding: Finding) -> str:
+    """One aligned line, and one for the fix."""
+    fix = f"\n{'':9}fix: {finding.fix}" if finding.fix else ""
+    return f"{finding.level:<8} {finding.what}{fix}"

@@ -1,0 +1,96 @@
+"""What a check says, and what it is said of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from headrace.errors import in_words, is_ours
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from headrace.config import Recipe
+    from headrace.model import ModelShape
+    from headrace.records import Plain
+    from headrace.score import RewardFunction
+    from headrace.tasks import TaskSource
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. A `problem` stops a run or spoils it; a `warning` may be meant."""
+
+    level: Literal["ok", "warning", "problem"]
+    what: str
+    fix: str = ""
+
+
+@dataclass
+class Subject:
+    """What is examined. The fields below the first four are left by checks for those after them."""
+
+    recipe_path: Path | None = None
+    overrides: dict[str, Any] = field(default_factory=dict)
+    run_dir: Path | None = None
+    """The run's folder, if it is not to be `runs/<recipe>-<time>`."""
+    runs: Path = Path("runs")
+
+    recipe: Recipe | None = None
+    rows: list[dict[str, Plain]] = field(default_factory=list)
+    """The first tasks the run would submit."""
+    sources: list[TaskSource] = field(default_factory=list)
+    held_out: list[TaskSource] = field(default_factory=list)
+    rewards: list[tuple[RewardFunction, float]] = field(default_factory=list)
+    tokenizer: PreTrainedTokenizerBase | None = None
+    context: int = 0
+    """The most tokens a rollout may have."""
+    num_parameters: int = 0
+    shape: ModelShape | None = None
+    held_out_rows: dict[str, list[dict[str, Plain]]] = field(default_factory=dict)
+    """Tasks of every evaluation, by their source's name."""
+    longest_prompt: int = 0
+    """Tokens, among the first tasks and the first of each held-out source."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of the policy as engines hold it; 0 where it is not known."""
+        width = 2 if self.recipe is not None and self.recipe.model.dtype == "bfloat16" else 4
+        return width * self.num_parameters
+
+    @property
+    def trainer_bytes(self) -> int:
+        """float32 weights, gradients and both of AdamW's moments."""
+        return 16 * self.num_parameters
+
+    def tell(self, check: Check) -> Iterator[Finding]:
+        """A check's findings; one that fails is a finding itself and does not keep the others from being made."""
+        try:
+            yield from check(self)
+        except Exception as error:  # noqa: BLE001  (whatever is wrong with the machine or the user's code is to be told)
+            yield problem(error)
+
+
+Check: TypeAlias = Callable[[Subject], Iterator[Finding]]
+
+
+def problem(error: BaseException, *, fix: str = "", otherwise: str = "") -> Finding:
+    """An error as a finding. Ours often name the fix after their last semicolon; `otherwise` is for when they do not."""
+    text = in_words(error)
+    if not is_ours(error):
+        return Finding("problem", text.splitlines()[0], fix or otherwise)
+    what, separator, advice = text.rpartition("; ")
+    if separator and not fix:
+        return Finding("problem", what, advice)
+    return Finding("problem", text, fix or otherwise)
+
+
+def size(num_bytes: float) -> str:
+    """1234567 as 1.2 MB."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.0f} {unit}" if unit == "bytes" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.1f} TB"

@@ -1,0 +1,121 @@
+"""The machine, as far as it can be looked at without torch: processor, memory, sockets, and what dead runs left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import socket
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headrace.launch import is_in_use, read_summary
+from headrace.leftovers import orphans
+from headrace.plan.doctor.finding import Finding, size
+from headrace.rpc import socket_place
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from headrace.plan.doctor.finding import Check, Subject
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def check_python(subject: Subject) -> Iterator[Finding]:
+    what = f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"
+    is_new = sys.version_info >= (3, 11)
+    yield Finding("ok", what) if is_new else Finding("problem", what, "use Python 3.11 or newer")
+
+
+def check_cores(subject: Subject) -> Iterator[Finding]:
+    cores, allowed = os.cpu_count() or 1, usable_cores()
+    threads = subject.recipe.threads if subject.recipe is not None else 0
+    what = f"processor: {cores} cores" + (f", of which this process may use {allowed:g}" if allowed < cores else "")
+    if (threads or cores) > allowed:
+        asked = f"the recipe asks for {threads} threads" if threads else "the run would take one thread per core"
+        yield Finding("warning", f"{what}; {asked}", f"set threads = {max(1, int(allowed))}")
+    else:
+        yield Finding("ok", f"{what}, " + (f"threads = {threads}" if threads else "one thread on each"))
+
+
+def usable_cores() -> float:
+    """Cores this process may run on, by its affinity and by its container's quota."""
+    allowed = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    with contextlib.suppress(OSError, ValueError):  # no such file outside a container; "max" where there is no quota
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        allowed = min(allowed, int(quota) / int(period))
+    return allowed
+
+
+def check_sockets(subject: Subject) -> Iterator[Finding]:
+    folder = tempfile.gettempdir()
+    try:
+        with tempfile.TemporaryDirectory(prefix=f"headrace-{os.getpid()}-") as place, socket.socket(socket.AF_UNIX) as unix:
+            unix.bind(str(Path(place) / "engine-0.socket"))
+    except OSError as error:
+        what = f"no Unix socket can be made in {folder}: {error}"
+        yield Finding("problem", what, "set TMPDIR to a short path on a local disk, such as TMPDIR=/tmp")
+    else:
+        yield Finding("ok", f"Unix sockets can be made in {folder}")
+    try:
+        with socket.socket(socket.AF_INET) as loopback:
+            loopback.bind(("127.0.0.1", 0))
+    except OSError as error:
+        yield Finding("problem", f"no port of 127.0.0.1 can be bound: {error}", "let the process use the loopback interface")
+    else:
+        yield Finding("ok", "ports of 127.0.0.1 can be bound")
+
+
+def leftover_places(folder: str) -> list[Path]:
+    """Where runs with this sync.folder put what other processes are to see."""
+    shared = Path(folder) if folder else SHARED_MEMORY
+    return list(dict.fromkeys((shared, Path(tempfile.gettempdir()), socket_place())))
+
+
+def check_leftovers(subject: Subject) -> Iterator[Finding]:
+    for place in leftover_places(subject.recipe.sync.folder if subject.recipe is not None else ""):
+        stale = [path for prefix in orphans(place) for path in sorted(place.glob(f"{prefix}[-.]*"))]
+        if stale:
+            names = " ".join(map(str, stale[:8])) + (" …" if len(stale) > 8 else "")
+            what = f"left behind by runs that were killed, {size(sum(map(_num_bytes, stale)))}: {names}"
+            yield Finding("warning", what, "the next run on this host removes it")
+
+
+def _num_bytes(path: Path) -> int:
+    total = 0
+    for file in (path, *path.rglob("*")):
+        with contextlib.suppress(OSError):  # a run that has just started removes it
+            total += file.lstat().st_size if file.is_file() else 0
+    return total
+
+
+def check_runs(subject: Subject) -> Iterator[Finding]:
+    """The system lets go of a lock when its process ends; a child that outlives it, and was left the file, holds on."""
+    folders = [subject.run_dir] if subject.run_dir is not None else sorted(subject.runs.glob("*"))
+    for folder in folders:
+        if not (folder / ".lock").exists():
+            continue
+        if is_in_use(folder):
+            by = ", ".join(holders(folder / ".lock")) or "a process that cannot be seen from here"
+            what, fix = f"{folder} is in use by {by}", "wait for that run to end or stop it, or give another --run-dir"
+            yield Finding("problem", what, fix) if folder == subject.run_dir else Finding("warning", what, fix)
+        elif (summary := read_summary(folder)).get("status") == "running":
+            what = f"{folder}: its process died, at version {summary.get('version')} or later"
+            yield Finding("warning", what, "the same command goes on from its last checkpoint; --fresh begins anew")
+
+
+def holders(path: Path) -> list[str]:
+    """The processes that have a file open, where the system tells."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # gone by now, or somebody else's
+            if any(os.readlink(opened) == str(path.resolve()) for opened in (process / "fd").iterdir()):
+                command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                found.append(f"process {process.name} ({command[:60]})")
+    return found
+
+
+CHECKS: tuple[Check, ...] = (check_python, check_cores, check_sockets, check_leftovers, check_runs)

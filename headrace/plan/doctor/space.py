@@ -1,0 +1,197 @@
+"""Whether there is room: memory, the GPU's memory, shared memory, disk. What is needed follows from the model's size."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from headrace.launch import forecast_here, free_here, most_kv_blocks
+from headrace.plan.doctor.finding import Finding, size
+from headrace.plan.doctor.machine import SHARED_MEMORY
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from headrace.config import Recipe
+    from headrace.launch import Forecast
+    from headrace.plan.doctor.finding import Check, Subject
+
+_THERE = ("auto", "shared_memory", "files")
+"""Transports whose updates lie in sync.folder."""
+_FULL = 0.95
+"""Of a GPU's memory: what is predicted to take more may not fit."""
+_FEWEST_TOKENS = 2048
+"""In a pass that still keeps a GPU busy."""
+
+
+def check_memory(subject: Subject) -> Iterator[Finding]:
+    free, total = free_memory()
+    if not total:
+        return
+    what = f"memory: {size(free)} free of {size(total)}"
+    expected = None if _is_on_gpu(subject) else _forecast(subject)
+    if expected is None or subject.recipe is None:
+        need = 0 if _is_on_gpu(subject) else subject.weight_bytes + subject.trainer_bytes
+        what += f"; weights and optimizer take {size(need)}" if need else ""
+        fix = "take a smaller model, or a machine with more memory" if need > free else ""
+        yield Finding("problem" if fix else "ok", what, fix)
+        return
+    need, what = expected.together(subject.recipe.num_engines), f"{what}; {_described(expected)}"
+    if need > free:
+        yield Finding("problem", what, _fix(subject, free))
+    else:
+        yield Finding("ok", what)
+
+
+def free_memory() -> tuple[int, int]:
+    """(bytes available, bytes in all), within this process's container; zeros where the system does not tell."""
+    free = total = 0
+    with contextlib.suppress(OSError):
+        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        free, total = (1024 * int(lines[name].split()[0]) for name in ("MemAvailable", "MemTotal"))
+    with contextlib.suppress(OSError, ValueError):  # no such files outside a container; "max" where there is no limit
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        free, total = min(free, max(0, limit - used)), min(total, limit)
+    return free, total
+
+
+def check_gpu_memory(subject: Subject) -> Iterator[Finding]:
+    expected = _forecast(subject) if _is_on_gpu(subject) else None
+    if expected is None or subject.recipe is None:
+        return
+    free, total = torch.cuda.mem_get_info()
+    need = _largest_need(expected, subject.recipe)
+    what = f"GPU memory: {size(free)} free of {size(total)}; {_described(expected)}"
+    if need > total:
+        yield Finding("problem", what, _fix(subject, total))
+    elif need > free:
+        yield Finding("problem", what, f"free the GPU of other processes, or {_fix(subject, free)}")
+    elif need > _FULL * free:
+        yield Finding("warning", what, f"it may just fit; to be sure, {_fix(subject, int(_FULL * free))}")
+    else:
+        yield Finding("ok", what)
+
+
+def _forecast(subject: Subject, recipe: Recipe | None = None) -> Forecast | None:
+    """Of the recipe, or of another in its place; nothing where the model is not known, or its device is not there."""
+    recipe = recipe or subject.recipe
+    if recipe is None or subject.shape is None or (recipe.device == "cuda" and not torch.cuda.is_available()):
+        return None
+    num_held_out = sum(map(len, subject.held_out_rows.values()))
+    most_blocks = most_kv_blocks(
+        recipe, context=subject.context, longest_prompt=subject.longest_prompt, num_held_out=num_held_out
+    )
+    return forecast_here(
+        recipe,
+        subject.shape,
+        context=subject.context,
+        longest_prompt=subject.longest_prompt,
+        free=free_here(recipe),
+        most_blocks=most_blocks,
+        num_parameters=subject.num_parameters,
+    )
+
+
+def _largest_need(expected: Forecast, recipe: Recipe) -> int:
+    """Of one GPU: the trainer has the first to itself where there are several, and engines share the others."""
+    others = torch.cuda.device_count() - 1
+    if others < 1:
+        return expected.together(recipe.num_engines)
+    each = expected.engine.total + expected.server
+    return max(expected.trainer.total + expected.exported, math.ceil(recipe.num_engines / others) * each)
+
+
+def _described(expected: Forecast) -> str:
+    trainer, engine = expected.trainer, expected.engine
+    optimizer = trainer.masters + trainer.gradients + trainer.moments
+    held = f"an engine {size(engine.total)} (weights twice {size(engine.weights + engine.staging)}"
+    behind = f"), the vLLM server behind it {size(expected.server)}" if expected.server else f", KV cache {size(engine.cache)})"
+    return (
+        f"at its peak the trainer takes {size(trainer.total)} (weights {size(trainer.weights)}, optimizer {size(optimizer)}, "
+        f"activations of {trainer.tokens} tokens {size(trainer.activations)}), {held}{behind}"
+    )
+
+
+def _fix(subject: Subject, room: int) -> str:
+    """The first change, of those that cost least first, with which it is predicted to fit."""
+    recipe = subject.recipe
+    assert recipe is not None
+    for words, changed in _changes(recipe):
+        expected = _forecast(subject, changed)
+        if expected is None:
+            break
+        count = recipe.num_engines
+        if (_largest_need(expected, changed) if _is_on_gpu(subject) else expected.together(count)) <= room:
+            return f"set {words}: {size(expected.trainer.total)} for the trainer then"
+    larger = "GPU" if _is_on_gpu(subject) else "machine"
+    return f"lower engine.kv_blocks, take a smaller model or model.dtype = 'bfloat16', or a larger {larger}"
+
+
+def _changes(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
+    """What may be changed, in words, and the recipe with it."""
+
+    def with_train(**changes: Any) -> Recipe:  # noqa: ANN401
+        return dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, **changes))
+
+    if recipe.engine.sleep == "never" and recipe.buffer_kind == "synchronous" and not recipe.stops_when_whole:
+        for sleep in ("cache", "weights"):
+            slept = dataclasses.replace(recipe.engine, sleep=sleep)
+            yield f"engine.sleep = '{sleep}'", dataclasses.replace(recipe, engine=slept)
+    tokens = recipe.train.micro_batch_tokens // 2
+    while tokens >= _FEWEST_TOKENS:
+        yield f"train.micro_batch_tokens = {tokens}", with_train(micro_batch_tokens=tokens)
+        tokens //= 2
+    few = min(recipe.train.micro_batch_tokens, _FEWEST_TOKENS)
+    yield "train.recompute = 'layers'", with_train(recompute="layers")
+    words = f"train.recompute = 'layers' and train.micro_batch_tokens = {few}"
+    yield words, with_train(recompute="layers", micro_batch_tokens=few)
+    moved = ("optimizer", "activations")
+    yield f"{words}, and train.offload = {list(moved)}", with_train(recompute="layers", micro_batch_tokens=few, offload=moved)
+
+
+def check_shared_memory(subject: Subject) -> Iterator[Finding]:
+    folder = Path(subject.recipe.sync.folder) if subject.recipe and subject.recipe.sync.folder else SHARED_MEMORY
+    if not folder.is_dir():
+        return
+    free, need = shutil.disk_usage(folder).free, 2 * subject.weight_bytes
+    what = f"{folder}: {size(free)} free" + (f"; two versions of the weights take {size(need)}" if need else "")
+    if free >= max(need, 1):
+        yield Finding("ok", what)
+        return
+    recipe = subject.recipe
+    is_used = recipe is not None and recipe.orchestrate == "local" and recipe.sync.transport in _THERE
+    fix = f"make it larger: `mount -o remount,size={need // 10**9 + 1}G {folder}`, or --shm-size of a container"
+    if folder != SHARED_MEMORY:
+        fix = "make room there, or name another folder in sync.folder"
+    yield Finding("problem" if is_used else "warning", what, fix)
+
+
+def check_disk(subject: Subject) -> Iterator[Finding]:
+    folder = (subject.run_dir or subject.runs).absolute()
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    keep = subject.recipe.checkpoint.keep if subject.recipe is not None else 0
+    need = (keep + 1) * 12 * subject.num_parameters  # float32 weights and both moments; the next is written before one goes
+    what = f"disk at {folder}: {size(free)} free" + (f"; {keep} checkpoints and the next take {size(need)}" if need else "")
+    if free < need:
+        yield Finding("problem", what, "make room, give a --run-dir on another disk, or lower checkpoint.keep")
+    elif free < 10**9:
+        yield Finding("warning", what, "make room, or give a --run-dir on another disk")
+    else:
+        yield Finding("ok", what)
+
+
+def _is_on_gpu(subject: Subject) -> bool:
+    recipe = subject.recipe
+    return torch.cuda.is_available() and recipe is not None and recipe.device != "cpu" and not recipe.exact
+
+
+CHECKS: tuple[Check, ...] = (check_memory, check_gpu_memory, check_shared_memory, check_disk)

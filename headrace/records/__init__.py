@@ -1,0 +1,62 @@
+"""The contract: the few records that cross a process line, each frozen and checked when it is made.
+
+`Rollout` comes up from the engines, `Batch` goes to the trainer, `WeightUpdate` comes down. A rollout is one flat
+record aligned per token; single-turn, tool use, multi-turn, partial and resumed rollouts are all this one shape.
+
+A worked example, a two-token prompt answered by two sampled tokens:
+
+    index      0       1       2        3
+    token_ids  7       9       4        2
+    source     PROMPT  PROMPT  SAMPLED  SAMPLED
+    loss_mask  False   False   True     True
+    logprobs   0       0       -0.31    -0.02
+    versions   -1      -1      12       13        the weights changed between the two
+    calls      Call(start=2, stop=4, ...)
+"""
+
+from headrace.records.batch import Batch
+from headrace.records.columns import pack_batch, pack_rollouts, pack_samplings
+from headrace.records.episode import Episode
+from headrace.records.expert_routing import unknown_expert, unknown_routing
+from headrace.records.frames import WireError, decode, encode, read_frames
+from headrace.records.manifest import Manifest, TensorInfo
+from headrace.records.read_columns import unpack_batch, unpack_rollouts, unpack_samplings
+from headrace.records.rollout import Rollout
+from headrace.records.sampling import Call, FinishReason, InfraAbort, Invalid, Outcome, Sampling, SamplingMask, Scored, Source
+from headrace.records.validate import Array, Plain, check_messages, check_plain
+from headrace.records.weight_update import Payload, WeightUpdate
+
+__all__ = [
+    "Array",
+    "Batch",
+    "Call",
+    "Episode",
+    "FinishReason",
+    "InfraAbort",
+    "Invalid",
+    "Manifest",
+    "Outcome",
+    "Payload",
+    "Plain",
+    "Rollout",
+    "Sampling",
+    "SamplingMask",
+    "Scored",
+    "Source",
+    "TensorInfo",
+    "WeightUpdate",
+    "WireError",
+    "check_messages",
+    "check_plain",
+    "decode",
+    "encode",
+    "pack_batch",
+    "pack_rollouts",
+    "pack_samplings",
+    "read_frames",
+    "unknown_expert",
+    "unknown_routing",
+    "unpack_batch",
+    "unpack_rollouts",
+    "unpack_samplings",
+]

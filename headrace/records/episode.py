@@ -1,0 +1,64 @@
+"""One attempt at one task."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.records.rollout import Rollout, check_outcome
+from headrace.records.sampling import Outcome, Scored
+from headrace.records.validate import Plain, check_kind, check_plain, trusted_copy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episode:
+    """One attempt at one task: the unit that buffers, staleness and advantages work on."""
+
+    id: str
+    group: str
+    task: dict[str, Plain]
+    """The row, as plain data."""
+    rollouts: tuple[Rollout, ...] = ()
+    """One; several when agents interact or a history forks."""
+    environment: str = "single_turn"
+    started: float = 0.0
+    finished: float = 0.0
+    attempts: int = 1
+    """How often it was begun, faults of the machinery included."""
+    outcome: Outcome | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rollouts", tuple(self.rollouts))
+        check_kind(self.task, dict, f"episode {self.id!r}: task")
+        check_plain(self.task, where=f"episode {self.id!r}: task")
+        self._check_members()
+
+    def replace(self, **changes: Any) -> Episode:  # noqa: ANN401
+        """A copy with some fields changed, checked again where a check could fail."""
+        if not changes.keys() <= _FREE_OF_EPISODE:
+            return dataclasses.replace(self, **changes)
+        if "rollouts" in changes:
+            changes["rollouts"] = tuple(changes["rollouts"])
+        copy = trusted_copy(self, changes)
+        copy._check_members()
+        return copy
+
+    def _check_members(self) -> None:
+        check_outcome(self.outcome)
+        for rollout in self.rollouts:
+            if rollout.group != self.group:
+                raise ValueError(f"episode {self.id!r} of group {self.group!r} holds a rollout of {rollout.group!r}")
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest version in any of its rollouts; -1 if nothing was sampled."""
+        versions = [rollout.oldest_version for rollout in self.rollouts if rollout.num_sampled]
+        return min(versions, default=-1)
+
+    @property
+    def reward(self) -> float | None:
+        return self.outcome.reward if isinstance(self.outcome, Scored) else None
+
+
+_FREE_OF_EPISODE = frozenset({"attempts", "outcome", "rollouts", "started", "finished"})

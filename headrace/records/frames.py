@@ -1,0 +1,242 @@
+"""Bytes for the records of `headrace.records`: a msgpack header and the raw buffers of its arrays. No pickle.
+
+A frame is
+
+    magic b"HRW" + schema (1 byte) | crc32 (4) | header length (4) | body length (8) | header | zeros | body
+
+all little-endian. Arrays appear in the header as (dtype, shape, offset, length) and lie in the body, 8-byte aligned,
+so that decoding copies nothing. A key that begins with "$" is ours; a user's own gets one more "$" on its way.
+Everything a frame claims about itself is checked before memory is taken for it, and the records check themselves when
+they are made: bytes that are not a frame give a `WireError`, never another error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+import struct
+import zlib
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import msgpack
+import numpy as np
+
+from headrace.records.batch import Batch
+from headrace.records.episode import Episode
+from headrace.records.manifest import Manifest, TensorInfo
+from headrace.records.rollout import Rollout
+from headrace.records.sampling import Call, InfraAbort, Invalid, Sampling, SamplingMask, Scored
+from headrace.records.weight_update import WeightUpdate
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from headrace.records.validate import Array
+
+SCHEMA = 1
+"""Rises when a frame of the old form can no longer be read."""
+MAX_FRAME = 2 << 30
+"""Bytes; a frame that claims more is refused before it is read."""
+MAX_DEPTH = 64
+"""Nesting of plain data; deeper is refused."""
+
+_PREAMBLE = struct.Struct("<3sBIIQ")
+PREAMBLE_BYTES = _PREAMBLE.size
+"""What must be read of a frame to know how long it is."""
+_MAGIC = b"HRW"
+_DTYPES = {
+    name: np.dtype(name) for name in ("|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8")
+}
+_RECORDS: dict[str, type[Any]] = {
+    record.__name__: record
+    for record in (
+        Rollout,
+        Episode,
+        Batch,
+        WeightUpdate,
+        TensorInfo,
+        Manifest,
+        Call,
+        Sampling,
+        SamplingMask,
+        Scored,
+        Invalid,
+        InfraAbort,
+    )
+}
+_NAMES = {record: name for name, record in _RECORDS.items()}
+_FIELDS = {name: tuple(f.name for f in dataclasses.fields(record)) for name, record in _RECORDS.items()}
+_LATER: dict[str, dict[str, object]] = {"Sampling": {"stop": ()}, "WeightUpdate": {"place": {}}}
+"""Fields that records have got since the schema was fixed, and what they hold in most. Where they hold it they do not
+travel: they cost nothing, and frames from before can still be read."""
+_REQUIRED = {name: frozenset(fields) - _LATER.get(name, {}).keys() for name, fields in _FIELDS.items()}
+_SCALARS = frozenset({type(None), bool, int, float, str})
+"""What stands in a header as it is; a list of nothing else needs no look at each."""
+_ARRAY = "$array"
+_RECORD = "$record"
+
+
+class WireError(ValueError):
+    """The bytes are not a frame this version can read; the message says in what way."""
+
+
+def encode(value: object) -> bytes:
+    """A frame holding a record, or lists and dicts of records, arrays and plain data."""
+    buffers: list[bytes | memoryview] = []
+    size = 0
+
+    def plain(item: object, depth: int) -> object:
+        nonlocal size
+        if depth > MAX_DEPTH:
+            raise WireError(f"nested deeper than {MAX_DEPTH}")
+        if item is None or type(item) in (bool, int, float, str):
+            return item
+        if isinstance(item, np.ndarray):
+            array = np.asarray(item, dtype=item.dtype.newbyteorder("<"), order="C")
+            if array.dtype.str not in _DTYPES:
+                raise WireError(f"arrays of {array.dtype} do not travel")
+            padding = -size % 8
+            buffers.extend((bytes(padding), array.data))
+            start, size = size + padding, size + padding + array.nbytes
+            return {_ARRAY: [array.dtype.str, list(array.shape), start, array.nbytes]}
+        name = _NAMES.get(type(item))
+        if name is not None:
+            return {_RECORD: name} | {field: plain(getattr(item, field), depth + 1) for field in _sent_fields(name, item)}
+        if isinstance(item, list | tuple):
+            if depth < MAX_DEPTH and _SCALARS.issuperset(map(type, item)):
+                return item
+            return [plain(entry, depth + 1) for entry in item]
+        if isinstance(item, dict):
+            if not all(isinstance(key, str) for key in item):
+                raise WireError("keys must be strings")
+            return {f"${key}" if key[:1] == "$" else key: plain(entry, depth + 1) for key, entry in item.items()}
+        if isinstance(item, str | int | float):
+            return item.value if isinstance(item, enum.Enum) else _base(item)
+        raise WireError(f"a {type(item).__name__} does not travel")
+
+    try:
+        header: bytes = msgpack.packb(plain(value, 0), use_bin_type=True)
+    except (OverflowError, UnicodeEncodeError) as error:
+        raise WireError(f"cannot be encoded: {error}") from error
+    if _body_start(len(header)) + size > MAX_FRAME:
+        raise WireError(f"{len(header) + size} bytes are more than a frame may hold ({MAX_FRAME})")
+    parts = [header, bytes(_body_start(len(header)) - _PREAMBLE.size - len(header)), *buffers]
+    checksum = 0
+    for part in parts:
+        checksum = zlib.crc32(part, checksum)
+    return b"".join([_PREAMBLE.pack(_MAGIC, SCHEMA, checksum, len(header), size), *parts])
+
+
+def _sent_fields(name: str, record: object) -> Sequence[str]:
+    if name not in _LATER:
+        return _FIELDS[name]
+    later = _LATER[name]
+    return [field for field in _FIELDS[name] if field not in later or getattr(record, field) != later[field]]
+
+
+def _body_start(header_size: int) -> int:
+    """Where the body lies in a frame: on the next multiple of 8, so that its arrays are aligned."""
+    return -(-(_PREAMBLE.size + header_size) // 8) * 8
+
+
+def decode(frame: bytes | memoryview, *, max_bytes: int = MAX_FRAME) -> Any:  # noqa: ANN401  (what was encoded)
+    """The value in a frame; the whole of it must be there, and nothing more."""
+    frame = memoryview(frame)
+    header_size, body_size, checksum = _read_preamble(frame, max_bytes=max_bytes)
+    expected = _body_start(header_size) + body_size
+    if len(frame) != expected:
+        what = "truncated" if len(frame) < expected else "followed by other bytes"
+        raise WireError(f"frame is {what}: {len(frame)} bytes where {expected} were announced")
+    payload = frame[_PREAMBLE.size :]
+    if zlib.crc32(payload) != checksum:
+        raise WireError("checksum differs: the frame was changed on its way")
+    try:
+        header = msgpack.unpackb(payload[:header_size], raw=False, strict_map_key=True)
+        return _revive(header, frame[_body_start(header_size) :], 0)
+    except WireError:
+        raise
+    except (ValueError, TypeError, LookupError, OverflowError, RecursionError, msgpack.UnpackException) as error:
+        raise WireError(f"malformed frame: {error}") from error
+
+
+def _base(item: str | int | float) -> str | int | float:
+    """A subclass of a plain type (numpy's float64 is one) as the plain type itself."""
+    return next(kind(item) for kind in (str, int, float) if isinstance(item, kind))
+
+
+def remaining_bytes(preamble: bytes, *, max_bytes: int = MAX_FRAME) -> int:
+    """How many bytes of a frame follow its preamble."""
+    header_size, body_size, _ = _read_preamble(memoryview(preamble), max_bytes=max_bytes)
+    return _body_start(header_size) - _PREAMBLE.size + body_size
+
+
+def read_frames(file: BinaryIO) -> Iterator[Any]:
+    """The values of a file of frames, one after another; a frame cut off by a crash at the end is left out."""
+    while preamble := file.read(_PREAMBLE.size):
+        if len(preamble) < _PREAMBLE.size:
+            return
+        size = remaining_bytes(preamble)
+        rest = file.read(size)
+        if len(rest) < size:
+            return
+        yield decode(preamble + rest)
+
+
+def _read_preamble(frame: memoryview, *, max_bytes: int) -> tuple[int, int, int]:
+    if len(frame) < _PREAMBLE.size:
+        raise WireError(f"frame is truncated: {len(frame)} bytes, the preamble alone takes {_PREAMBLE.size}")
+    magic, schema, checksum, header_size, body_size = _PREAMBLE.unpack(frame[: _PREAMBLE.size])
+    if magic != _MAGIC:
+        raise WireError("not a Headrace frame: it does not begin with 'HRW'")
+    if schema != SCHEMA:
+        raise WireError(f"frame has schema {schema}, this version reads {SCHEMA}")
+    if _body_start(header_size) + body_size > max_bytes:
+        raise WireError(f"oversized frame: announces {header_size + body_size} bytes, at most {max_bytes} are taken")
+    return header_size, body_size, checksum
+
+
+def _revive(item: Any, body: memoryview, depth: int) -> Any:  # noqa: ANN401
+    if depth > MAX_DEPTH:
+        raise WireError(f"nested deeper than {MAX_DEPTH}")
+    if isinstance(item, list):
+        if depth < MAX_DEPTH and _SCALARS.issuperset(map(type, item)):
+            return item
+        return [_revive(entry, body, depth + 1) for entry in item]
+    if not isinstance(item, dict):
+        if isinstance(item, bytes | msgpack.ExtType | msgpack.Timestamp):
+            raise WireError(f"a header holds no {type(item).__name__}")
+        return item
+    if item.keys() == {_ARRAY}:
+        return _revive_array(item[_ARRAY], body)
+    for key in item:
+        if not isinstance(key, str) or (key[:1] == "$" and key[:2] != "$$" and key != _RECORD):
+            raise WireError(f"a header holds no key {key!r}")
+    fields = {key.removeprefix("$"): _revive(entry, body, depth + 1) for key, entry in item.items() if key != _RECORD}
+    if _RECORD not in item:
+        return fields
+    name = item[_RECORD]
+    if name not in _RECORDS:
+        raise WireError(f"unknown record {name!r}")
+    odd = sorted((_REQUIRED[name] - fields.keys()) | (fields.keys() - set(_FIELDS[name])))
+    if odd:
+        raise WireError(f"record {name} has missing or unknown fields: {', '.join(odd)}")
+    try:
+        return _RECORDS[name](**fields)
+    except (ValueError, TypeError, AttributeError, LookupError, OverflowError) as error:
+        raise WireError(f"record {name} is not valid: {error}") from error
+
+
+def _revive_array(claim: Any, body: memoryview) -> Array:  # noqa: ANN401
+    if not isinstance(claim, list) or len(claim) != 4:
+        raise WireError("an array is described by dtype, shape, offset and length")
+    dtype, shape, offset, length = claim
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
+        raise WireError(f"arrays of {dtype!r} are not taken")
+    if not isinstance(shape, list) or len(shape) > 8 or not all(type(n) is int and n >= 0 for n in [*shape, offset, length]):
+        raise WireError("an array's shape, offset and length must be whole numbers")
+    count, kind = math.prod(shape), _DTYPES[dtype]
+    if count * kind.itemsize != length or offset + length > len(body):
+        raise WireError(f"an array of shape {shape} and {length} bytes at {offset} does not fit a body of {len(body)}")
+    array = np.frombuffer(body[offset : offset + length], dtype=kind)
+    return array if len(shape) == 1 else array.reshape(shape)

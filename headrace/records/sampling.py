@@ -1,0 +1,188 @@
+"""The small records a rollout is made of: where its tokens came from, how they were drawn, what was thought of them.
+
+Everyone takes them from `headrace.records`.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+
+from headrace.records.validate import Array, check_kind, check_plain, equal_records, frozen, trusted_copy
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class Source(enum.IntEnum):
+    """Where a token came from."""
+
+    PROMPT = 0
+    SAMPLED = 1
+    TOOL = 2
+    TEMPLATE = 3
+
+
+class FinishReason(enum.StrEnum):
+    """Why the last generate call ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """The rollout was judged; `reward` is the number advantages are made of."""
+
+    reward: float
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.reward):
+            raise ValueError(f"Scored.reward must be finite, not {self.reward}; a reward that failed is InfraAbort")
+
+
+@dataclass(frozen=True, slots=True)
+class Invalid:
+    """Judged to have no score (every reward said "not applicable"): left out of training, counted as filtered."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class InfraAbort:
+    """Something the policy cannot cause went wrong: dropped, counted as failed, retried while attempts last."""
+
+    reason: str
+
+
+Outcome: TypeAlias = Scored | Invalid | InfraAbort
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """The distribution tokens are drawn from, and when to stop. Without it a logprob cannot be computed again."""
+
+    temperature: float = 1.0
+    """0 is greedy; the recorded logprob is then 0, the choice being certain."""
+    top_k: int = 0
+    """Keep the k likeliest tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of likeliest tokens that holds this much probability."""
+    min_p: float = 0.0
+    """Keep tokens at least this fraction as likely as the likeliest."""
+    max_tokens: int = 256
+    """At most this many new tokens in one call."""
+    min_tokens: int = 0
+    """Stop tokens cannot be drawn before this many new tokens."""
+    stop_ids: tuple[int, ...] = ()
+    """Token ids that end the call; the stop token is part of the rollout."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the call; the tokens that complete one are part of the rollout, and the engine trims those after."""
+    seed: int = 0
+    """With the token's position, the key of its random number: the same seed draws the same tokens in any batch."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop_ids", tuple(int(i) for i in self.stop_ids))
+        object.__setattr__(self, "stop", _checked_stop(self.stop))
+        _require(self.temperature >= 0 and math.isfinite(self.temperature), "temperature", self.temperature, "≥ 0")
+        _require(self.top_k >= 0 and self.top_k == int(self.top_k), "top_k", self.top_k, "a whole number ≥ 0 (0 keeps all)")
+        _require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
+        _require(0 <= self.min_p < 1, "min_p", self.min_p, "in [0, 1)")
+        _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "≥ 1")
+        _require(0 <= self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, "between 0 and max_tokens")
+        _require(-(1 << 63) <= self.seed < 1 << 63, "seed", self.seed, "a number of 64 bits")
+
+    def with_seed(self, seed: int) -> Sampling:
+        """The same distribution drawn with other random numbers; nothing needs checking again."""
+        return trusted_copy(self, {"seed": seed})
+
+    @property
+    def is_truncated(self) -> bool:
+        """True where some tokens cannot be drawn, so that a sampling mask is needed to compute the logprob again."""
+        return self.temperature > 0 and (
+            self.top_k > 0 or self.top_p < 1 or self.min_p > 0 or (self.min_tokens > 0 and bool(self.stop_ids))
+        )
+
+
+MAX_STOPS = 16
+"""Texts that may end one call; each is looked for after every token."""
+
+
+def _checked_stop(stop: Sequence[str]) -> tuple[str, ...]:
+    is_list = isinstance(stop, tuple | list)  # a text is a sequence of texts too, but hardly meant as one
+    _require(is_list, "stop", stop, "a list of texts")
+    texts = tuple(stop)
+    _require(len(texts) <= MAX_STOPS, "stop", texts, f"at most {MAX_STOPS} texts")
+    for text in texts:
+        _require(isinstance(text, str) and text != "", "stop", texts, "texts that are not empty")
+        check_plain(text, where="sampling.stop")
+    return texts
+
+
+def _require(holds: bool, name: str, value: object, wanted: str) -> None:
+    if not holds:
+        raise ValueError(f"sampling.{name} = {value!r}: must be {wanted}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One generate call: the half-open token span it added, and how it was drawn."""
+
+    start: int
+    stop: int
+    engine: str
+    sampling: Sampling
+    finish_reason: FinishReason
+    started: float
+    """Seconds since the epoch at which the engine admitted it."""
+    finished: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "finish_reason", FinishReason(self.finish_reason))
+        check_kind(self.sampling, Sampling, "Call.sampling")
+        if not 0 <= self.start <= self.stop:
+            raise ValueError(f"Call spans tokens {self.start} to {self.stop}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SamplingMask:
+    """For each token, the ids the sampler could have chosen, ragged: row t is ids[offsets[t]:offsets[t+1]].
+
+    An empty row means the token was not restricted (a prompt token, or a draw from the whole vocabulary).
+    """
+
+    offsets: Array
+    ids: Array
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "offsets", frozen(self.offsets, np.int64, "sampling_mask.offsets"))
+        object.__setattr__(self, "ids", frozen(self.ids, np.int32, "sampling_mask.ids"))
+        offsets = self.offsets
+        if offsets.ndim != 1 or self.ids.ndim != 1 or len(offsets) < 1:
+            raise ValueError("sampling_mask: offsets and ids must be one-dimensional, offsets not empty")
+        if offsets[0] != 0 or offsets[-1] != len(self.ids) or bool((np.diff(offsets) < 0).any()):
+            raise ValueError(f"sampling_mask: offsets must rise from 0 to {len(self.ids)}, the number of ids")
+
+    def row(self, index: int) -> Array:
+        """The ids token `index` could have been."""
+        return self.ids[self.offsets[index] : self.offsets[index + 1]]
+
+    @classmethod
+    def from_rows(cls, rows: list[Array]) -> SamplingMask:
+        """Build from one array of ids per token."""
+        offsets = np.zeros(len(rows) + 1, dtype=np.int64)
+        np.cumsum([len(row) for row in rows], out=offsets[1:])
+        return cls(offsets=offsets, ids=np.concatenate(rows).astype(np.int32) if rows else np.zeros(0, np.int32))
+
+    def cut(self, num_tokens: int) -> SamplingMask | None:
+        """Of the first tokens; None where none of them was restricted."""
+        offsets = self.offsets[: num_tokens + 1]
+        return trusted_copy(self, {"offsets": offsets, "ids": self.ids[: offsets[-1]]}) if offsets[-1] else None
+
+    def __eq__(self, other: object) -> bool:
+        return equal_records(self, other)

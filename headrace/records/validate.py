@@ -1,0 +1,182 @@
+"""What the records of `headrace.records` check themselves with: plain data, read-only arrays, equality to the bit."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+from itertools import repeat
+from operator import attrgetter, call
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+Record = TypeVar("Record")
+Array: TypeAlias = npt.NDArray[Any]
+Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | None"
+"""Data that survives JSON and msgpack unchanged: what a task row and a setting are made of."""
+MAX_NESTING = 32
+"""Of plain data; deeper is refused."""
+
+
+def check_plain(value: object, *, where: str, depth: int = 0) -> None:
+    """Raise unless `value` is plain data that can travel, naming the place that is not."""
+    if not _is_plain(value, depth):
+        _explain_plain(value, where, depth)
+
+
+def _is_plain(value: Any, depth: int) -> bool:  # noqa: ANN401
+    """Whether it surely is: the common case, without a name for every place on the way."""
+    kind = type(value)
+    if kind is str:
+        return bool(value.isascii())
+    if kind is dict and depth < MAX_NESTING:
+        for key, item in value.items():
+            if type(key) is not str or not key.isascii() or not _is_plain(item, depth + 1):
+                return False
+        return True
+    if kind is list and depth < MAX_NESTING:
+        return all(_is_plain(item, depth + 1) for item in value)
+    if kind is int:
+        return bool(-(2**63) <= value < 2**64)
+    return kind is float or kind is bool or value is None
+
+
+def _explain_plain(value: object, where: str, depth: int) -> None:
+    """The whole rule, with the place in words."""
+    if depth > MAX_NESTING:
+        raise ValueError(f"{where[:80]}… is nested deeper than {MAX_NESTING}")
+    if isinstance(value, str):
+        _check_text(value, where)
+        return
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        raise ValueError(f"{where} = {value} does not fit 64 bits")
+    if value is None or isinstance(value, bool | int | float):
+        return
+    if isinstance(value, list):
+        for index, item in enumerate(value):
+            _explain_plain(item, f"{where}[{index}]", depth + 1)
+        return
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise ValueError(f"{where}: key {key!r} is not a string")
+            _check_text(key, where)
+            _explain_plain(item, f"{where}[{key!r}]", depth + 1)
+        return
+    raise ValueError(f"{where} is a {type(value).__name__}; use strings, numbers, booleans, lists and dicts")
+
+
+def check_messages(messages: Sequence[dict[str, Plain]]) -> None:
+    """Raise unless each holds text, a list of parts or calls of tools: a chat template writes anything else out, None as the
+    word."""
+    for index, message in enumerate(messages):
+        content = message.get("content")
+        if not isinstance(content, str | list) and not (content is None and message.get("tool_calls")):
+            raise ValueError(
+                f"message {index} of the prompt ({message.get('role')}) has the content {content!r}; give text, and '' where "
+                f"there is none"
+            )
+
+
+def _check_text(text: str, where: str) -> None:
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{where} holds half of a character (a lone surrogate); it cannot be written as UTF-8") from None
+
+
+def check_kind(value: object, kinds: type | tuple[type, ...], name: str) -> None:
+    if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is int):
+        raise ValueError(f"{name} = {value!r} is a {type(value).__name__}")
+
+
+def frozen(array: object, dtype: type | None, name: str) -> Array:
+    """A read-only array of exactly this dtype that nobody else can write to; only a lossless conversion is made."""
+    result = np.asarray(array)
+    if result.dtype.kind not in "biuf":
+        raise ValueError(f"{name} must be an array of numbers, not of {result.dtype}")
+    wanted = result.dtype.newbyteorder("=") if dtype is None else np.dtype(dtype)
+    if result.dtype != wanted:
+        _check_fits(result, wanted, name)
+        result = result.astype(wanted)
+    elif _is_writable_somewhere(result):
+        result = result.copy()
+    result.flags.writeable = False
+    return result
+
+
+def _check_fits(array: Array, wanted: np.dtype[Any], name: str) -> None:
+    if array.size and not np.can_cast(array.dtype, wanted, casting="same_kind"):
+        raise ValueError(f"{name} must be {wanted.name}, not {array.dtype}")
+    if array.size and wanted.kind in "iu" and array.dtype.kind in "iu":
+        limits = np.iinfo(wanted)
+        if int(array.min()) < limits.min or int(array.max()) > limits.max:
+            raise ValueError(f"{name} holds a number that does not fit {wanted.name}")
+
+
+def _is_writable_somewhere(array: Array) -> bool:
+    """Whether the memory can be changed, through this array or through one it is a view of."""
+    owner: Any = array
+    while isinstance(owner, np.ndarray):
+        if owner.flags.writeable:
+            return True
+        owner = owner.base
+    return owner is not None and not memoryview(owner).readonly
+
+
+def trusted(record: type[Record], fields: dict[str, Any]) -> Record:
+    """A frozen record made without its checks, for who has made them already. Every field must be there."""
+    made, set_field = object.__new__(record), object.__setattr__
+    for name, value in fields.items():
+        set_field(made, name, value)
+    return made
+
+
+def trusted_copy(record: Record, changes: dict[str, Any]) -> Record:
+    """A copy of a frozen record with some fields changed, without its checks."""
+    kind: type[Any] = type(record)
+    values_of, setters = _slots(kind)  # type: ignore[arg-type]  # classes are hashable
+    made: Record = object.__new__(kind)
+    any(map(call, setters, repeat(made), values_of(record)))  # setters return None: this sets all, and quickly
+    for name, value in changes.items():
+        object.__setattr__(made, name, value)
+    return made
+
+
+@cache
+def _slots(record: type) -> tuple[Callable[[object], tuple[Any, ...]], tuple[Callable[[object, Any], None], ...]]:
+    names = [f.name for f in dataclasses.fields(record)]
+    return attrgetter(*names), tuple(record.__dict__[name].__set__ for name in names)
+
+
+def trusted_many(record: type[Record], columns: dict[str, Sequence[Any]], *, num: int) -> list[Record]:
+    """As many of them, a column of `num` values for each field."""
+    made = [object.__new__(record) for _ in range(num)]
+    for name, column in columns.items():
+        assert len(column) == num
+        any(map(record.__dict__[name].__set__, made, column))
+    return made
+
+
+def equal_records(left: object, right: object) -> bool:
+    if type(left) is not type(right):
+        return False
+    names = [f.name for f in dataclasses.fields(left)]  # type: ignore[arg-type]  # only our own dataclasses come here
+    return all(_equal_values(getattr(left, name), getattr(right, name)) for name in names)
+
+
+def _equal_values(left: object, right: object) -> bool:
+    if isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
+        return left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
+    if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
+        return False
+    if isinstance(left, tuple) and isinstance(right, tuple):
+        return len(left) == len(right) and all(map(_equal_values, left, right))
+    if isinstance(left, dict) and isinstance(right, dict):
+        return left.keys() == right.keys() and all(_equal_values(left[key], right[key]) for key in left)
+    return left == right

@@ -1,0 +1,37 @@
+"""Puts the rooms together: four loops (`loops`) over one run's state (`pipeline`), and everything around them.
+
+This is the only room that knows the others; each of them is handed what it needs and asks nobody.
+"""
+
+from typing import TYPE_CHECKING
+
+from headrace.front_door import front_door
+
+if TYPE_CHECKING:
+    from headrace.run.checkpoint import (
+        FORMAT as FORMAT,
+        MANIFEST as MANIFEST,
+        CheckpointStore as CheckpointStore,
+        checkpoints_in as checkpoints_in,
+    )
+    from headrace.run.collector import few_collections as few_collections
+    from headrace.run.evaluate import make_evaluator as make_evaluator
+    from headrace.run.failures import first_failure as first_failure
+    from headrace.run.publishing import Published as Published, make_canary as make_canary, publish as publish
+    from headrace.run.roles import (
+        Around as Around,
+        Roles as Roles,
+        TrainerHere as TrainerHere,
+        TrainerRole as TrainerRole,
+        TrainerThere as TrainerThere,
+    )
+    from headrace.run.session import Session as Session
+    from headrace.run.settings import (
+        CheckpointSettings as CheckpointSettings,
+        EvaluateSettings as EvaluateSettings,
+        WarmupSettings as WarmupSettings,
+    )
+    from headrace.run.state import Run as Run
+    from headrace.run.work import Begun as Begun, Work as Work
+else:
+    __getattr__ = front_door(__name__)

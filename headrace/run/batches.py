@@ -1,0 +1,156 @@
+"""Groups into batches: advantages, and the weights that make every mean the algorithm wants.
+
+Advantages of whole rollouts need rewards alone. Those of single tokens need columns that only the trainer can compute, so
+they come in two steps: `make_batches`, then `with_token_advantages` once the columns of `columns_first` are there. Both see
+all groups of the version, so that what is taken over the batch does not depend on how many optimizer steps it is cut into.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from headrace.algorithms import (
+    PROXIMAL,
+    REFERENCE,
+    RETURNS,
+    REWARDS,
+    TEACHER,
+    VALUES,
+    batch_advantages,
+    gae,
+    needed_columns,
+    normalised,
+    token_rewards,
+)
+from headrace.records import Batch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from headrace.buffer import Group
+    from headrace.config import Recipe
+    from headrace.records import Array, Rollout
+
+
+def make_batches(groups: Sequence[Group], recipe: Recipe, *, version: int) -> list[Batch]:
+    """One batch per optimizer step of this version."""
+    rewards = [[episode.reward for episode in group.episodes if episode.reward is not None] for group in groups]
+    values = batch_advantages(rewards, kind=recipe.train.advantage)
+    parts = min(recipe.train.mini_batches, len(groups))
+    return [_make_batch(groups[part::parts], values[part::parts], recipe, version=version) for part in range(parts)]
+
+
+def columns_first(batches: Sequence[Batch], recipe: Recipe) -> list[str]:
+    """The columns the trainer is asked for before a version's first step: what advantages of tokens are made of, and the policy
+    as it is now, where a loss or a correction looks at it and several steps will move the weights."""
+    train, wanted = recipe.train, []
+    if train.advantage == "gae":
+        wanted += [VALUES, *([REFERENCE] if train.kl_in_reward else [])]
+    if train.advantage == "distill":
+        wanted.append(TEACHER)
+    if len(batches) > 1 and PROXIMAL in needed_columns(train.loss, recipe.correction):
+        wanted.append(PROXIMAL)
+    rollouts = [rollout for batch in batches for rollout in batch.rollouts]
+    return [name for name in wanted if not all(name in rollout.columns for rollout in rollouts)]
+
+
+def with_column(batch: Batch, name: str, values: Sequence[Array]) -> Batch:
+    """The batch with one more column on every rollout."""
+    rollouts = tuple(_with_columns(rollout, {name: value}) for rollout, value in zip(batch.rollouts, values, strict=True))
+    return dataclasses.replace(batch, rollouts=rollouts)
+
+
+def with_token_advantages(batches: Sequence[Batch], recipe: Recipe) -> list[Batch]:
+    """The batches with advantages of single tokens, where the recipe wants them, made of columns they have by now."""
+    if recipe.train.advantage == "distill":
+        return [dataclasses.replace(batch, advantages=tuple(map(_distilled, batch.rollouts))) for batch in batches]
+    if recipe.train.advantage != "gae":
+        return list(batches)
+    estimates = [[_estimated(rollout, recipe) for rollout in batch.rollouts] for batch in batches]
+    masks = [rollout.loss_mask for batch in batches for rollout in batch.rollouts]
+    trained = [made[mask] for (made, _), mask in zip((e for of_batch in estimates for e in of_batch), masks, strict=True)]
+    scaled = iter(np.split(normalised(np.concatenate(trained)), np.cumsum([len(part) for part in trained])[:-1]))
+    results = []
+    for batch, of_batch in zip(batches, estimates, strict=True):
+        placed = tuple(_placed(next(scaled), rollout) for rollout in batch.rollouts)
+        returned = with_column(batch, RETURNS, [returns for _, returns in of_batch])
+        results.append(dataclasses.replace(returned, advantages=placed))
+    return results
+
+
+def _make_batch(groups: Sequence[Group], values: Sequence[Array], recipe: Recipe, *, version: int) -> Batch:
+    train = recipe.train
+    rollouts: list[Rollout] = []
+    of_rollouts: list[float] = []
+    for group, of_group in zip(groups, values, strict=True):
+        for episode, value in zip(group.episodes, of_group.tolist(), strict=True):
+            members = episode.rollouts
+            if train.advantage == "gae":
+                reward = episode.reward or 0.0
+                members = tuple(_with_columns(rollout, {REWARDS: token_rewards(rollout, reward)}) for rollout in members)
+            rollouts += members
+            of_rollouts += [value] * len(members)
+    lengths = np.array([len(rollout) for rollout in rollouts], dtype=np.int64)
+    mask = np.concatenate([rollout.loss_mask for rollout in rollouts]) if rollouts else np.zeros(0, dtype=bool)
+    has_kl = train.kl > 0 and not train.kl_in_reward
+    return Batch.from_columns(
+        rollouts,
+        advantages=_on_trained(of_rollouts, lengths, mask),
+        weights=_on_trained(_scales(lengths, mask, recipe), lengths, mask),
+        loss=train.loss,
+        constants=train.constants,
+        correction=recipe.correction,
+        correction_constants=recipe.correction_constants,
+        kl=train.kl_estimator if has_kl else "none",
+        kl_weight=train.kl if has_kl else 0.0,
+        version=version,
+    )
+
+
+def _on_trained(values: Sequence[float] | Array, lengths: Array, mask: Array) -> Array:
+    """[tokens] float32: each rollout's value on its trained tokens, 0 elsewhere."""
+    return np.where(mask, np.repeat(np.asarray(values, dtype=np.float32), lengths), np.float32(0))
+
+
+def _scales(lengths: Array, mask: Array, recipe: Recipe) -> Array:
+    """What a trained token of each rollout weighs: the weights of a batch come to 1, or to less with a constant, or
+    where sequences count the same and some have no trained token."""
+    train = recipe.train
+    if train.mean_over == "constant":
+        return np.full(len(lengths), train.mini_batches / (train.batch * recipe.sampling.max_tokens))
+    if train.mean_over == "token":
+        return np.full(len(lengths), 1 / max(int(np.count_nonzero(mask)), 1))
+    trained = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(mask)])
+    stops = np.cumsum(lengths)
+    counts = trained[stops] - trained[stops - lengths]
+    scales: Array = 1 / (len(lengths) * np.maximum(counts, 1))
+    return scales
+
+
+def _estimated(rollout: Rollout, recipe: Recipe) -> tuple[Array, Array]:
+    """([T] advantages, [T] returns) of one rollout by `gae`."""
+    train, mask = recipe.train, rollout.loss_mask
+    rewards = rollout.columns[REWARDS][mask]
+    if train.kl_in_reward:
+        rewards = rewards - train.kl * (rollout.logprobs[mask] - rollout.columns[REFERENCE][mask])
+    made, returns = gae(rewards, rollout.columns[VALUES][mask], discount=train.discount, trace=train.gae_lambda)
+    return _placed(made, rollout), _placed(returns, rollout)
+
+
+def _distilled(rollout: Rollout) -> Array:
+    """[T]: log π_T − log μ, how much likelier the teacher finds what was drawn."""
+    return np.where(rollout.loss_mask, rollout.columns[TEACHER] - rollout.logprobs, np.float32(0)).astype(np.float32)
+
+
+def _placed(values: Array, rollout: Rollout) -> Array:
+    """[T] float32: values of the trained tokens in their places."""
+    result = np.zeros(len(rollout), dtype=np.float32)
+    result[rollout.loss_mask] = values
+    return result
+
+
+def _with_columns(rollout: Rollout, columns: dict[str, Array]) -> Rollout:
+    return rollout.replace(columns={**rollout.columns, **columns})

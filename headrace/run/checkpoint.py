@@ -1,0 +1,222 @@
+"""Checkpoints: a Hugging Face folder plus one manifest, written aside, synced and renamed.
+
+A folder named `step-N` is complete by construction; a crash at any moment leaves the one before it. When the disk is
+full the checkpoint is written to the cache folder instead, the run stops, and the same command finds it there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import time
+import zlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+
+from headrace.buffer import Group
+from headrace.records import frames
+from headrace.run.in_flight import UnfinishedGroup
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterable
+    from pathlib import Path
+
+MANIFEST = "manifest.json"
+BUFFER = "buffer.wire"
+PARTIAL = "partial.wire"
+FORMAT = 1
+_NAME = re.compile(r"step-\d+")
+"""Of a checkpoint. Whatever else lies beside them, `step-100-best` too, is the user's."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or read; the message says what is safe and what to do."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One complete checkpoint on disk."""
+
+    folder: Path
+    manifest: dict[str, Any]
+
+    @property
+    def version(self) -> int:
+        return int(self.manifest["version"])
+
+    def groups(self) -> list[Group]:
+        """The groups that waited in the buffer."""
+        with (self.folder / BUFFER).open("rb") as file:
+            return [Group(number=entry["number"], episodes=tuple(entry["episodes"])) for entry in frames.read_frames(file)]
+
+    def unfinished(self) -> list[UnfinishedGroup]:
+        """The groups that were in flight; none in a checkpoint from before they were kept."""
+        path = self.folder / PARTIAL
+        if not path.exists():
+            return []
+        with path.open("rb") as file:
+            return [UnfinishedGroup.of(entry) for entry in frames.read_frames(file)]
+
+
+class CheckpointStore:
+    """The checkpoints of one run."""
+
+    def __init__(self, folder: Path, *, rescue: Path, keep: int) -> None:
+        self._folder, self._rescue, self._keep = folder, rescue, keep
+
+    async def save(
+        self,
+        version: int,
+        *,
+        write_weights: Callable[[Path], Awaitable[None]],
+        groups: Iterable[Group],
+        manifest: dict[str, Any],
+        unfinished: Iterable[UnfinishedGroup] = (),
+    ) -> Path:
+        """Write `step-{version}`; the old ones past `keep` go only once it is safely there."""
+        waiting = {
+            BUFFER: [{"number": group.number, "episodes": list(group.episodes)} for group in groups],
+            PARTIAL: [group.entry() for group in unfinished],
+        }
+        manifest = {"format": FORMAT, "version": version, **manifest}
+        try:
+            written = await self._write(self._folder, version, write_weights, waiting, manifest)
+        except (OSError, SafetensorError) as error:
+            rescued = await self._write(self._rescue, version, write_weights, waiting, manifest)
+            raise CheckpointError(
+                f"checkpoint of version {version} could not be written to {self._folder}: {error}. Nothing is lost: it is in "
+                f"{rescued}, and earlier ones are untouched. Make room and give the same command to go on from it."
+            ) from error
+        self._prune(written)  # a rescued one prunes nothing: it lies elsewhere, and only until the run is finished
+        return written
+
+    async def _write(
+        self,
+        parent: Path,
+        version: int,
+        write_weights: Callable[[Path], Awaitable[None]],
+        waiting: dict[str, list[dict[str, Any]]],
+        manifest: dict[str, Any],
+    ) -> Path:
+        target, temporary = parent / f"step-{version}", parent / f".step-{version}.tmp"
+        shutil.rmtree(temporary, ignore_errors=True)
+        try:
+            temporary.mkdir(parents=True)
+            await write_weights(temporary)
+            for name, entries in waiting.items():
+                (temporary / name).write_bytes(b"".join(frames.encode(entry) for entry in entries))
+            files = {str(path.relative_to(temporary)): _fingerprint(path) for path in _files(temporary)}
+            (temporary / MANIFEST).write_text(json.dumps({**manifest, "files": files}, indent=1))
+            for path in [*temporary.rglob("*"), temporary]:
+                _sync(path)
+            shutil.rmtree(target, ignore_errors=True)
+            temporary.rename(target)
+            _sync(parent)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        return target
+
+    def latest(self, *, warn: Callable[[str], None]) -> Checkpoint | None:
+        """The newest checkpoint that is whole, in the run's folder or rescued; damaged ones are set aside.
+
+        Only files that are missing or that differ from their manifest are damage. A read that fails may be the disk's or the
+        network's doing and over in a moment: nothing is touched then, and no older version is taken in its place.
+        """
+        for leftover in self._folder.glob(".step-*.tmp"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        for folder in reversed(checkpoints_in(self._folder, self._rescue)):
+            try:
+                return Checkpoint(folder, _checked_manifest(folder))
+            except (_Damaged, FileNotFoundError) as problem:
+                warn(f"checkpoint {folder} is damaged ({problem}); looking for an older one")
+                folder.rename(folder.with_name(f"damaged-{folder.name}-{time.time_ns()}"))
+            except OSError as error:
+                raise CheckpointError(
+                    f"checkpoint {folder} cannot be read: {error}. It may be whole, and nothing was changed. Give the same "
+                    f"command again; to go on from an older one, move this folder away first."
+                ) from error
+        return None
+
+    def clear_rescued(self) -> None:
+        """The run finished in its own folder."""
+        shutil.rmtree(self._rescue, ignore_errors=True)
+
+    def _prune(self, written: Path) -> None:
+        """Keep the newest, the one just written among them."""
+        others = [path for path in reversed(checkpoints_in(self._folder)) if path != written]
+        for folder in others[self._keep - 1 :]:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def checkpoints_in(*parents: Path) -> list[Path]:
+    """The oldest first; none of them is looked into."""
+    found = [path for parent in parents for path in parent.glob("step-*") if _NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def random_state() -> dict[str, Any]:
+    """Of the generators a user's reward or loss may draw from."""
+    version, numbers, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return {
+        "python": [version, list(numbers), gauss],
+        "numpy": [name, [int(key) for key in keys], int(position), int(has_gauss), float(cached)],
+        "torch": torch.get_rng_state().numpy().tobytes().hex(),
+    }
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["torch"]), dtype=torch.uint8))
+
+
+class _Damaged(ValueError):
+    """What is wrong with it."""
+
+
+def _checked_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint whose files are as it says."""
+    text = (folder / MANIFEST).read_bytes()
+    try:
+        manifest: dict[str, Any] = json.loads(text)
+        format_, files = manifest["format"], dict(manifest["files"])
+    except (KeyError, ValueError, TypeError) as error:
+        raise _Damaged(f"{MANIFEST} cannot be read: {error}") from error
+    if format_ != FORMAT:
+        raise _Damaged(f"its format is {format_}, this version reads {FORMAT}")
+    for name, fingerprint in files.items():
+        if _fingerprint(folder / name) != fingerprint:
+            raise _Damaged(f"{name} has changed")
+    return manifest
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _fingerprint(path: Path) -> list[int]:
+    """(bytes, crc32)."""
+    value, size = 0, 0
+    with path.open("rb") as file:
+        while part := file.read(1 << 22):
+            value, size = zlib.crc32(part, value), size + len(part)
+    return [size, value]
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,33 @@
+"""The recipe's `[reward]`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from headrace.settings import ConfigError, check
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardSettings:
+    """What is good."""
+
+    functions: tuple[str, ...] = ()
+    """`module:name` or `file.py:name` of each reward function; empty takes the one that comes with the task."""
+    weights: tuple[float, ...] = ()
+    """One per function; empty weighs each 1."""
+    timeout: float = 300.0
+    """Seconds one call of a reward may take; later counts as failed. `inline` cannot interrupt a plain function."""
+    workers: int = 1
+    """Threads that call plain rewards. With more than one, calls overlap and a reward must bear that; `inline` has none."""
+    attempts: int = 2
+    """How often a reward that raises is asked before its rollouts are counted as failed."""
+    max_failures: int = 64
+    """Rollouts whose reward failed one after another before the run stops and shows the error."""
+
+    def __post_init__(self) -> None:
+        if self.weights and self.functions and len(self.weights) != len(self.functions):
+            raise ConfigError(f"weights = {list(self.weights)}: {len(self.functions)} functions need as many weights")
+        check(self.attempts >= 1, "attempts", self.attempts, "≥ 1")
+        check(0 < self.timeout < math.inf, "timeout", self.timeout, "a number above 0")
+        check(self.workers >= 1, "workers", self.workers, "≥ 1")

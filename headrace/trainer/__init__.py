@@ -1,0 +1,25 @@
+"""What trains. The trainer does not know the algorithm: advantages and per-token weights come in with the batch, and a
+loss is a pure function of per-token tensors, named in the batch.
+
+Sums, never means, are taken over tokens; every mean an algorithm wants is in the weights. So the gradient cannot depend
+on how rollouts are packed, on the size of a micro-batch or on their order.
+"""
+
+from typing import TYPE_CHECKING
+
+from headrace.front_door import front_door
+
+if TYPE_CHECKING:
+    from headrace.trainer.frozen import FrozenModel as FrozenModel
+    from headrace.trainer.memory import TrainerMemory as TrainerMemory, predict_memory as predict_memory
+    from headrace.trainer.protocol import Trainer as Trainer
+    from headrace.trainer.schedule import learning_rate as learning_rate
+    from headrace.trainer.settings import TrainSettings as TrainSettings
+    from headrace.trainer.trainer import DeviceTrainer as DeviceTrainer
+    from headrace.trainer.worker import (
+        Superseded as Superseded,
+        TrainerWorker as TrainerWorker,
+        give_back_unused as give_back_unused,
+    )
+else:
+    __getattr__ = front_door(__name__)

@@ -1,0 +1,61 @@
+"""What a forward pass leaves for its backward pass, and how less of it can be kept: computed again, or in the host's memory."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from headrace.model import Arena
+
+_WORTH_MOVING = 1 << 20
+"""Bytes; smaller tensors stay."""
+
+
+def recompute_layers(model: PreTrainedModel) -> None:
+    """Keep the input of each decoder layer alone, and compute the layer once more in the backward pass."""
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    base: Any = model.base_model
+    for layer in base.layers:
+        layer.training = True  # of the layer itself, which is how transformers asks; nothing in it drops anything out
+
+
+def kept(weights: Arena, *, on_host: bool) -> contextlib.AbstractContextManager[object]:
+    """Around a forward pass: where what it leaves is kept."""
+    return OnHost(weights) if on_host and weights.device.type == "cuda" else contextlib.nullcontext()
+
+
+class OnHost(torch.autograd.graph.saved_tensors_hooks):
+    """Saved tensors go to pinned memory beside the computation, and come back when they are asked for, each as often as it was
+    saved. Weights stay: they are there anyhow."""
+
+    def __init__(self, weights: Arena) -> None:
+        self._stream = torch.cuda.Stream()
+        start = weights.memory.data_ptr()
+        self._weights = range(start, start + weights.num_bytes)
+        super().__init__(self._put_away, self._bring_back)
+
+    def _put_away(self, tensor: Tensor) -> Any:  # noqa: ANN401  (autograd hands back what it got)
+        is_small = tensor.numel() * tensor.element_size() < _WORTH_MOVING
+        is_weight = tensor.data_ptr() in self._weights
+        if is_small or is_weight or not tensor.is_cuda or not tensor.is_contiguous():
+            return tensor
+        home = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            home.copy_(tensor, non_blocking=True)
+        tensor.record_stream(self._stream)
+        return home, self._stream.record_event(), tensor.device
+
+    def _bring_back(self, kept: Any) -> Tensor:  # noqa: ANN401
+        if isinstance(kept, torch.Tensor):
+            return kept
+        home, event, device = kept
+        torch.cuda.current_stream().wait_event(event)
+        found: Tensor = home.to(device, non_blocking=True)
+        return found

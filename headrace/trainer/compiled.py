@@ -1,0 +1,28 @@
+"""Each decoder layer compiled, forward and backward, once for all layers and any number of rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from headrace.model import has_experts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_RECOMPILES = 64
+
+
+def can_compile(model: PreTrainedModel) -> bool:
+    """Experts are not: how many rows each gets is known only when they run."""
+    return not has_experts(model)
+
+
+def compile_layers(model: PreTrainedModel) -> None:
+    """Rounded where an engine rounds: what is fused keeps no more digits than what is computed step by step."""
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _RECOMPILES)
+    base: Any = model.base_model
+    for layer in base.layers:
+        layer.compile(dynamic=True, fullgraph=True, options={"emulate_precision_casts": True})
+    base.norm.compile(dynamic=True)

@@ -1,0 +1,66 @@
+"""A trainer as a Hugging Face folder: float32 weights beside the configuration, and the optimizer in a folder of its own."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.utils import logging as transformers_logging
+
+from headrace.model import named_tensors
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from headrace.trainer.optimizer import FlatAdamW
+
+OPTIMIZER_FILE = "trainer/optimizer.safetensors"
+"""In a folder of its own: other readers take every .safetensors file beside the configuration for weights."""
+VALUE_HEAD = "value_head"
+"""What the value head's parameters are called; they are kept beside the optimizer, since the folder is the policy's."""
+
+
+def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, optimizer: FlatAdamW, folder: Path) -> None:
+    """Weights are written as the optimizer holds them, in float32: nothing is lost by a restart."""
+    transformers_logging.disable_progress_bar()
+    optimizer.settle()
+    model.save_pretrained(folder, state_dict=_state(model, optimizer))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": "float32"}, indent=2, sort_keys=True) + "\n")
+    tokenizer.save_pretrained(folder)
+    (folder / OPTIMIZER_FILE).parent.mkdir(exist_ok=True)
+    state = optimizer.state()
+    for name in optimizer.names:
+        if name.startswith(f"{VALUE_HEAD}."):
+            state[name] = optimizer.master(name).cpu().clone()
+    save_file(state, folder / OPTIMIZER_FILE)
+
+
+def _state(model: PreTrainedModel, optimizer: FlatAdamW) -> dict[str, Tensor]:
+    """Each tensor in memory of its own, tied ones the same: in an arena they would all seem to share theirs."""
+    copies: dict[int, Tensor] = {}
+    names = {id(tensor): name for name, tensor in model.named_parameters() if name in optimizer.names}
+    state = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in copies:
+            held = optimizer.master(names[id(tensor)]) if id(tensor) in names else tensor.detach()
+            copies[id(tensor)] = held.to("cpu", torch.float32 if held.is_floating_point() else held.dtype, copy=True)
+        state[name] = copies[id(tensor)]
+    return state
+
+
+def load(model: PreTrainedModel, optimizer: FlatAdamW, folder: Path) -> None:
+    transformers_logging.disable_progress_bar()
+    theirs = dict(named_tensors(type(model).from_pretrained(folder, dtype=torch.float32)))
+    state = load_file(folder / OPTIMIZER_FILE)
+    optimizer.load_weights({**theirs, **{name: tensor for name, tensor in state.items() if name in optimizer.names}})
+    with torch.no_grad():
+        for name, tensor in named_tensors(model):
+            if name not in optimizer.names:
+                tensor.copy_(theirs[name])
+    optimizer.load_state(state)

@@ -1,0 +1,44 @@
+"""Models that are looked at and never trained: the reference of a KL, the teacher of a distillation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from headrace.model import Arena, Head
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+
+class FrozenModel:
+    """A model and its head. Offloaded, its weights lie in the host's memory but while it is `awake`."""
+
+    def __init__(self, model: PreTrainedModel, *, exact: bool = False, offload: bool = False) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.arena = Arena.adopt(self.model)
+        self.head = Head(self.model, exact=exact)
+        self._resting: Tensor | None = None
+        if offload and self.arena.device.type == "cuda":
+            self._resting = self.arena.memory.to("cpu").pin_memory()
+            self.sleep()
+
+    def wake(self) -> None:
+        """Its weights are where it computes."""
+        if self._resting is not None and not self.arena.memory.untyped_storage().size():
+            self.arena.memory.untyped_storage().resize_(self._num_bytes)
+            self.arena.memory.copy_(self._resting, non_blocking=True)
+
+    def sleep(self) -> None:
+        """Give the GPU's memory back, where it is offloaded."""
+        if self._resting is not None:
+            storage = self.arena.memory.untyped_storage()
+            self._num_bytes = storage.size()
+            torch.cuda.current_stream(self.arena.device).synchronize()
+            storage.resize_(0)
+
+    @property
+    def device(self) -> torch.device:
+        return self.arena.device

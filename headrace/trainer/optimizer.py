@@ -1,0 +1,250 @@
+"""AdamW over whole arenas: one kernel for each run of tensors that are decayed alike, float32 masters under bfloat16 weights.
+Each arena has a learning rate and a limit to its gradient's norm of its own.
+
+Gradients are added up in float32 whatever the weights are, so that a step does not depend on how many passes it took. Nothing
+here waits for the GPU: the norm that clips, and whether a gradient is finite, are read there by the update itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from headrace.settings import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from torch import Tensor, nn
+
+    from headrace.model import Arena, Slot
+    from headrace.trainer.settings import TrainSettings
+
+EPSILON = 1e-8
+_STREAMED = 1 << 26
+"""Numbers of each kind that are brought to the GPU at once where the state lies in the host's memory."""
+_MATRIX = 2
+
+
+@dataclass
+class Segment:
+    """Trained tensors that lie next to each other in an arena, all of them decayed or none."""
+
+    names: list[str]
+    weights: Tensor
+    """Flat, as the model runs them."""
+    masters: Tensor
+    """The same in float32; the same memory where the weights are that."""
+    gradient: Tensor
+    means: Tensor
+    squares: Tensor
+    decay: float
+
+    @property
+    def is_own_master(self) -> bool:
+        return self.masters.data_ptr() == self.weights.data_ptr()
+
+
+class FlatAdamW:
+    """The optimizer of every parameter in some arenas."""
+
+    def __init__(
+        self, trained: Sequence[tuple[Arena, Mapping[str, nn.Parameter]]], settings: TrainSettings, *, offload: bool = False
+    ) -> None:
+        self._settings = settings
+        self._is_offloaded = offload
+        self._arenas: list[list[Segment]] = []
+        self._places: dict[str, tuple[Segment, int, int]] = {}
+        """Of each parameter by name: its segment, and where it lies there."""
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._named: dict[int, str] = {}
+        """By the identity of a parameter."""
+        for arena, parameters in trained:
+            self._arenas.append([self._add(arena, names, parameters) for names in _neighbours(arena, parameters)])
+        if not all(self._arenas):
+            raise ConfigError("every parameter of the model is frozen: there is nothing to train")
+        self._segments = [segment for segments in self._arenas for segment in segments]
+        self.num_steps = torch.zeros((), device=self._segments[0].gradient.device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of masters, gradients and moments, wherever they are."""
+        own = sum(s.masters.nbytes for s in self._segments if not s.is_own_master)
+        return own + sum(s.gradient.nbytes + s.means.nbytes + s.squares.nbytes for s in self._segments)
+
+    @torch.no_grad()
+    def step(self, *learning_rates: float) -> Tensor:
+        """One step with the gradient held, which is then dropped; a learning rate for each arena. Returns the norm of each
+        one's gradient; where one is not finite, all weights and moments stay what they were, and the step is not counted."""
+        norm = torch.linalg.vector_norm
+        norms = torch.stack([norm(torch.stack([norm(s.gradient) for s in segments])) for segments in self._arenas])
+        is_odd = (~torch.isfinite(norms).all()).float()
+        limit = self._settings.max_grad_norm
+        shrinks = ((norms + 1e-6) / limit).clamp_min(1.0) if limit else torch.ones_like(norms)
+        for segments, learning_rate, shrink in zip(self._arenas, learning_rates, shrinks, strict=True):
+            for segment in segments:
+                self._update(segment, learning_rate, shrink=shrink, is_odd=is_odd)
+        self.num_steps += 1 - is_odd
+        return norms
+
+    def _update(self, segment: Segment, learning_rate: float, *, shrink: Tensor, is_odd: Tensor) -> None:
+        for masters, gradient, means, squares in self._parts(segment):
+            torch._fused_adamw_(
+                [masters],
+                [gradient],
+                [means],
+                [squares],
+                [],
+                [self.num_steps + 1],
+                lr=learning_rate,
+                beta1=self._settings.beta1,
+                beta2=self._settings.beta2,
+                weight_decay=segment.decay,
+                eps=EPSILON,
+                amsgrad=False,
+                maximize=False,
+                grad_scale=shrink,
+                found_inf=is_odd,
+            )
+        if not segment.is_own_master and not self._is_offloaded:
+            segment.weights.copy_(segment.masters)
+        segment.gradient.zero_()
+
+    def _parts(self, segment: Segment) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """(masters, gradient, means, squares) where the update can be made: all at once, or piece by piece on the GPU, each
+        written back when it has been used."""
+        if not self._is_offloaded:
+            yield segment.masters, segment.gradient, segment.means, segment.squares
+            return
+        device = segment.gradient.device
+        for start in range(0, len(segment.gradient), _STREAMED):
+            span = slice(start, start + _STREAMED)
+            kept = (segment.masters[span], segment.means[span], segment.squares[span])
+            masters, means, squares = (tensor.to(device, non_blocking=True) for tensor in kept)
+            yield masters, segment.gradient[span], means, squares
+            for home, tensor in zip(kept, (masters, means, squares), strict=True):
+                if home.data_ptr() != tensor.data_ptr():
+                    home.copy_(tensor, non_blocking=True)
+            segment.weights[span].copy_(masters)
+
+    def settle(self) -> None:
+        """What was written back to the host's memory is there."""
+        if self._is_offloaded and self.num_steps.is_cuda:
+            torch.cuda.synchronize()
+
+    def drop_gradient(self) -> None:
+        for segment in self._segments:
+            segment.gradient.zero_()
+
+    @property
+    def names(self) -> set[str]:
+        """Of the parameters it trains."""
+        return set(self._places)
+
+    def gradient(self, name: str) -> Tensor:
+        """Of a parameter, in float32, as it has been added up so far."""
+        return self._view(name, "gradient")
+
+    def gradient_of(self, parameter: Tensor) -> Tensor | None:
+        """The same, of a parameter itself; None where it is not trained."""
+        name = self._named.get(id(parameter))
+        return None if name is None else self.gradient(name)
+
+    def master(self, name: str) -> Tensor:
+        """A parameter in float32."""
+        return self._view(name, "masters")
+
+    def state(self) -> dict[str, Tensor]:
+        """Steps and moments by parameter, for a checkpoint; empty before the first step."""
+        self.settle()
+        if not float(self.num_steps):
+            return {}
+        found = {}
+        for name in self._places:
+            found[f"{name}.exp_avg"] = self._view(name, "means").cpu().clone()
+            found[f"{name}.exp_avg_sq"] = self._view(name, "squares").cpu().clone()
+            found[f"{name}.step"] = self.num_steps.cpu().clone()
+        return found
+
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """What `state` gave; parameters it does not name begin anew."""
+        steps = [state[f"{name}.step"] for name in self._places if f"{name}.step" in state]
+        self.num_steps.copy_(steps[0] if steps else torch.zeros(()))
+        for name in self._places:
+            for kind, key in (("means", "exp_avg"), ("squares", "exp_avg_sq")):
+                view, saved = self._view(name, kind), state.get(f"{name}.{key}")
+                view.zero_() if saved is None else view.copy_(saved)
+
+    @torch.no_grad()
+    def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        """Masters and weights from float32 tensors; whatever is not trained is not looked at."""
+        for name in self.names & tensors.keys():
+            self.master(name).copy_(tensors[name])
+            self._view(name, "weights").copy_(tensors[name])
+
+    def _view(self, name: str, kind: str) -> Tensor:
+        segment, start, stop = self._places[name]
+        flat: Tensor = getattr(segment, kind)
+        return flat[start:stop].view(self._shapes[name])
+
+    def _add(self, arena: Arena, names: list[str], parameters: Mapping[str, nn.Parameter]) -> Segment:
+        slots = [arena.slots[name] for name in names]
+        first = slots[0]
+        weights = arena.flat[first.dtype][first.start : slots[-1].stop]
+        device = torch.device("cpu") if self._is_offloaded else weights.device
+        is_own = weights.dtype == torch.float32 and weights.device == device
+        segment = Segment(
+            names=names,
+            weights=weights,
+            masters=weights if is_own else _resting(weights.float().to(device), self._is_offloaded),
+            gradient=torch.zeros(weights.shape, dtype=torch.float32, device=weights.device),
+            means=_resting(torch.zeros(weights.shape, dtype=torch.float32, device=device), self._is_offloaded),
+            squares=_resting(torch.zeros(weights.shape, dtype=torch.float32, device=device), self._is_offloaded),
+            decay=self._settings.weight_decay if _is_decayed(names[0], first) else 0.0,
+        )
+        for name, slot in zip(names, slots, strict=True):
+            self._shapes[name] = slot.shape
+            self._named[id(parameters[name])] = name
+            self._places[name] = (segment, slot.start - first.start, slot.stop - first.start)
+            _collect(parameters[name], self.gradient(name))
+        return segment
+
+
+def _resting(tensor: Tensor, is_offloaded: bool) -> Tensor:
+    """In memory that a GPU can copy from at full speed, where it lies on the host."""
+    return tensor.pin_memory() if is_offloaded and torch.cuda.is_available() else tensor
+
+
+def _collect(parameter: nn.Parameter, gradient: Tensor) -> None:
+    """Have autograd add what it finds for the parameter to `gradient`."""
+    if parameter.dtype == torch.float32:
+        parameter.grad = gradient
+        return
+
+    def add(parameter: Tensor) -> None:
+        if parameter.grad is not None:  # of a head whose gradient was gathered where it was made, there is none
+            gradient.add_(parameter.grad)
+            parameter.grad = None
+
+    parameter.register_post_accumulate_grad_hook(add)
+
+
+def _neighbours(arena: Arena, parameters: Mapping[str, nn.Parameter]) -> Iterator[list[str]]:
+    """Runs of trained tensors with nothing but padding between them, of one dtype, all decayed or none."""
+    order = sorted(arena.slots, key=lambda name: (str(arena.slots[name].dtype), arena.slots[name].start))
+    for (is_trained, _, _), names in itertools.groupby(
+        order, key=lambda name: (name in parameters, arena.slots[name].dtype, _is_decayed(name, arena.slots[name]))
+    ):
+        if is_trained:
+            yield list(names)
+
+
+def _is_decayed(name: str, slot: Slot) -> bool:
+    """Matrices are; experts' biases (`gate_up_proj_bias`) and heads' norms (`q_norm.weight`) are not, though 2-D."""
+    *modules, last = name.split(".")
+    is_norm = bool(modules) and "norm" in modules[-1].lower()
+    return len(slot.shape) >= _MATRIX and not last.endswith("bias") and not is_norm

@@ -1,0 +1,134 @@
+"""The recipe's `[train]`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from headrace.settings import ConfigError, check
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSettings:
+    """The trainer and its algorithm."""
+
+    threads: int = 0
+    """Of torch on CPU; 0 takes `threads`."""
+    batch: int = 256
+    """Rollouts trained per version."""
+    group_size: int = 8
+    """Rollouts of one task, compared with each other."""
+    mini_batches: int = 1
+    """Optimizer steps per version."""
+    micro_batch_tokens: int = 16384
+    """Tokens in one forward pass; changes memory and speed, not the gradient."""
+    recompute: Literal["none", "layers"] = "none"
+    """`layers`: a pass keeps each layer's input alone, and computes the layer again when its gradient is taken: a third more
+    time, a fraction of the memory."""
+    offload: tuple[Literal["optimizer", "reference", "activations"], ...] = ()
+    """What waits in the host's memory while the GPU does not need it: the optimizer's state, a reference model's weights, what
+    a pass keeps for its gradient."""
+    share_prefixes: bool = True
+    """Siblings' common prompt goes through the model once for all that are in one pass; changes speed, not the gradient."""
+    learning_rate: float = 1e-6
+    """Of AdamW, at the top of its schedule."""
+    value_learning_rate: float = 0.0
+    """Of the value head, on the same schedule; its gradient is clipped apart from the policy's. 0 takes ten times
+    learning_rate."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """What the learning rate does after its rise, until the last step."""
+    warmup_steps: int = 0
+    """Versions over which the learning rate rises."""
+    final_learning_rate: float = 0.0
+    """Where `linear` and `cosine` end, as a fraction of the top."""
+    beta1: float = 0.9
+    """Of AdamW."""
+    beta2: float = 0.99
+    """Of AdamW."""
+    weight_decay: float = 0.0
+    """Of AdamW; biases and norms are spared."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this norm; 0 leaves them."""
+    max_skipped: int = 3
+    """A step whose gradient is NaN or infinite is skipped, and its rollouts are kept for `headrace inspect`. So many skipped
+    one after another stop the run; 0 never does."""
+    loss: str = "grpo"
+    """`grpo`, `ppo`, `reinforce`, `gspo`, `cispo`, `topr`, `decoupled_ppo`, `a3po`, `dppo`, `m2po`, `aipo`, `distill`, or your
+    own as `module:name` or `file.py:name`. docs/losses.md has their formulas and constants."""
+    constants: dict[str, float] = field(default_factory=dict)
+    """Keyword arguments of the loss, such as clip_low and clip_high."""
+    advantage: Literal["group", "group_mean", "leave_one_out", "global", "reward", "gae", "distill"] = "group"
+    """`group`: (r − mean) ÷ std over the siblings. `group_mean`: r − mean (Dr. GRPO). `leave_one_out`: r − mean of the
+    others (RLOO). `global`: (r − mean) ÷ std over the version's batch (REINFORCE++). `reward`: r itself. `gae`: per token, from
+    the values of a loss that learns them (ppo). `distill`: per token, how much likelier the teacher finds it."""
+    discount: float = 1.0
+    """Of rewards one token later, for `gae`."""
+    gae_lambda: float = 0.95
+    """Of `gae`: 1 trusts what was rewarded, 0 the values."""
+    loss_mean: Literal["auto", "token", "sequence", "constant"] = "auto"
+    """Each token of the batch counts the same, or each rollout does. `constant`: the sum is divided by
+    batch × sampling.max_tokens, so that no length is favoured (Dr. GRPO). `auto`: `token`, but `sequence` for `gspo`, which is
+    defined by it."""
+    kl: float = 0.0
+    """Weight β of the KL to the reference model, added to the loss; 0 leaves it out."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Of the KL in the loss. With d = log π − log π_ref, `k1`: d, `k2`: d²/2, `k3`: exp(−d) − 1 + d."""
+    kl_in_reward: bool = False
+    """Take β (log μ − log π_ref) off each token's reward instead of adding the KL to the loss; needs `gae`."""
+    reference: str = ""
+    """A Hugging Face folder or hub name of the reference model; empty takes the weights that RL begins with."""
+    teacher: str = ""
+    """A Hugging Face folder or hub name of the teacher that `distill` learns from; its tokens must be the model's."""
+
+    def __post_init__(self) -> None:
+        check(self.threads >= 0, "threads", self.threads, "≥ 0")
+        fewest = self.fewest_siblings
+        why = f"≥ {fewest}" + (f": advantage = '{self.advantage}' compares siblings" if fewest > 1 else "")
+        check(self.group_size >= fewest, "group_size", self.group_size, why)
+        check(self.batch >= 1, "batch", self.batch, "≥ 1")
+        if self.batch % self.group_size:
+            fix = f"{max(1, round(self.batch / self.group_size)) * self.group_size}"
+            raise ConfigError(f"batch = {self.batch}: not a multiple of group_size = {self.group_size}; try {fix}")
+        check(self.mini_batches >= 1, "mini_batches", self.mini_batches, "≥ 1")
+        groups = self.batch // self.group_size
+        check(groups >= self.mini_batches, "mini_batches", self.mini_batches, f"at most the {groups} groups of a batch")
+        check(0 < self.learning_rate < math.inf, "learning_rate", self.learning_rate, "a number above 0")
+        check(0 <= self.value_learning_rate < math.inf, "value_learning_rate", self.value_learning_rate, "a number ≥ 0")
+        if self.value_learning_rate and self.advantage != "gae":
+            raise ConfigError(
+                f"value_learning_rate = {self.value_learning_rate:g}: advantage = '{self.advantage}' learns no values; set "
+                f"it to 'gae' and loss to 'ppo', or leave value_learning_rate out"
+            )
+        check(0 <= self.beta1 < 1, "beta1", self.beta1, "in [0, 1)")
+        check(0 <= self.beta2 < 1, "beta2", self.beta2, "in [0, 1)")
+        check(0 <= self.max_grad_norm < math.inf, "max_grad_norm", self.max_grad_norm, "a number ≥ 0")
+        check(0 <= self.weight_decay < math.inf, "weight_decay", self.weight_decay, "a number ≥ 0")
+        check(self.max_skipped >= 0, "max_skipped", self.max_skipped, "≥ 0")
+        check(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, "≥ 0")
+        check(self.micro_batch_tokens >= 16, "micro_batch_tokens", self.micro_batch_tokens, "≥ 16")
+        check(len(set(self.offload)) == len(self.offload), "offload", list(self.offload), "a list that names each once")
+        check(0 <= self.discount <= 1, "discount", self.discount, "in [0, 1]")
+        check(0 <= self.gae_lambda <= 1, "gae_lambda", self.gae_lambda, "in [0, 1]")
+        if self.loss == "gspo" and self.mean_over != "sequence":
+            raise ConfigError(f"loss_mean = '{self.loss_mean}': loss = 'gspo' counts each rollout the same; leave it 'auto'")
+        check(0 <= self.kl < math.inf, "kl", self.kl, "a number ≥ 0")
+        if self.kl_in_reward and not self.kl:
+            raise ConfigError("kl_in_reward = true: there is no KL with kl = 0; set kl to its weight, such as 0.05")
+        if self.kl_in_reward and self.advantage != "gae":
+            raise ConfigError(
+                f"kl_in_reward = true: advantage = '{self.advantage}' has no rewards of single tokens; set it to 'gae', or "
+                f"leave kl_in_reward = false to add the KL to the loss"
+            )
+        if self.reference and not self.kl:
+            raise ConfigError(f"reference = {self.reference!r}: it is not looked at with kl = 0; set kl to its weight")
+
+    @property
+    def mean_over(self) -> str:
+        """`loss_mean` with `auto` resolved."""
+        return {"auto": "sequence" if self.loss == "gspo" else "token"}.get(self.loss_mean, self.loss_mean)
+
+    @property
+    def fewest_siblings(self) -> int:
+        """Scored rollouts that a group must have to be trained."""
+        return 2 if self.advantage in ("group", "group_mean", "leave_one_out") else 1

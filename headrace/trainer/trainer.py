@@ -1,0 +1,298 @@
+"""The trainer on one device."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import nn
+
+from headrace.algorithms import (
+    BATCH_WIDE,
+    COMPUTED,
+    PROXIMAL,
+    VALUES,
+    TokenTensors,
+    batch_correction,
+    missing_column,
+    needed_columns,
+    objective,
+    ratio_base,
+)
+from headrace.model import (
+    Arena,
+    Head,
+    Packed,
+    hidden_states,
+    make_context,
+    members_of,
+    named_tensors,
+    narrow,
+    pack,
+    plan_passes,
+)
+from headrace.observe import peak_memory
+from headrace.trainer import activations, folder
+from headrace.trainer.compiled import can_compile, compile_layers
+from headrace.trainer.diagnostics import Diagnostics, drawn_by
+from headrace.trainer.optimizer import FlatAdamW
+from headrace.trainer.values import ValueHead
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from torch import Tensor
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from headrace.model import Unit
+    from headrace.records import Array, Batch, Rollout
+    from headrace.trainer.frozen import FrozenModel
+    from headrace.trainer.protocol import Metrics
+    from headrace.trainer.settings import TrainSettings
+
+_VALUE_TIMES = 10.0
+"""The value head's learning rate by the policy's, where none is set: a head that begins at 0 has a long way to go."""
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """One forward and backward pass: its rows, and per target what the objective looks at."""
+
+    packed: Packed
+    members: list[int]
+    counts: list[int]
+    """Targets of each rollout."""
+    recorded: Tensor
+    advantages: Tensor
+    weights: Tensor
+    versions: Tensor
+    is_current: Tensor
+    columns: dict[str, Tensor]
+    correction: Tensor | None
+
+
+class DeviceTrainer:
+    """A `Trainer` of one model on one device."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        settings: TrainSettings,
+        exact: bool = False,
+        dtype: torch.dtype = torch.float32,
+        frozen: Mapping[str, FrozenModel] | None = None,
+    ) -> None:
+        """`frozen` are models by the column that their logprobs fill."""
+        self.model = model.eval()  # no dropout: the engine has none, and a gradient flows all the same
+        self.num_passes = 0
+        self._tokenizer, self._settings, self._exact = tokenizer, settings, exact
+        self._frozen = dict(frozen or {})
+        self._device = next(model.parameters()).device
+        digits: dict[str, Tensor] = {}
+        if _loses_digits(model, dtype):  # kept on the host until there are masters, so as not to be held twice
+            digits = {name: tensor.to("cpu", copy=True) for name, tensor in named_tensors(model)}
+        if dtype != torch.float32:
+            narrow(model, dtype)
+        self.arena = Arena.adopt(model)
+        """The weights, as an engine holds them."""
+        self._head = Head(model, exact=exact)
+        self._values = ValueHead(model) if VALUES in needed_columns(settings.loss, "none", "none") else None
+        trained = [(self.arena, {name: p for name, p in model.named_parameters() if p.requires_grad})]
+        if self._values is not None:
+            holder = nn.ModuleDict({folder.VALUE_HEAD: self._values})
+            trained.append((Arena.adopt(holder), dict(holder.named_parameters())))
+        self.optimizer = FlatAdamW(trained, settings, offload="optimizer" in settings.offload)
+        if digits:
+            self.optimizer.load_weights(digits)
+        if settings.recompute == "layers":
+            activations.recompute_layers(model)
+        if self._device.type == "cuda" and not exact and dtype != torch.float32 and can_compile(model):
+            compile_layers(model)
+
+    def forward(self, batch: Batch, *, column: str = PROXIMAL) -> list[Array]:
+        if column not in COMPUTED or (column == VALUES and self._values is None):
+            raise missing_column("the trainer", column)
+        scorer = self._frozen.get(column)
+        if scorer is None and column not in (PROXIMAL, VALUES):
+            raise missing_column("the trainer", column)
+        model, head = (self.model, self._head) if scorer is None else (scorer.model, scorer.head)
+        results = [np.zeros(len(rollout), dtype=np.float32) for rollout in batch.rollouts]
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            if scorer is not None:
+                scorer.wake()
+                stack.callback(scorer.sleep)
+            for units in self._plan(batch.rollouts):
+                packed, members = self._pack(batch.rollouts, units), members_of(units)
+                self.num_passes += 1
+                rows = self._hidden(model, packed)
+                if column == VALUES:
+                    assert self._values is not None
+                    values = self._values(rows)
+                else:
+                    values, _ = head.logprobs(rows, packed.wanted, packed.temperatures, allowed=packed.allowed)
+                found, sequence = values.cpu().numpy(), packed.sequence.cpu().numpy()
+                for place, member in enumerate(members):
+                    results[member][_targets(batch.rollouts[member])] = found[sequence == place]
+        return results
+
+    def forward_backward(self, batch: Batch) -> Metrics:
+        columns = self._columns(batch)
+        proximal = columns.get(PROXIMAL)
+        corrections = batch_correction(batch, proximal) if proximal and batch.correction in BATCH_WIDE else None
+        seen = Diagnostics()
+        # All passes are laid out and on their way to the device before the first begins: none then waits for the host.
+        for each in [self._prepare(batch, units, columns, corrections) for units in self._plan(batch.rollouts)]:
+            self.num_passes += 1
+            self._train_pass(batch, each, seen)
+        return seen.metrics()
+
+    def optim_step(self, learning_rate: float) -> Metrics:
+        settings, rates = self._settings, {"learning_rate": learning_rate}
+        if self._values is not None:
+            times = settings.value_learning_rate / settings.learning_rate or _VALUE_TIMES
+            rates["value_learning_rate"] = times * learning_rate
+        norms = self.optimizer.step(*rates.values()).tolist()
+        is_finite = bool(np.isfinite(norms).all())
+        return {
+            **{name: norm if is_finite else -1.0 for name, norm in zip(("grad_norm", "value_grad_norm"), norms, strict=False)},
+            "skipped": float(not is_finite),
+            **rates,
+            "memory_peak": float(peak_memory(self._device)),
+        }
+
+    def tensors(self) -> Arena:
+        """The weights in the dtypes the engine holds them in."""
+        return self.arena
+
+    def save(self, place: Path) -> None:
+        folder.save(self.model, self._tokenizer, self.optimizer, place)
+
+    def load(self, place: Path) -> None:
+        folder.load(self.model, self.optimizer, place)
+
+    # Passes
+
+    def _plan(self, rollouts: Sequence[Rollout]) -> list[list[Unit]]:
+        share = self._settings.share_prefixes and not self._exact
+        return plan_passes(rollouts, budget=self._settings.micro_batch_tokens, share=share)
+
+    def _pack(self, rollouts: Sequence[Rollout], units: Sequence[Unit]) -> Packed:
+        is_target = [rollout.loss_mask for rollout in rollouts]
+        return pack(rollouts, is_target, units=units, device=self._device, exact=self._exact)
+
+    def _prepare(
+        self, batch: Batch, units: Sequence[Unit], columns: Mapping[str, Sequence[Array]], corrections: Sequence[Array] | None
+    ) -> _Pass:
+        packed, members = self._pack(batch.rollouts, units), members_of(units)
+        rollouts = [batch.rollouts[member] for member in members]
+
+        def gathered(arrays: Sequence[Array]) -> Tensor:
+            return packed.gather([arrays[member] for member in members])
+
+        return _Pass(
+            packed=packed,
+            members=members,
+            counts=[int(np.count_nonzero(_targets(rollout))) for rollout in rollouts],
+            recorded=packed.gather([rollout.logprobs for rollout in rollouts]),
+            advantages=gathered(batch.advantages),
+            weights=gathered(batch.weights),
+            versions=packed.gather([rollout.versions for rollout in rollouts]),
+            is_current=packed.gather([drawn_by(rollout, batch.version) for rollout in rollouts]),
+            columns={name: gathered(arrays) for name, arrays in columns.items()},
+            correction=None if corrections is None else gathered(corrections),
+        )
+
+    def _columns(self, batch: Batch) -> dict[str, Sequence[Array]]:
+        """Those that every rollout has, and those that are needed and can be computed. With one optimizer step a version, the
+        pass that trains is itself the proximal policy's."""
+        shared = set.intersection(*(set(rollout.columns) for rollout in batch.rollouts)) if batch.rollouts else set()
+        columns: dict[str, Sequence[Array]] = {
+            name: [rollout.columns[name] for rollout in batch.rollouts] for name in sorted(shared)
+        }
+        wanted = set(needed_columns(batch.loss, batch.correction, batch.kl))
+        if batch.correction not in BATCH_WIDE:
+            wanted.discard(PROXIMAL)
+        for name in sorted(wanted - shared):
+            if name not in COMPUTED:
+                raise missing_column(f"the batch of version {batch.version}", name)
+            columns[name] = self.forward(batch, column=name)
+        return columns
+
+    def _train_pass(self, batch: Batch, each: _Pass, seen: Diagnostics) -> None:
+        packed = each.packed
+        with activations.kept(self.arena, on_host="activations" in self._settings.offload):
+            rows = self._hidden(self.model, packed)
+
+        def judge(start: int, stop: int, logprobs: Tensor, entropies: Tensor) -> Tensor:
+            with torch.enable_grad():
+                leaf = logprobs.detach().requires_grad_()
+                loss = self._objective(batch, each, slice(start, stop), leaf, entropies, None, seen)
+                return torch.autograd.grad(loss, leaf)[0]
+
+        loss = None
+        if packed.allowed is None and self._values is None:
+            gathered = self.optimizer.gradient_of(self._head.weight)
+            loss = self._head.backpropagate(
+                rows, packed.wanted, packed.temperatures, judge, counts=each.counts, gathered=gathered
+            )
+        if loss is None:
+            logprobs, entropies = self._head.logprobs(rows, packed.wanted, packed.temperatures, allowed=packed.allowed)
+            values = None if self._values is None else self._values(rows)
+            loss = self._objective(batch, each, slice(None), logprobs, entropies, values, seen)
+        loss.backward()
+
+    def _objective(
+        self,
+        batch: Batch,
+        each: _Pass,
+        span: slice,
+        logprobs: Tensor,
+        entropies: Tensor,
+        values: Tensor | None,
+        seen: Diagnostics,
+    ) -> Tensor:
+        """Of the targets in `span`, which hold whole rollouts."""
+        columns = {name: tensor[span] for name, tensor in each.columns.items()}
+        recorded, proximal = each.recorded[span], columns.get(PROXIMAL, logprobs.detach())
+        tokens = TokenTensors(
+            logprobs=logprobs,
+            recorded=recorded,
+            proximal=proximal,
+            old=ratio_base(batch.correction, recorded=recorded, proximal=proximal),
+            advantages=each.advantages[span],
+            sequence=each.packed.sequence[span],
+            num_sequences=len(each.members),
+            versions=each.versions[span],
+            version=batch.version,
+            columns=columns,
+            entropy=entropies,
+            values=values,
+        )
+        correction = None if each.correction is None else each.correction[span]
+        asked = objective(tokens, each.weights[span], batch, correction=correction)
+        seen.add(asked, tokens, is_current=each.is_current[span])
+        return asked.loss
+
+    def _hidden(self, model: PreTrainedModel, packed: Packed) -> Tensor:
+        """[targets, width]: the state that each target is drawn from."""
+        context = make_context(packed.layout, self._device, self._exact)
+        hidden = hidden_states(model, packed.token_ids, packed.positions, context)
+        return hidden.index_select(0, packed.rows)
+
+
+def _targets(rollout: Rollout) -> Array:
+    """[T] bool: the tokens that are trained; the first has nothing it could be drawn from."""
+    mask = rollout.loss_mask.copy()
+    mask[:1] = False
+    return mask
+
+
+def _loses_digits(model: PreTrainedModel, dtype: torch.dtype) -> bool:
+    return dtype != torch.float32 and any(p.dtype == torch.float32 and p.ndim >= 2 for p in model.parameters())

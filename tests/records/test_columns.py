@@ -1,0 +1,486 @@
+"""Rollouts in columns come out as they went in, and whatever a rollout would refuse is refused in columns too."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+from strategies import arrays, batches, names, plain, quick, records, rollouts, samplings
+from test_frames import JUNK, changed, make_records, make_rollout, opened, paths, seal
+
+from headrace.records import Batch, InfraAbort, Invalid, Rollout, Sampling, Scored
+from headrace.records.columns import pack_batch, pack_rollouts, pack_samplings, unpack_batch, unpack_rollouts, unpack_samplings
+from headrace.records.frames import WireError, decode, encode
+
+some_rollouts = st.lists(rollouts() | rollouts(parent="r0"), max_size=4)
+
+
+def carried(packed: object) -> object:
+    return decode(encode(packed))
+
+
+def prompt(id: str) -> Rollout:
+    return Rollout.from_prompt([5, 6, 7], id=id, group="p")
+
+
+def members() -> list[Rollout]:
+    """Something in every field of the first and last, nothing that is optional in the one between."""
+    first, last = make_rollout("r1"), make_rollout("r2").replace(outcome=Invalid("none applies"))
+    return [first, prompt("r-plain"), last]
+
+
+# Whatever goes in comes out
+
+
+@given(some_rollouts)
+@settings(parent=quick, max_examples=150)
+def test_rollouts_come_out_as_they_went_in(given_rollouts: list[Rollout]) -> None:
+    packed = pack_rollouts(given_rollouts)
+    assert unpack_rollouts(carried(packed)) == given_rollouts
+    assert unpack_rollouts(packed) == given_rollouts
+
+
+@given(st.lists(samplings(), max_size=6))
+@quick
+def test_samplings_come_out_as_they_went_in(given_samplings: list[Sampling]) -> None:
+    assert unpack_samplings(carried(pack_samplings(given_samplings))) == given_samplings
+
+
+@given(batches())
+@quick
+def test_a_batch_comes_out_as_it_went_in(batch: Batch) -> None:
+    copy = unpack_batch(carried(pack_batch(batch)))
+    assert type(copy) is Batch
+    assert copy == batch
+
+
+def test_nothing_packs_and_unpacks() -> None:
+    assert unpack_rollouts(carried(pack_rollouts([]))) == []
+    assert unpack_samplings(carried(pack_samplings([]))) == []
+
+
+def test_settings_that_differ_in_their_seed_alone_are_one() -> None:
+    asked = [Sampling(temperature=0.5, stop_ids=(2,), seed=seed) for seed in range(5)]
+    packed = pack_samplings([*asked, Sampling(top_k=3)])
+    assert len(packed["settings"]) == 2
+    assert unpack_samplings(packed) == [*asked, Sampling(top_k=3)]
+
+
+def test_stop_texts_travel_and_cost_nothing_where_there_are_none() -> None:
+    plain = [Sampling(stop_ids=(2,), seed=seed) for seed in range(3)]
+    stopped = [Sampling(stop_ids=(2,), stop=("</a>", "é"), seed=seed) for seed in range(3)]
+    packed = pack_samplings([*plain, *stopped])
+    assert len(packed["settings"]) == 2
+    assert unpack_samplings(carried(packed)) == [*plain, *stopped]
+    headers = [opened(encode(pack_samplings(asked)))[0]["settings"][0] for asked in (plain, stopped)]
+    assert ["stop" in header for header in headers] == [False, True]
+
+
+@pytest.mark.parametrize("junk", ["</a>", [""], [3], ["x"] * 17, None, {"x": "y"}], ids=str)
+def test_malformed_stop_texts_are_refused_on_arrival(junk) -> None:
+    header, body = opened(encode(pack_samplings([Sampling(stop=("x",))])))
+    header["settings"][0]["stop"] = junk
+    with pytest.raises(WireError, match=r"sampling\.stop"):
+        unpack_samplings(decode(seal(header, body)))
+
+
+def routed(id: str, *shape: int, dtype: type) -> Rollout:
+    """The prompt with random experts, but for the last token's, which are unknown."""
+    routing = np.random.default_rng(len(id)).integers(0, 254, size=(3, *shape)).astype(dtype)
+    routing[-1] = 255 if dtype is np.uint8 else -1
+    return prompt(id).replace(expert_routing=routing)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16])
+def test_expert_routing_travels_beside_rollouts_that_have_none(dtype: type) -> None:
+    mixed = [
+        routed("a", 2, 4, dtype=dtype),
+        prompt("b"),
+        routed("c", 2, 4, dtype=dtype),
+        make_rollout("d").forked(3, id="fork"),
+        prompt("e"),
+    ]
+    ones = tuple(np.ones(len(rollout), np.float32) for rollout in mixed)
+    batch = Batch(rollouts=mixed, advantages=ones, weights=ones, loss="grpo", version=1)
+    for came in (unpack_rollouts(carried(pack_rollouts(mixed))), unpack_batch(carried(pack_batch(batch))).rollouts):
+        assert list(came) == mixed
+        assert [None if r.expert_routing is None else r.expert_routing.dtype for r in came[:3]] == [dtype, None, dtype]
+    assert decode(encode(mixed)) == mixed  # and one by one
+
+
+def test_routing_of_several_models_travels_together() -> None:
+    mixed = [routed("a", 2, 4, dtype=np.uint8), routed("b", 3, 8, dtype=np.int16), routed("c", 2, 4, dtype=np.int16)]
+    packed = pack_rollouts([*mixed, routed("dd", 2, 4, dtype=np.uint8)])
+    assert len(packed["routing"]) == 3  # those of one shape and dtype lie together
+    assert unpack_rollouts(carried(packed)) == [*mixed, routed("dd", 2, 4, dtype=np.uint8)]
+
+
+def is_read_only(rollout: Rollout) -> bool:
+    mask = rollout.sampling_mask
+    found = [rollout.token_ids, rollout.source, rollout.loss_mask, rollout.logprobs, rollout.versions]
+    found += [*rollout.columns.values(), *([] if mask is None else [mask.offsets, mask.ids])]
+    found += [] if rollout.expert_routing is None else [rollout.expert_routing]
+    return not any(array.flags.writeable for array in found)
+
+
+@given(some_rollouts)
+@quick
+def test_what_comes_out_is_what_the_records_own_constructor_makes(given_rollouts: list[Rollout]) -> None:
+    for rollout in unpack_rollouts(carried(pack_rollouts(given_rollouts))):
+        assert dataclasses.replace(rollout) == rollout
+        assert is_read_only(rollout)
+        kinds = [type(value) for value in (rollout.index, rollout.id, rollout.rewards, rollout.step_rewards, rollout.calls)]
+        assert kinds == [int, str, dict, tuple, tuple]
+        for call in rollout.calls:
+            assert dataclasses.replace(call) == call
+            assert dataclasses.replace(call.sampling) == call.sampling
+            assert [type(v) for v in (call.start, call.stop, call.started, call.sampling.seed)] == [int, int, float, int]
+
+
+def test_no_token_is_copied_on_the_way_out() -> None:
+    frame = encode(pack_rollouts(members()))
+    whole = np.frombuffer(frame, dtype=np.uint8)
+    for rollout in unpack_rollouts(decode(frame)):
+        for array in (rollout.token_ids, rollout.source, rollout.loss_mask, rollout.logprobs, rollout.versions):
+            assert np.shares_memory(array, whole)
+
+
+def test_memory_that_others_can_write_is_copied() -> None:
+    frame = bytearray(encode(pack_rollouts(members())))
+    made = unpack_rollouts(decode(frame))
+    before = copy.deepcopy(made)
+    frame[40:] = bytes(len(frame) - 40)
+    assert made == before == members()
+
+
+def test_dictionaries_are_not_shared() -> None:
+    first, second = unpack_rollouts(pack_rollouts([prompt("a"), prompt("b")]))
+    assert first.rewards is not second.rewards and first.columns is not second.columns
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"id": 3}, {"group": None}, {"index": 2**63}, {"index": 0.5}, {"policy": 1}, {"lineage": b"x"}],
+    ids=str,
+)
+def test_what_no_column_holds_is_refused_when_it_is_packed(changes: dict) -> None:
+    with pytest.raises(WireError, match=next(iter(changes))):
+        pack_rollouts([prompt("a"), prompt("b").replace(**changes)])
+
+
+def test_a_seed_that_does_not_fit_is_refused_when_it_is_packed() -> None:
+    with pytest.raises(WireError, match="seed"):
+        pack_samplings([Sampling().with_seed(2**63)])  # which nobody checked
+
+
+# What is malformed is refused
+
+
+def place_of(packed: object, path: tuple[str, ...]) -> object:
+    for key in path:
+        packed = packed[int(key)] if isinstance(packed, list) else packed[key]
+    return packed
+
+
+def put(*path: str, at: object = None, value: object = None, dtype: object = None, shape: object = None):
+    """A corruption: what is at `path` another, or with one value changed, or of another dtype or shape."""
+
+    def corrupt(packed: dict) -> None:
+        *inside, last = path
+        holder = place_of(packed, tuple(inside))
+        if dtype is not None:
+            holder[last] = holder[last].astype(dtype)
+        elif shape is not None:
+            holder[last] = holder[last].reshape(shape)
+        elif at is None:
+            holder[last] = value
+        else:
+            holder[last] = holder[last].copy()
+            holder[last][at] = value
+
+    return corrupt
+
+
+def dropped(*path: str):
+    """A corruption: the last element of the list or column at `path` is gone."""
+
+    def corrupt(packed: dict) -> None:
+        *inside, last = path
+        holder = place_of(packed, tuple(inside))
+        holder[last] = holder[last][:-1] if isinstance(holder[last], list) else holder[last][..., :-1]
+
+    return corrupt
+
+
+def dropped_row(*path: str):
+    """A corruption: the last row of the array at `path` is gone."""
+    return lambda packed: put(*path, value=place_of(packed, path)[:-1])(packed)
+
+
+INDEX, LENGTH, POLICY, LINEAGE, CALLS = range(5)
+START, STOP, ENGINE, REASON, SAMPLING, SEED = range(6)
+
+
+# Rollouts r1 and r2 have tokens 0-6 and 10-16 (sampled: 2, 3, 6 and 12, 13, 16) and calls over (2, 3), (3, 4), (6, 7).
+CORRUPT = {
+    "negative token": (put("token_ids", at=11, value=-1), "'r2': token_ids holds a negative id"),
+    "source too large": (put("source", at=8, value=4), "'r-plain': source holds"),
+    "source too small": (put("source", at=0, value=-1), "'r1': source holds"),
+    "loss on the prompt": (put("loss_mask", at=0, value=True), "'r1': loss_mask is True"),
+    "loss on a tool's reply": (put("loss_mask", at=14, value=True), "'r2': loss_mask is True"),
+    "no version on a sampled token": (put("versions", at=12, value=-1), "'r2': versions must be"),
+    "version on the prompt": (put("versions", at=8, value=0), "'r-plain': versions must be"),
+    "version below -1": (put("versions", at=7, value=-2), "'r-plain': versions must be"),
+    "positive logprob": (put("logprobs", at=2, value=0.01), "'r1': logprobs must be"),
+    "NaN logprob": (put("logprobs", at=12, value=np.nan), "'r2': logprobs must be"),
+    "infinite logprob": (put("logprobs", at=12, value=-np.inf), "'r2': logprobs must be"),
+    "logprob on the prompt": (put("logprobs", at=9, value=-0.5), "'r-plain': logprobs must be"),
+    "a token too many": (put("numbers", at=(LENGTH, 0), value=8), "token_ids must be an array of 18"),
+    "a token too few": (put("numbers", at=(LENGTH, 1), value=2), "token_ids must be an array of 16"),
+    "negative length": (put("numbers", at=LENGTH, value=[-1, 11, 7]), "length must be"),
+    "lengths past 64 bits": (put("numbers", at=LENGTH, value=2**62), "length must be"),
+    "lengths moved": (put("numbers", at=LENGTH, value=[6, 4, 7]), "'r1': a call overlaps another or runs past the end"),
+    "one column of numbers too few": (dropped("numbers"), "numbers must be 3 wide, not 2"),
+    "one id too few": (dropped("ids"), "numbers must be 2 wide, not 3"),
+    "one group too few": (dropped("groups"), "groups: 2 where there should be 3"),
+    "one episode too few": (dropped("episodes"), "episodes: 2"),
+    "one row of numbers too few": (dropped_row("numbers"), "numbers must be an array of 5 rows"),
+    "a token column short": (dropped("versions"), "versions must be an array of 17"),
+    "an id that is a number": (put("ids", at=1, value=3), "ids must be a list of str"),
+    "an id that is bytes": (put("ids", at=1, value=b"x"), "ids must be a list of str"),
+    "a policy code too large": (put("numbers", at=(POLICY, 1), value=1), "policy: a code"),
+    "a policy code below 0": (put("numbers", at=(POLICY, 0), value=-1), "policy: a code"),
+    "no policy": (put("policies", value=[]), "policy: a code"),
+    "a lineage that is no text": (put("lineages", at=0, value=None), "lineages must be a list of str"),
+    "float tokens": (put("token_ids", dtype=np.float32), "token_ids must be an array of 17 int32"),
+    "wide tokens": (put("token_ids", dtype=np.int64), "token_ids must be"),
+    "whole-number loss_mask": (put("loss_mask", dtype=np.uint8), "loss_mask must be"),
+    "a loss_mask of 2": (put("loss_mask", value=np.array([0, 0, 2] + [0] * 14, np.uint8).view(bool)), "'r1': loss_mask"),
+    "double logprobs": (put("logprobs", dtype=np.float64), "logprobs must be"),
+    "tokens with two dimensions": (put("token_ids", shape=(17, 1)), "token_ids must be"),
+    "tokens that are a list": (put("token_ids", value=[1] * 17), "token_ids must be"),
+    "float numbers": (put("numbers", dtype=np.float64), "numbers must be an array of 5 rows of int64"),
+    "flat numbers": (put("numbers", shape=15), "numbers must be"),
+    "a lineage code too large": (put("numbers", at=(LINEAGE, 2), value=9), "lineage: a code"),
+    "a call too many": (put("numbers", at=(CALLS, 1), value=1), "calls must be"),
+    "calls moved": (put("numbers", at=CALLS, value=[2, 1, 3]), "'r-plain': a call overlaps"),
+    "a negative number of calls": (put("numbers", at=CALLS, value=[3, -1, 4]), "calls must be"),
+    "a call that starts early": (put("calls", "numbers", at=(START, 0), value=1), "'r1': calls do not cover"),
+    "a call that starts late": (put("calls", "numbers", at=(START, 3), value=3), "'r2': calls do not cover"),
+    "a call before the start": (put("calls", "numbers", at=(START, 0), value=-1), "'r1': a call overlaps"),
+    "overlapping calls": (put("calls", "numbers", at=(START, 1), value=2), "'r1': a call overlaps"),
+    "a gap between calls": (put("calls", "numbers", at=(STOP, 0), value=2), "'r1': calls do not cover"),
+    "a call past the end": (put("calls", "numbers", at=(STOP, 5), value=8), "'r2': a call overlaps another or runs past"),
+    "a call that ends before it starts": (put("calls", "numbers", at=(STOP, 5), value=5), "'r2': a call ends before"),
+    "a call far past the end": (
+        put("calls", "numbers", at=(STOP, 2), value=2**62),
+        "'r1': a call overlaps another or runs past",
+    ),
+    "an unknown finish reason": (put("calls", "numbers", at=(REASON, 0), value=3), "calls: reason"),
+    "a negative finish reason": (put("calls", "numbers", at=(REASON, 0), value=-1), "calls: reason"),
+    "an unknown engine": (put("calls", "numbers", at=(ENGINE, 0), value=1), "calls: engine"),
+    "an unknown sampling": (put("calls", "numbers", at=(SAMPLING, 0), value=1), "sampling: a code"),
+    "an engine that is no text": (put("calls", "engines", at=0, value=7), "calls: engines"),
+    "no sampling": (put("calls", "settings", at=0, value=None), "list of Sampling"),
+    "float calls": (put("calls", "numbers", dtype=np.float64), "calls: numbers must be"),
+    "no seeds": (dropped_row("calls", "numbers"), "calls: numbers must be an array of 6 rows"),
+    "one call too few": (dropped("calls", "numbers"), "calls must be ≥ 0 and come to 5"),
+    "float32 times": (put("calls", "times", dtype=np.float32), "calls: times"),
+    "one time too few": (dropped("calls", "times"), "calls: times must be 6 wide"),
+    "forked past the end": (put("parent", "at", at=1, value=8), "'r2': forked at"),
+    "forked before the start": (put("parent", "at", at=0, value=-1), "'r1': forked at"),
+    "a parent of nobody": (put("parent", "rows", at=1, value=3), "parent: rows"),
+    "two parents": (put("parent", "rows", at=1, value=0), "parent: rows"),
+    "a parent that is no text": (put("parent", "ids", at=0, value=7), "parent: ids"),
+    "infinite reward": (put("rewards", "values", at=1, value=np.inf), "'r2': rewards must be finite"),
+    "NaN reward": (put("rewards", "values", at=0, value=np.nan), "'r1': rewards must be finite"),
+    "a reward twice": (put("rewards", "numbers", at=(0, 1), value=0), "'r1': reward 'right' is there twice"),
+    "a reward of nobody": (put("rewards", "numbers", at=(0, 0), value=-1), "rewards: rows"),
+    "a step reward past the end": (put("step_rewards", "at", at=0, value=7), "'r1': step reward"),
+    "a step reward before the start": (put("step_rewards", "at", at=1, value=-1), "'r2': step reward"),
+    "a score that is no number": (put("scored", "values", at=0, value=np.nan), "'r1': scored must be finite"),
+    "two outcomes": (put("unscored", "rows", at=0, value=0), "'r1' has two outcomes"),
+    "a score among the unscored": (put("unscored", "outcomes", at=0, value=Scored(1.0)), "unscored: outcomes"),
+    "one outcome too few": (dropped("unscored", "outcomes"), "unscored: outcomes: 0"),
+    "routing short": (
+        put("routing", "0", "values", value=np.ones((13, 2, 1), dtype=np.int16)),
+        "routing '': values must have a row for each of 14",
+    ),
+    "routing of int32": (put("routing", "0", "values", dtype=np.int32), "'r1': expert_routing"),
+    "routing with two dimensions": (put("routing", "0", "values", shape=(14, 2)), "'r1': expert_routing"),
+    "routing of nobody": (put("routing", "0", "rows", at=1, value=9), "routing '': rows"),
+    "a column short": (put("columns", "0", "values", value=np.ones((13, 2))), "columns 'values'"),
+    "a column without dimensions": (put("columns", "0", "values", value=np.array(1.0)), "columns 'values'"),
+    "a column that is text": (put("columns", "0", "values", value=np.array(["x"] * 14)), "array of numbers"),
+    "a column without a name": (put("columns", "0", "name", value=None), "columns: name"),
+    "a column out of order": (put("columns", "0", "rows", value=np.array([2, 0])), "columns 'values': rows"),
+    "a mask's id too few": (dropped("mask", "ids"), "mask: counts must be"),
+    "a mask's token too few": (dropped("mask", "counts"), "mask: counts must be"),
+    "a mask's negative count": (put("mask", "counts", at=0, value=-3), "mask: counts must be"),
+    "a mask's wide ids": (put("mask", "ids", dtype=np.int64), "mask: ids must be"),
+    "a mask of another": (put("mask", "rows", at=1, value=1), "mask: counts"),
+}
+
+
+@pytest.mark.parametrize(("corrupt", "message"), CORRUPT.values(), ids=CORRUPT.keys())
+def test_a_corrupt_column_is_refused(corrupt, message: str) -> None:
+    packed = pack_rollouts(members())
+    assert unpack_rollouts(packed) == members()  # but for the corruption it is well formed
+    corrupt(packed)
+    with pytest.raises(WireError, match=message):
+        unpack_rollouts(packed)
+
+
+@pytest.mark.parametrize("name", pack_rollouts(members()))
+def test_a_missing_or_unknown_column_is_refused_by_name(name: str) -> None:
+    packed = pack_rollouts([prompt("a")])
+    optional = name not in packed
+    del (whole := pack_rollouts(members()))[name]
+    if not optional:
+        with pytest.raises(WireError, match=f"missing or unknown keys: {name}"):
+            unpack_rollouts(whole)
+    with pytest.raises(WireError, match="missing or unknown keys: color"):
+        unpack_rollouts({**packed, "color": 1})
+
+
+def corrupt_batch(**changes) -> dict:
+    return {**pack_batch(make_records()["Batch"]), **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"advantages": np.ones(13, np.float32)}, "advantages must be an array of 14 float32"),
+        ({"advantages": np.ones(14)}, "advantages must be"),
+        ({"weights": np.array([1.0] * 13 + [np.nan], np.float32)}, "weights of rollout 'r2' must be finite"),
+        ({"advantages": np.array([np.inf] + [1.0] * 13, np.float32)}, "advantages of rollout 'r1' must be finite"),
+        ({"version": -1}, "version -1"),
+        ({"version": "3"}, "version"),
+        ({"version": True}, "version"),
+        ({"loss": None}, "loss"),
+        ({"constants": {"clip": "wide"}}, "wide"),
+        ({"constants": [1]}, "batch"),
+        ({"correction_constants": None}, "batch"),
+        ({"kl": 3}, "loss, correction and kl"),
+        ({"kl_weight": -0.5}, "kl_weight = -0.5"),
+        ({"kl_weight": float("nan")}, "kl_weight = nan"),
+        ({"kl_weight": "0.5"}, "kl_weight"),
+        ({"rollouts": []}, "rollouts must be a dict"),
+        ({"color": 1}, "color"),
+    ],
+)
+def test_a_corrupt_batch_is_refused(changes: dict, message: str) -> None:
+    unpack_batch(corrupt_batch())
+    with pytest.raises(WireError, match=message):
+        unpack_batch(corrupt_batch(**changes))
+
+
+# Nothing passes that a rollout would refuse, and nothing but a WireError comes out
+
+
+def is_refused(unpack, value: object) -> bool:
+    """Whether a WireError came; what did not is made again by its own constructor, which must not mind."""
+    try:
+        made = unpack(value)
+    except WireError:
+        return True
+    for record in made if isinstance(made, list) else [made, *made.rollouts]:
+        assert encode(dataclasses.replace(record)) == encode(record)  # in bytes: a NaN is not equal to itself
+        for call in getattr(record, "calls", ()):
+            assert encode(dataclasses.replace(call, sampling=dataclasses.replace(call.sampling))) == encode(call)
+    return False
+
+
+PACKED = {
+    "rollouts": (lambda: pack_rollouts(members()), unpack_rollouts),
+    "batch": (lambda: pack_batch(make_records()["Batch"]), unpack_batch),
+    "samplings": (lambda: pack_samplings([call.sampling for call in make_rollout("r").calls]), unpack_samplings),
+}
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_any_value_in_any_place_is_refused_or_well_formed(kind: str) -> None:
+    make, unpack = PACKED[kind]
+    header, body = opened(encode(make()))
+    num_refused = num_tried = 0
+    for place in paths(header):
+        for junk in JUNK:
+            try:
+                value = decode(seal(changed(header, place, junk), body))
+            except WireError:
+                continue
+            num_tried += 1
+            num_refused += is_refused(unpack, value)
+    assert num_refused > num_tried / 2
+
+
+NUMBERS = [-(2**63), -(2**31), -2, -1, 0, 1, 2, 3, 7, 8, 2**31 - 1, 2**62, 2**63 - 1]
+
+
+def array_places(value: object, path: tuple = ()) -> list[tuple]:
+    if isinstance(value, np.ndarray):
+        return [path]
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [found for key, entry in inside for found in array_places(entry, (*path, key))]
+
+
+def array_at(value: object, path: tuple) -> np.ndarray:
+    for key in path:
+        value = value[key]
+    return value
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_any_number_in_any_array_is_refused_or_well_formed(kind: str) -> None:
+    make, unpack = PACKED[kind]
+    packed, numbers = make(), random.Random(0)
+    num_refused = 0
+    for path in array_places(packed):
+        array = array_at(packed, path)
+        for at in range(array.size):
+            for number in numbers.sample(NUMBERS, 5):
+                other = array.copy()
+                with np.errstate(over="ignore"):
+                    other.reshape(-1)[at] = np.array(number).astype(array.dtype)
+                num_refused += is_refused(unpack, changed(packed, path, other))
+    assert num_refused > 10
+
+
+@given(some_rollouts.filter(bool), st.data())
+@settings(parent=quick, max_examples=150)
+def test_two_arrays_mixed_up_are_refused_or_well_formed(given_rollouts: list[Rollout], data: st.DataObject) -> None:
+    packed = pack_rollouts(given_rollouts)
+    places = array_places(packed)
+    one, other = data.draw(st.sampled_from(places)), data.draw(st.sampled_from(places))
+    is_refused(unpack_rollouts, changed(packed, one, array_at(packed, other)))
+    cut = data.draw(st.integers(0, 4))
+    is_refused(unpack_rollouts, changed(packed, one, array_at(packed, one)[cut:]))
+
+
+anything = st.recursive(
+    plain | arrays() | records | samplings(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(anything, st.data())
+@settings(parent=quick, max_examples=150)
+def test_anything_else_is_refused(value: object, data: st.DataObject) -> None:
+    assert is_refused(unpack_rollouts, value)
+    assert is_refused(unpack_batch, value)
+    assert is_refused(unpack_samplings, value)
+    for make, unpack in PACKED.values():
+        packed = make()
+        place = data.draw(st.sampled_from([path for path in paths(packed) if path]))
+        is_refused(unpack, changed(packed, place, value))
+
+
+def test_every_kind_of_outcome_travels() -> None:
+    outcomes = [Scored(-1.5), None, Invalid("because"), InfraAbort("worker died"), Scored(0.0)]
+    judged = [prompt(f"r{row}").replace(outcome=outcome) for row, outcome in enumerate(outcomes)]
+    assert [rollout.outcome for rollout in unpack_rollouts(carried(pack_rollouts(judged)))] == outcomes

@@ -1,0 +1,267 @@
+"""What a run is expected to take, and what the doctor says of it on machines that are too small."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import small_run
+from transformers import LlamaConfig, Qwen3Config
+
+from headrace.config import make_recipe
+from headrace.engine.native.core import EngineCore
+from headrace.engine.native.demand import blocks_for
+from headrace.launch import build, launch
+from headrace.launch.build import check_engine
+from headrace.launch.forecast import forecast, longest_prompt, most_kv_blocks, tokens_per_pass
+from headrace.launch.inputs import UserInputs, held_out_tasks
+from headrace.model.shape import ModelShape
+from headrace.observe.screen import open_screen
+from headrace.plan.doctor import Subject, inputs, model, space
+from headrace.settings import ConfigError
+
+MIDDLING = ModelShape.of(
+    Qwen3Config(
+        hidden_size=2048,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        intermediate_size=6144,
+        vocab_size=151_936,
+        tie_word_embeddings=True,
+    )
+)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A machine with one GPU of so many gigabytes, as far as anybody can see."""
+
+    def make(gigabytes: float) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (int(gigabytes * 1e9), int(gigabytes * 1e9)))
+
+    return make
+
+
+def subject(**settings) -> Subject:
+    dotted = {name.replace("__", "."): value for name, value in settings.items()}
+    recipe = make_recipe({"model.dtype": "bfloat16", "sampling.max_tokens": 3072, "engine.slots": 32, **dotted})
+    return Subject(recipe=recipe, shape=MIDDLING, context=4096, longest_prompt=512)
+
+
+def test_a_pass_is_as_large_as_the_settings_let_it_be() -> None:
+    small = make_recipe({"train.batch": 16, "train.group_size": 8, "train.micro_batch_tokens": 16_384})
+    assert tokens_per_pass(small, longest=100) == 1600, "a step has no more"
+    assert tokens_per_pass(small, longest=4000) == 16_384
+    assert tokens_per_pass(small, longest=20_000) == 20_000, "a rollout is not cut"
+    assert tokens_per_pass(make_recipe({"train.batch": 64, "train.mini_batches": 2}), longest=100) == 3200
+
+
+def test_prompts_that_cannot_be_encoded_are_passed_over() -> None:
+    class Encoder:
+        def encode(self, prompt):
+            return [0] * {"a": 3, "b": 5}[prompt]
+
+    rows = [{"prompt": "a"}, {"prompt": "broken"}, {"prompt": "b"}]
+    assert longest_prompt(rows, Encoder(), held_out={}) == 5 and longest_prompt([], Encoder(), held_out={}) == 0
+    sources = {"many": [{"prompt": "a"}] * 100, "few": [{"prompt": "b"}]}
+    assert longest_prompt(rows[:1], Encoder(), held_out=sources) == 5, "every source is looked at"
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_held_out", "blocks"),
+    [
+        ({"staleness.max_lag": 0}, 0, 32 * 3 + 10),
+        ({"staleness.max_lag": 1}, 0, 64 * 3 + 18),
+        ({"staleness.max_lag": 1, "engine.slots": 40}, 0, 40 * 3 + 12),
+        ({"staleness.max_lag": 1, "engine.count": 2}, 0, 32 * 3 + 10),
+        ({"staleness.max_lag": 0, "partial.oversample": 1.5, "partial.cancel": "over_age"}, 0, 48 * 3 + 14),
+        ({"staleness.gate": False}, 0, 256 * 3 + 66),
+        ({"staleness.max_lag": 0}, 8, 48 * 3 + 14),
+        ({"staleness.max_lag": 0, "train.batch": 8}, 0, 16 * 3 + 6),
+        ({"staleness.max_lag": 0, "sampling.max_tokens": 4096}, 0, 32 * 64 + 10),
+        ({"engine.slots": 2}, 0, 16 * 3 + 6),
+        ({"engine.slots": 2, "sampling.max_tokens": 900}, 0, 2 * 64 + 2),
+    ],
+)
+def test_the_cache_has_room_for_what_can_be_in_flight(settings, num_held_out, blocks) -> None:
+    """Of 31 + 12 tokens: three blocks each, some that the scheduler keeps free, and scratch."""
+    recipe = make_recipe({"train.batch": 32, "train.group_size": 8, "sampling.max_tokens": 12, **settings})
+    assert most_kv_blocks(recipe, context=1024, longest_prompt=31, num_held_out=num_held_out) == blocks
+    assert most_kv_blocks(recipe, context=1024, longest_prompt=0, num_held_out=num_held_out) == 0
+
+
+def test_a_small_batch_takes_little_of_a_large_machine() -> None:
+    """SmolLM2-135M with 16 rollouts of 43 tokens: 10.3 GB, when the cache was as large as the slots could come to use."""
+    shape = ModelShape.of(
+        LlamaConfig(
+            hidden_size=576,
+            num_hidden_layers=30,
+            num_attention_heads=9,
+            num_key_value_heads=3,
+            intermediate_size=1536,
+            vocab_size=49_152,
+            tie_word_embeddings=True,
+        )
+    )
+    recipe = make_recipe({"train.batch": 16, "train.group_size": 8, "sampling.max_tokens": 12})
+    blocks = most_kv_blocks(recipe, context=8192, longest_prompt=31, num_held_out=0)
+    sizes = {"context": 8192, "longest_prompt": 31, "on_gpu": False, "transport": "shared_memory", "free": 20 * 10**9}
+    assert forecast(recipe, shape, most_blocks=blocks, **sizes).engine_process < 3.2e9
+    assert forecast(recipe, shape, **sizes).engine_process > 9e9
+
+
+def test_a_cache_that_cannot_hold_one_rollout_is_refused_before_anything_is_loaded() -> None:
+    recipe = make_recipe({"engine.kv_blocks": 3, "sampling.max_tokens": 12})
+    assert most_kv_blocks(recipe, context=1024, longest_prompt=20, num_held_out=0) > 0
+    with pytest.raises(ConfigError, match=r"engine\.kv_blocks = 3: one rollout of 43 tokens .* needs 4; raise it"):
+        most_kv_blocks(recipe, context=1024, longest_prompt=31, num_held_out=0)
+
+
+def test_the_doctor_and_the_run_foresee_the_same(tmp_path, monkeypatch, tiny_model) -> None:
+    """With 256 held-out tasks in two sources, of which the second has the longest prompts."""
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1"}\n')
+    (tmp_path / "short.jsonl").write_text('{"prompt": "1"}\n' * 128)
+    (tmp_path / "long.jsonl").write_text(('{"prompt": "' + "1+" * 20 + '"}\n') * 128)
+    recipe_path = tmp_path / "recipe.toml"
+    recipe_path.write_text(
+        f"""device = "cpu"
+        tasks = [{{source = "{tmp_path}/train.jsonl"}}]
+        model = {{path = "{tiny_model}"}}
+        train = {{batch = 16, group_size = 8}}
+        engine = {{slots = 4096}}
+        sampling = {{max_tokens = 8}}
+        evaluate = {{limit = 256, tasks = [{{source = "{tmp_path}/short.jsonl"}}, {{source = "{tmp_path}/long.jsonl"}}]}}
+        """
+    )
+    foreseen: list[tuple[int, int]] = []
+
+    def note(*_, longest_prompt: int, most_blocks: int, **__) -> None:
+        foreseen.append((longest_prompt, most_blocks))
+
+    monkeypatch.setattr(space, "forecast_here", note)
+    monkeypatch.setattr(launch, "forecast_here", note)
+    examined = Subject(recipe_path=recipe_path)
+    for check in (*inputs.CHECKS, *model.CHECKS):
+        list(examined.tell(check))
+    space._forecast(examined)
+    recipe, given = examined.recipe, UserInputs()
+    run = launch._Run(recipe, given, launch.Launch("run"), tmp_path, "", open_screen(steps=1, quiet=True), 0.0, {}, None)
+    run._forecast(tiny_model, held_out_tasks(recipe, given))
+    rollouts = 16 * (1 + recipe.gate_depth) + 2 * 256
+    assert foreseen == [(40, blocks_for(rollouts, tokens=48, block_size=recipe.engine.block_size))] * 2
+
+
+def test_a_run_has_a_cache_for_what_can_be_in_flight(tmp_path, monkeypatch) -> None:
+    made: list[EngineCore] = []
+
+    class Noted(EngineCore):
+        def __init__(self, *given, **named) -> None:
+            super().__init__(*given, **named)
+            made.append(self)
+
+    monkeypatch.setattr(build, "EngineCore", Noted)
+    result = small_run(tmp_path / "run", steps=1, model={"context": 512}, engine={"slots": 64}, staleness={"max_lag": 0})
+    assert result.summary["status"] == "finished"
+    assert made[-1].cache.num_blocks == blocks_for(16 + 2 * 4, tokens=12, block_size=16)
+
+
+def test_a_reference_is_counted() -> None:
+    def of(**settings):
+        recipe = make_recipe(settings)
+        sizes = {"context": 256, "longest_prompt": 32, "on_gpu": False, "transport": "shared_memory", "free": 10**10}
+        return forecast(recipe, MIDDLING, **sizes).trainer
+
+    plain, asked = of(), of(**{"train.kl": 0.1})
+    assert asked.total - plain.total == plain.weights
+
+
+def test_in_one_process_both_roles_are_one_figure() -> None:
+    def of(orchestrate: str, transport: str):
+        recipe = make_recipe({"orchestrate": orchestrate})
+        sizes = {"context": 256, "longest_prompt": 32, "on_gpu": False, "free": 10**10}
+        return forecast(recipe, MIDDLING, transport=transport, **sizes)
+
+    inline, local = of("inline", "memory"), of("local", "shared_memory")
+    assert inline.trainer_process == inline.engine_process == inline.together(1)
+    assert local.trainer_process + local.engine.total == local.together(1) == inline.together(1) + local.engine.process
+    assert local.engine_process == local.engine.total + 2 * local.engine.weights, "it sees the trainer's shared memory"
+
+
+def test_what_fits_is_said_with_its_sizes(gpu) -> None:
+    gpu(192)
+    (finding,) = space.check_gpu_memory(subject())
+    assert finding.level == "ok" and not finding.fix
+    assert "activations of 16384 tokens" in finding.what and "KV cache" in finding.what and "weights twice" in finding.what
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "fix"),
+    [
+        (85, "set train.micro_batch_tokens = 8192"),
+        (64, "set train.micro_batch_tokens = 4096"),
+        (61, "set train.recompute = 'layers'"),
+        (24, "take a smaller model"),
+    ],
+)
+def test_what_does_not_fit_comes_with_the_change_that_makes_it(gpu, gigabytes, fix) -> None:
+    gpu(gigabytes)
+    (finding,) = space.check_gpu_memory(subject(engine__kv_blocks=4096))
+    assert finding.level == "problem" and fix in finding.fix
+
+
+def test_a_synchronous_run_is_told_to_take_turns_first(gpu) -> None:
+    gpu(86)
+    (finding,) = space.check_gpu_memory(subject(engine__kv_blocks=4096, staleness__max_lag=0))
+    assert finding.level == "problem" and finding.fix.startswith("set engine.sleep = 'cache'")
+    (finding,) = space.check_gpu_memory(subject(engine__kv_blocks=4096, staleness__max_lag=0, engine__sleep="cache"))
+    assert finding.level in ("ok", "warning")
+
+
+def test_a_gpu_that_others_use_is_to_be_freed(gpu, monkeypatch) -> None:
+    gpu(192)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (40 * 10**9, 192 * 10**9))
+    (finding,) = space.check_gpu_memory(subject(engine__kv_blocks=4096))
+    assert finding.level == "problem" and finding.fix.startswith("free the GPU of other processes, or ")
+
+
+def test_on_a_cpu_the_memory_of_the_machine_counts(monkeypatch) -> None:
+    for free, level in ((10**12, "ok"), (10**9, "problem")):
+        monkeypatch.setattr(space, "free_memory", lambda free=free: (free, 2 * free))
+        (finding,) = space.check_memory(subject(device="cpu", model__dtype="float32"))
+        assert finding.level == level and "at its peak the trainer takes" in finding.what
+
+
+def vllm_of(**settings):
+    dotted = {name.replace("__", "."): value for name, value in settings.items()}
+    recipe = make_recipe({"model.dtype": "bfloat16", "engine.kind": "vllm", **dotted})
+    on_gpu = torch.cuda.is_available()
+    total = torch.cuda.mem_get_info()[1] if on_gpu else 0
+    sizes = {"context": 4096, "longest_prompt": 512, "free": int(80e9), "transport": "shared_memory"}
+    return forecast(recipe, MIDDLING, on_gpu=on_gpu, total=total, **sizes)
+
+
+def test_a_vllm_server_is_counted_with_what_it_is_given(gpu, monkeypatch) -> None:
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    on_cpu = vllm_of()
+    weights = on_cpu.engine.weights
+    assert on_cpu.server == weights + (2 << 30) + 2 * on_cpu.engine.process and on_cpu.engine.cache == 0
+    assert vllm_of(engine__vllm__urls=["http://one:8000"]).server == 0
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "7")
+    assert vllm_of().server - on_cpu.server == 5 << 30
+    gpu(100)
+    shared, given = vllm_of(), vllm_of(engine__vllm__arguments={"gpu_memory_utilization": 0.7})
+    assert (shared.server, given.server) == (int(40e9), int(70e9))
+    assert shared.together(1) - given.together(1) == -int(30e9) and shared.engine.weights == shared.engine.staging == weights
+    assert vllm_of(engine__vllm__handover="folder").engine.total == 0, "it holds them in the host's memory"
+    assert vllm_of(engine__vllm__arguments={"kv_cache_memory_bytes": 5}).server == weights + 5
+    words = " ".join(finding.what for finding in space.check_gpu_memory(subject(engine__kind="vllm")))
+    assert "the vLLM server behind it 40" in words and "KV cache" not in words
+
+
+def test_a_cache_that_vllm_would_not_take_is_refused(monkeypatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1.5")
+    with pytest.raises(ConfigError, match=r"^the variable VLLM_CPU_KVCACHE_SPACE is '1.5': vLLM wants a whole number"):
+        check_engine(make_recipe({"engine.kind": "vllm"}))

@@ -1,0 +1,426 @@
+"""Groups that are unfinished when a batch is taken or a run stops: cancelled, recycled, or gone on with after a restart."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+from helpers import small_run
+from test_runs import books_close, run_and_kill
+
+from headrace.bench.stubs import answer
+from headrace.engine import InFlight
+from headrace.envs import EngineClient, SingleTurn
+from headrace.launch.stop import StopRequest
+from headrace.observe.inspect import read_rollouts
+from headrace.records import Episode, FinishReason, InfraAbort, Invalid, Rollout, Scored, Source, frames
+from headrace.run.in_flight import Flight
+from headrace.run.ledger import Ledger
+from headrace.run.state import Run
+from headrace.run.work import PendingGroup
+
+LONG_TAIL = {
+    "model": {"context": 128},
+    "sampling": {"max_tokens": 96},
+    "engine": {"slots": 24},
+    "train": {"batch": 8, "group_size": 2},
+    "held_out": None,
+    "observe": {"keep_rollouts_every": 1},
+}
+"""An untrained model ends a rollout by chance: most are short, a few are long."""
+
+
+def check_books_always(monkeypatch) -> list[int]:
+    """The equation is checked whenever something has moved; how often that was."""
+    checks: list[int] = []
+    original = Run.note_progress
+
+    def checking(self):
+        original(self)
+        if hasattr(self, "pending"):
+            underway = sum(len(group.episodes) for begun in self._underway for group in begun.groups)
+            self.ledger.check(buffered=self.buffer.num_episodes + underway)
+            checks.append(len(self.pending))
+
+    monkeypatch.setattr(Run, "note_progress", checking)
+    return checks
+
+
+def rollouts_of(result) -> list:
+    return [rollout for step in range(1, result.summary["version"] + 1) for rollout in read_rollouts(result.folder, step)[1]]
+
+
+# Cancelling what is over age
+
+
+def test_what_is_over_age_is_cancelled_in_flight(tmp_path, monkeypatch):
+    checks = check_books_always(monkeypatch)
+    settings = {**LONG_TAIL, "steps": 16, "staleness": {"max_lag": 1}}
+    never = small_run(tmp_path / "never", **settings)
+    result = small_run(tmp_path / "cancel", **settings, partial={"cancel": "over_age"})
+    reasons = result.summary["dropped_because"]
+    assert reasons["rejected: lag, cancelled in flight"] > 0 and books_close(result.summary)
+    assert result.summary["accounting"]["trained"] == 16 * 8 and result.summary["lag"]["max"] <= 1
+    assert never.summary["dropped_because"].get("rejected: lag", 0) > reasons.get("rejected: lag", 0)
+    assert "rejected: lag, cancelled in flight" not in never.summary["dropped_because"]
+    assert result.summary["tokens"]["wasted"] > 0 and len(checks) > 100
+
+
+def test_nothing_is_cancelled_that_could_have_been_trained(tmp_path, monkeypatch):
+    """What would have been given up is let go on instead: all of it that ends before the run does is rejected."""
+    doomed: set[str] = set()
+    monkeypatch.setattr(Run, "_cancel", lambda self, group, tokens: doomed.add(group))
+    settled: dict[str, str] = {}
+    settle = Ledger.settle
+
+    def noting(self, ids, state, reason=""):
+        ids = list(ids)
+        settled.update(dict.fromkeys({id.partition("/")[0] for id in ids}, f"{state} {reason}"))
+        settle(self, ids, state, reason)
+
+    monkeypatch.setattr(Ledger, "settle", noting)
+    small_run(tmp_path / "run", steps=24, staleness={"max_lag": 1}, partial={"cancel": "over_age"}, **LONG_TAIL)
+    ends = Counter(settled[group] for group in doomed if settled[group] != "unused ")
+    assert ends.keys() == {"rejected lag"} and ends.total() > 3
+
+
+def test_a_cancelled_group_frees_its_slots_and_its_places(tmp_path, monkeypatch):
+    """Also those of episodes that were cancelled before they began."""
+    original = Run._cancel
+    left: list[tuple[int, int]] = []
+
+    def cancelling(self, group, tokens):
+        running = {request.rollout.group for request in self.engine.core.scheduler.running.values()}
+        original(self, group, tokens)
+        left.append((group in running, group in self.pending))
+
+    monkeypatch.setattr(Run, "_cancel", cancelling)
+    runs: list[Run] = []
+    attach = Run.attach
+    monkeypatch.setattr(Run, "attach", lambda self, tasks: (runs.append(self), attach(self, tasks)))
+    after = Run.cancel_spawned
+    places: list[int] = []
+
+    def counting(self):
+        places.append(self.places._value + sum(not task.done() for task in self.flight._tasks.values()))
+        after(self)
+
+    monkeypatch.setattr(Run, "cancel_spawned", counting)
+    small_run(tmp_path / "run", steps=16, staleness={"max_lag": 1}, partial={"cancel": "over_age"}, **LONG_TAIL)
+    assert any(was_running for was_running, _ in left) and not any(is_pending for _, is_pending in left)
+    waits_for_work = (runs[0]._num_places - 1, runs[0]._num_places)
+    assert places[0] in waits_for_work, "the generate loop may hold one for work it has taken"
+    core = runs[0].engine.core
+    assert not core.num_begun and not core.num_waiting
+
+
+def test_an_episode_that_will_not_be_cancelled_is_not_counted_twice(tmp_path, monkeypatch):
+    class Stubborn(SingleTurn):
+        async def run(self, task, client):
+            with contextlib.suppress(BaseException):
+                return await super().run(task, client)
+            return Episode(id=client.episode, group=client.group, task=task)
+
+    checks = check_books_always(monkeypatch)
+    settings = {"staleness": {"max_lag": 1}, "partial": {"cancel": "over_age"}, "environment": Stubborn()}
+    result = small_run(tmp_path / "run", steps=16, **settings, **LONG_TAIL)
+    assert result.summary["dropped_because"]["rejected: lag, cancelled in flight"] > 0 and books_close(result.summary)
+    assert result.summary["accounting"]["trained"] == 16 * 8 and checks
+
+
+def test_a_group_is_as_old_as_its_oldest_token_that_may_be_trained():
+    def episode(id: str, version: int, outcome=None) -> Episode:
+        rollouts = (answer(0, version=version).replace(id=id, group=id.partition("/")[0]),)
+        return Episode(id=id, group=id.partition("/")[0], task={}, rollouts=rollouts, outcome=outcome)
+
+    class Engine:
+        async def in_flight(self):
+            prompt = Rollout.from_prompt([1, 2], id="young/0", episode="young/0", group="young")
+            grown = prompt.renamed(id="grown/0", episode="grown/0", group="grown", index=0)
+            unknown = prompt.renamed(id="unknown/0", episode="unknown/0", group="unknown", index=0)
+            other = prompt.renamed(id="eval3/0", episode="eval3/0", group="eval3/0", index=0)
+            return [
+                InFlight.of(prompt, num_drawn=3, first=4, partial=lambda: prompt),
+                InFlight.of(grown, num_drawn=7, first=3, partial=lambda: grown),
+                InFlight.of(unknown, num_drawn=0, first=-1, partial=lambda: unknown),
+                InFlight.of(other, num_drawn=7, first=0, partial=lambda: other),
+            ]
+
+    flight = Flight(Engine())  # type: ignore[arg-type]
+    names = ("young", "grown", "unknown", "scored", "invalid", "unscored", "failed", "resumed", "empty")
+    pending = {name: PendingGroup(number, {}) for number, name in enumerate(names)}
+    pending["scored"].episodes.append(episode("scored/0", 3, Scored(1.0)))
+    pending["invalid"].episodes.append(episode("invalid/0", 3, Invalid("no answer")))
+    flight.unscored = {id: episode(id, 3, outcome) for id, outcome in (("unscored/0", None), ("failed/0", InfraAbort("")))}
+    flight.partials = {"resumed/0": answer(0, version=3).replace(id="resumed/0", group="resumed")}
+    found = asyncio.run(flight.over_age(pending, next_version=6, max_lag=2))
+    assert found == {"grown": 7, "scored": 0, "unscored": 10, "resumed": 10}
+    assert asyncio.run(flight.over_age(pending, next_version=5, max_lag=2)) == {}
+
+
+# More than a batch needs
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"buffer": {"kind": "synchronous"}, "partial": {"interrupt": "abort"}},
+        {"buffer": {"kind": "synchronous"}, "partial": {"interrupt": "keep"}},
+        {"buffer": {"kind": "synchronous"}, "partial": {"interrupt": "abort", "cancel": "over_age"}},
+        {"partial": {"interrupt": "abort"}},
+        {"partial": {"interrupt": "retract"}},
+    ],
+    ids=["in turn, abort", "in turn, keep", "in turn, cancel", "abort", "retract"],
+)
+def test_a_batch_is_trained_when_it_is_whole_and_the_unfinished_go_on(tmp_path, monkeypatch, settings):
+    checks = check_books_always(monkeypatch)
+    most: list[int] = []
+    submit = Run.submit
+
+    def counting(self, task):
+        submit(self, task)
+        untrained = self.submitted_groups - self.dropped_groups - self.version * 4
+        most.append(untrained - (self.recipe.gate_depth + 1) * 4)
+
+    monkeypatch.setattr(Run, "submit", counting)
+    settings["partial"]["oversample"] = 1.75
+    result = small_run(tmp_path / "run", steps=16, staleness={"max_lag": 2}, **settings, **LONG_TAIL)
+    assert result.summary["status"] == "finished" and books_close(result.summary) and len(checks) > 100
+    assert result.summary["accounting"]["trained"] == 16 * 8 and result.summary["lag"]["max"] <= 2
+    assert max(most) == 3, "three groups more than four a batch, and never a fourth, however many are recycled"
+    spans = [rollout for rollout in rollouts_of(result) if len(set(rollout.versions[rollout.is_sampled].tolist())) > 1]
+    assert spans, "some were unfinished when a batch was taken, went on and were trained"
+    if settings["partial"]["interrupt"] == "abort":
+        assert all(rollout.calls[0].finish_reason is FinishReason.ABORT for rollout in spans)
+
+
+def test_what_is_recycled_goes_on_before_anything_new_begins(tmp_path, monkeypatch):
+    """And in the order it was in."""
+    from headrace.engine.native.scheduler import Scheduler
+
+    admitted: list[tuple[str, bool]] = []
+    place = Scheduler._place
+    monkeypatch.setattr(
+        Scheduler,
+        "_place",
+        lambda self, request, runner: (
+            place(self, request, runner) and (admitted.append((request.rollout.id, bool(request.rollout.calls))) or True)
+        ),
+    )
+    swaps: list[int] = []
+    go_on = Run.go_on
+
+    async def noting(self):
+        swaps.append(len(admitted))
+        await go_on(self)
+
+    monkeypatch.setattr(Run, "go_on", noting)
+    settings = {"buffer": {"kind": "synchronous"}, "partial": {"interrupt": "abort", "oversample": 2.0}}
+    small_run(tmp_path / "run", steps=10, staleness={"max_lag": 3}, **settings, **LONG_TAIL)
+    num_recycled = 0
+    for start, stop in zip(swaps, [*swaps[1:], len(admitted)], strict=True):
+        kinds = [is_resumed for _, is_resumed in admitted[start:stop]]
+        assert kinds == sorted(kinds, reverse=True), kinds
+        numbers = [int(id[1:].partition("/")[0]) for id, is_resumed in admitted[start:stop] if is_resumed]
+        assert numbers == sorted(numbers)
+        num_recycled += sum(kinds)
+    assert num_recycled > 10
+
+
+def test_in_turn_nothing_is_drawn_while_a_batch_is_trained(tmp_path, monkeypatch):
+    from headrace.run.roles import TrainerHere
+
+    runs: list[Run] = []
+    attach = Run.attach
+    monkeypatch.setattr(Run, "attach", lambda self, tasks: (runs.append(self), attach(self, tasks)))
+    step = TrainerHere.step
+    seen: list[tuple[int, int]] = []
+
+    async def stepping(self, batch, *, learning_rate):
+        engine = runs[0].engine
+        seen.append((engine.core.num_running, len(runs[0].pending)))
+        assert engine._is_paused
+        return await step(self, batch, learning_rate=learning_rate)
+
+    monkeypatch.setattr(TrainerHere, "step", stepping)
+    settings = {"buffer": {"kind": "synchronous"}, "partial": {"interrupt": "abort", "oversample": 1.5}}
+    small_run(tmp_path / "run", steps=6, staleness={"max_lag": 2}, **settings, **LONG_TAIL)
+    assert all(running == 0 for running, _ in seen) and any(pending for _, pending in seen)
+
+
+def test_at_lag_0_what_is_too_many_is_given_up(tmp_path):
+    partial = {"interrupt": "abort", "oversample": 2.0, "cancel": "over_age"}
+    result = small_run(tmp_path / "run", steps=10, staleness={"max_lag": 0}, partial=partial, **LONG_TAIL)
+    assert result.summary["lag"]["max"] == 0 and result.summary["accounting"]["trained"] == 80
+    assert result.summary["dropped_because"]["rejected: lag, cancelled in flight"] > 0 and books_close(result.summary)
+
+
+# Checkpoints
+
+
+def saved(folder, step: int) -> list[dict]:
+    with (folder / "checkpoints" / f"step-{step}" / "partial.wire").open("rb") as file:
+        return list(frames.read_frames(file))
+
+
+def note_generated(monkeypatch) -> list[str]:
+    """The ids of rollouts that were begun from nothing."""
+    begun: list[str] = []
+    generate = EngineClient.generate
+
+    async def noting(self, rollout):
+        if rollout.id not in self._partials:
+            begun.append(rollout.id)
+        return await generate(self, rollout)
+
+    monkeypatch.setattr(EngineClient, "generate", noting)
+    return begun
+
+
+@pytest.mark.parametrize("interrupt", ["keep", "abort"])
+def test_what_is_half_drawn_goes_on_after_a_restart(tmp_path, monkeypatch, interrupt):
+    folder = tmp_path / "run"
+    settings = {**LONG_TAIL, "steps": 12, "staleness": {"max_lag": 6}, "partial": {"interrupt": interrupt}}
+    run_and_kill(folder, monkeypatch, at=5, **settings)
+    groups = saved(folder, 3)
+    manifest = json.loads((folder / "checkpoints" / "step-3" / "manifest.json").read_text())
+    assert {group["number"] for group in groups} == {number for number, _ in manifest["in_flight"]}
+    partials = {rollout.id: rollout for group in groups for rollout in group["rollouts"]}
+    ended = [episode.id for group in groups for episode in group["episodes"]]
+    assert len(partials) > 3 and ended and not partials.keys() & set(ended)
+    assert all(rollout.versions.max() <= 3 and rollout.lineage == manifest["lineage"] for rollout in partials.values())
+    begun = note_generated(monkeypatch)
+    result = small_run(folder, **settings)
+    assert result.summary["status"] == "finished" and books_close(result.summary) and result.summary["lag"]["max"] <= 6
+    assert not {*begun} & {*partials, *ended}, "none of them is begun again"
+    last = json.loads((folder / "checkpoints" / "step-12" / "manifest.json").read_text())
+    trained = {rollout.id: rollout for rollout in rollouts_of(result)}
+    went_on = trained.keys() & partials.keys()
+    assert len(went_on) > 2 and trained.keys() & set(ended)
+    for id in went_on:
+        before, after = partials[id], trained[id]
+        stop = len(before)
+        assert np.array_equal(after.token_ids[:stop], before.token_ids) and np.array_equal(
+            after.versions[:stop], before.versions
+        )
+        assert np.array_equal(after.logprobs[:stop], before.logprobs) and len(after) > stop
+        assert after.lineage == last["lineage"] != before.lineage
+        assert after.num_sampled <= 96 and after.versions[stop:].min() >= 3
+
+
+def test_a_stopped_run_leaves_what_was_half_drawn(tmp_path, monkeypatch):
+    stops: list[StopRequest] = []
+    heard = StopRequest.heard_by
+    monkeypatch.setattr(StopRequest, "heard_by", lambda self, stop: (stops.append(self), heard(self, stop))[1])
+    settings = {**LONG_TAIL, "steps": 12, "staleness": {"max_lag": 6}, "checkpoint": {"every": 100, "keep": 10}}
+    from headrace.run.session import Session
+
+    measure = Session._measure
+
+    def stopping(self, *arguments):
+        if self.run.version == 4:
+            stops[0].make()
+        return measure(self, *arguments)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Session, "_measure", stopping)
+        small_run(tmp_path / "run", **settings)
+    step = max(int(path.name[5:]) for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
+    partials = {rollout.id for group in saved(tmp_path / "run", step) for rollout in group["rollouts"]}
+    assert 4 <= step < 12 and len(partials) > 3
+    begun = note_generated(monkeypatch)
+    result = small_run(tmp_path / "run", **settings)
+    assert result.summary["status"] == "finished" and books_close(result.summary) and not partials & {*begun}
+
+
+def test_a_run_that_fails_leaves_what_was_half_drawn(tmp_path, monkeypatch):
+    """Noted before the failure ends the tasks that have it under way."""
+    loss = tmp_path / "loss.py"
+    loss.write_text(
+        "calls = []\n"
+        "def fails(tokens):\n"
+        "    calls.append(1)\n"
+        "    if len(calls) == 5:\n"
+        "        raise RuntimeError('out of luck')\n"
+        "    return -tokens.ratio() * tokens.advantages, {}\n"
+    )
+    settings = {**LONG_TAIL, "steps": 8, "staleness": {"max_lag": 6}, "checkpoint": {"every": 100, "keep": 10}}
+    settings["train"] = {**LONG_TAIL["train"], "loss": f"{loss}:fails"}
+    with pytest.raises(RuntimeError, match="out of luck"):
+        small_run(tmp_path / "run", **settings)
+    partials = {rollout.id for group in saved(tmp_path / "run", 4) for rollout in group["rollouts"]}
+    assert len(partials) > 3
+    begun = note_generated(monkeypatch)
+    result = small_run(tmp_path / "run", **settings)
+    assert result.summary["status"] == "finished" and books_close(result.summary) and not partials & {*begun}
+
+
+def test_what_would_be_too_old_is_begun_anew(tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    settings = {
+        **LONG_TAIL,
+        "steps": 12,
+        "staleness": {"max_lag": 1},
+        "model": {"context": 256},
+        "sampling": {"max_tokens": 240},
+    }
+    run_and_kill(folder, monkeypatch, at=10, **settings)
+    old = {r.id for group in saved(folder, 9) for r in group["rollouts"] if r.oldest_version < 8}
+    assert old
+    begun = note_generated(monkeypatch)
+    result = small_run(folder, **settings)
+    assert old <= {*begun} and books_close(result.summary) and result.summary["lag"]["max"] <= 1
+
+
+class TwoTurns:
+    """Asks, answers by itself, and asks again."""
+
+    async def run(self, task, client):
+        first = await client.generate(client.prompt(task["prompt"]))
+        add = {"token_ids": 9, "source": Source.TOOL, "loss_mask": False, "logprobs": 0.0, "versions": -1}
+        asked = first.replace(**{name: np.append(getattr(first, name), value) for name, value in add.items()})
+        if len(asked) >= 120:
+            return Episode(id=client.episode, group=client.group, task=task, rollouts=(first,))
+        return Episode(id=client.episode, group=client.group, task=task, rollouts=(await client.generate(asked),))
+
+
+def test_an_environment_with_turns_is_run_again_from_its_start(tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    settings = {**LONG_TAIL, "steps": 8, "staleness": {"max_lag": 6}, "environment": TwoTurns()}
+    settings["sampling"] = {"max_tokens": 48}
+    unfinished: list[str] = []
+    half_drawn = Flight._half_drawn
+
+    async def noting(self):
+        found = await half_drawn(self)
+        unfinished[:] = [id for id, rollout in found.items() if (rollout.source == Source.TOOL).any()]
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Flight, "_half_drawn", noting)
+        run_and_kill(folder, monkeypatch, at=5, **settings)
+    partials = {rollout.id: rollout for group in saved(folder, 3) for rollout in group["rollouts"]}
+    assert unfinished and partials and not partials.keys() & set(unfinished)
+    begun = note_generated(monkeypatch)
+    result = small_run(folder, **settings)
+    assert result.summary["status"] == "finished" and books_close(result.summary)
+    assert set(unfinished) <= {*begun}, "in their second turn: begun anew"
+    trained = {rollout.id: rollout for rollout in rollouts_of(result)}
+    went_on = [(partials[id], trained[id]) for id in trained.keys() & partials.keys()]
+    assert went_on and all(np.array_equal(after.token_ids[: len(before)], before.token_ids) for before, after in went_on)
+
+
+def test_a_checkpoint_from_before_they_were_kept_is_resumed(tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    run_and_kill(folder, monkeypatch, at=5, steps=8, **LONG_TAIL)
+    step = folder / "checkpoints" / "step-3"
+    (step / "partial.wire").unlink()
+    manifest = json.loads((step / "manifest.json").read_text())
+    del manifest["files"]["partial.wire"]
+    (step / "manifest.json").write_text(json.dumps(manifest))
+    result = small_run(folder, steps=8, **LONG_TAIL)
+    assert result.summary["status"] == "finished" and books_close(result.summary)

@@ -1,0 +1,143 @@
+"""The cache of models that runs start from: bounded, and nothing goes that a run has in use."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+import pytest
+
+from headrace.config import make_recipe
+from headrace.engine.native.demand import blocks_for
+from headrace.launch import warmup
+from headrace.launch.folder import FolderLock
+from headrace.launch.inputs import UserInputs
+
+if TYPE_CHECKING:
+    import contextlib
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path))
+    monkeypatch.setattr(warmup, "_NUM_KEPT", 2)
+    monkeypatch.setattr(warmup.tiny, "build_folder", lambda folder, *_, **__: (folder / "config.json").touch())
+    return tmp_path / "warmup"
+
+
+def model(seed: int) -> contextlib.AbstractContextManager[str]:
+    recipe = make_recipe({"tasks": [{"source": "builtin:sort_digits"}], "seed": seed})
+    return warmup.model_folder(recipe, UserInputs(), say=lambda _: None)
+
+
+def used_at(folder: str, moment: float) -> None:
+    os.utime(folder, (moment, moment))
+
+
+def test_the_models_used_last_are_kept(cache):
+    folders = []
+    for seed in range(4):
+        with model(seed) as folder:
+            folders.append(folder)
+        used_at(folder, 1000.0 + seed)
+    with model(2) as again:
+        assert again == folders[2]
+    assert sorted(map(str, cache.iterdir())) == sorted(folders[2:])
+
+
+def test_a_model_in_use_is_not_removed(cache):
+    with model(0) as oldest:
+        for seed in range(1, 5):
+            with model(seed) as folder:
+                used_at(oldest, 1000.0)
+            used_at(folder, 1000.0 + seed)
+        assert os.path.exists(f"{oldest}/config.json")
+    with model(5):
+        assert not os.path.exists(oldest)
+
+
+def test_what_a_killed_process_left_half_made_goes(cache):
+    dead, alive = cache / ".making-dead", cache / ".making-alive"
+    for folder in (dead, alive):
+        folder.mkdir(parents=True)
+    lock = FolderLock(alive)
+    assert lock.acquire()
+    with model(0):
+        assert not dead.exists() and alive.exists()
+    lock.release()
+
+
+def test_a_model_that_another_process_removes_meanwhile(cache, monkeypatch):
+    listed = type(cache).iterdir
+    monkeypatch.setattr(type(cache), "iterdir", lambda folder: [*listed(folder), folder / "gone"])
+    with model(0) as folder:
+        assert os.path.exists(f"{folder}/config.json")
+
+
+def test_a_fresh_folder_that_another_process_takes_for_a_dead_ones(cache, monkeypatch):
+    """It is removed before it can be locked, or held by who is about to remove it: another one is made."""
+    really, made, sweeping = warmup.tempfile.mkdtemp, [], []
+
+    def taken(**where: object) -> str:
+        folder = really(**where)
+        made.append(folder)
+        if len(made) == 1:
+            os.rmdir(folder)
+        elif len(made) == 2:
+            sweeping.append(FolderLock(Path(folder)))
+            assert sweeping[0].acquire()
+        return folder
+
+    monkeypatch.setattr(warmup.tempfile, "mkdtemp", taken)
+    with model(0) as folder:
+        assert os.listdir(cache) == [os.path.basename(folder)] and len(made) == 3
+    sweeping[0].release()
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES])
+@pytest.mark.parametrize("has_lock", [True, False])
+def test_a_cached_model_that_may_only_be_read_is_used(cache, monkeypatch, code, has_lock):
+    with model(0) as made:
+        pass
+    if not has_lock:
+        os.remove(f"{made}/.lock")
+    for number in range(3):  # more than are kept
+        (cache / f"other{number}").mkdir()
+    really = Path.open
+
+    def refuse(path: object, *_: object) -> None:
+        raise OSError(code, os.strerror(code), str(path))
+
+    def opened(path: Path, mode: str = "r") -> IO[str]:
+        return really(path) if mode == "r" else refuse(path)
+
+    before = sorted(os.listdir(cache))
+    monkeypatch.setattr(Path, "open", opened)
+    monkeypatch.setattr(warmup.os, "utime", refuse)
+    monkeypatch.setattr(warmup.tempfile, "mkdtemp", lambda **_: refuse(cache))
+    with model(0) as folder:
+        assert folder == made
+        assert FolderLock(Path(folder), is_shared=True).acquire(create=False)
+        assert not FolderLock(Path(folder)).acquire(create=False)
+    warmup._remove_unused(cache)
+    assert sorted(os.listdir(cache)) == before
+    with pytest.raises(OSError, match=os.strerror(code)), model(1):
+        pass
+
+
+def test_the_engine_has_a_cache_for_the_tasks_that_are_checked(tmp_path, monkeypatch, tiny_model):
+    class Built(Exception):
+        pass
+
+    def build_roles(*_, most_blocks, **__):
+        raise Built(most_blocks)
+
+    monkeypatch.setattr(warmup, "build_roles", build_roles)
+    settings = {"engine.slots": 4096, "sampling.max_tokens": 12, "warmup.steps": 1}
+    given = UserInputs(tasks=[{"prompt": "1" * 30, "answer": "1"}], reward=len)
+    with pytest.raises(Built) as built:
+        asyncio.run(warmup._warm_up(make_recipe(settings), tiny_model, given, tmp_path, lambda _: None))
+    assert built.value.args == (blocks_for(512, tokens=42, block_size=16),)
