@@ -388,7 +388,7 @@ def test_what_a_call_raises_is_raised_here_with_its_kind_and_place():
                 await caller.call("odd")
             error = caught.value
             assert (error.kind, error.message, error.is_config) == ("Odd", "it does not add up", False)
-            assert "test_stream.py" in error.frame and "in odd" in error.detail
+            assert "test_rpc.py" in error.frame and "in odd" in error.detail
             with pytest.raises(RemoteError) as caught:
                 await caller.call("wrong")
             assert caught.value.is_config and caught.value.message.startswith("threads = -1")

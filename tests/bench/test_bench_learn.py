@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 
@@ -21,7 +20,6 @@ def test_each_loss_has_a_row_for_each_seed(tmp_path, monkeypatch, capsys):
         return {**rates, "seconds": {"rl": 1.0}, "lag": {"mean": 1.0}}
 
     monkeypatch.setattr(learn, "_train", trained)
-    monkeypatch.setattr(sys.modules["headrace.trainer"], "resolve_loss", lambda name: None, raising=False)
     file = tmp_path / "out.json"
     assert learn.run(losses="grpo, cispo", seeds=2, quick=False, json_file=file) == 1
     assert asked == [(loss, seed, None, learn.LOSSES[loss]["constants"]) for loss in ("grpo", "cispo") for seed in (0, 1)]

@@ -117,7 +117,7 @@ def test_a_part_that_fails_shows_its_logs_and_is_in_nobodys_way(tmp_path, monkey
         (run_dir / "metrics.jsonl").write_text("".join(json.dumps({"version": n, **row}) + "\n" for n in range(3)))
 
     install_service(tmp_path, monkeypatch)
-    monkeypatch.setattr("headrace.trainer", train)
+    monkeypatch.setattr("headrace.train", train)
     monkeypatch.setattr(step, "write_model", lambda shape, folder, dtype: str(folder))
     folder = tmp_path / "bench"
     folder.mkdir()

@@ -22,7 +22,7 @@ from headrace.cli import main
 from headrace.engine.server.address import bind, url_of
 from headrace.settings import ConfigError
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "orchestrate"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "run"))
 from helpers import small_run
 
 if TYPE_CHECKING:
@@ -109,12 +109,12 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
 @pytest.fixture
 def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is refused is refused before a model loads."""
-    from headrace.launch import serve
+    from headrace.launch import serving
 
     def load(options: object) -> None:
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr(serve, "_load", load)
+    monkeypatch.setattr(serving, "_load", load)
     for name in SECRETS:
         monkeypatch.delenv(name, raising=False)
 

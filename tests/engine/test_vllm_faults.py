@@ -494,7 +494,7 @@ def test_what_a_release_lacks_is_refused_by_name(path):
             about = await api.about()
             await api.close()
             with pytest.raises(ConfigError, match=rf"vLLM {NEW} at {url} cannot do what this run needs: .*\(vLLM 0.1\d can\)$"):
-                abilities.check(about, server=url)
+                abilities.check_abilities(about, server=url)
 
     asyncio.run(main())
 

@@ -17,7 +17,7 @@ from headrace.observe.screen import PlainLines, budget_table
 from headrace.observe.spans import WAITING
 from headrace.trainer import DeviceTrainer
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "orchestrate"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "run"))
 from helpers import small_run
 
 

@@ -197,7 +197,7 @@ def test_a_parcel_arrives_whole_and_in_order(made, sender, num_bytes, is_relay):
 
 SENDER = """
 import sys, json, torch
-from headrace.sync.http import HttpTransport
+from headrace.sync import HttpTransport
 sender = HttpTransport(token=sys.argv[1], deadline=10.0)
 sender.room("v1", 9_000_001).copy_(torch.arange(9_000_001) % 251)
 print(json.dumps(sender.post("v1", {})), flush=True)
@@ -206,7 +206,7 @@ sender.close()
 """
 RELAY = """
 import sys, json, torch
-from headrace.sync.http import HttpTransport
+from headrace.sync import HttpTransport
 class Bucket:
     num_bytes, views = int(sys.argv[2]), {}
     def write(self, start, piece): pass

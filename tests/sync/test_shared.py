@@ -218,7 +218,8 @@ def test_a_limit_of_the_system_is_met_when_the_segment_is_made(tmp_path):
     script = f"""
 import resource, torch
 from pathlib import Path
-from headrace.sync import Lineage, SharedMemoryTransport, SyncError, WeightSync
+from headrace.errors import SyncError
+from headrace.sync import Lineage, SharedMemoryTransport, WeightSync
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 sync = WeightSync(Lineage("life"), SharedMemoryTransport(prefix="weights", folder=Path({str(tmp_path)!r})))
 try:
