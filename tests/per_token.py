@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from headrace.algorithms.losses import TokenTensors
+from headrace.algorithms.tokens import TokenTensors
 
 COUNTS = (5, 0, 1, 9, 7, 12)
 """Trained tokens of each rollout; one has none."""

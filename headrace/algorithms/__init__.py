@@ -12,7 +12,7 @@ if TYPE_CHECKING:
         normalised as normalised,
         token_rewards as token_rewards,
     )
-    from headrace.algorithms.column_names import (
+    from headrace.algorithms.columns import (
         COMPUTED as COMPUTED,
         PROXIMAL as PROXIMAL,
         REFERENCE as REFERENCE,
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
         MASKS as MASKS,
         importance_weights as importance_weights,
     )
-    from headrace.algorithms.losses.naming import (
+    from headrace.algorithms.losses import (
         columns_to_bring as columns_to_bring,
         missing_column as missing_column,
         needed_columns as needed_columns,
         resolve_loss as resolve_loss,
     )
-    from headrace.algorithms.losses.tokens import TokenTensors as TokenTensors, ratio_of as ratio_of
     from headrace.algorithms.token_objective import (
         Objective as Objective,
         batch_correction as batch_correction,
         objective as objective,
         ratio_base as ratio_base,
     )
+    from headrace.algorithms.tokens import TokenTensors as TokenTensors, ratio_of as ratio_of
 else:
     __getattr__ = front_door(__name__)

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from headrace.algorithms.column_names import REFERENCE
+from headrace.algorithms.columns import REFERENCE
 from headrace.algorithms.corrections import BATCH_WIDE, MASKS, importance_weights
-from headrace.algorithms.losses.apart import KL_ESTIMATORS
-from headrace.algorithms.losses.naming import call_loss, missing_column
+from headrace.algorithms.kl import KL_ESTIMATORS
+from headrace.algorithms.losses import call_loss, missing_column
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from headrace.algorithms.losses.tokens import TokenTensors
+    from headrace.algorithms.tokens import TokenTensors
     from headrace.records import Array, Batch
 
 

@@ -11,7 +11,9 @@ import pytest
 import torch
 from per_token import COUNTS, VERSION, Slope, Token, clip, clipped_grpo, make_tokens, plain
 
-from headrace.algorithms.losses import KL_ESTIMATORS, LOSSES, TokenTensors, call_loss, needed_columns, needs, resolve_loss
+from headrace.algorithms import TokenTensors
+from headrace.algorithms.kl import KL_ESTIMATORS
+from headrace.algorithms.losses import LOSSES, call_loss, needed_columns, needs, resolve_loss
 from headrace.settings import ConfigError
 
 

@@ -18,7 +18,7 @@ from headrace.records import Batch, Call, FinishReason, Rollout, Sampling, Sourc
 from headrace.trainer.diagnostics import Diagnostics, drawn_by
 
 if TYPE_CHECKING:
-    from headrace.algorithms.losses import TokenTensors
+    from headrace.algorithms.tokens import TokenTensors
 
 CAPPED = {"cap": 1.5, "floor": 0.6}
 

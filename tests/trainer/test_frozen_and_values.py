@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_trainer import gradients, make_batch, nudge, rollouts
 
-from headrace.algorithms.column_names import REFERENCE, RETURNS, TEACHER, VALUES
+from headrace.algorithms.columns import REFERENCE, RETURNS, TEACHER, VALUES
 from headrace.model.load import load_model, load_tokenizer
 from headrace.trainer import DeviceTrainer, TrainSettings
 from headrace.trainer.folder import OPTIMIZER_FILE

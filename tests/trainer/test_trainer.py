@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from headrace.algorithms.column_names import PROXIMAL
+from headrace.algorithms.columns import PROXIMAL
 from headrace.engine.native.core import EngineCore, Request
 from headrace.model.head import Head
 from headrace.model.load import load_model, load_tokenizer

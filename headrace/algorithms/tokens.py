@@ -1,11 +1,11 @@
-"""What a loss is a function of."""
+"""The per-token tensors that losses are functions of, and sums over the tokens of each rollout."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from headrace.algorithms.sequences import sequence_mean, sequence_sum
+import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,3 +63,15 @@ class TokenTensors:
 def ratio_of(log_ratio: Tensor) -> Tensor:
     """e to the log ratio, cut off where it would overflow."""
     return log_ratio.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO).exp()
+
+
+def sequence_sum(values: Tensor, sequence: Tensor, *, num_sequences: int) -> Tensor:
+    """[N]: for each token the sum of `values` [N] over its sequence. `sequence` [N] holds numbers below `num_sequences`."""
+    sums = values.new_zeros(num_sequences).index_add(0, sequence, values)
+    return sums.index_select(0, sequence)
+
+
+def sequence_mean(values: Tensor, sequence: Tensor, *, num_sequences: int) -> Tensor:
+    """[N]: for each token the mean of `values` [N] over its sequence."""
+    counts = sequence_sum(torch.ones_like(values), sequence, num_sequences=num_sequences)
+    return sequence_sum(values, sequence, num_sequences=num_sequences) / counts

@@ -1,0 +1,266 @@
+"""Losses: pure functions from per-token tensors to one loss per token. Yours is one more, named `module:name`.
+
+A loss takes `TokenTensors` and its constants as keywords, and returns the loss of each token and what should be logged
+(tensors of the same shape, averaged over tokens). Weights, corrections, the KL and the sum are not its work:
+
+    def my_loss(tokens, *, clip=0.2):
+        ratio = tokens.ratio()
+        return -torch.minimum(ratio * tokens.advantages, ratio.clamp(1 - clip, 1 + clip) * tokens.advantages), {}
+
+A correction multiplies the policy's term. A term it must not touch, such as a value loss, is returned third. A loss that reads
+a column of the rollouts declares it with `@needs("teacher")` and finds it in `tokens.columns`.
+
+Notation: r = π/π_old and ρ = π/μ, where μ sampled the token; without a correction that holds π_prox/μ, π_old is μ. A is the
+advantage; sg(·) carries no gradient.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+import torch
+
+from headrace.algorithms.columns import COMPUTED, PROXIMAL, REFERENCE, RETURNS, TEACHER, VALUES
+from headrace.algorithms.kl import k2
+from headrace.algorithms.tokens import ratio_of
+from headrace.imports import import_name
+from headrace.settings import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import Tensor
+
+    from headrace.algorithms.tokens import TokenTensors
+
+    LossResult: TypeAlias = tuple[Tensor, dict[str, Tensor]]
+    TwoTerms: TypeAlias = tuple[Tensor, dict[str, Tensor], Tensor]
+    Loss: TypeAlias = Callable[..., LossResult | TwoTerms]
+
+AnyLoss = TypeVar("AnyLoss", bound="Callable[..., Any]")
+
+
+def needs(*columns: str) -> Callable[[AnyLoss], AnyLoss]:
+    """Declare the columns a loss reads. The trainer computes `proximal`, `reference`, `teacher` and `values` where a rollout
+    lacks them; a loss that needs `values` gets a value head. Any other column must come with the rollouts."""
+
+    def mark(loss: AnyLoss) -> AnyLoss:
+        loss.needs = columns  # type: ignore[attr-defined]  # a function carries any attribute
+        return loss
+
+    return mark
+
+
+def grpo(tokens: TokenTensors, *, clip_low: float = 0.2, clip_high: float = 0.28) -> LossResult:
+    """GRPO, PPO clip: −min(r A, clip(r, 1 − clip_low, 1 + clip_high) A). DAPO's constants; PPO's are 0.2 and 0.2."""
+    loss, is_clipped = clipped_surrogate(tokens.ratio(), tokens.advantages, clip_low=clip_low, clip_high=clip_high)
+    return loss, {"clipped": is_clipped}
+
+
+def reinforce(tokens: TokenTensors) -> LossResult:
+    """−A log π. RLOO with `leave_one_out` advantages, REINFORCE++ with `global` ones."""
+    return -tokens.advantages * tokens.logprobs, {}
+
+
+def supervised(tokens: TokenTensors) -> LossResult:
+    """−log π of a demonstration; advantages are not looked at."""
+    return -tokens.logprobs, {}
+
+
+def gspo(tokens: TokenTensors, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> LossResult:
+    """GSPO: −min(s A, clip(s, 1 − clip_low, 1 + clip_high) A), s = (Π r)^(1/|y|) over the rollout.
+
+    s is written sg(s) · π/sg(π) for each token: the same gradient where advantage and weight are those of the whole rollout,
+    and the right one where they are not.
+    """
+    log_ratio = tokens.log_ratio().detach()
+    ratio = ratio_of(tokens.sequence_mean(log_ratio) + tokens.logprobs - tokens.logprobs.detach())
+    loss, is_clipped = clipped_surrogate(ratio, tokens.advantages, clip_low=clip_low, clip_high=clip_high)
+    return loss, {"clipped": is_clipped}
+
+
+def cispo(tokens: TokenTensors, *, clip_low: float = 1.0, clip_high: float = 4.0) -> LossResult:
+    """CISPO: −sg(clip(r, 1 − clip_low, 1 + clip_high)) A log π: every token keeps a gradient. 1 is no lower clip."""
+    ratio = tokens.ratio().detach()
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
+    return -clipped * tokens.advantages * tokens.logprobs, {"clipped": (clipped != ratio).float()}
+
+
+def topr(tokens: TokenTensors) -> LossResult:
+    """TOPR: −w A log π, w = 1 where A ≥ 0, else sg(clip(Π r, 0, 1)), the product over the rollout: what did badly and is
+    unlikely by now is left alone."""
+    ratio, is_negative = ratio_of(tokens.sequence_sum(tokens.log_ratio().detach())), tokens.advantages < 0
+    weight = torch.where(is_negative, ratio.clamp_max(1.0), 1.0)
+    return -weight * tokens.advantages * tokens.logprobs, {"clipped": (is_negative & (ratio > 1)).float()}
+
+
+@needs("proximal")
+def decoupled_ppo(tokens: TokenTensors, *, clip_low: float = 0.2, clip_high: float = 0.2, cap: float = 5.0) -> LossResult:
+    """Decoupled PPO: −sg(ρ) min(r A, clip(r, 1 − clip_low, 1 + clip_high) A), ρ = π_prox/μ, r = π/π_prox. Tokens with ρ > cap
+    are dropped, not clamped."""
+    return _decoupled(tokens, tokens.proximal, clip_low=clip_low, clip_high=clip_high, cap=cap)
+
+
+def a3po(tokens: TokenTensors, *, clip_low: float = 0.2, clip_high: float = 0.2, cap: float = 5.0) -> LossResult:
+    """A-3PO: decoupled PPO with log π_prox = log μ + a (log π − log μ), a = (v_prox − v_μ)/(v − v_μ).
+
+    v_prox is the version being trained from, v = v_prox + 1 the one being made: a = lag/(lag + 1), and no extra forward pass.
+    """
+    lag = (tokens.version - tokens.versions).clamp_min(0).to(tokens.recorded.dtype)
+    proximal = tokens.recorded + lag / (lag + 1) * (tokens.logprobs.detach() - tokens.recorded)
+    return _decoupled(tokens, proximal, clip_low=clip_low, clip_high=clip_high, cap=cap)
+
+
+def dppo(tokens: TokenTensors, *, mask: float = 0.2, cap: float = 10.0, tau: float = 1e-3) -> TwoTerms:
+    """DPPO: −min(r, cap) A + τ log² r; the first term is dropped where the token's probability has already moved by more than
+    `mask` the way A pushes it: π − π_old > mask for A > 0, < −mask for A ≤ 0."""
+    moved = tokens.logprobs.detach().exp() - tokens.old.exp()
+    is_past = torch.where(tokens.advantages > 0, moved > mask, moved < -mask)
+    gain = torch.where(is_past, 0.0, tokens.ratio().clamp_max(cap) * tokens.advantages)
+    return -gain, {"masked": is_past.float()}, tau * tokens.log_ratio().square()
+
+
+def m2po(tokens: TokenTensors) -> LossResult:
+    """M2PO: −r A, nothing clipped: the correction of the same name, which comes with it, has left out the tokens whose ratio
+    is farthest from 1."""
+    return -tokens.ratio() * tokens.advantages, {}
+
+
+def aipo(tokens: TokenTensors, *, cap: float = 4.0) -> LossResult:
+    """AIPO: −sg(min(r, cap)) A log π; caps of 2 to 10 are in use."""
+    ratio = tokens.ratio().detach()
+    return -ratio.clamp_max(cap) * tokens.advantages * tokens.logprobs, {"clipped": (ratio > cap).float()}
+
+
+@needs(VALUES, RETURNS)
+def ppo(
+    tokens: TokenTensors,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    value_clip: float = 0.2,
+    value_weight: float = 0.5,
+) -> TwoTerms:
+    """PPO: −min(r A, clip(r) A) + value_weight · ½ max((V − R)², (clip(V, V_old ± value_clip) − R)²).
+
+    V_old and R are the columns `values` and `returns`, which `train.advantage = "gae"` makes.
+    """
+    assert tokens.values is not None, "call_loss has looked"
+    loss, is_clipped = clipped_surrogate(tokens.ratio(), tokens.advantages, clip_low=clip_low, clip_high=clip_high)
+    old, returns = tokens.columns[VALUES], tokens.columns[RETURNS]
+    near = torch.clamp(tokens.values, old - value_clip, old + value_clip)
+    free, clipped = (tokens.values - returns).square(), (near - returns).square()
+    value_loss = 0.5 * torch.maximum(free, clipped)
+    seen = {
+        "clipped": is_clipped,
+        "value_loss": value_loss.detach(),
+        "value_clipped": (clipped > free).float(),
+        "value": tokens.values.detach(),
+    }
+    return loss, seen, value_weight * value_loss
+
+
+@needs(TEACHER)
+def distill(tokens: TokenTensors, *, cap: float = 2.0) -> LossResult:
+    """On-policy distillation: sg(min(r, cap)) ½ (log π − log π_T)², whose gradient is that of the reverse KL to the teacher.
+    Advantages are not looked at."""
+    teacher = tokens.columns[TEACHER]
+    weight = tokens.ratio().detach().clamp_max(cap)
+    return weight * k2(tokens.logprobs, teacher), {"teacher_kl": (tokens.logprobs - teacher).detach()}
+
+
+def clipped_surrogate(ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
+    """−min(r A, clip(r) A), and 1 where the clip took hold."""
+    free, clipped = ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
+    return -torch.minimum(free, clipped), (clipped < free).detach().float()
+
+
+def _decoupled(tokens: TokenTensors, proximal: Tensor, *, clip_low: float, clip_high: float, cap: float) -> LossResult:
+    weight = ratio_of(proximal - tokens.recorded)
+    is_dropped = weight > cap
+    weight = torch.where(is_dropped, 0.0, weight)
+    ratio = ratio_of(tokens.logprobs - proximal)
+    loss, is_clipped = clipped_surrogate(ratio, tokens.advantages, clip_low=clip_low, clip_high=clip_high)
+    return weight * loss, {"clipped": is_clipped, "proximal_weight": weight, "masked": is_dropped.float()}
+
+
+LOSSES: dict[str, Loss] = {
+    "grpo": grpo,
+    "ppo": ppo,
+    "reinforce": reinforce,
+    "gspo": gspo,
+    "cispo": cispo,
+    "topr": topr,
+    "decoupled_ppo": decoupled_ppo,
+    "a3po": a3po,
+    "dppo": dppo,
+    "m2po": m2po,
+    "aipo": aipo,
+    "distill": distill,
+    "supervised": supervised,
+}
+
+
+def needed_columns(loss: str, correction: str = "none", kl: str = "none") -> tuple[str, ...]:
+    """The columns that a loss, a correction and a KL look at, by their names, each once."""
+    wanted = getattr(resolve_loss(loss), "needs", ())
+    if isinstance(wanted, str) or not all(isinstance(name, str) for name in wanted):
+        raise ConfigError(f"train.loss = {loss!r}: its `needs` must be a tuple of column names, not {wanted!r}")
+    also = [*wanted, *([PROXIMAL] if correction != "none" else []), *([REFERENCE] if kl != "none" else [])]
+    return tuple(dict.fromkeys(also))
+
+
+def call_loss(
+    name: str, tokens: TokenTensors, constants: Mapping[str, float]
+) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
+    """Call a loss by name and check the form of what it gives: a mean would silently be weighed a second time. The third is
+    the part that no correction weighs, None where there is none."""
+    _check_columns(name, tokens)
+    result = resolve_loss(name)(tokens, **constants)
+    if not isinstance(result, tuple) or len(result) not in (2, 3):
+        raise ConfigError(
+            f"loss {name!r} must return (losses, metrics) or (losses, metrics, uncorrected), not a {type(result).__name__}"
+        )
+    losses, seen, uncorrected = result if len(result) == 3 else (*result, None)
+    for term in (losses, uncorrected):
+        if term is not None and term.shape != tokens.logprobs.shape:
+            raise ConfigError(
+                f"loss {name!r} returned losses of shape {tuple(term.shape)}; one per token is wanted, "
+                f"{tuple(tokens.logprobs.shape)}: summing and averaging are the trainer's work"
+            )
+    return losses, seen, uncorrected
+
+
+def resolve_loss(name: str) -> Loss:
+    """A loss of ours by name, or a user's by `module:name`."""
+    if name in LOSSES:
+        return LOSSES[name]
+    if ":" in name:
+        loss: Loss = import_name(name, setting="train.loss")
+        return loss
+    raise ConfigError(f"train.loss = {name!r}: must be one of {', '.join(LOSSES)}, or your own as module:name")
+
+
+def missing_column(what: str, column: str) -> ValueError:
+    """For a column that is needed and neither came with the rollouts nor was computed."""
+    fix = {
+        REFERENCE: "the trainer computes it from train.reference",
+        TEACHER: "name a model in train.teacher, or have the environment put it on every rollout",
+        VALUES: "the trainer computes it with a value head",
+        RETURNS: "set train.advantage = 'gae'",
+    }.get(column, "the environment must put it on every rollout")
+    return ValueError(f"{what} needs the column {column!r}, which the batch does not have: {fix}")
+
+
+def _check_columns(name: str, tokens: TokenTensors) -> None:
+    wanted = needed_columns(name)
+    for column in wanted:
+        if column != PROXIMAL and column not in tokens.columns:
+            raise missing_column(f"loss {name!r}", column)
+    if VALUES in wanted and tokens.values is None:
+        raise ValueError(f"loss {name!r} trains values, and this trainer has no value head")
+
+
+def columns_to_bring(loss: str, correction: str = "none", kl: str = "none") -> tuple[str, ...]:
+    """Needed columns that no trainer computes."""
+    return tuple(column for column in needed_columns(loss, correction, kl) if column not in COMPUTED)
