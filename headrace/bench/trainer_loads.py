@@ -55,9 +55,9 @@ def make_trainer(folder: str, *, dtype: str, device: str, micro_batch_tokens: in
 
 def predicted_peak(folder: str, *, tokens: int, dtype: str, device: str) -> int | None:
     """Bytes that the trainer's own model of its memory expects of a step, the bare process apart; None where there is none."""
-    if importlib.util.find_spec("headrace.trainer.memory") is None:
+    if importlib.util.find_spec("headrace.trainer.memory_prediction") is None:
         return None
-    memory: Any = importlib.import_module("headrace.trainer.memory")
+    memory: Any = importlib.import_module("headrace.trainer.memory_prediction")
     sizes: Any = importlib.import_module("headrace.model.shape")
     settings = TrainSettings(micro_batch_tokens=tokens)
     shape = sizes.ModelShape.of(load_config(folder))

@@ -48,8 +48,8 @@ if TYPE_CHECKING:
         served_dtype as served_dtype,
     )
     from headrace.model.packing import Packed as Packed, pack as pack, score as score
-    from headrace.model.plan import members_of as members_of, num_rows as num_rows, plan_passes as plan_passes
-    from headrace.model.routing import Routers as Routers, find_readable_routers as find_readable_routers
+    from headrace.model.pass_planning import members_of as members_of, num_rows as num_rows, plan_passes as plan_passes
+    from headrace.model.routers import Routers as Routers, find_readable_routers as find_readable_routers
     from headrace.model.settings import ModelSettings as ModelSettings
     from headrace.model.shape import ModelShape as ModelShape
     from headrace.model.tiny import (

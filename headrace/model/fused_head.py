@@ -6,7 +6,7 @@ the sum of exponentials; the backward pass makes each chunk's logits once more, 
 those of hidden states and weight. Four products instead of three.
 
 Whoever knows at once what the loss makes of a chunk's logprobs saves the fourth: `JudgedLogprobs` asks for it while the chunk's
-logits are there. Where the sampler could choose among few tokens, only their columns are computed: `kept_head`.
+logits are there. Where the sampler could choose among few tokens, only their columns are computed: `masked_head`.
 """
 
 from __future__ import annotations

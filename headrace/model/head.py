@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from headrace.model.attention import EXACT_ROWS
 from headrace.model.fused_head import FusedLogprobs, JudgedLogprobs, Scaling, Wanted, chunk_rows, product, whole_spans
-from headrace.model.kept_head import KeptLogprobs
+from headrace.model.masked_head import MaskedLogprobs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -102,7 +102,7 @@ class Head:
             return hidden.sum(dim=1, dtype=torch.float32), temperatures.new_zeros(0)
         wanted = Wanted(targets, temperatures, allowed, self.scaling, padding=EXACT_ROWS if self._exact else 1)
         is_cut = allowed is not None and not self._exact and allowed.is_few(self.vocabulary)
-        function = KeptLogprobs if is_cut else FusedLogprobs
+        function = MaskedLogprobs if is_cut else FusedLogprobs
         result: tuple[Tensor, Tensor] = function.apply(hidden, self.narrowed(), self.bias, wanted)  # type: ignore[no-untyped-call]
         return result
 

@@ -17,7 +17,7 @@ from headrace.model.contexts import make_context
 from headrace.model.head import AllowedTokens
 from headrace.model.layout import Document, Layout, Unit
 from headrace.model.load import hidden_states
-from headrace.model.plan import members_of, plan_passes
+from headrace.model.pass_planning import members_of, plan_passes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

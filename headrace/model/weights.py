@@ -199,7 +199,7 @@ class SpareWeights:
         """The last update's tensors, and where they lie in its bytes if not as here: those of the next are the same."""
         self._is_whole = False
         self._is_given_up = False
-        self._beside = _Beside(self.arena.device)
+        self._fill_stream = _FillStream(self.arena.device)
 
     @property
     def num_bytes(self) -> int:
@@ -212,7 +212,7 @@ class SpareWeights:
         receipt."""
         self._is_whole = self._is_given_up = False
         slots = self._slots_of(update)
-        with self._beside.working():
+        with self._fill_stream.working():
             staging = self._staging = self._staging or self.arena.like()
             arena = staging if slots is None else Arena(slots, device=staging.device)
             bring(Incoming(arena, running=self.arena, check=lambda: self._check_wanted(update)))
@@ -253,13 +253,13 @@ class SpareWeights:
             raise WeightError("no weights lie ready: the last fill failed, or there was none")
         if self._in_place:
             self.arena.copy_from(self._staging)
-            self._beside.follow()
+            self._fill_stream.follow()
         else:
             self.arena.exchange(self._staging)
 
     def release(self) -> None:
         """Give the second set's memory back; the next update makes it anew."""
-        self._beside.settle()
+        self._fill_stream.settle()
         self._staging, self._is_whole = None, False
 
     def _slots_of(self, update: WeightUpdate) -> dict[str, Slot] | None:
@@ -325,7 +325,7 @@ def _check_none_missing(missing: set[str], update: WeightUpdate) -> None:
         raise WeightError(f"version {update.version}: {len(missing)} tensors did not arrive, first {min(missing)!r}")
 
 
-class _Beside:
+class _FillStream:
     """The order of filling and exchanging on a GPU; on a CPU there is nothing to order.
 
     Filling has a stream of its own, so that it does not stand in the queue of decode steps, nor they in its.

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from headrace.front_door import front_door
 
 if TYPE_CHECKING:
-    from headrace.trainer.frozen import FrozenModel as FrozenModel
-    from headrace.trainer.memory import TrainerMemory as TrainerMemory, predict_memory as predict_memory
+    from headrace.trainer.frozen_model import FrozenModel as FrozenModel
+    from headrace.trainer.memory_prediction import TrainerMemory as TrainerMemory, predict_memory as predict_memory
     from headrace.trainer.protocol import Trainer as Trainer
     from headrace.trainer.schedule import learning_rate as learning_rate
     from headrace.trainer.settings import TrainSettings as TrainSettings

@@ -37,7 +37,7 @@ class Diagnostics:
 
     @torch.no_grad()
     def add(self, objective: Objective, tokens: TokenTensors, *, is_current: Tensor) -> None:
-        """One pass. `is_current` [N]: the token's rollout was drawn wholly by the version being trained (`drawn_by`)."""
+        """One pass. `is_current` [N]: the token's rollout was drawn wholly by the version being trained (`sampled_by`)."""
         loss = objective.loss.detach().double()
         self._loss = loss if self._loss is None else self._loss + loss
         self._num_tokens += tokens.logprobs.numel()
@@ -89,7 +89,7 @@ class Diagnostics:
         }
 
 
-def drawn_by(rollout: Rollout, version: int) -> Array:
+def sampled_by(rollout: Rollout, version: int) -> Array:
     """[T] bool: whether the whole rollout was. A later token drawn over keys and values of older weights was not."""
     is_pure = rollout.oldest_version == version and int(rollout.versions.max()) == version
     return np.full(len(rollout), is_pure)

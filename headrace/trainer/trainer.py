@@ -35,11 +35,11 @@ from headrace.model import (
     plan_passes,
 )
 from headrace.observe import peak_memory
-from headrace.trainer import activations, folder
+from headrace.trainer import activations, saving
 from headrace.trainer.compiled import can_compile, compile_layers
-from headrace.trainer.diagnostics import Diagnostics, drawn_by
+from headrace.trainer.diagnostics import Diagnostics, sampled_by
 from headrace.trainer.optimizer import FlatAdamW
-from headrace.trainer.values import ValueHead
+from headrace.trainer.value_head import ValueHead
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
     from headrace.model import Unit
     from headrace.records import Array, Batch, Rollout
-    from headrace.trainer.frozen import FrozenModel
+    from headrace.trainer.frozen_model import FrozenModel
     from headrace.trainer.protocol import Metrics
     from headrace.trainer.settings import TrainSettings
 
@@ -105,7 +105,7 @@ class DeviceTrainer:
         self._values = ValueHead(model) if VALUES in needed_columns(settings.loss, "none", "none") else None
         trained = [(self.arena, {name: p for name, p in model.named_parameters() if p.requires_grad})]
         if self._values is not None:
-            holder = nn.ModuleDict({folder.VALUE_HEAD: self._values})
+            holder = nn.ModuleDict({saving.VALUE_HEAD: self._values})
             trained.append((Arena.adopt(holder), dict(holder.named_parameters())))
         self.optimizer = FlatAdamW(trained, settings, offload="optimizer" in settings.offload)
         if digits:
@@ -172,10 +172,10 @@ class DeviceTrainer:
         return self.arena
 
     def save(self, place: Path) -> None:
-        folder.save(self.model, self._tokenizer, self.optimizer, place)
+        saving.save(self.model, self._tokenizer, self.optimizer, place)
 
     def load(self, place: Path) -> None:
-        folder.load(self.model, self.optimizer, place)
+        saving.load(self.model, self.optimizer, place)
 
     # Passes
 
@@ -204,7 +204,7 @@ class DeviceTrainer:
             advantages=gathered(batch.advantages),
             weights=gathered(batch.weights),
             versions=packed.gather([rollout.versions for rollout in rollouts]),
-            is_current=packed.gather([drawn_by(rollout, batch.version) for rollout in rollouts]),
+            is_current=packed.gather([sampled_by(rollout, batch.version) for rollout in rollouts]),
             columns={name: gathered(arrays) for name, arrays in columns.items()},
             correction=None if corrections is None else gathered(corrections),
         )

@@ -6,15 +6,18 @@ import inspect
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from per_token import COUNTS, VERSION, Slope, Token, clip, clipped_grpo, make_tokens, plain
 
-from headrace.algorithms import TokenTensors
 from headrace.algorithms.kl import KL_ESTIMATORS
 from headrace.algorithms.losses import LOSSES, call_loss, needed_columns, needs, resolve_loss
 from headrace.settings import ConfigError
+
+if TYPE_CHECKING:
+    from headrace.algorithms import TokenTensors
 
 
 def reinforce(token: Token) -> Slope:

@@ -20,7 +20,7 @@ from headrace.model.attention import EXACT_ROWS, AttentionSpec, PackedContext, a
 from headrace.model.head import Head
 from headrace.model.load import hidden_states, prepare
 from headrace.model.packing import score
-from headrace.model.routing import find_routers
+from headrace.model.routers import find_routers
 from headrace.records import FinishReason, Rollout, Sampling, unknown_expert
 
 if TYPE_CHECKING:
@@ -430,7 +430,7 @@ def test_a_model_without_experts_records_none(family: str) -> None:
 
 
 def test_a_model_whose_routers_cannot_be_read_is_served_without_its_routing(monkeypatch) -> None:
-    monkeypatch.setattr("headrace.model.routing._ROUTER", re.compile("no such router"))
+    monkeypatch.setattr("headrace.model.routers._ROUTER", re.compile("no such router"))
     core = make_core(prepare(make("qwen3_moe"), name="qwen3_moe"))
     rollout = generate(core, Rollout.from_prompt([3, 4, 5], id="r"), Sampling(max_tokens=4))
     assert rollout.num_sampled == 4 and rollout.expert_routing is None

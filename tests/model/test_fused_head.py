@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headrace.model import fused_head, kept_head
+from headrace.model import fused_head, masked_head
 from headrace.model.fused_head import FusedLogprobs, Scaling, Wanted
 from headrace.model.head import AllowedTokens
-from headrace.model.kept_head import KeptLogprobs
+from headrace.model.masked_head import MaskedLogprobs
 
 ROWS, VOCABULARY, WIDTH = 37, 83, 24
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -74,7 +74,7 @@ def compare(function: type[torch.autograd.Function], wanted: Wanted, *, toleranc
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several chunks, the last of them not whole."""
     monkeypatch.setattr(fused_head, "_CHUNK_ELEMENTS", {"cpu": 16 * VOCABULARY, "cuda": 16 * VOCABULARY})
-    monkeypatch.setattr(kept_head, "_KEPT_ELEMENTS", {"cpu": 30 * WIDTH, "cuda": 30 * WIDTH})
+    monkeypatch.setattr(masked_head, "_KEPT_ELEMENTS", {"cpu": 30 * WIDTH, "cuda": 30 * WIDTH})
 
 
 def make_wanted(scaling: Scaling, *, mask: str = "none") -> Wanted:
@@ -94,7 +94,7 @@ def test_logprobs_entropy_and_gradients_are_those_of_whole_logits(scaling: str, 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_with_a_mask_the_kept_columns_are_enough(scaling: str) -> None:
-    compare(KeptLogprobs, make_wanted(SCALINGS[scaling], mask="all"))
+    compare(MaskedLogprobs, make_wanted(SCALINGS[scaling], mask="all"))
 
 
 @pytest.mark.parametrize("mask", ["none", "some"])
@@ -160,7 +160,7 @@ def test_a_target_that_could_not_be_drawn_has_no_probability() -> None:
     wanted = make_wanted(Scaling(), mask="all")
     off = Wanted((wanted.targets + 40) % VOCABULARY, wanted.temperatures, wanted.allowed, wanted.scaling)
     hidden, weight = numbers(ROWS, WIDTH, seed=0), numbers(VOCABULARY, WIDTH, seed=1)
-    for function in (FusedLogprobs, KeptLogprobs):
+    for function in (FusedLogprobs, MaskedLogprobs):
         logprobs, _ = function.apply(hidden, weight, None, off)
         assert torch.isinf(logprobs).any()
 

@@ -13,7 +13,7 @@ from families import FAMILIES, MOE, SMALL, make
 
 from headrace.model.attention import PackedContext
 from headrace.model.load import ModelError, hidden_states, prepare
-from headrace.model.routing import Routers, find_routers
+from headrace.model.routers import Routers, find_routers
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -12,7 +12,7 @@ from headrace.model.head import Head
 from headrace.model.layout import Unit
 from headrace.model.load import prepare
 from headrace.model.packing import pack, packed_logprobs
-from headrace.model.plan import members_of, num_rows, plan_passes
+from headrace.model.pass_planning import members_of, num_rows, plan_passes
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -12,8 +12,8 @@ from test_trainer import gradients, make_batch, nudge, rollouts
 from headrace.algorithms.columns import REFERENCE, RETURNS, TEACHER, VALUES
 from headrace.model.load import load_model, load_tokenizer
 from headrace.trainer import DeviceTrainer, TrainSettings
-from headrace.trainer.folder import OPTIMIZER_FILE
-from headrace.trainer.frozen import FrozenModel
+from headrace.trainer.frozen_model import FrozenModel
+from headrace.trainer.saving import OPTIMIZER_FILE
 
 
 def make(model_path: str, *, frozen: tuple[str, ...] = (), **settings) -> DeviceTrainer:

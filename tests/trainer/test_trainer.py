@@ -17,7 +17,7 @@ from headrace.model.head import Head
 from headrace.model.load import load_model, load_tokenizer
 from headrace.records import Batch, Rollout, Sampling
 from headrace.trainer import DeviceTrainer, TrainSettings, learning_rate
-from headrace.trainer.folder import OPTIMIZER_FILE
+from headrace.trainer.saving import OPTIMIZER_FILE
 
 
 def rollouts(model_path: str, count: int = 12, *, sampling: Sampling | None = None) -> list[Rollout]:

@@ -18,7 +18,7 @@ from headrace.model.load import hidden_states, prepare
 from headrace.model.shape import ModelShape
 from headrace.observe.memory import peak_memory
 from headrace.trainer import TrainSettings
-from headrace.trainer.memory import COMPILED, EAGER, Costs, Kept, predict_memory
+from headrace.trainer.memory_prediction import COMPILED, EAGER, Costs, SavedTensor, predict_memory
 
 TOKENS = 64
 
@@ -94,7 +94,7 @@ def test_the_table_is_what_a_compiled_layer_saves() -> None:
 def test_a_row_names_a_width_that_every_shape_has() -> None:
     widths = ModelShape.of(Qwen3Config()).widths()
     rows = [row for costs in (COMPILED, EAGER) for part in (costs.saved, costs.outside, costs.backward) for row in part]
-    assert {row.of for row in rows} <= widths.keys() and all(isinstance(row, Kept) for row in rows)
+    assert {row.of for row in rows} <= widths.keys() and all(isinstance(row, SavedTensor) for row in rows)
 
 
 MIDDLING = ModelShape.of(

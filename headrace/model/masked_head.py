@@ -1,4 +1,4 @@
-"""Logprobs where every row could draw only a few tokens: what is computed is one product of two vectors for each of them."""
+"""Logprobs where every row allows only a few tokens: what is computed is one product of two vectors for each of them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _KEPT_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 26}
 """Weights gathered at a time."""
 
 
-class KeptLogprobs(torch.autograd.Function):
-    """What `FusedLogprobs` gives, with the columns of kept tokens alone."""
+class MaskedLogprobs(torch.autograd.Function):
+    """What `FusedLogprobs` gives, with the columns of the allowed tokens alone."""
 
     @staticmethod
     def forward(
@@ -28,7 +28,7 @@ class KeptLogprobs(torch.autograd.Function):
         bias: Tensor | None,
         wanted: Wanted,
     ) -> tuple[Tensor, Tensor]:
-        results = [_forward_kept(hidden, weight, bias, wanted, kept) for kept in _kept_chunks(wanted, weight.shape[1])]
+        results = [_forward_pairs(hidden, weight, bias, wanted, pairs) for pairs in _chunks_of_pairs(wanted, weight.shape[1])]
         logprobs, entropies, totals = (torch.cat(part) for part in zip(*results, strict=True))
         ctx.save_for_backward(hidden, weight, bias, totals)
         ctx.wanted = wanted
@@ -43,16 +43,16 @@ class KeptLogprobs(torch.autograd.Function):
         to_hidden = torch.zeros(hidden.shape, dtype=wide, device=hidden.device)
         to_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device)
         to_bias = None if bias is None else torch.zeros(bias.shape, dtype=wide, device=bias.device)
-        for kept in _kept_chunks(wanted, weight.shape[1]):
-            scaled, rows, columns = kept.scaled(hidden, weight, bias, wanted)
-            temperatures = wanted.temperatures.index_select(0, kept.rows)
-            shares = torch.exp(scaled / temperatures - totals.index_select(0, kept.rows))
-            is_target = (kept.ids == wanted.targets.index_select(0, kept.rows)).float()
-            slopes = (is_target - shares) * gradients.index_select(0, kept.rows) / temperatures * wanted.scaling.slope(scaled)
-            to_hidden.index_add_(0, kept.rows, columns * slopes.unsqueeze(1))
-            to_weight.index_add_(0, kept.ids, rows * slopes.unsqueeze(1))
+        for pairs in _chunks_of_pairs(wanted, weight.shape[1]):
+            scaled, rows, columns = pairs.scaled(hidden, weight, bias, wanted)
+            temperatures = wanted.temperatures.index_select(0, pairs.rows)
+            shares = torch.exp(scaled / temperatures - totals.index_select(0, pairs.rows))
+            is_target = (pairs.ids == wanted.targets.index_select(0, pairs.rows)).float()
+            slopes = (is_target - shares) * gradients.index_select(0, pairs.rows) / temperatures * wanted.scaling.slope(scaled)
+            to_hidden.index_add_(0, pairs.rows, columns * slopes.unsqueeze(1))
+            to_weight.index_add_(0, pairs.ids, rows * slopes.unsqueeze(1))
             if to_bias is not None:
-                to_bias.index_add_(0, kept.ids, slopes)
+                to_bias.index_add_(0, pairs.ids, slopes)
         return (
             to_hidden.to(hidden.dtype),
             to_weight.to(weight.dtype),
@@ -62,7 +62,7 @@ class KeptLogprobs(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _Pairs:
     """(row, token) pairs of whole rows `start` to `stop`."""
 
     start: int
@@ -80,7 +80,7 @@ class _Kept:
         return wanted.scaling.apply(logits), rows, columns
 
 
-def _kept_chunks(wanted: Wanted, width: int) -> list[_Kept]:
+def _chunks_of_pairs(wanted: Wanted, width: int) -> list[_Pairs]:
     assert wanted.allowed is not None
     offsets = wanted.allowed.offsets.tolist()
     most = max(1, _KEPT_ELEMENTS[wanted.targets.device.type] // width)
@@ -94,21 +94,21 @@ def _kept_chunks(wanted: Wanted, width: int) -> list[_Kept]:
     for start, stop in itertools.pairwise(bounds):
         counts = wanted.allowed.offsets[start + 1 : stop + 1] - wanted.allowed.offsets[start:stop]
         rows = torch.repeat_interleave(torch.arange(start, stop, device=device), counts)
-        chunks.append(_Kept(start, stop, rows, wanted.allowed.ids[offsets[start] : offsets[stop]]))
+        chunks.append(_Pairs(start, stop, rows, wanted.allowed.ids[offsets[start] : offsets[stop]]))
     return chunks
 
 
-def _forward_kept(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: Wanted, kept: _Kept
+def _forward_pairs(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: Wanted, pairs: _Pairs
 ) -> tuple[Tensor, Tensor, Tensor]:
-    scaled = kept.scaled(hidden, weight, bias, wanted)[0] / wanted.temperatures.index_select(0, kept.rows)
-    local = kept.rows - kept.start
-    empty = scaled.new_full((kept.stop - kept.start,), float("-inf"))
+    scaled = pairs.scaled(hidden, weight, bias, wanted)[0] / wanted.temperatures.index_select(0, pairs.rows)
+    local = pairs.rows - pairs.start
+    empty = scaled.new_full((pairs.stop - pairs.start,), float("-inf"))
     top = empty.scatter_reduce(0, local, scaled, "amax")
     shares = torch.exp(scaled - top.index_select(0, local))
     sums = torch.zeros_like(top).index_add_(0, local, shares)
     totals = top + sums.log()
     entropies = totals - torch.zeros_like(top).index_add_(0, local, shares * scaled) / sums
-    is_target = kept.ids == wanted.targets.index_select(0, kept.rows)
+    is_target = pairs.ids == wanted.targets.index_select(0, pairs.rows)
     chosen = empty.scatter_reduce(0, local, scaled.masked_fill(~is_target, float("-inf")), "amax")
     return chosen - totals, entropies, totals

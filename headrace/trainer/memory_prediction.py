@@ -10,7 +10,7 @@ What is there all the time, of P numbers in matrices and a few in vectors (norms
 | AdamW's two moments | 8 P | 8 P |
 
 What a forward pass leaves for its backward pass, for each token in each layer (`COMPILED.saved`, `EAGER.saved`). Of a layer
-that is compiled, what torch's partitioner saves rather than computes again (`tests/train/test_memory.py` asks it): the
+that is compiled, what torch's partitioner saves rather than computes again (`test_memory_prediction.py` asks it): the
 residual stream at the layer's input (float32); both norms' outputs, the attention block's output; queries and keys after
 rotation, values, what attention gave and its log-sum-exp (float32); queries and keys before their own norms, where they have
 such; the MLP's two products and what they make together. Run eagerly, a layer also keeps the residual stream between its
@@ -39,7 +39,7 @@ _LAYERS_ON_DEVICE = 2
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedTensor:
     """Tensors of one size, `count` of them: [tokens, `of`], where `of` is one of `ModelShape.widths`."""
 
     what: str
@@ -55,11 +55,11 @@ class Kept:
 class Costs:
     """Everything that is to be calibrated against a measured peak, for one way of running a layer."""
 
-    saved: tuple[Kept, ...]
+    saved: tuple[SavedTensor, ...]
     """By the forward pass of one layer, for its backward pass."""
-    outside: tuple[Kept, ...]
+    outside: tuple[SavedTensor, ...]
     """By the rest of a pass: embedding, last norm, the rows that go to the head."""
-    backward: tuple[Kept, ...]
+    backward: tuple[SavedTensor, ...]
     """What the backward pass of one layer holds beside what was saved."""
     chunk_elements: int
     """Logits that the head works on at a time."""
@@ -79,36 +79,36 @@ class Costs:
 
 
 _ATTENTION = (
-    Kept("queries after rotation", "queries"),
-    Kept("keys after rotation", "keys"),
-    Kept("values", "values"),
-    Kept("log-sum-exp", "heads", is_wide=True),
-    Kept("roots of mean squares", "one", 2, is_wide=True),
-    Kept("roots of mean squares of queries and keys", "normed_heads", is_wide=True),
-    Kept("queries and keys before their norms", "normed"),
+    SavedTensor("queries after rotation", "queries"),
+    SavedTensor("keys after rotation", "keys"),
+    SavedTensor("values", "values"),
+    SavedTensor("log-sum-exp", "heads", is_wide=True),
+    SavedTensor("roots of mean squares", "one", 2, is_wide=True),
+    SavedTensor("roots of mean squares of queries and keys", "normed_heads", is_wide=True),
+    SavedTensor("queries and keys before their norms", "normed"),
 )
-_EXPERTS = (Kept("inputs and outputs of experts", "routed_hidden", 2),)
+_EXPERTS = (SavedTensor("inputs and outputs of experts", "routed_hidden", 2),)
 
 COMPILED = Costs(
     saved=(
         *_ATTENTION,
         *_EXPERTS,
-        Kept("residual stream", "hidden", is_wide=True),
-        Kept("outputs of both norms and of the attention block", "hidden", 3),
-        Kept("attention's output", "attended"),
-        Kept("gate, up and their product", "intermediate", 3),
-        Kept("the same of experts", "routed_intermediate", 3),
+        SavedTensor("residual stream", "hidden", is_wide=True),
+        SavedTensor("outputs of both norms and of the attention block", "hidden", 3),
+        SavedTensor("attention's output", "attended"),
+        SavedTensor("gate, up and their product", "intermediate", 3),
+        SavedTensor("the same of experts", "routed_intermediate", 3),
     ),
     outside=(
-        Kept("residual stream, last norm and rows for the head", "hidden", 3, is_wide=True),
-        Kept("rows for the head", "hidden"),
+        SavedTensor("residual stream, last norm and rows for the head", "hidden", 3, is_wide=True),
+        SavedTensor("rows for the head", "hidden"),
     ),
     backward=(
-        Kept("gradient of the residual stream", "hidden", 2, is_wide=True),
-        Kept("gradients of the norms' outputs", "hidden", 2),
-        Kept("gradients of gate, up and their product", "intermediate", 3),
-        Kept("the same of experts", "routed_intermediate", 3),
-        Kept("gradients of experts' inputs and outputs", "routed_hidden", 2),
+        SavedTensor("gradient of the residual stream", "hidden", 2, is_wide=True),
+        SavedTensor("gradients of the norms' outputs", "hidden", 2),
+        SavedTensor("gradients of gate, up and their product", "intermediate", 3),
+        SavedTensor("the same of experts", "routed_intermediate", 3),
+        SavedTensor("gradients of experts' inputs and outputs", "routed_hidden", 2),
     ),
     chunk_elements=1 << 28,
     wide_chunks=1.0,
@@ -121,14 +121,14 @@ EAGER = Costs(
     saved=(
         *_ATTENTION,
         *_EXPERTS,
-        Kept("residual stream, before and after attention", "hidden", 2, is_wide=True),
-        Kept("norms before their weights", "hidden", 2, is_wide=True),
-        Kept("norms before their weights, of queries and keys", "normed", is_wide=True),
-        Kept("outputs of both norms", "hidden", 2),
-        Kept("the same, cast for each product", "hidden", 3, is_narrow_only=True),
-        Kept("attention's output, and in the order of the pass", "attended", 2),
-        Kept("gate, its activation, up and their product", "intermediate", 4),
-        Kept("the same of experts", "routed_intermediate", 4),
+        SavedTensor("residual stream, before and after attention", "hidden", 2, is_wide=True),
+        SavedTensor("norms before their weights", "hidden", 2, is_wide=True),
+        SavedTensor("norms before their weights, of queries and keys", "normed", is_wide=True),
+        SavedTensor("outputs of both norms", "hidden", 2),
+        SavedTensor("the same, cast for each product", "hidden", 3, is_narrow_only=True),
+        SavedTensor("attention's output, and in the order of the pass", "attended", 2),
+        SavedTensor("gate, its activation, up and their product", "intermediate", 4),
+        SavedTensor("the same of experts", "routed_intermediate", 4),
     ),
     outside=COMPILED.outside,
     backward=COMPILED.backward,
@@ -245,7 +245,7 @@ def _head(costs: Costs, shape: ModelShape, *, tokens: int, width: int) -> int:
     return int(chunk + _WIDE * costs.head_gradients * shape.embedding + _WIDE * tokens * shape.hidden)
 
 
-def _bytes(kept: Iterable[Kept], shape: ModelShape, width: int) -> float:
+def _bytes(kept: Iterable[SavedTensor], shape: ModelShape, width: int) -> float:
     """Of one token."""
     widths = shape.widths()
     return sum(
