@@ -1,0 +1,146 @@
+"""The pictures in README and docs, as SVG files that follow the reader's light or dark theme.
+
+python tools/pictures.py architecture docs/architecture.svg
+python tools/pictures.py timeline RUN/trace.json docs/timeline.svg --versions 4
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+from xml.sax.saxutils import escape
+
+STYLE = """
+text { font: 13px -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; fill: #1f2328 }
+.small { font-size: 11px; fill: #59636e } .title { font-weight: 600 }
+.box { fill: #f6f8fa; stroke: #818b98 } .process { fill: none; stroke: #818b98; stroke-dasharray: 5 4 }
+.arrow { stroke: #59636e; stroke-width: 1.6; fill: none; marker-end: url(#head) } #head path { fill: #59636e }
+.mark { stroke: #818b98; stroke-dasharray: 2 3 } .track { fill: #f6f8fa }
+.c0 { fill: #0969da } .c1 { fill: #1a7f37 } .c2 { fill: #bf8700 } .c3 { fill: #8250df }
+.c4 { fill: #cf222e } .c5 { fill: #1b7c83 } .c6 { fill: #e16f24 } .c7 { fill: #768390 }
+@media (prefers-color-scheme: dark) {
+  text { fill: #e6edf3 } .small { fill: #9198a1 } .box, .track { fill: #151b23; stroke: #3d444d } .process { stroke: #656c76 }
+  .arrow { stroke: #9198a1 } #head path { fill: #9198a1 } .mark { stroke: #656c76 } .track { stroke: none }
+  .c0 { fill: #4493f8 } .c1 { fill: #3fb950 } .c2 { fill: #d29922 } .c3 { fill: #ab7df8 }
+  .c4 { fill: #f85149 } .c5 { fill: #39c5cf } .c6 { fill: #f0883e } .c7 { fill: #9198a1 }
+}
+"""
+HEAD = (
+    '<marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
+    '<path d="M0 0L8 4L0 8z"/></marker>'
+)
+
+
+class Box(NamedTuple):
+    """A rectangle with a title and lines below it."""
+
+    x: int
+    y: int
+    width: int
+    height: int
+    lines: tuple[str, ...]
+
+
+BOXES = (
+    Box(20, 50, 130, 74, ("tasks", "rows with a prompt")),
+    Box(200, 50, 160, 74, ("feed", "submits groups,", "as far as the gate allows")),
+    Box(430, 50, 210, 74, ("engines", "continuous batching,", "stamp every token's version")),
+    Box(430, 200, 210, 74, ("score", "rewards and outcomes,", "in worker threads")),
+    Box(200, 200, 160, 74, ("buffer", "scored groups wait", "for a whole batch")),
+    Box(200, 330, 160, 74, ("trainer", "packed passes,", "loss named in the batch")),
+    Box(430, 330, 210, 74, ("weight sync", "full or delta, hashed,", "swapped between two steps")),
+)
+ARROWS = (
+    ("M150 87H196", "", 0, 0),
+    ("M360 87H426", "prompts", 364, 80),
+    ("M535 124V196", "Rollout", 543, 164),
+    ("M430 237H364", "Episode", 372, 230),
+    ("M275 274V326", "Batch", 283, 304),
+    ("M360 367H426", "tensors", 368, 360),
+    ("M640 367H690V87H644", "WeightUpdate", 600, 304),
+    ("M200 367H175V100H196", "version + 1 opens the gate", 20, 300),
+)
+PROCESSES = ((410, 28, 250, 110, "engine processes", 418, 44), (180, 312, 480, 106, "trainer process", 188, 434))
+
+
+def architecture() -> str:
+    """The loop of a run: what each part does and what crosses between processes."""
+    parts = [f'<rect class="process" x="{x}" y="{y}" width="{w}" height="{h}" rx="8"/>' for x, y, w, h, *_ in PROCESSES]
+    parts += [_text(x, y, name, "small") for *_, name, x, y in PROCESSES]
+    for box in BOXES:
+        parts.append(f'<rect class="box" x="{box.x}" y="{box.y}" width="{box.width}" height="{box.height}" rx="6"/>')
+        for place, line in enumerate(box.lines):
+            parts.append(_text(box.x + 12, box.y + 24 + 18 * place, line, "small" if place else "title"))
+    for path, label, x, y in ARROWS:
+        parts.append(f'<path class="arrow" d="{path}"/>')
+        parts.append(_text(x, y, label, "small") if label else "")
+    return _svg(710, 446, parts, "How a run works: tasks, engines, scoring, buffer, trainer, weight sync")
+
+
+def timeline(trace: Path, *, versions: int) -> str:
+    """What every role did over a few versions in the middle of a run; a gap is a wait."""
+    text = trace.read_text().rstrip().rstrip(",")
+    events = json.loads(text if text.endswith("]") else text + "]")
+    names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    marks = [event for event in events if event["ph"] == "i" and event["name"] != "end"]
+    first = _quietest(marks, versions)
+    chosen = marks[first : first + versions + 1]
+    begin, end = chosen[0]["ts"], chosen[-1]["ts"]
+    spans = [event for event in events if event["ph"] == "X" and event["ts"] < end and event["ts"] + event["dur"] > begin]
+    tracks = [track for track in names if any(span["tid"] == track for span in spans)]
+    kinds = list(dict.fromkeys(span["name"].split()[0] for span in sorted(spans, key=lambda span: (span["tid"], span["name"]))))
+    left, width, row = 140, 760, 34
+
+    def x(moment: float) -> float:
+        return left + width * (min(max(moment, begin), end) - begin) / (end - begin)
+
+    parts = []
+    for place, track in enumerate(tracks):
+        y = 40 + row * place
+        parts.append(_text(10, y + 16, names[track], "title"))
+        parts.append(f'<rect class="track" x="{left}" y="{y}" width="{width}" height="22"/>')
+        for span in (span for span in spans if span["tid"] == track):
+            start, stop = x(span["ts"]), x(span["ts"] + span["dur"])
+            color = kinds.index(span["name"].split()[0]) % 8
+            parts.append(f'<rect class="c{color}" x="{start:.1f}" y="{y}" width="{max(stop - start, 0.3):.1f}" height="22"/>')
+    bottom = 40 + row * len(tracks)
+    for mark in chosen:
+        parts.append(f'<path class="mark" d="M{x(mark["ts"]):.1f} 30V{bottom}"/>')
+        parts.append(_text(x(mark["ts"]) - 4, 24, mark["name"].removeprefix("version "), "small"))
+    for place, kind in enumerate(kinds):
+        parts.append(f'<rect class="c{place % 8}" x="{left + 95 * place}" y="{bottom + 12}" width="11" height="11"/>')
+        parts.append(_text(left + 95 * place + 16, bottom + 22, kind, "small"))
+    parts.append(_text(10, bottom + 22, f"{(end - begin) / 1e6:.2f} s", "small"))
+    return _svg(left + width + 20, bottom + 40, parts, "What every role of a run did over time; gaps are waits")
+
+
+def _quietest(marks: list[dict[str, Any]], versions: int) -> int:
+    """The first of so many versions that took the median time: not those with an evaluation or a checkpoint between them."""
+    lengths = [marks[at + versions]["ts"] - marks[at]["ts"] for at in range(len(marks) - versions)]
+    return lengths.index(sorted(lengths)[len(lengths) // 2])
+
+
+def _text(x: float, y: float, text: str, kind: str) -> str:
+    return f'<text class="{kind}" x="{x:.0f}" y="{y:.0f}">{escape(text)}</text>'
+
+
+def _svg(width: int, height: int, parts: list[str], title: str) -> str:
+    start = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" role="img">'
+    head = [f"<title>{title}</title>", f"<style>{STYLE}</style>", f"<defs>{HEAD}</defs>"]
+    return "\n".join([start, *head, *filter(None, parts), "</svg>\n"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("picture", choices=("architecture", "timeline"))
+    parser.add_argument("files", nargs="+", type=Path, help="the SVG to write, after the trace for a timeline")
+    parser.add_argument("--versions", type=int, default=4, help="how many versions a timeline shows")
+    options = parser.parse_args()
+    picture = architecture() if options.picture == "architecture" else timeline(options.files[0], versions=options.versions)
+    options.files[-1].write_text(picture)
+
+
+if __name__ == "__main__":
+    main()
