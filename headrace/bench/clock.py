@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -35,16 +36,16 @@ class Clock:
     def time_moves(self, session: Session) -> None:
         """Put a clock around the moves the loops make; none of them gives way while it runs."""
         moves: Any = session.run
+        policy: Any = session.policy
+        scorer: Any = session.roles.scorer
         moves.submit = self.timed("submit", moves.submit)
         moves.collect = self.timed("collect", moves.collect)
-        moves.buffer.put = self.timed("collect", moves.buffer.put)
-        moves.scorer.score = self.timed_async("score", moves.scorer.score)
-        moves.reject_stale = self.timed("batch", moves.reject_stale)
-        moves.buffer.take = self.timed("batch", moves.buffer.take)
-        moves._batches = self.timed_async("batch", moves._batches)
+        scorer.score = self.timed_async("score", scorer.score)
+        policy.reject_stale = self.timed("batch", policy.reject_stale)
+        policy.start_batch = self.timed_async("batch", policy.start_batch)
         moves.settle_trained = self.timed("batch", moves.settle_trained)
         moves.after_version = self.timed_async("measure", moves.after_version)
-        moves.environment = TimedEnvironment(moves.environment, self)
+        moves.roles = dataclasses.replace(moves.roles, environment=TimedEnvironment(moves.roles.environment, self))
         make_client = self.timed("prompt", moves.client)
 
         def client(work: object) -> Any:  # noqa: ANN401

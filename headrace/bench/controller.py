@@ -27,7 +27,7 @@ from headrace.launch import UserInputs, open_tasks
 from headrace.model import build_tokenizer
 from headrace.observe import Observer
 from headrace.records import decode, encode, pack_rollouts, unpack_rollouts
-from headrace.run import Around, Roles, Session, make_canary
+from headrace.run import POLICY, Roles, Session, make_canary
 from headrace.score import RewardFunction, RewardScorer
 from headrace.sync import Lineage
 
@@ -139,7 +139,7 @@ def measure(*, in_flight: int, versions: int, batch: int = BATCH, is_timed: bool
         clock.time_moves(session)
     asyncio.run(session.train())
     spent = time.thread_time() - observer.started
-    assert trainer.num_rollouts == total == session.run.ledger.counts()["trained"]
+    assert trainer.num_rollouts == total == session.policy.ledger.counts()["trained"]
     assert engine.most_in_flight >= in_flight, f"only {engine.most_in_flight} were in flight"
     scale = 1e6 / total
     return Cost(
@@ -168,14 +168,12 @@ def _make_session(
     rows = [{"prompt": [{"role": "user", "content": f"{number:08d}"}], "answer": str(number)} for number in range(tasks)]
     roles = Roles(
         engine=engine,  # type: ignore[arg-type]  # all of it that a run calls
-        trainer=trainer,
-        around=Around(
-            scorer=RewardScorer([(RewardFunction(trivial), 1.0)], decode=encoder.decode, settings=recipe.reward),
-            environment=SingleTurn(),
-            encoder=encoder,
-            tasks=open_tasks(recipe, UserInputs(tasks=rows)),
-            canary=make_canary(encoder.encode("canary")),
-        ),
+        trainers={POLICY: trainer},
+        scorer=RewardScorer([(RewardFunction(trivial), 1.0)], decode=encoder.decode, settings=recipe.reward),
+        environment=SingleTurn(),
+        encoder=encoder,
+        tasks=open_tasks(recipe, UserInputs(tasks=rows)),
+        canary=make_canary(encoder.encode("canary")),
         stop_ids=(1,),
         services=(engine.serve,),
     )

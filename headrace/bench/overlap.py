@@ -33,7 +33,7 @@ from headrace.launch import LocalProcesses, Processes, UserInputs, model_folder,
 from headrace.observe import WAITING, Observer
 from headrace.partial import Interrupt
 from headrace.records import Call, FinishReason, Rollout, Sampling
-from headrace.run import Run, few_collections, loops, publish
+from headrace.run import POLICY, Run, few_collections, leg, run_loops
 from headrace.sync import Lineage
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ class _Rig:
         moments: list[tuple[float, float]] = []
         tokens = case.batch * case.tokens
 
-        async def after_version() -> None:
+        async def after_version(_: object) -> None:
             if len(moments) == 1:
                 await roles.refresh()
                 self._observer.start()
@@ -202,24 +202,16 @@ class _Rig:
             on_trained=lambda *_: None,
             after_version=after_version,
         )
-        run.version = run.held_version = self._version
-        run.submitted_groups = self._version * self._recipe.groups_per_batch
+        policy = run.policies[POLICY]
+        policy.version = policy.held_version = self._version
+        policy.submitted_groups = self._version * self._recipe.groups_per_batch
         run.leg_end = self._version = self._version + case.versions + 2
-        with few_collections(), contextlib.ExitStack() as after:
-            after.callback(run.forget_in_flight)
-            async with asyncio.TaskGroup() as tasks:
-                run.attach(tasks)
-                beside = [tasks.create_task(service()) for service in (*roles.services, run.watch)]
-                await publish(run)
-                await run.published()  # nothing is drawn before the engines hold this life's weights
-                beside += [tasks.create_task(loop(run)) for loop in (loops.feed, loops.generate, loops.score)]
-                await loops.train(run)
+        with few_collections():
+            async with leg(run):
+                await run_loops(run)
                 await roles.refresh()
                 budget = self._observer.budget()
-                await run.published()
-                run.cancel_spawned()
-                for task in beside:
-                    task.cancel()
+                await policy.published()
         (began, began_cpu), (ended, ended_cpu) = moments[1], moments[-1]
         trained = tokens * case.versions
         return Turn(trained / (ended - began), (ended_cpu - began_cpu) / trained, budget)
@@ -229,7 +221,8 @@ class _Rig:
         if not has_engine:
             roles = dataclasses.replace(roles, engine=InstantEngine(tokens=case.tokens))
         if not has_trainer:
-            roles = dataclasses.replace(roles, engine=Unchanging(roles.engine), trainer=InstantTrainer(self._lineage))
+            trainers = {POLICY: InstantTrainer(self._lineage)}
+            roles = dataclasses.replace(roles, engine=Unchanging(roles.engine), trainers=trainers)
         return roles
 
 
@@ -345,4 +338,4 @@ class Unchanging(InstantEngine):
 class InstantTrainer(StubTrainer):
     """Has trained as soon as it is asked, and takes its turn as one in another process does."""
 
-    is_here = False
+    is_inline = False

@@ -32,12 +32,13 @@ from headrace.bench.stubs import StubTrainer
 from headrace.bench.table import Row, report
 from headrace.config import make_recipe
 from headrace.engine import ThreadedEngine
-from headrace.launch import UserInputs, build_around, build_core, model_folder, pick_device, set_threads
+from headrace.launch import UserInputs, build_core, make_roles, model_folder, pick_device, set_threads
 from headrace.model import named_tensors
 from headrace.observe import Observer, ProcessTimeline
 from headrace.records import Scored
-from headrace.run import Published, Roles, Run, few_collections, loops, publish
+from headrace.run import POLICY, Roles, Run, few_collections, leg, run_loops
 from headrace.sync import Lineage, MemoryTransport, WeightSync
+from headrace.trainer import Published
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from headrace.config import Recipe
     from headrace.envs import EngineClient
     from headrace.records import Array, Batch, Episode, Rollout, WeightUpdate
-    from headrace.run import Begun, Work
+    from headrace.run import PolicyState, StartedBatch, Work
 
 _WARM_VERSIONS = 2
 _SWITCH_SECONDS = 0.0002
@@ -218,13 +219,9 @@ class LongTail(Run):
 
     async def lost_tokens(self) -> int:
         """Drawn for groups that were dropped, or will be: what is over age is lost already, cancelled or not."""
-        over_age = await self.flight.over_age(self.pending, next_version=self.version, max_lag=self.recipe.staleness.max_lag)
-        ended = (episode for group in over_age for episode in self.pending[group].episodes)
-        return (
-            self.wasted_tokens
-            + sum(over_age.values())
-            + sum(rollout.num_sampled for episode in ended for rollout in episode.rollouts)
-        )
+        policy, max_lag = self.policies[POLICY], self.recipe.staleness.max_lag
+        over_age = await policy.in_flight.over_age(next_version=policy.version, max_lag=max_lag)
+        return policy.wasted_tokens + sum(over_age.values())
 
 
 class Unscored(ThreadedEngine):
@@ -246,7 +243,7 @@ class EvenScorer:
 class StandIn(StubTrainer):
     """Takes its time over a step, as a trainer in a process of its own does, and publishes two sets of weights in turn."""
 
-    is_here = False
+    is_inline = False
 
     def __init__(self, sync: WeightSync, tensors: list[tuple[str, Tensor]], *, seconds: float) -> None:
         super().__init__(sync.lineage)
@@ -257,7 +254,7 @@ class StandIn(StubTrainer):
         await asyncio.sleep(self._seconds)
         return await super().step(batch, learning_rate=learning_rate)
 
-    async def publish(self, version: int, *, whole: bool = False) -> Published:
+    async def publish(self, version: int, *, canary: Batch, whole: bool = False) -> Published:
         update = await asyncio.to_thread(self.sync.offer, version, self._sets[version % 2], whole=whole)
         return Published(update, np.zeros(1, dtype=np.float32))
 
@@ -284,13 +281,13 @@ class _Rig:
         lags: list[Array] = []
         began: list[tuple[float, int]] = []
 
-        def on_trained(begun: Begun, _: object) -> None:
+        def on_trained(_: PolicyState, started: StartedBatch, __: object) -> None:
             if began:
-                versions = np.concatenate([rollout.versions for batch in begun.batches for rollout in batch.rollouts])
-                lags.append(begun.version - versions[versions >= 0])
+                versions = np.concatenate([rollout.versions for batch in started.batches for rollout in batch.rollouts])
+                lags.append(started.version - versions[versions >= 0])
 
-        async def after_version() -> None:
-            if measured.version == _WARM_VERSIONS:
+        async def after_version(policy: PolicyState) -> None:
+            if policy.version == _WARM_VERSIONS:
                 began.append((time.perf_counter(), await measured.lost_tokens()))
                 self.watch.start()
 
@@ -321,20 +318,12 @@ class _Rig:
 
     async def _leg(self, measured: LongTail) -> tuple[float, int]:
         """When it ended, and the tokens it had lost by then."""
-        async with asyncio.TaskGroup() as tasks:
-            measured.attach(tasks)
-            beside = [tasks.create_task(service()) for service in (*self.roles.services, measured.watch)]
-            await publish(measured)
-            await measured.published()
-            beside += [tasks.create_task(loop(measured)) for loop in (loops.feed, loops.generate, loops.score)]
-            await loops.train(measured)
+        async with leg(measured):
+            await run_loops(measured)
             ended = time.perf_counter()
             self.watch.stop()
             lost = await measured.lost_tokens()
-            await measured.published()
-            measured.cancel_spawned()
-            for task in beside:
-                task.cancel()
+            await measured.policies[POLICY].published()
         return ended, lost
 
 
@@ -353,13 +342,9 @@ async def _rig(plan: Plan) -> AsyncIterator[_Rig]:
         async def watch_engine() -> None:
             await asyncio.shield(asyncio.wrap_future(engine.died))
 
-        roles = Roles(
-            engine=engine,
-            trainer=StandIn(sync, tensors, seconds=plan.seconds),
-            around=dataclasses.replace(build_around(recipe, path, given), scorer=EvenScorer()),
-            stop_ids=(),  # so that every rollout has all its tokens
-            services=(watch_engine,),
-        )
+        trainer = StandIn(sync, tensors, seconds=plan.seconds)
+        roles = make_roles(recipe, path, given, engine=engine, trainer=trainer, services=(watch_engine,))
+        roles = dataclasses.replace(roles, scorer=EvenScorer())
         lengths = lognormal_lengths(4096, mean=plan.mean, sigma=1.0, cap=plan.cap)
         before = sys.getswitchinterval()
         sys.setswitchinterval(_SWITCH_SECONDS)

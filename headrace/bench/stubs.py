@@ -13,7 +13,7 @@ from headrace.algorithms import PROXIMAL
 from headrace.engine import EngineState, InFlight
 from headrace.partial import Interrupt
 from headrace.records import Call, FinishReason, Rollout, Sampling, Source, WeightUpdate
-from headrace.run import Published
+from headrace.trainer import Published
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -97,7 +97,7 @@ class StubEngine:
 class StubTrainer:
     """Takes batches and keeps nothing of them."""
 
-    is_here = True
+    is_inline = True
     is_lost = False
 
     def __init__(self, lineage: Lineage) -> None:
@@ -113,15 +113,9 @@ class StubTrainer:
         self.num_rollouts += len(batch.rollouts)
         return {"loss": 0.0, "mismatch": 0.0, "mismatch_max": 0.0}
 
-    async def publish(self, version: int, *, whole: bool = False) -> Published:
+    async def publish(self, version: int, *, canary: Batch, whole: bool = False) -> Published:
         update = WeightUpdate(policy="policy", lineage=self._lineage.id, version=version)
         return Published(update, np.zeros(1, dtype=np.float32))
-
-    async def send(self, update: WeightUpdate, receivers: Sequence[str]) -> None:
-        """Nothing is sent."""
-
-    async def catch_up(self, version: int | None) -> list[WeightUpdate]:
-        return []
 
     async def release(self, update: WeightUpdate) -> None:
         """Nothing was sent."""

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from headrace.engine import Engine
+    from headrace.envs.call_limit import CallLimit
     from headrace.records import Array, Plain, Sampling
 
 _REMEMBERED = 4096
@@ -108,17 +109,21 @@ class EngineClient:
         engine: Engine,
         encoder: PromptEncoder,
         *,
+        policy: str = "policy",
         episode: str,
         group: str,
         index: int,
         sampling: Sampling,
         seed: int,
         partials: dict[str, Rollout] | None = None,
+        limit: CallLimit | None = None,
     ) -> None:
         """`seed` is the run's; each rollout draws random numbers of its own by its id, the episode's first by the episode's.
         `partials` has half-finished rollouts by their id. One that begins with the prompt a call is made for is gone on
-        with; one that the weights interrupted lies there until its call ends."""
+        with; one that the weights interrupted lies there until its call ends. `limit` bounds the calls at the engine."""
         self._engine, self._encoder = engine, encoder
+        self._limit, self._has_called = limit, False
+        self.policy = policy
         self._partials = {} if partials is None else partials
         self.episode: str = episode
         self.group: str = group
@@ -130,9 +135,20 @@ class EngineClient:
         suffix = f".{self._rollouts}" if self._rollouts else ""
         self._rollouts += 1
         shared = self._encoder.rollout(prompt)
-        return shared.renamed(id=self.episode + suffix, episode=self.episode, group=self.group, index=self._index)
+        names = {"id": self.episode + suffix, "episode": self.episode, "group": self.group, "policy": self.policy}
+        return shared.renamed(**names, index=self._index)
 
     async def generate(self, rollout: Rollout) -> Rollout:
+        if self._limit is None:
+            return await self._generate(rollout)
+        is_first, self._has_called = not self._has_called, True
+        await self._limit.acquire(is_first=is_first)
+        try:
+            return await self._generate(rollout)  # an interrupted call keeps its place until it is finished
+        finally:
+            self._limit.release()
+
+    async def _generate(self, rollout: Rollout) -> Rollout:
         start, partials, id = len(rollout), self._partials, rollout.id
         asked = self._sampling.with_seed(_rollout_seed(self._seed, id))
         partial = partials.pop(id, None)

@@ -6,13 +6,13 @@ from headrace.front_door import front_door
 
 if TYPE_CHECKING:
     from headrace.launch.build import (
-        build_around as build_around,
         build_core as build_core,
         build_trainer as build_trainer,
         check_columns as check_columns,
         check_engine as check_engine,
         check_loss as check_loss,
         check_sync as check_sync,
+        make_roles as make_roles,
         set_threads as set_threads,
         special_stops as special_stops,
         stop_tokens as stop_tokens,

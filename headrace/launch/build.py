@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,11 +23,11 @@ from headrace.launch.placement import (
     receiving_place,
 )
 from headrace.model import ModelError, context_limit, load_model, load_tokenizer
-from headrace.run import Around, Roles, TrainerHere, make_canary
+from headrace.run import POLICY, Roles, make_canary
 from headrace.score import RewardScorer
 from headrace.settings import ConfigError
 from headrace.sync import MemoryTransport, WeightSync, check_place
-from headrace.trainer import DeviceTrainer, FrozenModel
+from headrace.trainer import DeviceTrainer, FrozenModel, LocalTrainer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -35,9 +35,11 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
 
     from headrace.config import Recipe
+    from headrace.engine import Engine
     from headrace.observe import Observer
     from headrace.score import RewardWorkers
     from headrace.sync import Lineage
+    from headrace.trainer import PolicyTrainer
 
 
 def set_threads(recipe: Recipe, role: str = "") -> None:
@@ -213,31 +215,47 @@ def build_roles(
 ) -> Roles:
     """Everything in this process: the model is loaded twice, once to generate and once to train."""
     device = choose_device(recipe)
-    around = build_around(recipe, model_path, given)
     sync = WeightSync(lineage, MemoryTransport(device), payload=recipe.sync.payload)
     core = build_core(recipe, model_path, name="engine-0", device=device, most_blocks=most_blocks)
     engine = NativeEngine(core, sync=sync, timeline=observer.timeline("engine"))
-    trainer = build_trainer(recipe, model_path, device=device)
-    return Roles(
+    trainer = LocalTrainer(
+        build_trainer(recipe, model_path, device=device),
+        sync=sync,
+        timeline=observer.timeline("trainer"),
+        frees_memory=recipe.engine.sleep != "never",
+    )
+    roles = make_roles(
+        recipe,
+        model_path,
+        given,
         engine=engine,
-        trainer=TrainerHere(
-            trainer, sync, observer.timeline("trainer"), canary=around.canary, in_turns=recipe.engine.sleep != "never"
-        ),
-        stop_ids=tuple({*stop_tokens(core.model.generation_config, around.encoder.tokenizer), *around.special_stops}),
+        trainer=trainer,
         services=(engine.serve,),
         engine_peak=lambda: engine.peak_memory,
-        around=around,
     )
+    return roles.with_stop_ids(stop_tokens(core.model.generation_config, roles.encoder.tokenizer))
 
 
-def build_around(recipe: Recipe, model_path: str, given: UserInputs, *, workers: RewardWorkers | None = None) -> Around:
-    """What the launcher itself does, wherever engines and trainer are. `workers` call rewards beside its event loop."""
+def make_roles(
+    recipe: Recipe,
+    model_path: str,
+    given: UserInputs,
+    *,
+    engine: Engine,
+    trainer: PolicyTrainer,
+    workers: RewardWorkers | None = None,
+    **more: Any,  # noqa: ANN401
+) -> Roles:
+    """An engine and a trainer, wherever they run, and the launcher's own roles. `workers` call rewards off its event loop."""
     encoder = PromptEncoder(load_tokenizer(model_path))
-    return Around(
+    return Roles(
+        engine=engine,
+        trainers={POLICY: trainer},
         scorer=RewardScorer(reward_functions(recipe, given), decode=encoder.decode, settings=recipe.reward, workers=workers),
         environment=given.environment or SingleTurn(),
         encoder=encoder,
         tasks=open_tasks(recipe, given),
         canary=make_canary(encoder.encode(open_tasks(recipe, given).next()["prompt"])),
-        special_stops=special_stops(recipe.sampling.stop, encoder.tokenizer),
+        stop_ids=special_stops(recipe.sampling.stop, encoder.tokenizer),
+        **more,
     )

@@ -27,7 +27,7 @@ from headrace.model import load_tokenizer
 from headrace.observe import ProcessTimeline
 from headrace.rpc import Peer, Stream, StreamClosed, connect, describe_error
 from headrace.sync import Ends, Lineage, WeightSync
-from headrace.trainer import TrainerWorker
+from headrace.trainer import LocalTrainer
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -48,7 +48,7 @@ class Process:
         self.name, self.role = str(order["name"]), str(order["role"])
         self._timeline = ProcessTimeline(self.role)
         self._sync: WeightSync | None = None
-        self._worker: EngineWorker | TrainerWorker | None = None
+        self._worker: EngineWorker | LocalTrainer | None = None
         self._reading: asyncio.Task[None] | None = None
         self._failure: asyncio.Future[None] | None = None
         self._opened: Opened | None = None
@@ -117,8 +117,10 @@ class Process:
             handover = known.handover(self.name)
             return await self._build_engine(settings, model, device, self._sync, index, handover, most_blocks)
         trainer = await asyncio.to_thread(build_trainer, settings, model, device=device)
-        in_turns = settings.engine.sleep != "never"
-        self._worker = TrainerWorker(trainer, sync=self._sync, timeline=self._timeline, in_turns=in_turns)
+        frees_memory = settings.engine.sleep != "never"
+        self._worker = LocalTrainer(
+            trainer, sync=self._sync, timeline=self._timeline, in_threads=True, frees_memory=frees_memory
+        )
         self._control.calls.update(self._worker.calls())
         return {"device": device}
 

@@ -152,9 +152,9 @@ class _Run:
             try:
                 with self.how.stop.heard_by(lambda: self._stop(session)):
                     await session.train()
-                status = "finished" if session.run.version >= self.recipe.steps else "interrupted"
+                status = "finished" if session.policy.version >= self.recipe.steps else "interrupted"
                 if status == "finished":
-                    session.run.ledger.close()
+                    session.policy.ledger.close()
                     session.store.clear_rescued()
             except Exception as error:
                 await self._save_after(session)
@@ -164,7 +164,7 @@ class _Run:
                 raise
             finally:
                 summary = await self._close(session, status)
-        self.screen.say(final_report(summary, session.run.ledger.equation(), _sample_texts(session), folder=self.folder))
+        self.screen.say(final_report(summary, session.policy.ledger.equation(), _sample_texts(session), folder=self.folder))
         return RunResult(folder=self.folder, summary=summary, samples=session.samples)
 
     async def _close(self, session: Session, status: str) -> dict[str, Any]:
@@ -234,8 +234,8 @@ class _Run:
             await session.restore(checkpoint)
             self.screen.say(
                 f"resumed    version {checkpoint.version} of {recipe.steps} from {checkpoint.folder}: weights, optimizer, "
-                f"{len(session.run.buffer)} groups waiting, {len(session.run.pending)} in flight with "
-                f"{len(session.run.flight.partials)} rollouts half drawn, task {session.run.tasks.position}"
+                f"{len(session.policy.buffer)} groups waiting, {len(session.policy.in_flight)} in flight with "
+                f"{session.policy.in_flight.num_partials} partial rollouts, task {roles.tasks.position}"
             )
         self.seconds["setup"] += time.perf_counter() - began
         return session
@@ -277,11 +277,11 @@ class _Run:
         try:
             await session.save_after_failure()
         except Exception as error:  # noqa: BLE001  (the first failure is the one to raise)
-            self.screen.say(f"and version {session.run.version} could not be saved: {error}")
+            self.screen.say(f"and version {session.policy.version} could not be saved: {error}")
 
 
 def _sample_texts(session: Session) -> list[tuple[str, str, float | None]]:
-    decode = session.roles.around.encoder.tokenizer.decode
+    decode = session.roles.encoder.tokenizer.decode
     return [
         (
             str(decode(rollout.token_ids[rollout.source == 0].tolist())),

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headrace.launch.build import build_around
+from headrace.launch.build import make_roles
 from headrace.launch.placement import choose_transport
 from headrace.launch.source import TrainerSource
 from headrace.launch.supervise import Supervisor
-from headrace.run import Roles, TrainerThere
 from headrace.score import RewardWorkers
+from headrace.trainer import RemoteTrainer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from headrace.launch.inputs import UserInputs
     from headrace.launch.processes import Child, Processes
     from headrace.observe import Observer
+    from headrace.run import Roles
     from headrace.sync import Lineage
 
 
@@ -83,29 +84,30 @@ class LocalProcesses:
         starting += [
             asyncio.ensure_future(supervisor.start_engine(child, index=index)) for index, child in enumerate(self.engines)
         ]
+        trainer = RemoteTrainer(self.trainer, deadline=recipe.deadline)
+        courier = supervisor.pool.courier
+        courier.source, courier.patience = TrainerSource(trainer, relays=supervisor.relays), recipe.sync.patience
         try:
-            around = build_around(recipe, model_path, given, workers=workers)
+            roles = make_roles(
+                recipe,
+                model_path,
+                given,
+                engine=supervisor.pool,
+                trainer=trainer,
+                workers=workers,
+                services=(supervisor.watch,),
+                describe=supervisor.describe,
+                versions=lambda: supervisor.pool.versions,
+                engine_peak=lambda: supervisor.engine_peak,
+                refresh=supervisor.refresh,
+            )
             _, *told = await asyncio.gather(*starting)
         except BaseException:
             for task in starting:
                 task.cancel()
             close()
             raise
-        trainer = TrainerThere(self.trainer, canary=around.canary, deadline=recipe.deadline)
-        courier = supervisor.pool.courier
-        courier.source, courier.patience = TrainerSource(trainer, relays=supervisor.relays), recipe.sync.patience
-        roles = Roles(
-            engine=supervisor.pool,
-            trainer=trainer,
-            around=around,
-            stop_ids=tuple({*told[0]["stop_ids"], *around.special_stops}),
-            services=(supervisor.watch,),
-            describe=supervisor.describe,
-            versions=lambda: supervisor.pool.versions,
-            engine_peak=lambda: supervisor.engine_peak,
-            refresh=supervisor.refresh,
-        )
-        return roles, close
+        return roles.with_stop_ids(told[0]["stop_ids"]), close
 
 
 def weight_bytes(model_path: str, recipe: Recipe) -> int:

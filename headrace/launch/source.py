@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from headrace.records import WeightUpdate
-    from headrace.run import TrainerRole
+    from headrace.trainer import RemoteTrainer
 
 _PUSHED = "collective"
 
@@ -17,7 +17,7 @@ _PUSHED = "collective"
 class TrainerSource:
     """A `WeightSource` over a trainer in another process. `relays`: where each engine hands weights on, by its name."""
 
-    def __init__(self, trainer: TrainerRole, *, relays: Mapping[str, str]) -> None:
+    def __init__(self, trainer: RemoteTrainer, *, relays: Mapping[str, str]) -> None:
         self._trainer, self._relays = trainer, relays
 
     def routes(self, update: WeightUpdate, receivers: Sequence[str]) -> Sequence[WeightUpdate]:

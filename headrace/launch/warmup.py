@@ -158,7 +158,7 @@ async def _warm_up(recipe: Recipe, path: str, given: UserInputs, target: Path, s
                 if success >= settings.until_success:
                     break
             rate = settings.learning_rate * min(1.0, (step + 1) / 20)
-            examples = [demonstration(tasks.next(), roles.around.encoder, name=f"d{index}") for index in range(settings.batch)]
+            examples = [demonstration(tasks.next(), roles.encoder, name=f"d{index}") for index in range(settings.batch)]
             await roles.trainer.step(_supervised_batch(examples), learning_rate=rate)
         for service in services:
             service.cancel()
@@ -174,7 +174,7 @@ def _most_blocks(recipe: Recipe, path: str, checked: list[dict[str, Plain]]) -> 
 
 
 async def _success(recipe: Recipe, roles: Roles, tasks: list[dict[str, Plain]], *, step: int) -> float:
-    update = (await roles.trainer.publish(step)).update
+    update = (await roles.trainer.publish(step, canary=roles.canary)).update
     await roles.engine.load(update)
     await roles.trainer.release(update)
     return await make_evaluator(recipe, roles).sampled_success(tasks, name=f"warmup{step}")

@@ -156,9 +156,9 @@ class Rollout:
         names = {"id": id, "episode": episode or id, "group": group or id, "index": index}
         return trusted(Rollout, {**_rollout_defaults(), **names, "token_ids": ids, **nothing})
 
-    def renamed(self, *, id: str, episode: str, group: str, index: int) -> Rollout:
+    def renamed(self, *, id: str, episode: str, group: str, index: int, policy: str = "policy") -> Rollout:
         """The same tokens as another's, in dictionaries of its own: siblings begin with one prompt."""
-        names = {"id": id, "episode": episode or id, "group": group or id, "index": index}
+        names = {"id": id, "episode": episode or id, "group": group or id, "index": index, "policy": policy}
         return trusted_copy(self, {**names, "rewards": dict(self.rewards), "columns": dict(self.columns)})
 
     def lengthened(

@@ -17,14 +17,10 @@ if TYPE_CHECKING:
     from headrace.run.collector import few_collections as few_collections
     from headrace.run.evaluate import make_evaluator as make_evaluator
     from headrace.run.failures import first_failure as first_failure
-    from headrace.run.publishing import Published as Published, make_canary as make_canary, publish as publish
-    from headrace.run.roles import (
-        Around as Around,
-        Roles as Roles,
-        TrainerHere as TrainerHere,
-        TrainerRole as TrainerRole,
-        TrainerThere as TrainerThere,
-    )
+    from headrace.run.loops import leg as leg, run_loops as run_loops
+    from headrace.run.policy import PolicyState as PolicyState
+    from headrace.run.publishing import make_canary as make_canary
+    from headrace.run.roles import POLICY as POLICY, Roles as Roles
     from headrace.run.session import Session as Session
     from headrace.run.settings import (
         CheckpointSettings as CheckpointSettings,
@@ -32,6 +28,6 @@ if TYPE_CHECKING:
         WarmupSettings as WarmupSettings,
     )
     from headrace.run.state import Run as Run
-    from headrace.run.work import Begun as Begun, Work as Work
+    from headrace.run.work import StartedBatch as StartedBatch, Work as Work
 else:
     __getattr__ = front_door(__name__)

@@ -62,7 +62,8 @@ class Checkpoint:
         if not path.exists():
             return []
         with path.open("rb") as file:
-            return [UnfinishedGroup.of(entry) for entry in frames.read_frames(file)]
+            entries = list(frames.read_frames(file))
+        return [UnfinishedGroup(each["number"], tuple(each["episodes"]), tuple(each["rollouts"])) for each in entries]
 
 
 class CheckpointStore:
@@ -83,7 +84,7 @@ class CheckpointStore:
         """Write `step-{version}`; the old ones past `keep` go only once it is safely there."""
         waiting = {
             BUFFER: [{"number": group.number, "episodes": list(group.episodes)} for group in groups],
-            PARTIAL: [group.entry() for group in unfinished],
+            PARTIAL: [vars(group) for group in unfinished],
         }
         manifest = {"format": FORMAT, "version": version, **manifest}
         try:

@@ -107,12 +107,12 @@ class Evaluator:
 
 def make_evaluator(recipe: Recipe, roles: Roles) -> Evaluator:
     """Of a run: rollouts end where those of training do."""
-    around, sampling = roles.around, recipe.sampling
+    sampling = recipe.sampling
     return Evaluator(
         engine=roles.engine,
-        environment=around.environment,
-        scorer=around.scorer,
-        encoder=around.encoder,
+        environment=roles.environment,
+        scorer=roles.scorer,
+        encoder=roles.encoder,
         sampling=Sampling(
             max_tokens=sampling.max_tokens, min_tokens=sampling.min_tokens, stop=sampling.stop, stop_ids=roles.stop_ids
         ),

@@ -1,57 +1,81 @@
-"""What is known of the groups in flight, and how a checkpoint keeps them: what has ended, and what is half drawn.
+"""The groups in flight: one record per episode, from its submission until its group leaves for the buffer.
 
-Written beside the buffer and taken up by the next life of the run: what has ended is not begun again, and what is half drawn
-goes on from its last token. The environment of an episode that had not ended is run again from its start. Only the
-first generate call of its first rollout is gone on with, and only if it asks for the very same prompt tokens
-(`headrace.partial.is_resumable`); whatever else it had drawn is begun anew.
+Scoring, cancelling, checkpoints and recovery all read this table; the tokens of generate calls that have not ended come from
+`engine.in_flight()`. A checkpoint keeps the episodes that have ended and the partial rollouts of those that have not, and the
+resumed run goes on from them. The environment of an unfinished episode runs again from its start: only the first generate call
+of its first rollout continues from the partial rollout, and only if the prompt tokens are the same.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from headrace.partial import is_over_age, is_resumable, still_history
+from headrace.records import Scored
 from headrace.staleness import too_old
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator
 
     from headrace.engine import Engine
-    from headrace.records import Episode, Rollout
-    from headrace.run.work import PendingGroup
+    from headrace.records import Episode, Plain, Rollout
+    from headrace.run.work import Work
     from headrace.sync import Lineage
+
+
+@dataclass
+class EpisodeInFlight:
+    """How far one episode has come."""
+
+    work: Work
+    running: asyncio.Task[None] | None = None
+    """Runs the environment; None while the work is queued."""
+    ended: Episode | None = None
+    """What the environment returned, with an outcome once it is scored. None before, and if the episode is to be retried."""
+    partials: dict[str, Rollout] = field(default_factory=dict)
+    """Interrupted rollouts by their id, until a generate call has finished them."""
+
+
+@dataclass
+class GroupInFlight:
+    """The episodes of one task."""
+
+    number: int
+    task: dict[str, Plain]
+    episodes: dict[str, EpisodeInFlight]
+    """By their id, in the order of their index."""
+
+    @property
+    def ended(self) -> list[Episode]:
+        """Scored or not."""
+        return [record.ended for record in self.episodes.values() if record.ended is not None]
+
+    @property
+    def is_complete(self) -> bool:
+        return all(record.ended is not None and record.ended.outcome is not None for record in self.episodes.values())
 
 
 @dataclass(frozen=True)
 class UnfinishedGroup:
-    """One group in flight."""
+    """A group in flight, as a checkpoint keeps it."""
 
     number: int
     episodes: tuple[Episode, ...]
-    """That have ended; without an outcome while their score was awaited."""
+    """Those that have ended; without an outcome if they were not scored yet."""
     rollouts: tuple[Rollout, ...]
-    """Half drawn, of episodes that have not."""
+    """The partial rollouts of the others."""
 
     @property
     def num_sampled(self) -> int:
-        """Tokens drawn for it."""
         rollouts = [*self.rollouts, *(rollout for episode in self.episodes for rollout in episode.rollouts)]
         return sum(rollout.num_sampled for rollout in rollouts)
 
-    def entry(self) -> dict[str, Any]:
-        """As the wire takes it."""
-        return {"number": self.number, "episodes": list(self.episodes), "rollouts": list(self.rollouts)}
-
-    @classmethod
-    def of(cls, entry: dict[str, Any]) -> UnfinishedGroup:
-        return cls(entry["number"], tuple(entry["episodes"]), tuple(entry["rollouts"]))
-
-    def as_of(self, version: int, *, lineage: Lineage, max_lag: int | None) -> UnfinishedGroup:
-        """What of it the life that begins from `version` may go on with. Of a rollout with tokens of dead weights the part
-        before them is left; what is too old for any batch to come would be rejected, and is begun anew instead."""
+    def usable_at(self, version: int, *, lineage: Lineage, max_lag: int | None) -> UnfinishedGroup:
+        """What a run resumed at `version` can continue. A rollout is cut before its first token from weights that are lost;
+        what is too old for every batch to come is left out, and sampled again."""
         alive = [still_history(rollout, lineage) for rollout in self.rollouts]
 
         def is_young(rollout: Rollout) -> bool:
@@ -64,97 +88,127 @@ class UnfinishedGroup:
         )
 
 
-class Flight:
-    """Which episodes are under way and how far each has come. `Run` says which groups are pending; this says of what."""
+class InFlightTable:
+    """The groups in flight of one policy, by name."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self.unscored: dict[str, Episode] = {}
-        """Episodes that have ended and are not collected yet."""
-        self.partials: dict[str, Rollout] = {}
-        """Half-finished rollouts whose next generate call is still to be made: interrupted, or from a checkpoint."""
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        self.is_over = False
-        """The tasks have ended, or are about to."""
-        self._left: dict[str, Rollout] = {}
-        """What was half drawn then."""
+        self.groups: dict[str, GroupInFlight] = {}
+        self._is_closed = False
 
-    def begin(self, episode: str, task: asyncio.Task[None]) -> None:
-        """An episode is run by this task."""
-        self._tasks[episode] = task
-        task.add_done_callback(lambda _: self._tasks.pop(episode) if self._tasks.get(episode) is task else None)
+    def __len__(self) -> int:
+        return len(self.groups)
 
-    def finish(self, episode: Episode) -> None:
-        """One has ended; it is to be scored."""
-        self.partials.pop(episode.id, None)
-        self.unscored[episode.id] = episode
+    @property
+    def num_partials(self) -> int:
+        """Interrupted rollouts that no engine is at."""
+        return sum(len(record.partials) for group in self.groups.values() for record in group.episodes.values())
 
-    def cancel(self, episodes: Iterable[str]) -> None:
-        """Nobody wants these any more: their tasks end, and with them their generate calls."""
-        for episode in episodes:
-            self.partials.pop(episode, None)
-            self.unscored.pop(episode, None)
-            task = self._tasks.pop(episode, None)
-            if task is not None:
-                task.cancel()
+    def add(self, works: list[Work]) -> None:
+        """A group is submitted."""
+        first = works[0]
+        episodes = {work.episode: EpisodeInFlight(work) for work in works}
+        self.groups[first.group] = GroupInFlight(first.number, first.task, episodes)
 
-    async def over_age(self, pending: Mapping[str, PendingGroup], *, next_version: int, max_lag: int) -> dict[str, int]:
-        """The groups that would be rejected whenever they ended, and how many of their tokens nobody has collected.
+    def find(self, work: Work) -> EpisodeInFlight | None:
+        """None if the group was cancelled, though a part of it may still be on its way."""
+        group = self.groups.get(work.group)
+        return None if group is None else group.episodes[work.episode]
 
-        An episode that has ended counts if it is scored or may yet be, one in flight by the tokens it is known to hold.
-        What is not known to be too old is not in it.
-        """
-        drawn = {r.id: (r.group, r.oldest_version, r.num_sampled) for r in self._rollouts_here()}
+    def cancel(self, name: str) -> GroupInFlight:
+        """Take a group out; its tasks end, and with them their generate calls."""
+        group = self.groups.pop(name)
+        for record in group.episodes.values():
+            if record.running is not None:
+                record.running.cancel()
+        return group
+
+    async def over_age(self, *, next_version: int, max_lag: int) -> dict[str, int]:
+        """The groups that would be rejected whenever they finished, and the tokens sampled for each. A group is as old as its
+        oldest token that may be trained; what is only known to the engine's process does not count yet."""
+        ages = {rollout.id: (rollout.group, age, rollout.num_sampled) for rollout, age in self._rollouts()}
         for call in await self._engine.in_flight():
             if call.oldest is not None:
                 earlier = call.rollout.num_sampled if call.rollout.calls else 0
-                drawn[call.rollout.id] = (call.rollout.group, call.oldest, earlier + call.num_drawn)
-        oldest = {group: each.oldest for group, each in pending.items()}
+                ages[call.rollout.id] = (call.rollout.group, call.oldest, earlier + call.num_drawn)
+        oldest: dict[str, int] = {}
         tokens: Counter[str] = Counter()
-        for group, version, count in drawn.values():
-            if group in oldest:
-                known = oldest[group]
-                oldest[group] = version if known is None else min(known, version)
-                tokens[group] += count
+        for name, version, count in ages.values():
+            tokens[name] += count
+            if version is not None and name in self.groups:
+                oldest[name] = min(version, oldest.get(name, version))
         return {
-            group: tokens[group]
-            for group, first in oldest.items()
-            if first is not None and is_over_age(first, next_version=next_version, max_lag=max_lag)
+            name: tokens[name]
+            for name, version in oldest.items()
+            if is_over_age(version, next_version=next_version, max_lag=max_lag)
         }
 
-    def _rollouts_here(self) -> Iterator[Rollout]:
-        """Those with tokens that no engine has and nobody has collected."""
-        yield from self.partials.values()
-        for episode in self.unscored.values():
-            if episode.outcome is None:
-                yield from (rollout for rollout in episode.rollouts if rollout.num_sampled)
+    def _rollouts(self) -> Iterator[tuple[Rollout, int | None]]:
+        """Every rollout with sampled tokens that no engine is at, and its oldest version, or None if it will not be trained."""
+        for group in self.groups.values():
+            for record in group.episodes.values():
+                ended = record.ended
+                is_trained = ended is None or ended.outcome is None or isinstance(ended.outcome, Scored)
+                for rollout in record.partials.values() if ended is None else ended.rollouts:
+                    if rollout.num_sampled:
+                        yield rollout, rollout.oldest_version if is_trained else None
 
-    async def unfinished(self, pending: Mapping[str, PendingGroup]) -> list[UnfinishedGroup]:
-        """The pending groups for a checkpoint: what is half drawn of them, or was when the tasks were about to end."""
-        rollouts = self._left if self.is_over else await self._half_drawn()
-        ended: dict[str, list[Episode]] = {group: list(each.episodes) for group, each in pending.items()}
-        drawn: dict[str, list[Rollout]] = {group: [] for group in pending}
-        for episode in self.unscored.values():
-            if episode.outcome is None:  # one that the machinery failed is tried again, from its start
-                ended[episode.group].append(episode)
-        has_ended = {episode.id for episodes in ended.values() for episode in episodes}
-        for rollout in rollouts.values():
-            if rollout.group in drawn and rollout.episode not in has_ended and is_resumable(rollout):
-                drawn[rollout.group].append(rollout)
-        return [UnfinishedGroup(each.number, tuple(ended[group]), tuple(drawn[group])) for group, each in pending.items()]
+    # Legs and checkpoints
 
-    async def _half_drawn(self) -> dict[str, Rollout]:
-        calls = await self._engine.in_flight()
-        return self.partials | {call.rollout.id: call.partial() for call in calls if call.oldest is not None}
+    async def close(self) -> None:
+        """The leg's tasks are about to end: keep the tokens of their generate calls. Only the first call does."""
+        if self._is_closed:
+            return
+        partials = await self._partial_rollouts()
+        self._is_closed = True
+        for group in self.groups.values():
+            for record in group.episodes.values():
+                record.partials = {}  # a new dict: as it is cancelled, the client removes its rollout from the old one
+        for rollout in partials:
+            if rollout.group in self.groups:
+                self.groups[rollout.group].episodes[rollout.episode].partials[rollout.id] = rollout
 
-    async def end(self) -> None:
-        """The tasks are about to end, and with them what they have under way: note it. The first call counts."""
-        if not self.is_over:
-            self._left = await self._half_drawn()
-            self.is_over = True
+    def reopen(self) -> tuple[list[Work], list[tuple[Work, Episode]]]:
+        """The tasks have ended: what must run again, partial rollouts first, and what has ended and must be scored. Ids, and
+        so random numbers, stay the same."""
+        self._is_closed = False
+        records = [record for group in self.groups.values() for record in group.episodes.values()]
+        for record in records:
+            record.running = None
+        queued = sorted((r for r in records if r.ended is None), key=lambda record: not record.partials)
+        ended = [(r.work, r.ended) for r in records if r.ended is not None and r.ended.outcome is None]
+        return [record.work for record in queued], ended
 
-    def forget_calls(self) -> None:
-        """The tasks are gone: what is half drawn waits for its call to be made again."""
-        self._tasks.clear()
-        if self.is_over:
-            self.partials = dict(self._left)
+    async def unfinished(self) -> list[UnfinishedGroup]:
+        """The groups for a checkpoint."""
+        partials: dict[str, list[Rollout]] = {}
+        for rollout in await self._partial_rollouts():
+            if is_resumable(rollout):
+                partials.setdefault(rollout.episode, []).append(rollout)
+        return [
+            UnfinishedGroup(
+                group.number,
+                tuple(group.ended),
+                tuple(r for id, each in group.episodes.items() if each.ended is None for r in partials.get(id, ())),
+            )
+            for group in self.groups.values()
+        ]
+
+    async def _partial_rollouts(self) -> Iterable[Rollout]:
+        records = [record for group in self.groups.values() for record in group.episodes.values()]
+        found = {id: rollout for record in records for id, rollout in record.partials.items()}
+        if not self._is_closed:
+            for call in await self._engine.in_flight():
+                if call.oldest is not None and call.rollout.group in self.groups:
+                    found[call.rollout.id] = call.partial()
+        return found.values()
+
+    def continue_with(self, groups: Iterable[UnfinishedGroup]) -> None:
+        """Take over what a checkpoint kept of the groups, which were submitted again under their old numbers."""
+        by_number = {group.number: group for group in self.groups.values()}
+        for saved in groups:
+            episodes = by_number[saved.number].episodes
+            for episode in saved.episodes:
+                episodes[episode.id].ended = episode
+            for rollout in saved.rollouts:
+                episodes[rollout.episode].partials[rollout.id] = rollout

@@ -5,125 +5,146 @@
                   │         └── publish ◄───────┤
                   └── room ◄────────────────────┘
 
-Each runs until it is cancelled, but for `train`, whose end is the run's. The first failure in any of them stops them all.
-Nothing is passed but through `Run`: its queues, its buffer, its signals.
+`feed`, `generate` and `score` serve all policies and run until they are cancelled; `train` runs once for each policy, and
+returns when its last version is trained. The first failure in any of them stops them all. They share nothing but `Run`: its
+queues, its signals, and the state of each policy. `leg` runs them.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from typing import TYPE_CHECKING
 
-from headrace.records import InfraAbort
+from headrace.run.failures import first_failure
 from headrace.run.publishing import publish
 from headrace.run.work import run_episode
 
 if TYPE_CHECKING:
-    import asyncio
+    from collections.abc import AsyncIterator
     from typing import NoReturn
 
     from headrace.records import Episode
+    from headrace.run.policy import PolicyState
     from headrace.run.state import Run
-    from headrace.run.work import Begun, Work
+    from headrace.run.work import StartedBatch, Work
 
 
 async def feed(run: Run) -> NoReturn:
-    """Submits groups of tasks.
+    """Submits tasks, a group of episodes each.
 
-    Waits for room: the gate (a version is published, a group was dropped) and the buffer (a batch was taken). Woken by
-    `run.room`, which `train` and every group that is complete or dropped raise.
+    Waits for room at a policy's gate, where a newly held version or a dropped group makes some, and in its buffer, where a
+    taken batch does. Woken by `run.room`.
     """
     while True:
-        while run.may_submit():
-            run.submit(run.tasks.next())
+        for policy in run.policies.values():
+            while run.may_submit(policy):
+                run.submit(policy, run.roles.tasks.next())
         run.room.clear()
         await run.room.wait()
 
 
 async def generate(run: Run) -> NoReturn:
-    """Starts an episode for each piece of work.
+    """Starts a task for each episode. Its generate calls wait for a place at the engines (`run.generate_calls`).
 
-    Waits for work, woken by `feed` and by episodes that are to be tried again; then for a place at the engine, woken by
-    an episode that ends.
+    Waits for work. Woken by `feed`, and by `score` when an episode is to be retried.
     """
     while True:
         work = await run.work.get()
-        await run.places.acquire()
-        if run.is_wanted(work.group):
-            run.begin_episode(work, _run_episode(run, work))
-        else:
-            run.places.release()  # cancelled while it waited
+        run.start_episode(work, _run_episode(run, work))
 
 
 async def _run_episode(run: Run, work: Work) -> None:
-    episode = await run_episode(run.environment, work.task, run.client(work))
-    run.finish(episode if episode.attempts == work.attempt else episode.replace(attempts=work.attempt))
+    episode = await run_episode(run.roles.environment, work.task, run.client(work))
+    run.finish(work, episode if episode.attempts == work.attempt else episode.replace(attempts=work.attempt))
 
 
 async def score(run: Run) -> NoReturn:
-    """Gives every finished episode an outcome and collects groups.
+    """Scores episodes; each complete group goes to its policy's buffer.
 
-    Waits for a finished episode, woken by one that ends; takes all that have. Scoring runs as a task of its own, so that
-    a reward that awaits holds up neither this loop nor any other.
+    Waits for finished episodes, and takes all there are. Woken by `run.finished`, where each episode is put when it ends.
+    Scoring has a task of its own, so that a reward that awaits does not hold up the next episodes.
     """
     while True:
-        episodes = await run.finished.take(run.scorer_timeline)
-        run.spawn(_score(run, episodes))
+        finished = await run.finished.take(run.observer.timeline("scorer"))
+        run.spawn(_score(run, finished))
 
 
-async def _score(run: Run, episodes: list[Episode]) -> None:
-    episodes = [episode for episode in episodes if run.is_wanted(episode.group)]
-    generated = [episode for episode in episodes if episode.outcome is None]
-    run.scoring += len(generated)
-    with run.scorer_timeline.during("score"):
-        judged = await run.scorer.score(generated) if generated else []
-    run.scoring -= len(generated)
-    for episode in [*(e for e in episodes if e.outcome is not None), *judged]:
-        if not run.is_wanted(episode.group):
-            continue  # cancelled while it was scored
-        if isinstance(episode.outcome, InfraAbort) and run.try_again(episode):
-            continue
-        group = run.collect(episode)
-        if group is not None:
-            run.buffer.put(group)
+async def _score(run: Run, finished: list[tuple[Work, Episode]]) -> None:
+    finished = [(work, each) for work, each in finished if run.policies[work.policy].in_flight.find(work) is not None]
+    unscored = [episode for _, episode in finished if episode.outcome is None]
+    run.num_scoring += len(unscored)
+    with run.observer.timeline("scorer").during("score"):
+        scored = iter(await run.roles.scorer.score(unscored) if unscored else ())
+    run.num_scoring -= len(unscored)
+    for work, episode in finished:
+        run.collect(work, next(scored) if episode.outcome is None else episode)
     run.note_progress()
 
 
-async def train(run: Run) -> None:
+async def train(run: Run, policy: PolicyState) -> None:
     """Trains one version after another until `run.leg_end`, and publishes each.
 
-    Waits for a whole batch, woken by the buffer when `score` puts the group that completes one; then for the trainer, woken
-    by its answer. Where that is another process, the next batch is sent to it while it is still at this one.
+    Waits for a whole batch, then for the trainer's steps. Woken by the policy's buffer when `score` completes a batch, and by
+    the trainer's answer. A trainer in another process is sent the next batch while it still trains this one.
     """
-    ahead: asyncio.Task[Begun | None] | None = None
+    ahead: asyncio.Task[StartedBatch | None] | None = None
     try:
-        with run.settled_on_failure():
-            begun = await _begin(run, run.version)
-            while begun is not None:
-                ahead = run.spawn(_begin(run, begun.version + 1)) if run.may_run_ahead(begun.version + 1) else None
-                seen = [await step for step in begun.steps]
-                run.version += 1
-                run.settle_trained(begun, seen)
-                run.skipped.check()
-                await publish(run, begun.publishing)
-                await run.go_on()
+        with policy.groups_returned_on_failure():
+            started = await _start_batch(run, policy, policy.version)
+            while started is not None:
+                following = started.version + 1
+                ahead = run.spawn(_start_batch(run, policy, following)) if run.may_run_ahead(policy, following) else None
+                run.settle_trained(policy, started, [await step for step in started.steps])
+                policy.skipped.check()
+                await publish(run, policy, started.publishing)
+                await run.resume_generation(policy)
                 run.room.set()
-                await run.after_version()
-                begun = await ahead if ahead is not None else await _begin(run, run.version)
+                await run.after_version(policy)
+                started = await ahead if ahead is not None else await _start_batch(run, policy, policy.version)
     finally:
         if ahead is not None:
-            ahead.cancel()  # at once: it must not begin what has just been put back
+            ahead.cancel()  # at once: it must not start on groups that were just returned to the buffer
 
 
-async def _begin(run: Run, version: int) -> Begun | None:
-    """The training of `version` begun, or nothing where the leg ends before it."""
+async def _start_batch(run: Run, policy: PolicyState, version: int) -> StartedBatch | None:
+    """Start the training of `version`, or return None if the leg ends before it."""
     while version < run.leg_end and not run.is_stopping:
-        await run.trainer_timeline.wait("wait-batch", run.buffer.ready)
+        await run.observer.timeline("trainer").wait("wait-batch", policy.buffer.ready)
         if run.is_stopping:
             break
-        run.reject_stale(version)
-        if run.buffer.ready.is_set():
-            await run.make_room()
-            begun = await run.begin(version)
-            await run.leave_unfinished(version)
-            return begun
+        policy.reject_stale(version)
+        if policy.buffer.ready.is_set():
+            await run.sleep_engines()
+            started = await policy.start_batch(version)
+            await run.stop_generation()
+            await policy.cancel_over_age(version)
+            return started
     return None
+
+
+@contextlib.asynccontextmanager
+async def leg(run: Run) -> AsyncIterator[None]:
+    """Inside the block the engines hold every policy's newest weights, and `run.spawn` may be called; after it all tasks have
+    ended, and `run` knows what was in flight. A run is one leg, or in exact mode one per checkpoint."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            run.start_leg(tasks)
+            for service in (*run.roles.services, run.watch):
+                run.spawn(service())
+            for policy in run.policies.values():
+                await publish(run, policy)
+                await policy.published()
+            yield
+            await run.end_leg()
+    except BaseExceptionGroup as failures:
+        failure = first_failure(failures)
+        raise failure from failure.__cause__
+
+
+async def run_loops(run: Run) -> None:
+    """Run the loops until every policy is trained to the end of the leg. Generation goes on until the leg's block ends."""
+    for loop in (feed, generate, score):
+        run.spawn(loop(run))
+    for training in [run.spawn(train(run, policy)) for policy in run.policies.values()]:
+        await training

@@ -2,93 +2,85 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from headrace.errors import SyncError
-from headrace.partial import Interrupt, interrupt_of
+from headrace.partial import Interrupt
 from headrace.records import Batch, Call, FinishReason, Rollout, Sampling, Source
 from headrace.trainer import Superseded
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable
 
-    from headrace.records import Array, WeightUpdate
+    from headrace.records import Array
+    from headrace.run.policy import PolicyState
     from headrace.run.state import Run
+    from headrace.trainer import Published
 
 _CANARY_TOKENS = 32
 _ATTEMPTS = 3
-"""To bring one version to the engines."""
+"""How often one version is sent to the engines."""
 
 
 class CanaryError(RuntimeError):
-    """Engine and trainer hold the same weights and do not agree on them."""
+    """Engine and trainer disagree about the same weights."""
 
 
-@dataclass(frozen=True)
-class Published:
-    """What a trainer made ready."""
+async def publish(run: Run, policy: PolicyState, publishing: Awaitable[Published] | None = None) -> None:
+    """Bring the trainer's weights to the engines as `policy.version`; `publishing` if the trainer was asked for them already.
 
-    update: WeightUpdate
-    canary: Array
-    """Its own logprobs of the canary, under these weights."""
-
-
-async def publish(run: Run, publishing: Awaitable[Published] | None = None) -> None:
-    """Have the engines hold the trainer's weights as `run.version`; `publishing` where the trainer was asked already.
-
-    Where the trainer is another process this only begins: it overlaps the next step. The trainer makes one update after
-    another, each once the one before is held, so they arrive in order. `run.published` waits for the last.
+    With a trainer in another process this returns at once, and the delivery overlaps the next step. The trainer makes an update
+    only when the engines hold the one before, so updates arrive in order. `policy.published` waits for the last.
     """
-    interrupt = interrupt_of(run.recipe.partial.interrupt, kv=run.recipe.partial.kv)
-    if not run.trainer.is_here:
-        run.publication = run.spawn(_deliver(run, publishing or run.trainer.publish(run.version), interrupt))
+    trainer, timeline = policy.trainer, run.observer.timeline("trainer")
+    if not trainer.is_inline:
+        publishing = publishing or trainer.publish(policy.version, canary=policy.canary)
+        policy.publication = run.spawn(_deliver(run, policy, publishing, run.interrupt))
         return
-    with run.trainer_timeline.during("wait-batch"):  # a draining engine is waited for, not worked with
-        await run.engine.pause(interrupt)
-    with run.trainer_timeline.during("publish"):
+    with timeline.during("wait-batch"):  # while the engine drains, the trainer idles
+        await run.roles.engine.pause(run.interrupt)
+    with timeline.during("publish"):
         try:
-            await _deliver(run, run.trainer.publish(run.version), Interrupt.KEEP)
+            await _deliver(run, policy, trainer.publish(policy.version, canary=policy.canary), Interrupt.KEEP)
         finally:
-            await run.engine.resume()
+            await run.roles.engine.resume()
 
 
-async def _deliver(run: Run, publishing: Awaitable[Published], interrupt: Interrupt) -> None:
-    """A version counts as held when engines have hashed what they run and found it to be what was sent. One that refuses stays
-    on its old version, and the version is sent again, whole; unless the trainer has moved on, and the next is on its way."""
-    published = await publishing
+async def _deliver(run: Run, policy: PolicyState, publishing: Awaitable[Published], interrupt: Interrupt) -> None:
+    """A version is held once the engines have checked the hashes of what they run. An engine that refuses an update stays on
+    its old version, and the update is sent again, whole; unless the weights have changed since, and the next is on its way."""
+    trainer, published = policy.trainer, await publishing
     await run.wake_engines()
     for attempt in range(1, _ATTEMPTS + 1):
         update = published.update
         try:
-            await run.engine.load(update, interrupt=interrupt)
-            run.canary_difference = await _try_canary(run, published)
+            await run.roles.engine.load(update, interrupt=interrupt)
+            policy.canary_difference = await _score_canary(run, policy, published)
         except BaseException as error:
-            await run.trainer.abort(update)
+            await trainer.abort(update)
             if not isinstance(error, SyncError) or attempt == _ATTEMPTS:
                 raise
-            run.failed_syncs += 1
+            policy.failed_updates += 1
             run.observer.screen.say(f"version {update.version} did not reach every engine: {error}\n  it is sent again, whole")
         else:
             break
         try:
-            published = await run.trainer.publish(update.version, whole=True)
+            published = await trainer.publish(update.version, canary=policy.canary, whole=True)
         except Superseded:
             return
-    await run.trainer.release(update)
-    run.last_sync = update
-    run.held_version = update.version
+    await trainer.release(update)
+    policy.last_update, policy.held_version = update, update.version
     run.room.set()
 
 
-async def _try_canary(run: Run, published: Published) -> float:
-    """Mean |Δ logprob| of engine and trainer on the canary."""
-    canary = run.canary.rollouts[0]
-    engine = (await run.engine.score([canary]))[0]
+async def _score_canary(run: Run, policy: PolicyState, published: Published) -> float:
+    """Mean |Δ logprob| between engine and trainer on the canary."""
+    canary = policy.canary.rollouts[0]
+    engine = (await run.roles.engine.score([canary]))[0]
     difference = float(np.abs(engine - published.canary)[canary.loss_mask].mean())
-    limit = run.recipe.canary_limit
+    limit = policy.recipe.canary_limit
     if not difference <= limit:
         raise CanaryError(
             f"version {published.update.version}: engine and trainer differ by {difference:.3g} per token on the canary, more "

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from headrace.observe import Observer
-    from headrace.run.work import Begun
+    from headrace.run.work import StartedBatch
 
 
 class NotFiniteGradient(RuntimeError):
@@ -27,15 +27,15 @@ class SkippedSteps:
         self._in_a_row = 0
         self._failure: NotFiniteGradient | None = None
 
-    def note(self, begun: Begun, seen: Sequence[dict[str, float]]) -> None:
+    def note(self, started: StartedBatch, seen: Sequence[dict[str, float]]) -> None:
         """What the trainer saw in the steps of a version. Called once for each version, in order; raises nothing: that the
         version is trained is to be noted first, whatever follows from it."""
         was_skipped = [bool(step.get("skipped", 0.0)) for step in seen]
         if not any(was_skipped):
             self._in_a_row = 0
             return
-        version = begun.version + 1
-        offending = [batch for batch, is_skipped in zip(begun.batches, was_skipped, strict=True) if is_skipped]
+        version = started.version + 1
+        offending = [batch for batch, is_skipped in zip(started.batches, was_skipped, strict=True) if is_skipped]
         kept = self._observer.keep_rollouts(version, [rollout for batch in offending for rollout in batch.rollouts])
         for is_skipped in was_skipped:
             self._in_a_row = self._in_a_row + 1 if is_skipped else 0

@@ -1,4 +1,4 @@
-"""What passes between the loops: episodes to run, groups under way, episodes that have ended, versions begun."""
+"""What passes between the loops: episodes to run, episodes that have ended, batches in training."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from headrace.engine import UnusablePrompt
 from headrace.observe import Signal
-from headrace.records import Episode, InfraAbort, Invalid, Scored
+from headrace.records import Episode, InfraAbort, Invalid
 from headrace.settings import ConfigError
 
 if TYPE_CHECKING:
@@ -17,17 +17,21 @@ if TYPE_CHECKING:
     from headrace.envs import EngineClient, Environment
     from headrace.observe import Timeline
     from headrace.records import Batch, Outcome, Plain
-    from headrace.run.publishing import Published
+    from headrace.trainer import Published
 
 
 @dataclass(frozen=True)
 class Work:
     """One episode to run."""
 
+    policy: str
+    """The policy that samples it, and that it trains."""
     task: dict[str, Plain]
     group: str
     number: int
+    """Of the group, in the order its policy submits them."""
     index: int
+    """Of the episode in its group."""
     attempt: int = 1
 
     @property
@@ -35,58 +39,43 @@ class Work:
         return f"{self.group}/{self.index}"
 
 
-@dataclass
-class PendingGroup:
-    """A group some of whose episodes are still in flight."""
-
-    number: int
-    task: dict[str, Plain]
-    episodes: list[Episode] = field(default_factory=list)
-    """Those with an outcome."""
-
-    @property
-    def oldest(self) -> int | None:
-        """The oldest version of what would be trained of it as it is; None if nothing would."""
-        scored = (episode for episode in self.episodes if isinstance(episode.outcome, Scored))
-        return min((r.oldest_version for episode in scored for r in episode.rollouts if r.num_sampled), default=None)
-
-
 class FinishedEpisodes:
-    """What `generate` leaves for `score`: taken all at once."""
+    """What `generate` leaves for `score`, which takes everything at once."""
 
     def __init__(self) -> None:
-        self._episodes: list[Episode] = []
+        self._finished: list[tuple[Work, Episode]] = []
         self._arrived = Signal()
 
-    def put(self, episode: Episode) -> None:
-        self._episodes.append(episode)
+    def put(self, work: Work, episode: Episode) -> None:
+        self._finished.append((work, episode))
         self._arrived.set()
 
-    async def take(self, timeline: Timeline) -> list[Episode]:
+    async def take(self, timeline: Timeline) -> list[tuple[Work, Episode]]:
         await timeline.wait("wait", self._arrived)
         self._arrived.clear()
-        taken, self._episodes = self._episodes, []
+        taken, self._finished = self._finished, []
         return taken
 
 
 @dataclass(eq=False)
-class Begun:
-    """A version whose groups have left the buffer, and which the trainer is asked for."""
+class StartedBatch:
+    """The groups of one version, taken from the buffer to be trained."""
 
     version: int
-    """It is trained from; training makes the next."""
+    """The version they train; the result is the next."""
     groups: list[Group]
     steps_before: int
-    """Optimizer steps begun before these."""
+    """The trainer's optimizer steps before these."""
     batches: list[Batch] = field(default_factory=list)
+    """One for each optimizer step."""
     steps: list[Awaitable[dict[str, float]]] = field(default_factory=list)
-    """What the trainer will have seen in each optimizer step; none until it is asked for them."""
+    """The metrics of each optimizer step; empty until the trainer is asked for them."""
     publishing: Awaitable[Published] | None = None
-    """The version it makes, where that could be asked for at once."""
+    """The publication of the next version, if the trainer was asked for it together with the steps."""
 
 
 async def run_episode(environment: Environment, task: dict[str, Plain], client: EngineClient) -> Episode:
-    """Run one; whatever the environment raises fails the episode, not the run."""
+    """Run one episode. What the environment raises fails the episode, not the run."""
     try:
         return await environment.run(task, client)
     except ConfigError:

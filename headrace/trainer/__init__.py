@@ -11,15 +11,12 @@ from headrace.front_door import front_door
 
 if TYPE_CHECKING:
     from headrace.trainer.frozen_model import FrozenModel as FrozenModel
+    from headrace.trainer.local import LocalTrainer as LocalTrainer
     from headrace.trainer.memory_prediction import TrainerMemory as TrainerMemory, predict_memory as predict_memory
-    from headrace.trainer.protocol import Trainer as Trainer
+    from headrace.trainer.protocol import PolicyTrainer as PolicyTrainer, Published as Published, Superseded as Superseded
+    from headrace.trainer.remote import RemoteTrainer as RemoteTrainer
     from headrace.trainer.schedule import learning_rate as learning_rate
     from headrace.trainer.settings import TrainSettings as TrainSettings
     from headrace.trainer.trainer import DeviceTrainer as DeviceTrainer
-    from headrace.trainer.worker import (
-        Superseded as Superseded,
-        TrainerWorker as TrainerWorker,
-        give_back_unused as give_back_unused,
-    )
 else:
     __getattr__ = front_door(__name__)

@@ -19,7 +19,8 @@ import headrace
 from headrace.launch.inputs import UserInputs, check_inputs
 from headrace.model.load import ModelError
 from headrace.run.checkpoint import CheckpointError
-from headrace.run.state import NoProgress, Stalled
+from headrace.run.policy import NoProgress
+from headrace.run.state import Stalled
 from headrace.score import RewardError
 from headrace.tasks import TaskError
 

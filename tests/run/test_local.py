@@ -24,9 +24,8 @@ from headrace.observe.observer import read_metrics
 from headrace.observe.spans import STATES
 from headrace.rpc import RemoteError
 from headrace.run.checkpoint import CheckpointError
-from headrace.run.publishing import make_canary
-from headrace.run.roles import TrainerThere
 from headrace.sync.shared import shared_folder
+from headrace.trainer.remote import RemoteTrainer
 
 
 def local_run(folder: Path, **changes):
@@ -220,12 +219,14 @@ def test_what_the_disk_refuses_there_is_the_same_error_here(tmp_path, kind):
     """Whoever keeps checkpoints rescues what the disk refuses, whichever process met it; anything else is the process's."""
 
     async def main() -> None:
-        async def call(*_, **__):
-            raise RemoteError(kind=kind, message="[Errno 13] not here")
+        def begin(*_, **__):
+            answer = asyncio.get_running_loop().create_future()
+            answer.set_exception(RemoteError(kind=kind, message="[Errno 13] not here"))
+            return answer
 
         process = SimpleNamespace(pid=0)
-        child = Child("trainer", "trainer", process, tmp_path / "trainer.log", peer=SimpleNamespace(call=call))
-        await TrainerThere(child, canary=make_canary(np.arange(9)), deadline=5).save(tmp_path)
+        child = Child("trainer", "trainer", process, tmp_path / "trainer.log", peer=SimpleNamespace(begin=begin))
+        await RemoteTrainer(child, deadline=5).save(tmp_path)
 
     with pytest.raises(RoleFailed if kind == "ValueError" else OSError, match="not here"):
         asyncio.run(main())

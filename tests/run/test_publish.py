@@ -11,9 +11,12 @@ import pytest
 from helpers import same_weights, small_run
 
 from headrace.errors import SyncError
+from headrace.observe import Observer
 from headrace.observe.observer import read_metrics
-from headrace.run.publishing import Published, make_canary, publish
+from headrace.partial import Interrupt
+from headrace.run.publishing import make_canary, publish
 from headrace.sync import WeightSync
+from headrace.trainer import Published
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, *, versions: dict[int, int]) -> list[tuple[int, str]]:
@@ -62,40 +65,42 @@ def test_a_version_is_held_only_when_the_engines_have_loaded_and_scored_it(num_r
         num_loads = 0
 
         async def load(self, update: Any, *, interrupt: Any) -> None:
-            held.append(run.held_version)
+            held.append(policy.held_version)
             await asyncio.sleep(0)
-            held.append(run.held_version)
+            held.append(policy.held_version)
             self.num_loads += 1
             if self.num_loads <= num_refusals:
                 raise SyncError("differs from what was sent")
 
         async def score(self, rollouts: Any) -> list[Any]:
-            held.append(run.held_version)
+            held.append(policy.held_version)
             return [np.zeros(32, dtype=np.float32)]
 
     class Trainer:
-        is_here = False
+        is_inline = False
 
-        async def publish(self, version: int, *, whole: bool = False) -> Published:
+        async def publish(self, version: int, *, canary: Any, whole: bool = False) -> Published:
             return Published(SimpleNamespace(version=version), np.zeros(32, dtype=np.float32))
 
         async def nothing(self, *_: object) -> None:
-            held.append(run.held_version)
+            held.append(policy.held_version)
 
         abort = release = nothing
 
     async def nothing() -> None:
-        held.append(run.held_version)
+        held.append(policy.held_version)
 
     async def main() -> None:
-        await publish(run)
-        await run.publication
+        await publish(run, policy)
+        await policy.publication
 
+    policy = SimpleNamespace(
+        trainer=Trainer(), version=7, held_version=6, canary=make_canary([1, 2, 3]), failed_updates=0,
+        recipe=SimpleNamespace(canary_limit=0.01),
+    )  # fmt: skip
     run = SimpleNamespace(
-        engine=Engine(), trainer=Trainer(), version=7, held_version=6, room=asyncio.Event(), canary=make_canary([1, 2, 3]),
-        recipe=SimpleNamespace(partial=SimpleNamespace(interrupt="keep", kv="keep"), canary_limit=0.01),
-        spawn=asyncio.ensure_future, wake_engines=nothing, failed_syncs=0,
-        observer=SimpleNamespace(screen=SimpleNamespace(say=lambda _: None)),
+        roles=SimpleNamespace(engine=Engine()), room=asyncio.Event(), interrupt=Interrupt.KEEP,
+        spawn=asyncio.ensure_future, wake_engines=nothing, observer=Observer(),
     )  # fmt: skip
     if num_refusals < 3:
         asyncio.run(main())
@@ -103,4 +108,4 @@ def test_a_version_is_held_only_when_the_engines_have_loaded_and_scored_it(num_r
         with pytest.raises(SyncError):
             asyncio.run(main())
     is_held = num_refusals < 3
-    assert set(held) == {6} and run.held_version == (7 if is_held else 6) and run.room.is_set() is is_held
+    assert set(held) == {6} and policy.held_version == (7 if is_held else 6) and run.room.is_set() is is_held

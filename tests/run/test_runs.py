@@ -132,15 +132,15 @@ class Killed(BaseException):
 def run_and_kill(folder, monkeypatch, *, at: int, **settings) -> None:
     from headrace.run.session import Session
 
-    original = Session._measure
+    original = Session._write_version
 
     def dying(self, *arguments):
-        if self.run.version == at:
+        if self.policy.version == at:
             raise Killed
         return original(self, *arguments)
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(Session, "_measure", dying)
+        patch.setattr(Session, "_write_version", dying)
         small_run(folder, **settings)
 
 
@@ -265,15 +265,15 @@ def test_exact_stopping_anywhere_does_not_change_what_follows(tmp_path, monkeypa
 
     settings = {"exact": True, "steps": 9, "staleness": {"max_lag": 1}}
     whole = small_run(tmp_path / "whole", **settings)
-    original = Session._measure
+    original = Session._write_version
 
     def stopping(self, *arguments):
-        if self.run.version == at:
+        if self.policy.version == at:
             self.run.stop()
         return original(self, *arguments)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Session, "_measure", stopping)
+        patch.setattr(Session, "_write_version", stopping)
         small_run(tmp_path / "stopped", **settings)
     saved = [path.name for path in (tmp_path / "stopped" / "checkpoints").glob("step-*")]
     assert saved == ["step-3"], "checkpoints are made every three versions, and nowhere else"
@@ -284,16 +284,17 @@ def test_exact_stopping_anywhere_does_not_change_what_follows(tmp_path, monkeypa
 
 
 def test_without_a_gate_what_is_in_flight_is_still_bounded(tmp_path, monkeypatch):
-    from headrace.run.state import Run
+    from headrace.run.policy import PolicyState
 
     most = []
-    original = Run.submit
+    original = PolicyState.submit
 
     def counting(self, task):
-        original(self, task)
-        most.append(len(self.pending))
+        works = original(self, task)
+        most.append(len(self.in_flight))
+        return works
 
-    monkeypatch.setattr(Run, "submit", counting)
+    monkeypatch.setattr(PolicyState, "submit", counting)
     staleness = {"gate": False, "max_lag": 2}
     result = small_run(tmp_path / "run", steps=12, buffer={"kind": "stream"}, staleness=staleness)
     assert result.summary["status"] == "finished" and max(most) <= 4 and result.summary["lag"]["max"] <= 2

@@ -18,10 +18,12 @@ from headrace.envs import EngineClient, SingleTurn
 from headrace.launch.stop import StopRequest
 from headrace.observe.inspect import read_rollouts
 from headrace.records import Episode, FinishReason, InfraAbort, Invalid, Rollout, Scored, Source, frames
-from headrace.run.in_flight import Flight
+from headrace.run.in_flight import InFlightTable
 from headrace.run.ledger import Ledger
+from headrace.run.policy import PolicyState, max_generate_calls
 from headrace.run.state import Run
-from headrace.run.work import PendingGroup
+from headrace.run.work import Work
+from headrace.trainer.local import LocalTrainer
 
 LONG_TAIL = {
     "model": {"context": 128},
@@ -41,13 +43,20 @@ def check_books_always(monkeypatch) -> list[int]:
 
     def checking(self):
         original(self)
-        if hasattr(self, "pending"):
-            underway = sum(len(group.episodes) for begun in self._underway for group in begun.groups)
-            self.ledger.check(buffered=self.buffer.num_episodes + underway)
-            checks.append(len(self.pending))
+        for policy in self.policies.values():
+            policy.check_ledger()
+            checks.append(len(policy.in_flight))
 
     monkeypatch.setattr(Run, "note_progress", checking)
     return checks
+
+
+def note_runs(monkeypatch) -> list[Run]:
+    """The runs whose legs start."""
+    runs: list[Run] = []
+    start = Run.start_leg
+    monkeypatch.setattr(Run, "start_leg", lambda self, tasks: (runs.append(self), start(self, tasks)))
+    return runs
 
 
 def rollouts_of(result) -> list:
@@ -73,7 +82,7 @@ def test_what_is_over_age_is_cancelled_in_flight(tmp_path, monkeypatch):
 def test_nothing_is_cancelled_that_could_have_been_trained(tmp_path, monkeypatch):
     """What would have been given up is let go on instead: all of it that ends before the run does is rejected."""
     doomed: set[str] = set()
-    monkeypatch.setattr(Run, "_cancel", lambda self, group, tokens: doomed.add(group))
+    monkeypatch.setattr(PolicyState, "cancel", lambda self, group, tokens: doomed.add(group))
     settled: dict[str, str] = {}
     settle = Ledger.settle
 
@@ -88,33 +97,22 @@ def test_nothing_is_cancelled_that_could_have_been_trained(tmp_path, monkeypatch
     assert ends.keys() == {"rejected lag"} and ends.total() > 3
 
 
-def test_a_cancelled_group_frees_its_slots_and_its_places(tmp_path, monkeypatch):
-    """Also those of episodes that were cancelled before they began."""
-    original = Run._cancel
+def test_a_cancelled_group_frees_its_slots_and_its_calls(tmp_path, monkeypatch):
+    """Also those of episodes that were cancelled before they started."""
+    original = PolicyState.cancel
     left: list[tuple[int, int]] = []
 
     def cancelling(self, group, tokens):
-        running = {request.rollout.group for request in self.engine.core.scheduler.running.values()}
+        running = {request.rollout.group for request in runs[0].roles.engine.core.scheduler.running.values()}
         original(self, group, tokens)
-        left.append((group in running, group in self.pending))
+        left.append((group in running, group in self.in_flight.groups))
 
-    monkeypatch.setattr(Run, "_cancel", cancelling)
-    runs: list[Run] = []
-    attach = Run.attach
-    monkeypatch.setattr(Run, "attach", lambda self, tasks: (runs.append(self), attach(self, tasks)))
-    after = Run.cancel_spawned
-    places: list[int] = []
-
-    def counting(self):
-        places.append(self.places._value + sum(not task.done() for task in self.flight._tasks.values()))
-        after(self)
-
-    monkeypatch.setattr(Run, "cancel_spawned", counting)
+    monkeypatch.setattr(PolicyState, "cancel", cancelling)
+    runs = note_runs(monkeypatch)
     small_run(tmp_path / "run", steps=16, staleness={"max_lag": 1}, partial={"cancel": "over_age"}, **LONG_TAIL)
     assert any(was_running for was_running, _ in left) and not any(is_pending for _, is_pending in left)
-    waits_for_work = (runs[0]._num_places - 1, runs[0]._num_places)
-    assert places[0] in waits_for_work, "the generate loop may hold one for work it has taken"
-    core = runs[0].engine.core
+    assert runs[0].generate_calls.num_free == max_generate_calls(runs[0].recipe), "every call has given its place back"
+    core = runs[0].roles.engine.core
     assert not core.num_begun and not core.num_waiting
 
 
@@ -150,16 +148,17 @@ def test_a_group_is_as_old_as_its_oldest_token_that_may_be_trained():
                 InFlight.of(other, num_drawn=7, first=0, partial=lambda: other),
             ]
 
-    flight = Flight(Engine())  # type: ignore[arg-type]
-    names = ("young", "grown", "unknown", "scored", "invalid", "unscored", "failed", "resumed", "empty")
-    pending = {name: PendingGroup(number, {}) for number, name in enumerate(names)}
-    pending["scored"].episodes.append(episode("scored/0", 3, Scored(1.0)))
-    pending["invalid"].episodes.append(episode("invalid/0", 3, Invalid("no answer")))
-    flight.unscored = {id: episode(id, 3, outcome) for id, outcome in (("unscored/0", None), ("failed/0", InfraAbort("")))}
-    flight.partials = {"resumed/0": answer(0, version=3).replace(id="resumed/0", group="resumed")}
-    found = asyncio.run(flight.over_age(pending, next_version=6, max_lag=2))
-    assert found == {"grown": 7, "scored": 0, "unscored": 10, "resumed": 10}
-    assert asyncio.run(flight.over_age(pending, next_version=5, max_lag=2)) == {}
+    table = InFlightTable(Engine())  # type: ignore[arg-type]
+    for number, name in enumerate(("young", "grown", "unknown", "scored", "invalid", "unscored", "failed", "resumed", "empty")):
+        table.add([Work("policy", {}, name, number, index) for index in range(2)])
+    outcomes = {"scored/0": Scored(1.0), "scored/1": Invalid("no answer"), "invalid/0": Invalid("no answer")}
+    for id, outcome in {**outcomes, "unscored/0": None, "failed/0": InfraAbort("")}.items():
+        table.groups[id.partition("/")[0]].episodes[id].ended = episode(id, 3, outcome)
+    resumed = answer(0, version=3).replace(id="resumed/0", group="resumed")
+    table.groups["resumed"].episodes["resumed/0"].partials["resumed/0"] = resumed
+    found = asyncio.run(table.over_age(next_version=6, max_lag=2))
+    assert found == {"grown": 7, "scored": 20, "unscored": 10, "resumed": 10}, "what will not be trained is lost too"
+    assert asyncio.run(table.over_age(next_version=5, max_lag=2)) == {}
 
 
 # More than a batch needs
@@ -179,14 +178,15 @@ def test_a_group_is_as_old_as_its_oldest_token_that_may_be_trained():
 def test_a_batch_is_trained_when_it_is_whole_and_the_unfinished_go_on(tmp_path, monkeypatch, settings):
     checks = check_books_always(monkeypatch)
     most: list[int] = []
-    submit = Run.submit
+    submit = PolicyState.submit
 
     def counting(self, task):
-        submit(self, task)
+        works = submit(self, task)
         untrained = self.submitted_groups - self.dropped_groups - self.version * 4
         most.append(untrained - (self.recipe.gate_depth + 1) * 4)
+        return works
 
-    monkeypatch.setattr(Run, "submit", counting)
+    monkeypatch.setattr(PolicyState, "submit", counting)
     settings["partial"]["oversample"] = 1.75
     result = small_run(tmp_path / "run", steps=16, staleness={"max_lag": 2}, **settings, **LONG_TAIL)
     assert result.summary["status"] == "finished" and books_close(result.summary) and len(checks) > 100
@@ -212,13 +212,13 @@ def test_what_is_recycled_goes_on_before_anything_new_begins(tmp_path, monkeypat
         ),
     )
     swaps: list[int] = []
-    go_on = Run.go_on
+    resume = Run.resume_generation
 
-    async def noting(self):
+    async def noting(self, policy):
         swaps.append(len(admitted))
-        await go_on(self)
+        await resume(self, policy)
 
-    monkeypatch.setattr(Run, "go_on", noting)
+    monkeypatch.setattr(Run, "resume_generation", noting)
     settings = {"buffer": {"kind": "synchronous"}, "partial": {"interrupt": "abort", "oversample": 2.0}}
     small_run(tmp_path / "run", steps=10, staleness={"max_lag": 3}, **settings, **LONG_TAIL)
     num_recycled = 0
@@ -232,21 +232,17 @@ def test_what_is_recycled_goes_on_before_anything_new_begins(tmp_path, monkeypat
 
 
 def test_in_turn_nothing_is_drawn_while_a_batch_is_trained(tmp_path, monkeypatch):
-    from headrace.run.roles import TrainerHere
-
-    runs: list[Run] = []
-    attach = Run.attach
-    monkeypatch.setattr(Run, "attach", lambda self, tasks: (runs.append(self), attach(self, tasks)))
-    step = TrainerHere.step
+    runs = note_runs(monkeypatch)
+    step = LocalTrainer.step
     seen: list[tuple[int, int]] = []
 
     async def stepping(self, batch, *, learning_rate):
-        engine = runs[0].engine
-        seen.append((engine.core.num_running, len(runs[0].pending)))
+        engine = runs[0].roles.engine
+        seen.append((engine.core.num_running, len(runs[0].policies["policy"].in_flight)))
         assert engine._is_paused
         return await step(self, batch, learning_rate=learning_rate)
 
-    monkeypatch.setattr(TrainerHere, "step", stepping)
+    monkeypatch.setattr(LocalTrainer, "step", stepping)
     settings = {"buffer": {"kind": "synchronous"}, "partial": {"interrupt": "abort", "oversample": 1.5}}
     small_run(tmp_path / "run", steps=6, staleness={"max_lag": 2}, **settings, **LONG_TAIL)
     assert all(running == 0 for running, _ in seen) and any(pending for _, pending in seen)
@@ -319,15 +315,15 @@ def test_a_stopped_run_leaves_what_was_half_drawn(tmp_path, monkeypatch):
     settings = {**LONG_TAIL, "steps": 12, "staleness": {"max_lag": 6}, "checkpoint": {"every": 100, "keep": 10}}
     from headrace.run.session import Session
 
-    measure = Session._measure
+    measure = Session._write_version
 
     def stopping(self, *arguments):
-        if self.run.version == 4:
+        if self.policy.version == 4:
             stops[0].make()
         return measure(self, *arguments)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Session, "_measure", stopping)
+        patch.setattr(Session, "_write_version", stopping)
         small_run(tmp_path / "run", **settings)
     step = max(int(path.name[5:]) for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
     partials = {rollout.id for group in saved(tmp_path / "run", step) for rollout in group["rollouts"]}
@@ -393,15 +389,15 @@ def test_an_environment_with_turns_is_run_again_from_its_start(tmp_path, monkeyp
     settings = {**LONG_TAIL, "steps": 8, "staleness": {"max_lag": 6}, "environment": TwoTurns()}
     settings["sampling"] = {"max_tokens": 48}
     unfinished: list[str] = []
-    half_drawn = Flight._half_drawn
+    partial_rollouts = InFlightTable._partial_rollouts
 
     async def noting(self):
-        found = await half_drawn(self)
-        unfinished[:] = [id for id, rollout in found.items() if (rollout.source == Source.TOOL).any()]
+        found = await partial_rollouts(self)
+        unfinished[:] = [rollout.id for rollout in found if (rollout.source == Source.TOOL).any()]
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(Flight, "_half_drawn", noting)
+        patch.setattr(InFlightTable, "_partial_rollouts", noting)
         run_and_kill(folder, monkeypatch, at=5, **settings)
     partials = {rollout.id: rollout for group in saved(folder, 3) for rollout in group["rollouts"]}
     assert unfinished and partials and not partials.keys() & set(unfinished)

@@ -1,4 +1,4 @@
-"""A trainer process's end of its stream: publishing beside the next step, and never a weight of it."""
+"""The trainer of a trainer process: publishing beside the next step, and never a weight of it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from headrace.records.columns import pack_batch
 from headrace.run.publishing import make_canary
 from headrace.sync import Lineage, MemoryTransport, SharedMemoryTransport, WeightSync, weight_sync
 from headrace.trainer import DeviceTrainer, TrainSettings
-from headrace.trainer.worker import Superseded, TrainerWorker
+from headrace.trainer.local import LocalTrainer
+from headrace.trainer.protocol import Superseded
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Iterator
@@ -106,7 +107,7 @@ class Bench:
     trainer: Noting
     sync: Slow
     timeline: ProcessTimeline
-    worker: TrainerWorker
+    worker: LocalTrainer
 
     def begin(self, name: str, **arguments: Any) -> asyncio.Task[Any]:
         """As a stream does: calls are begun in the order they arrive."""
@@ -122,7 +123,8 @@ class Bench:
 def run(test: Callable[[Bench], Awaitable[None]]) -> None:
     async def main() -> None:
         trainer, sync, timeline = Noting(), Slow(), ProcessTimeline("trainer")
-        await asyncio.wait_for(test(Bench(trainer, sync, timeline, TrainerWorker(trainer, sync=sync, timeline=timeline))), 20)
+        worker = LocalTrainer(trainer, sync=sync, timeline=timeline, in_threads=True)
+        await asyncio.wait_for(test(Bench(trainer, sync, timeline, worker)), 20)
 
     asyncio.run(main())
 
@@ -138,7 +140,7 @@ def test_publishing_overlaps_the_next_pass_and_the_optimizer_waits_for_the_copy(
         assert bench.timeline.report()["state"] == "publish", "that is what the trainer waits for"
         bench.sync.may_read.set()
         published = await publishing
-        assert published["update"].version == 1 and len(published["canary"]) == len(CANARY.rollouts[0])
+        assert published.update.version == 1 and len(published.canary) == len(CANARY.rollouts[0])
         assert await stepping == {"loss": 1.0, "learning_rate": 0.5}
         assert bench.trainer.asked == ["forward", "forward_backward", "optim_step"]
         assert torch.equal(bench.sync.read[1]["weight"], torch.zeros(4)) and bench.trainer.weight[0] == 1
@@ -156,7 +158,7 @@ def test_the_optimizer_steps_while_what_was_read_is_hashed_and_moved():
         assert await bench.begin("step", batch=LESSON, learning_rate=0.5) == {"loss": 1.0, "learning_rate": 0.5}
         assert not publishing.done() and bench.trainer.weight[0] == 1
         bench.sync.may_finish.set()
-        assert (await publishing)["update"].version == 1
+        assert (await publishing).update.version == 1
         assert torch.equal(bench.sync.read[1]["weight"], torch.zeros(4))
         assert any(name == "beside offer 1" for name, *_ in bench.timeline.report()["spans"])
 
@@ -173,7 +175,7 @@ def test_the_end_of_one_publication_does_not_give_free_what_the_next_has_yet_to_
         stepping = bench.begin("step", batch=LESSON, learning_rate=0.5)
         assert (await bench.asked(5))[3:] == ["forward", "forward_backward"]
         bench.sync.may_finish.set()
-        update = (await first)["update"]  # the second waits for its turn, and the third step for the second
+        update = (await first).update  # the second waits for its turn, and the third step for the second
         await asyncio.sleep(0.05)
         assert not stepping.done() and not second.done()
         await bench.begin("release", update=update)
@@ -186,15 +188,15 @@ def test_the_end_of_one_publication_does_not_give_free_what_the_next_has_yet_to_
 def test_a_version_is_offered_again_only_while_its_weights_are_there():
     async def check(bench: Bench) -> None:
         bench.sync.may_read.set()
-        first = (await bench.begin("publish", version=1, canary=PACKED))["update"]
+        first = (await bench.begin("publish", version=1, canary=PACKED)).update
         await bench.begin("abort", update=first)
-        again = (await bench.begin("publish", version=1, canary=PACKED, whole=True))["update"]
+        again = (await bench.begin("publish", version=1, canary=PACKED, whole=True)).update
         assert again.manifest == first.manifest and again.place["offer"] != first.place["offer"]
         await bench.begin("abort", update=again)
         await bench.begin("step", batch=LESSON, learning_rate=0.5)
         with pytest.raises(Superseded, match="version 1"):
             await bench.begin("publish", version=1, canary=PACKED, whole=True)
-        assert (await bench.begin("publish", version=2, canary=PACKED))["update"].version == 2
+        assert (await bench.begin("publish", version=2, canary=PACKED)).update.version == 2
 
     run(check)
 
@@ -230,7 +232,7 @@ def test_a_publication_that_fails_lets_the_optimizer_go(fault, monkeypatch):
                 await publishing
             await asyncio.wait_for(stepping, 2)
         bench.sync.failure = None
-        assert (await bench.begin("publish", version=2, canary=PACKED))["update"].version == 2
+        assert (await bench.begin("publish", version=2, canary=PACKED)).update.version == 2
 
     run(check)
 
@@ -240,12 +242,12 @@ def test_one_update_is_under_way_at_a_time():
 
     async def check(bench: Bench) -> None:
         bench.sync.may_read.set()
-        first = (await bench.begin("publish", version=1, canary=PACKED))["update"]
+        first = (await bench.begin("publish", version=1, canary=PACKED)).update
         second = bench.begin("publish", version=2, canary=PACKED)
         await asyncio.sleep(0.05)
         assert not second.done()
         await bench.begin("release", update=first)
-        assert (await second)["update"].version == 2
+        assert (await second).update.version == 2
 
     run(check)
 
@@ -300,14 +302,14 @@ def test_a_version_is_published_bit_for_bit_although_the_next_step_was_begun_at_
     monkeypatch.setattr(weight_sync, "_pack", slowly)
 
     async def main() -> None:
-        calls = TrainerWorker(trainer, sync=sender, timeline=ProcessTimeline("trainer")).calls()
+        calls = LocalTrainer(trainer, sync=sender, timeline=ProcessTimeline("trainer"), in_threads=True).calls()
         before = make_manifest(named_tensors(trainer.model))
         for version in range(1, 5):
             publishing = asyncio.ensure_future(calls["publish"](version=version, canary=PACKED))
             stepping = asyncio.ensure_future(calls["step"](batch=LESSON, learning_rate=1e-2))
             published = await publishing
             await stepping
-            update = published["update"]
+            update = published.update
             assert update.manifest == before, version
             assert spare.receive(update, partial(receiver.receive, update)) == before, version
             await calls["release"](update=update)

@@ -1,0 +1,295 @@
+"""The state of one policy: its version, its trainer, and its groups from submission to training."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+from typing import TYPE_CHECKING, Any
+
+from headrace.buffer import Group, GroupBuffer
+from headrace.records import InfraAbort, Invalid, Scored
+from headrace.run.batches import columns_first, make_batches, with_column, with_token_advantages
+from headrace.run.in_flight import InFlightTable
+from headrace.run.ledger import Ledger
+from headrace.run.roles import POLICY
+from headrace.run.skipped_steps import NotFiniteGradient, SkippedSteps
+from headrace.run.work import StartedBatch, Work
+from headrace.staleness import Gate, too_old
+from headrace.trainer import learning_rate
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from headrace.config import Recipe
+    from headrace.observe import Observer, Signal
+    from headrace.records import Batch, Episode, Plain, WeightUpdate
+    from headrace.run.checkpoint import Checkpoint
+    from headrace.run.roles import Roles
+    from headrace.sync import Lineage
+
+log = logging.getLogger(__name__)
+MAX_ATTEMPTS = 3
+"""How often an episode is run before a failure that is not the policy's counts."""
+
+
+class NoProgress(RuntimeError):
+    """One group after another is dropped and none is trained."""
+
+
+class PolicyState:
+    """Everything a run keeps per policy, and how it changes. The loops decide when."""
+
+    def __init__(self, name: str, recipe: Recipe, roles: Roles, *, lineage: Lineage, observer: Observer, room: Signal) -> None:
+        """`room` is raised when `feed` may be able to submit again."""
+        self.name, self.recipe, self.lineage = name, recipe, lineage
+        self.trainer = roles.trainers[name]
+        rollouts = tuple(rollout.replace(policy=name) for rollout in roles.canary.rollouts)
+        self.canary = dataclasses.replace(roles.canary, rollouts=rollouts)
+        self._room = room
+        self.version = 0
+        """The newest version that was trained."""
+        self.held_version = 0
+        """The newest version that every engine holds; the gate counts from it."""
+        self.publication: asyncio.Task[None] | None = None
+        """Brings the newest version to the engines."""
+        self.last_update: WeightUpdate | None = None
+        """The last that the engines loaded."""
+        self.failed_updates = 0
+        """Updates that an engine refused, and that were sent again."""
+        self.canary_difference = 0.0
+        """Between engine and trainer on the canary, at the last update."""
+        self.started: list[StartedBatch] = []
+        """Batches in training, the oldest first."""
+        self.has_whole_version = True
+        """The trainer's weights are those of `version`, not of a step on the way to the next."""
+        self.skipped = SkippedSteps(limit=recipe.train.max_skipped, observer=observer)
+        self.gate = Gate(
+            depth=recipe.gate_depth,
+            groups_per_batch=recipe.groups_per_batch,
+            steps=recipe.steps,
+            extra=recipe.extra_groups,
+        )
+        waiting = recipe.batches_waiting
+        self.buffer = GroupBuffer(
+            batch=recipe.groups_per_batch,
+            capacity=None if waiting is None else waiting * recipe.groups_per_batch,
+            in_order=recipe.order == "submission",
+        )
+        enough = max(recipe.groups_per_batch, max_generate_calls(recipe) // recipe.train.group_size)
+        self._max_in_flight = enough if recipe.gate_depth is None else None
+        """Groups in flight at most where no gate bounds them: enough to keep every slot busy."""
+        self.in_flight = InFlightTable(roles.engine)
+        self.ledger = Ledger()
+        self.submitted_groups = 0
+        self.dropped_groups = 0
+        self._dropped_in_a_row = 0
+        self.wasted_tokens = 0
+        """Sampled and never to be trained."""
+
+    # Submitting
+
+    def has_room(self) -> bool:
+        """Whether gate and buffer let another group in."""
+        if self.buffer.is_full or (self._max_in_flight is not None and len(self.in_flight) >= self._max_in_flight):
+            return False
+        return self.gate.is_open(version=self.held_version, submitted=self.submitted_groups, dropped=self.dropped_groups)
+
+    def submit(self, task: dict[str, Plain]) -> list[Work]:
+        """A new group, in flight from now on."""
+        works = self._works(self.submitted_groups, task)
+        self.submitted_groups += 1
+        self.in_flight.add(works)
+        self.ledger.submit(work.episode for work in works)
+        return works
+
+    def _works(self, number: int, task: dict[str, Plain]) -> list[Work]:
+        """Random numbers follow from these names."""
+        group = f"g{number}" if self.name == POLICY else f"{self.name}.g{number}"
+        return [Work(self.name, task, group, number, index) for index in range(self.recipe.train.group_size)]
+
+    # Collecting
+
+    def retry(self, work: Work, episode: Episode) -> Work | None:
+        """The work once more, if a failure that is not the policy's ended the episode and attempts are left."""
+        if not isinstance(episode.outcome, InfraAbort) or work.attempt >= MAX_ATTEMPTS:
+            return None
+        self.wasted_tokens += _num_sampled([episode])
+        record = self.in_flight.find(work)
+        assert record is not None
+        record.work, record.ended = dataclasses.replace(work, attempt=work.attempt + 1), None
+        return record.work
+
+    def collect(self, work: Work, episode: Episode) -> None:
+        """Note an episode's outcome. The last of a group sends it to the buffer, or drops it if too few were scored."""
+        group = self.in_flight.groups[work.group]
+        group.episodes[work.episode].ended = episode
+        if not group.is_complete:
+            return
+        del self.in_flight.groups[work.group]
+        self._room.set()
+        for member in group.ended:
+            self._settle_unscored(member)
+        scored = tuple(member for member in group.ended if isinstance(member.outcome, Scored))
+        if len(scored) >= self.recipe.train.fewest_siblings:
+            self.ledger.buffer(member.id for member in scored)
+            self.buffer.put(Group(number=group.number, episodes=scored))
+            return
+        self.ledger.settle((member.id for member in scored), "filtered", "fewer than two siblings were scored")
+        self._drop(group.number, _num_sampled(group.ended))
+        self._dropped_in_a_row += 1
+        limit = max(64, 4 * self.recipe.groups_per_batch)
+        if self._dropped_in_a_row >= limit:
+            reasons = (member.outcome.reason for member in group.ended if isinstance(member.outcome, Invalid | InfraAbort))
+            raise NoProgress(f"{limit} groups in a row could not be trained; the last because: {next(reasons, '')}")
+
+    def _settle_unscored(self, episode: Episode) -> None:
+        if isinstance(episode.outcome, Invalid | InfraAbort):
+            state = "filtered" if isinstance(episode.outcome, Invalid) else "failed"
+            log.warning("%s is %s: %s", episode.id, state, episode.outcome.reason)
+            self.ledger.settle([episode.id], state, episode.outcome.reason)
+
+    def _drop(self, number: int, wasted_tokens: int) -> None:
+        self.buffer.skip(number)
+        self.dropped_groups += 1
+        self.wasted_tokens += wasted_tokens
+        self._room.set()
+
+    # Staleness
+
+    @property
+    def _max_lag(self) -> int | None:
+        staleness = self.recipe.staleness
+        return staleness.max_lag if staleness.reject else None
+
+    def reject_stale(self, version: int) -> None:
+        """Take out of the buffer what is too old to train `version`."""
+        max_lag = self._max_lag
+        for group in self.buffer.groups():
+            if group.is_within(self.lineage.id, oldest=None if max_lag is None else version - max_lag):
+                continue
+            reason = too_old(group.episodes, version=version, max_lag=max_lag, lineage=self.lineage)
+            if reason is not None:
+                self.ledger.settle(group.ids, "rejected", reason)
+                self._drop(group.number, _num_sampled(group.episodes))
+
+    async def cancel_over_age(self, version: int) -> None:
+        """With `partial.cancel`, once the batch of `version` is taken: give up groups that are too old for every later one."""
+        if self.recipe.partial.cancel == "over_age" and version + 1 < self.recipe.steps:
+            max_lag = self.recipe.staleness.max_lag
+            for name, tokens in (await self.in_flight.over_age(next_version=version + 1, max_lag=max_lag)).items():
+                self.cancel(name, tokens)
+
+    def cancel(self, name: str, tokens: int) -> None:
+        """Give up a group in flight for which `tokens` were sampled; another may be submitted in its place."""
+        group = self.in_flight.cancel(name)
+        self.ledger.settle(list(group.episodes), "rejected", "lag, cancelled in flight")
+        self._drop(group.number, tokens)
+
+    # Training
+
+    async def start_batch(self, version: int) -> StartedBatch:
+        """Take a batch from the buffer and ask the trainer for its steps; the calls are made when this returns."""
+        started = StartedBatch(version, self.buffer.take(), steps_before=self.trainer.num_steps)
+        self.started.append(started)
+        self._room.set()
+        started.batches = await self._make_batches(started.groups, version)
+        rate = learning_rate(self.recipe.train, version=version, steps=self.recipe.steps)
+        started.steps = [self.trainer.step(batch, learning_rate=rate) for batch in started.batches]
+        if not self.trainer.is_inline:
+            started.publishing = self.trainer.publish(version + 1, canary=self.canary)
+        return started
+
+    async def _make_batches(self, groups: list[Group], version: int) -> list[Batch]:
+        """One batch per optimizer step. Columns that are needed before the first of them, because the weights move or because
+        advantages are made of them, are computed now; the others come with the forward pass of the step."""
+        batches = make_batches(groups, self.recipe, version=version)
+        for name in columns_first(batches, self.recipe):
+            batches = [with_column(batch, name, await self.trainer.forward(batch, column=name)) for batch in batches]
+        return with_token_advantages(batches, self.recipe)
+
+    def settle_trained(self, started: StartedBatch, seen: list[dict[str, float]]) -> None:
+        """The next version is trained. `seen`: the metrics of its steps."""
+        self.version += 1
+        self._dropped_in_a_row = 0
+        self.started.remove(started)
+        for group in started.groups:
+            self.ledger.settle(group.ids, "trained")
+        self.check_ledger()
+        self.skipped.note(started, seen)
+
+    def check_ledger(self) -> None:
+        """Every rollout is accounted for; those of batches in training count as buffered."""
+        in_training = sum(len(group.episodes) for started in self.started for group in started.groups)
+        self.ledger.check(buffered=self.buffer.num_episodes + in_training)
+
+    @contextlib.contextmanager
+    def groups_returned_on_failure(self) -> Iterator[None]:
+        """If training fails, its groups go back to the buffer, so that a checkpoint written then is complete. If something else
+        failed, steps that another process was asked for stay: `Run.finish_started` waits for them."""
+        try:
+            yield
+        except BaseException as error:
+            is_elsewhere = isinstance(error, asyncio.CancelledError | NotFiniteGradient) and not self.trainer.is_inline
+            self.return_groups(keep_asked=is_elsewhere)
+            raise
+
+    def return_groups(self, *, keep_asked: bool = False) -> None:
+        """Put the groups in training back into the buffer, in their old order; not those that the trainer was asked for, if
+        `keep_asked`."""
+        kept = [started for started in self.started if keep_asked and started.steps]
+        returned = [started for started in self.started if started not in kept]
+        for started in reversed(returned):
+            self.buffer.put_back(started.groups)
+        if returned:
+            self.has_whole_version = self.trainer.num_steps == returned[0].steps_before
+        self.started = kept
+
+    async def published(self) -> None:
+        """Wait until every engine holds the newest version."""
+        if self.publication is not None:
+            await self.publication
+            self.publication = None
+
+    # Checkpoints
+
+    def state(self) -> dict[str, Any]:
+        """Its part of a checkpoint's manifest."""
+        return {
+            "lineage": self.lineage.id,
+            "ancestors": self.lineage.ancestors,
+            "submitted_groups": self.submitted_groups,
+            "dropped_groups": self.dropped_groups,
+            "buffer": self.buffer.state(),
+            "in_flight": [[group.number, group.task] for group in self.in_flight.groups.values()],
+            "ledger": self.ledger.state(),
+        }
+
+    async def restore(self, checkpoint: Checkpoint) -> None:
+        """Go on from a checkpoint, and with what was in flight when it was written."""
+        manifest, groups = checkpoint.manifest, checkpoint.groups()
+        await self.trainer.load(checkpoint.folder)
+        self.version = self.held_version = checkpoint.version
+        self.submitted_groups, self.dropped_groups = manifest["submitted_groups"], manifest["dropped_groups"]
+        self.buffer.restore(next_number=manifest["buffer"]["next"], skipped=manifest["buffer"]["skipped"], groups=groups)
+        for number, task in manifest["in_flight"]:
+            self.in_flight.add(self._works(number, task))
+        self.ledger.restore(
+            manifest["ledger"],
+            buffered=[id for group in groups for id in group.ids],
+            in_flight=[id for group in self.in_flight.groups.values() for id in group.episodes],
+        )
+        saved = checkpoint.unfinished()
+        usable = [group.usable_at(self.version, lineage=self.lineage, max_lag=self._max_lag) for group in saved]
+        self.wasted_tokens += sum(group.num_sampled for group in saved) - sum(group.num_sampled for group in usable)
+        self.in_flight.continue_with(usable)
+
+
+def max_generate_calls(recipe: Recipe) -> int:
+    """In flight at once: twice the engines' slots, so that the next call is at hand when a slot becomes free."""
+    return 2 * recipe.engine.slots * recipe.num_engines
+
+
+def _num_sampled(episodes: Iterable[Episode]) -> int:
+    return sum(rollout.num_sampled for episode in episodes for rollout in episode.rollouts)

@@ -1,0 +1,187 @@
+"""A trainer in this process, for the loops of an inline run or behind the stream of a trainer process.
+
+In a trainer process computing has a thread of its own, and calls run in the order they were made. Publishing copies the weights
+while the next forward and backward pass runs, which does not change them; the optimizer step waits for the copy, and runs while
+the copy is hashed and sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from headrace.algorithms import PROXIMAL
+from headrace.records import Batch, unpack_batch
+from headrace.trainer.protocol import Published, Superseded
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from headrace.observe import Timeline
+    from headrace.records import Array, WeightUpdate
+    from headrace.sync import WeightSync
+    from headrace.trainer.protocol import Metrics, Trainer
+
+T = TypeVar("T")
+CALLS = ("forward", "step", "publish", "send", "catch_up", "release", "abort", "abandon", "save", "load")
+"""What `RemoteTrainer` may call. Batches arrive packed, and are unpacked in the compute thread."""
+
+
+class LocalTrainer:
+    """A `PolicyTrainer` around a `Trainer` and the sending end of its weight sync."""
+
+    is_inline = True
+    is_lost = False
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        *,
+        sync: WeightSync,
+        timeline: Timeline,
+        in_threads: bool = False,
+        frees_memory: bool = False,
+    ) -> None:
+        """`in_threads`: for a trainer process, whose event loop stays free. `frees_memory`: engines that slept while it trained
+        are about to need the GPU memory that torch caches."""
+        self._trainer, self._sync, self._timeline = trainer, sync, timeline
+        self._frees_memory = frees_memory
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute") if in_threads else None
+        self._readers: set[object] = set()
+        """Publications that have yet to copy the weights; there may be two, one of them waiting for the other to be held."""
+        self._may_change = threading.Condition()
+        self._is_held = asyncio.Event()
+        """The engines hold the last update, or it was given up."""
+        self._is_held.set()
+        self._is_abandoned = False
+        self.num_steps = 0
+        self._published = (-1, -1)
+        """The last version published, and the optimizer steps taken before it."""
+
+    @property
+    def num_passes(self) -> int:
+        return self._trainer.num_passes
+
+    def calls(self) -> dict[str, Callable[..., Awaitable[Any]]]:
+        """The handlers of a trainer process."""
+        return {name: getattr(self, name) for name in CALLS}
+
+    async def state(self) -> dict[str, Any]:
+        """What a trainer process reports with every heartbeat."""
+        return {"passes": self.num_passes}
+
+    async def forward(self, batch: Any, *, column: str = PROXIMAL) -> list[Array]:  # noqa: ANN401
+        return await self._compute("compute", lambda: self._trainer.forward(_unpacked(batch), column=column))
+
+    async def step(self, batch: Any, *, learning_rate: float) -> Metrics:  # noqa: ANN401
+        def step() -> Metrics:
+            seen = self._trainer.forward_backward(_unpacked(batch))
+            self._wait_for_readers()
+            self.num_steps += 1
+            return seen | self._trainer.optim_step(learning_rate)
+
+        return await self._compute("compute", step)
+
+    async def publish(self, version: int, *, canary: Any, whole: bool = False) -> Published:  # noqa: ANN401
+        """Returns when the weights are ready. One update is under way at a time: the next waits until the engines hold the one
+        before, for it may be written over what they still read."""
+        reader = object()
+        logprobs = await self._compute("publish", lambda: self._score_canary(version, canary, reader, is_again=whole))
+        try:
+            await self._is_held.wait()
+            if self._is_abandoned:
+                raise RuntimeError(f"version {version} is not published: the run ends")
+            self._is_held.clear()
+            tensors = self._trainer.tensors
+            update = await self._beside(
+                f"offer {version}",
+                lambda: self._sync.offer(version, tensors(), whole=whole, on_read=lambda: self._has_read(reader)),
+            )
+        except BaseException:
+            self._is_held.set()  # no engine will hear of it
+            raise
+        finally:
+            self._has_read(reader)
+        return Published(update, logprobs)
+
+    def _score_canary(self, version: int, canary: Any, reader: object, *, is_again: bool) -> Array:  # noqa: ANN401
+        """Also registers the reader: the optimizer does not step again before it has copied the weights."""
+        if is_again and self._published != (version, self.num_steps):
+            raise Superseded(f"version {version} is not published again: the weights have moved on")
+        self._published = (version, self.num_steps)
+        logprobs = self._trainer.forward(_unpacked(canary))[0]
+        if self._frees_memory and torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        with self._may_change:
+            self._readers.add(reader)
+        return logprobs
+
+    def _wait_for_readers(self) -> None:
+        with self._may_change:
+            if self._readers:
+                with self._timeline.during("publish"):
+                    self._may_change.wait_for(lambda: not self._readers)
+
+    def _has_read(self, reader: object) -> None:
+        with self._may_change:
+            self._readers.discard(reader)
+            self._may_change.notify_all()
+
+    async def send(self, update: WeightUpdate, receivers: Sequence[str]) -> None:
+        """Push an update to engines that do not fetch it, while they receive it."""
+        await self._beside(f"send {update.version}", lambda: self._sync.send(update, receivers))
+
+    async def catch_up(self, version: int | None) -> list[WeightUpdate]:
+        """The updates that bring an engine from `version`, or from none of this lineage, to the newest that is held."""
+        return await self._beside("catch up", lambda: self._sync.catch_up(version))
+
+    async def release(self, update: WeightUpdate) -> None:
+        await self._beside("release", lambda: self._sync.release(update))
+        self._is_held.set()
+
+    async def abort(self, update: WeightUpdate) -> None:
+        await self._beside("abort", lambda: self._sync.abort(update))
+        self._is_held.set()
+
+    async def abandon(self) -> None:
+        self._is_abandoned = True
+        self._is_held.set()
+
+    async def save(self, folder: Path | str) -> None:
+        await self._compute("save", lambda: self._trainer.save(Path(folder)))
+
+    async def load(self, folder: Path | str) -> None:
+        def load() -> None:
+            self._wait_for_readers()
+            self._trainer.load(Path(folder))
+
+        await self._compute("compute", load)
+
+    async def _compute(self, state: str, action: Callable[[], T]) -> T:
+        """In the compute thread, after the calls made before."""
+
+        def timed() -> T:
+            with self._timeline.during(state):
+                return action()
+
+        if self._thread is None:
+            return timed()
+        return await asyncio.get_running_loop().run_in_executor(self._thread, timed)
+
+    async def _beside(self, what: str, action: Callable[[], T]) -> T:
+        """In a thread beside the compute thread."""
+
+        def traced() -> T:
+            with self._timeline.beside(what):
+                return action()
+
+        return action() if self._thread is None else await asyncio.to_thread(traced)
+
+
+def _unpacked(batch: Any) -> Batch:  # noqa: ANN401
+    return batch if isinstance(batch, Batch) else unpack_batch(batch)

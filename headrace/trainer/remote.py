@@ -1,0 +1,125 @@
+"""A trainer in another process: every call goes to the `LocalTrainer` there."""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from headrace.algorithms import PROXIMAL
+from headrace.errors import SyncError
+from headrace.records import Batch, pack_batch
+from headrace.rpc import RemoteError, StreamClosed
+from headrace.trainer.protocol import Published, Superseded
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Generator, Sequence
+    from pathlib import Path
+
+    from headrace.launch import Child
+    from headrace.records import Array, WeightUpdate
+    from headrace.trainer.protocol import Metrics
+
+T = TypeVar("T")
+
+
+class Answer(Generic[T]):
+    """The answer to a call that was sent already. Cancelling the await does not cancel the call; nobody need await it."""
+
+    def __init__(self, answering: Coroutine[Any, Any, T]) -> None:
+        self._task = asyncio.ensure_future(answering)
+        self._task.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return asyncio.shield(self._task).__await__()
+
+
+class RemoteTrainer:
+    """A `PolicyTrainer` over a process's stream. Calls are sent at once, and run there in the order they were sent."""
+
+    is_inline = False
+
+    def __init__(self, child: Child, *, deadline: float) -> None:
+        """`deadline`: seconds that saving or loading a checkpoint may take."""
+        self._child, self._deadline = child, deadline
+        self.num_steps = 0
+
+    @property
+    def is_lost(self) -> bool:
+        return self._child.lost.is_set()
+
+    @property
+    def num_passes(self) -> int:
+        return int(self._child.state.get("passes", 0))
+
+    async def forward(self, batch: Batch, *, column: str = PROXIMAL) -> list[Array]:
+        return await self._call("forward", list, batch=batch, column=column)
+
+    def step(self, batch: Batch, *, learning_rate: float) -> Answer[Metrics]:
+        self.num_steps += 1
+        return self._call("step", dict, batch=batch, learning_rate=learning_rate)
+
+    def publish(self, version: int, *, canary: Batch, whole: bool = False) -> Answer[Published]:
+        return self._call("publish", lambda answer: Published(*answer), version=version, canary=canary, whole=whole)
+
+    async def send(self, update: WeightUpdate, receivers: Sequence[str]) -> None:
+        await self._call("send", update=update, receivers=list(receivers))
+
+    async def catch_up(self, version: int | None) -> list[WeightUpdate]:
+        return await self._call("catch_up", list, version=version)
+
+    async def release(self, update: WeightUpdate) -> None:
+        await self._call("release", update=update)
+
+    async def abort(self, update: WeightUpdate) -> None:
+        await self._call("abort", update=update)
+
+    async def abandon(self) -> None:
+        await self._call("abandon")
+
+    async def save(self, folder: Path) -> None:
+        await self._in_time("saving", self._call("save", folder=str(folder)))
+
+    async def load(self, folder: Path) -> None:
+        await self._in_time("loading", self._call("load", folder=str(folder)))
+
+    async def _in_time(self, what: str, answer: Answer[Any]) -> None:
+        try:
+            async with asyncio.timeout(self._deadline):
+                await answer
+        except TimeoutError as error:
+            self._child.give_up(f"has been {what} for {self._deadline:g} s (deadline)")
+            raise await self._child.explain() from error
+
+    def _call(self, name: str, make: Callable[[Any], T] = lambda answer: answer, **arguments: Any) -> Answer[T]:  # noqa: ANN401
+        """Send a call now; `make` turns what comes back into the result."""
+        packed = {key: pack_batch(value) if isinstance(value, Batch) else value for key, value in arguments.items()}
+        try:
+            answer = self._child.control.begin(name, **packed)
+        except StreamClosed as error:
+            answer = asyncio.get_running_loop().create_future()
+            answer.set_exception(error)
+
+        async def result() -> T:
+            try:
+                return make(await answer)
+            except RemoteError as error:
+                raise self._raised(name, error) from error
+            except StreamClosed as error:
+                raise await self._child.explain() from error
+
+        return Answer(result())
+
+    def _raised(self, name: str, error: RemoteError) -> Exception:
+        """The same error where publishing or the checkpoint store handles it; otherwise a failure of the process."""
+        if error.kind in ("SyncError", "Superseded"):
+            return (SyncError if error.kind == "SyncError" else Superseded)(error.message)
+        if name == "save" and _is_disk_error(error.kind):
+            return OSError(error.message)
+        return self._child.failed(error)
+
+
+def _is_disk_error(kind: str) -> bool:
+    """Whether the checkpoint store would have handled it in one process: a full disk, a folder that may not be written …"""
+    known = getattr(builtins, kind, None)
+    return kind == "SafetensorError" or (isinstance(known, type) and issubclass(known, OSError))
