@@ -32,7 +32,7 @@ from headrace.launch.inputs import UserInputs, open_tasks
 from headrace.model import config_limit, load_config, load_tokenizer, tiny
 from headrace.observe import Observer
 from headrace.records import Batch, Call, FinishReason, Rollout, Sampling, Source
-from headrace.run import first_failure, make_evaluator
+from headrace.run import Evaluator, first_failure
 from headrace.settings import ConfigError, to_dict
 from headrace.sync import Lineage
 
@@ -177,7 +177,7 @@ async def _success(recipe: Recipe, roles: Roles, tasks: list[dict[str, Plain]], 
     update = (await roles.trainer.publish(step, canary=roles.canary)).update
     await roles.engine.load(update)
     await roles.trainer.release(update)
-    return await make_evaluator(recipe, roles).sampled_success(tasks, name=f"warmup{step}")
+    return await Evaluator(recipe, roles).sampled_success(tasks, name=f"warmup{step}")
 
 
 def demonstration(task: dict[str, Plain], encoder: PromptEncoder, *, name: str) -> Rollout:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
         checkpoints_in as checkpoints_in,
     )
     from headrace.run.collector import few_collections as few_collections
-    from headrace.run.evaluate import make_evaluator as make_evaluator
+    from headrace.run.evaluate import Evaluator as Evaluator
     from headrace.run.failures import first_failure as first_failure
     from headrace.run.loops import leg as leg, run_loops as run_loops
     from headrace.run.policy import PolicyState as PolicyState

@@ -1,7 +1,8 @@
-"""Checkpoints: a Hugging Face folder plus one manifest, written aside, synced and renamed.
+"""Checkpoints: a Hugging Face folder plus a manifest and the groups not trained yet.
 
-A folder named `step-N` is complete by construction; a crash at any moment leaves the one before it. When the disk is
-full the checkpoint is written to the cache folder instead, the run stops, and the same command finds it there.
+They are written under another name, synced and renamed: a folder named `step-N` is complete, and a crash leaves the one
+before it. If the disk is full the checkpoint is written to the cache folder instead, the run stops, and the same command finds
+it there.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from safetensors import SafetensorError
 
 from headrace.buffer import Group
 from headrace.records import frames
-from headrace.run.in_flight import UnfinishedGroup
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
@@ -33,7 +33,7 @@ BUFFER = "buffer.wire"
 PARTIAL = "partial.wire"
 FORMAT = 1
 _NAME = re.compile(r"step-\d+")
-"""Of a checkpoint. Whatever else lies beside them, `step-100-best` too, is the user's."""
+"""Of a checkpoint. Other names in the folder, such as `step-100-best`, are the user's."""
 
 
 class CheckpointError(RuntimeError):
@@ -51,19 +51,17 @@ class Checkpoint:
     def version(self) -> int:
         return int(self.manifest["version"])
 
-    def groups(self) -> list[Group]:
+    def buffered(self) -> list[Group]:
         """The groups that waited in the buffer."""
-        with (self.folder / BUFFER).open("rb") as file:
-            return [Group(number=entry["number"], episodes=tuple(entry["episodes"])) for entry in frames.read_frames(file)]
+        return [Group(number=entry["number"], episodes=tuple(entry["episodes"])) for entry in self._read(BUFFER)]
 
-    def unfinished(self) -> list[UnfinishedGroup]:
-        """The groups that were in flight; none in a checkpoint from before they were kept."""
-        path = self.folder / PARTIAL
-        if not path.exists():
-            return []
-        with path.open("rb") as file:
-            entries = list(frames.read_frames(file))
-        return [UnfinishedGroup(each["number"], tuple(each["episodes"]), tuple(each["rollouts"])) for each in entries]
+    def in_flight(self) -> list[dict[str, Any]]:
+        """The entries of the groups in flight; none in a checkpoint from before they were kept."""
+        return self._read(PARTIAL) if (self.folder / PARTIAL).exists() else []
+
+    def _read(self, name: str) -> list[dict[str, Any]]:
+        with (self.folder / name).open("rb") as file:
+            return list(frames.read_frames(file))
 
 
 class CheckpointStore:
@@ -77,14 +75,14 @@ class CheckpointStore:
         version: int,
         *,
         write_weights: Callable[[Path], Awaitable[None]],
-        groups: Iterable[Group],
+        buffered: Iterable[Group],
+        in_flight: Iterable[dict[str, Any]],
         manifest: dict[str, Any],
-        unfinished: Iterable[UnfinishedGroup] = (),
     ) -> Path:
-        """Write `step-{version}`; the old ones past `keep` go only once it is safely there."""
+        """Write `step-{version}`, and then remove the oldest past `keep`. `in_flight`: entries of the groups in flight."""
         waiting = {
-            BUFFER: [{"number": group.number, "episodes": list(group.episodes)} for group in groups],
-            PARTIAL: [vars(group) for group in unfinished],
+            BUFFER: [{"number": group.number, "episodes": list(group.episodes)} for group in buffered],
+            PARTIAL: list(in_flight),
         }
         manifest = {"format": FORMAT, "version": version, **manifest}
         try:
@@ -95,7 +93,9 @@ class CheckpointStore:
                 f"checkpoint of version {version} could not be written to {self._folder}: {error}. Nothing is lost: it is in "
                 f"{rescued}, and earlier ones are untouched. Make room and give the same command to go on from it."
             ) from error
-        self._prune(written)  # a rescued one prunes nothing: it lies elsewhere, and only until the run is finished
+        others = [path for path in reversed(checkpoints_in(self._folder)) if path != written]
+        for folder in others[self._keep - 1 :]:  # the others, for the one just written may not have the highest number
+            shutil.rmtree(folder, ignore_errors=True)
         return written
 
     async def _write(
@@ -113,7 +113,8 @@ class CheckpointStore:
             await write_weights(temporary)
             for name, entries in waiting.items():
                 (temporary / name).write_bytes(b"".join(frames.encode(entry) for entry in entries))
-            files = {str(path.relative_to(temporary)): _fingerprint(path) for path in _files(temporary)}
+            written = sorted(path for path in temporary.rglob("*") if path.is_file())
+            files = {str(path.relative_to(temporary)): _fingerprint(path) for path in written}
             (temporary / MANIFEST).write_text(json.dumps({**manifest, "files": files}, indent=1))
             for path in [*temporary.rglob("*"), temporary]:
                 _sync(path)
@@ -126,10 +127,10 @@ class CheckpointStore:
         return target
 
     def latest(self, *, warn: Callable[[str], None]) -> Checkpoint | None:
-        """The newest checkpoint that is whole, in the run's folder or rescued; damaged ones are set aside.
+        """The newest checkpoint that is whole, in the run's folder or rescued; damaged ones are renamed.
 
-        Only files that are missing or that differ from their manifest are damage. A read that fails may be the disk's or the
-        network's doing and over in a moment: nothing is touched then, and no older version is taken in its place.
+        Only files that are missing or that differ from their manifest count as damage. A read that fails may succeed in a
+        moment: then nothing is touched, and no older version is used instead.
         """
         for leftover in self._folder.glob(".step-*.tmp"):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -150,21 +151,15 @@ class CheckpointStore:
         """The run finished in its own folder."""
         shutil.rmtree(self._rescue, ignore_errors=True)
 
-    def _prune(self, written: Path) -> None:
-        """Keep the newest, the one just written among them."""
-        others = [path for path in reversed(checkpoints_in(self._folder)) if path != written]
-        for folder in others[self._keep - 1 :]:
-            shutil.rmtree(folder, ignore_errors=True)
-
 
 def checkpoints_in(*parents: Path) -> list[Path]:
-    """The oldest first; none of them is looked into."""
+    """The oldest first; they are not checked."""
     found = [path for parent in parents for path in parent.glob("step-*") if _NAME.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def random_state() -> dict[str, Any]:
-    """Of the generators a user's reward or loss may draw from."""
+    """Of the generators that a user's reward or loss may use."""
     version, numbers, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
@@ -183,11 +178,11 @@ def restore_random_state(state: dict[str, Any]) -> None:
 
 
 class _Damaged(ValueError):
-    """What is wrong with it."""
+    """A checkpoint's files are not what its manifest says."""
 
 
 def _checked_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint whose files are as it says."""
+    """The manifest, once every file is found to be as it says."""
     text = (folder / MANIFEST).read_bytes()
     try:
         manifest: dict[str, Any] = json.loads(text)
@@ -200,10 +195,6 @@ def _checked_manifest(folder: Path) -> dict[str, Any]:
         if _fingerprint(folder / name) != fingerprint:
             raise _Damaged(f"{name} has changed")
     return manifest
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def _fingerprint(path: Path) -> list[int]:

@@ -17,11 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from headrace.config import Recipe
-    from headrace.engine import Engine
-    from headrace.envs import Environment, PromptEncoder
     from headrace.records import Episode, Plain
     from headrace.run.roles import Roles
-    from headrace.score import Scorer
 
     Task = dict[str, Plain]
 
@@ -32,29 +29,26 @@ class Evaluation:
 
     metrics: dict[str, float]
     """`success`: the share of sampled rollouts whose reward reached `evaluate.success_at`, `greedy`: the same, decoding
-    greedily, `held_out_reward`: the mean reward of the sampled ones, each of the rollouts that could be judged and left out
-    where none could. `success/NAME` and `greedy/NAME` of each source, where there are several. `held_out_failed`: how many
-    could not be judged."""
+    greedily, `held_out_reward`: the mean reward of the sampled ones; all of the rollouts that could be judged, and left out
+    if none could. `success/NAME` and `greedy/NAME` of each source, if there are several. `held_out_failed`: how many could
+    not be judged."""
     episodes: tuple[Episode, ...]
     """The sampled ones, for display."""
     count: int
     """Rollouts in all."""
     problem: str
-    """Why the first that could not be judged was not; empty where all were."""
+    """Why the first of those that could not be judged was not."""
 
 
-@dataclass(frozen=True)
 class Evaluator:
-    """Runs tasks through an environment and asks the scorer; holds no state."""
+    """Runs tasks through a run's environment and scorer; rollouts end where those of training do."""
 
-    engine: Engine
-    environment: Environment
-    scorer: Scorer
-    encoder: PromptEncoder
-    sampling: Sampling
-    """But for its temperature."""
-    success_at: float
-    seed: int
+    def __init__(self, recipe: Recipe, roles: Roles) -> None:
+        self._roles, self._seed, self._success_at = roles, recipe.seed, recipe.evaluate.success_at
+        given = recipe.sampling
+        self._sampling = Sampling(
+            max_tokens=given.max_tokens, min_tokens=given.min_tokens, stop=given.stop, stop_ids=roles.stop_ids
+        )
 
     async def sampled_success(self, tasks: Sequence[Task], *, name: str) -> float:
         """The share solved at temperature 1, and nothing else."""
@@ -65,7 +59,7 @@ class Evaluator:
         return found
 
     async def run(self, sources: Mapping[str, Sequence[Task]], *, name: str) -> Evaluation:
-        """Sampled and greedy together, so that one fills the gaps of the other."""
+        """Sampled and greedy at once, to keep the engines full."""
         tasks = [task for rows in sources.values() for task in rows]
         sampled, greedy = await asyncio.gather(
             self._episodes(tasks, name=f"{name}/sampled", temperature=1.0),
@@ -90,35 +84,20 @@ class Evaluator:
         )
 
     async def _episodes(self, tasks: Sequence[Task], *, name: str, temperature: float) -> list[Episode]:
-        sampling = dataclasses.replace(self.sampling, temperature=temperature)
-        clients = [self._client(f"{name}/{index}", sampling) for index in range(len(tasks))]
-        episodes = await asyncio.gather(*map(run_episode, [self.environment] * len(tasks), tasks, clients))
-        judged = iter(await self.scorer.score([episode for episode in episodes if episode.outcome is None]))
-        return [episode if episode.outcome is not None else next(judged) for episode in episodes]
+        roles, sampling = self._roles, dataclasses.replace(self._sampling, temperature=temperature)
 
-    def _client(self, name: str, sampling: Sampling) -> EngineClient:
-        return EngineClient(self.engine, self.encoder, episode=name, group=name, index=0, sampling=sampling, seed=self.seed)
+        def client(id: str) -> EngineClient:
+            return EngineClient(roles.engine, roles.encoder, episode=id, group=id, index=0, sampling=sampling, seed=self._seed)
+
+        running = (run_episode(roles.environment, task, client(f"{name}/{index}")) for index, task in enumerate(tasks))
+        episodes = await asyncio.gather(*running)
+        judged = iter(await roles.scorer.score([episode for episode in episodes if episode.outcome is None]))
+        return [episode if episode.outcome is not None else next(judged) for episode in episodes]
 
     def _share(self, episodes: Sequence[Episode]) -> float | None:
         """Solved, of those that could be judged: an error is not a zero."""
         rewards = [episode.reward for episode in episodes if episode.reward is not None]
-        return sum(reward >= self.success_at for reward in rewards) / len(rewards) if rewards else None
-
-
-def make_evaluator(recipe: Recipe, roles: Roles) -> Evaluator:
-    """Of a run: rollouts end where those of training do."""
-    sampling = recipe.sampling
-    return Evaluator(
-        engine=roles.engine,
-        environment=roles.environment,
-        scorer=roles.scorer,
-        encoder=roles.encoder,
-        sampling=Sampling(
-            max_tokens=sampling.max_tokens, min_tokens=sampling.min_tokens, stop=sampling.stop, stop_ids=roles.stop_ids
-        ),
-        success_at=recipe.evaluate.success_at,
-        seed=recipe.seed,
-    )
+        return sum(reward >= self._success_at for reward in rewards) / len(rewards) if rewards else None
 
 
 def _problem(episodes: Sequence[Episode]) -> str:

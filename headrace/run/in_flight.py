@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headrace.partial import is_over_age, is_resumable, still_history
 from headrace.records import Scored
@@ -56,36 +56,6 @@ class GroupInFlight:
     @property
     def is_complete(self) -> bool:
         return all(record.ended is not None and record.ended.outcome is not None for record in self.episodes.values())
-
-
-@dataclass(frozen=True)
-class UnfinishedGroup:
-    """A group in flight, as a checkpoint keeps it."""
-
-    number: int
-    episodes: tuple[Episode, ...]
-    """Those that have ended; without an outcome if they were not scored yet."""
-    rollouts: tuple[Rollout, ...]
-    """The partial rollouts of the others."""
-
-    @property
-    def num_sampled(self) -> int:
-        rollouts = [*self.rollouts, *(rollout for episode in self.episodes for rollout in episode.rollouts)]
-        return sum(rollout.num_sampled for rollout in rollouts)
-
-    def usable_at(self, version: int, *, lineage: Lineage, max_lag: int | None) -> UnfinishedGroup:
-        """What a run resumed at `version` can continue. A rollout is cut before its first token from weights that are lost;
-        what is too old for every batch to come is left out, and sampled again."""
-        alive = [still_history(rollout, lineage) for rollout in self.rollouts]
-
-        def is_young(rollout: Rollout) -> bool:
-            return max_lag is None or not is_over_age(rollout.oldest_version, next_version=version, max_lag=max_lag)
-
-        return UnfinishedGroup(
-            self.number,
-            tuple(e for e in self.episodes if not too_old([e], version=version, max_lag=max_lag, lineage=lineage)),
-            tuple(rollout for rollout in alive if rollout is not None and is_young(rollout)),
-        )
 
 
 class InFlightTable:
@@ -179,18 +149,18 @@ class InFlightTable:
         ended = [(r.work, r.ended) for r in records if r.ended is not None and r.ended.outcome is None]
         return [record.work for record in queued], ended
 
-    async def unfinished(self) -> list[UnfinishedGroup]:
-        """The groups for a checkpoint."""
+    async def entries(self) -> list[dict[str, Any]]:
+        """The groups for a checkpoint: the episodes that have ended, and the partial rollouts of the others."""
         partials: dict[str, list[Rollout]] = {}
         for rollout in await self._partial_rollouts():
             if is_resumable(rollout):
                 partials.setdefault(rollout.episode, []).append(rollout)
         return [
-            UnfinishedGroup(
-                group.number,
-                tuple(group.ended),
-                tuple(r for id, each in group.episodes.items() if each.ended is None for r in partials.get(id, ())),
-            )
+            {
+                "number": group.number,
+                "episodes": group.ended,
+                "rollouts": [r for id, each in group.episodes.items() if each.ended is None for r in partials.get(id, ())],
+            }
             for group in self.groups.values()
         ]
 
@@ -203,12 +173,28 @@ class InFlightTable:
                     found[call.rollout.id] = call.partial()
         return found.values()
 
-    def continue_with(self, groups: Iterable[UnfinishedGroup]) -> None:
-        """Take over what a checkpoint kept of the groups, which were submitted again under their old numbers."""
+    def restore(self, entries: list[dict[str, Any]], *, version: int, lineage: Lineage, max_lag: int | None) -> int:
+        """Continue a checkpoint's groups, which were added again under their old numbers; the number of tokens that are lost.
+        A rollout is cut before its first token from lost weights; what is too old for every batch to come is sampled again."""
         by_number = {group.number: group for group in self.groups.values()}
-        for saved in groups:
-            episodes = by_number[saved.number].episodes
-            for episode in saved.episodes:
-                episodes[episode.id].ended = episode
-            for rollout in saved.rollouts:
-                episodes[rollout.episode].partials[rollout.id] = rollout
+        lost = 0
+        for entry in entries:
+            records = by_number[entry["number"]].episodes
+            for episode in entry["episodes"]:
+                if too_old([episode], version=version, max_lag=max_lag, lineage=lineage):
+                    lost += num_sampled([episode])
+                else:
+                    records[episode.id].ended = episode
+            for saved in entry["rollouts"]:
+                kept = still_history(saved, lineage)
+                if kept and max_lag is not None and is_over_age(kept.oldest_version, next_version=version, max_lag=max_lag):
+                    kept = None
+                lost += saved.num_sampled - (kept.num_sampled if kept else 0)
+                if kept:
+                    records[kept.episode].partials[kept.id] = kept
+        return lost
+
+
+def num_sampled(episodes: Iterable[Episode]) -> int:
+    """Tokens of these episodes."""
+    return sum(rollout.num_sampled for episode in episodes for rollout in episode.rollouts)

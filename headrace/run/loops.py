@@ -62,11 +62,13 @@ async def _run_episode(run: Run, work: Work) -> None:
 async def score(run: Run) -> NoReturn:
     """Scores episodes; each complete group goes to its policy's buffer.
 
-    Waits for finished episodes, and takes all there are. Woken by `run.finished`, where each episode is put when it ends.
+    Waits for finished episodes, and takes all there are. Woken by `run.has_finished`, which each raises as it ends.
     Scoring has a task of its own, so that a reward that awaits does not hold up the next episodes.
     """
     while True:
-        finished = await run.finished.take(run.observer.timeline("scorer"))
+        await run.observer.timeline("scorer").wait("wait", run.has_finished)
+        run.has_finished.clear()
+        finished, run.finished = run.finished, []
         run.spawn(_score(run, finished))
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.buffer import Group, GroupBuffer
 from headrace.records import InfraAbort, Invalid, Scored
 from headrace.run.batches import columns_first, make_batches, with_column, with_token_advantages
-from headrace.run.in_flight import InFlightTable
+from headrace.run.in_flight import InFlightTable, num_sampled
 from headrace.run.ledger import Ledger
 from headrace.run.roles import POLICY
 from headrace.run.skipped_steps import NotFiniteGradient, SkippedSteps
@@ -20,7 +20,7 @@ from headrace.staleness import Gate, too_old
 from headrace.trainer import learning_rate
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     from headrace.config import Recipe
     from headrace.observe import Observer, Signal
@@ -115,7 +115,7 @@ class PolicyState:
         """The work once more, if a failure that is not the policy's ended the episode and attempts are left."""
         if not isinstance(episode.outcome, InfraAbort) or work.attempt >= MAX_ATTEMPTS:
             return None
-        self.wasted_tokens += _num_sampled([episode])
+        self.wasted_tokens += num_sampled([episode])
         record = self.in_flight.find(work)
         assert record is not None
         record.work, record.ended = dataclasses.replace(work, attempt=work.attempt + 1), None
@@ -137,7 +137,7 @@ class PolicyState:
             self.buffer.put(Group(number=group.number, episodes=scored))
             return
         self.ledger.settle((member.id for member in scored), "filtered", "fewer than two siblings were scored")
-        self._drop(group.number, _num_sampled(group.ended))
+        self._drop(group.number, num_sampled(group.ended))
         self._dropped_in_a_row += 1
         limit = max(64, 4 * self.recipe.groups_per_batch)
         if self._dropped_in_a_row >= limit:
@@ -172,7 +172,7 @@ class PolicyState:
             reason = too_old(group.episodes, version=version, max_lag=max_lag, lineage=self.lineage)
             if reason is not None:
                 self.ledger.settle(group.ids, "rejected", reason)
-                self._drop(group.number, _num_sampled(group.episodes))
+                self._drop(group.number, num_sampled(group.episodes))
 
     async def cancel_over_age(self, version: int) -> None:
         """With `partial.cancel`, once the batch of `version` is taken: give up groups that are too old for every later one."""
@@ -268,7 +268,7 @@ class PolicyState:
 
     async def restore(self, checkpoint: Checkpoint) -> None:
         """Go on from a checkpoint, and with what was in flight when it was written."""
-        manifest, groups = checkpoint.manifest, checkpoint.groups()
+        manifest, groups = checkpoint.manifest, checkpoint.buffered()
         await self.trainer.load(checkpoint.folder)
         self.version = self.held_version = checkpoint.version
         self.submitted_groups, self.dropped_groups = manifest["submitted_groups"], manifest["dropped_groups"]
@@ -280,16 +280,11 @@ class PolicyState:
             buffered=[id for group in groups for id in group.ids],
             in_flight=[id for group in self.in_flight.groups.values() for id in group.episodes],
         )
-        saved = checkpoint.unfinished()
-        usable = [group.usable_at(self.version, lineage=self.lineage, max_lag=self._max_lag) for group in saved]
-        self.wasted_tokens += sum(group.num_sampled for group in saved) - sum(group.num_sampled for group in usable)
-        self.in_flight.continue_with(usable)
+        self.wasted_tokens += self.in_flight.restore(
+            checkpoint.in_flight(), version=self.version, lineage=self.lineage, max_lag=self._max_lag
+        )
 
 
 def max_generate_calls(recipe: Recipe) -> int:
     """In flight at once: twice the engines' slots, so that the next call is at hand when a slot becomes free."""
     return 2 * recipe.engine.slots * recipe.num_engines
-
-
-def _num_sampled(episodes: Iterable[Episode]) -> int:
-    return sum(rollout.num_sampled for episode in episodes for rollout in episode.rollouts)

@@ -8,7 +8,7 @@ import numpy as np
 
 from headrace.errors import SyncError
 from headrace.partial import Interrupt
-from headrace.records import Batch, Call, FinishReason, Rollout, Sampling, Source
+from headrace.records import Batch, Call, FinishReason, Rollout, Sampling
 from headrace.trainer import Superseded
 
 if TYPE_CHECKING:
@@ -90,31 +90,26 @@ async def _score_canary(run: Run, policy: PolicyState, published: Published) -> 
 
 
 def make_canary(token_ids: Array) -> Batch:
-    """A prompt as a batch whose every token but the first is scored."""
+    """A prompt as a batch in which every token but the first is scored."""
     repeats = -(-_CANARY_TOKENS // max(len(token_ids), 1))
     ids = np.tile(np.asarray(token_ids, dtype=np.int32), repeats)[:_CANARY_TOKENS]
-    is_scored = np.arange(len(ids)) > 0
+    count = len(ids) - 1
     call = Call(
         start=1,
         stop=len(ids),
         engine="canary",
-        sampling=Sampling(max_tokens=len(ids)),
+        sampling=Sampling(max_tokens=count),
         finish_reason=FinishReason.LENGTH,
         started=0.0,
         finished=0.0,
     )
-    rollout = Rollout(
-        id="canary",
-        episode="canary",
-        group="canary",
-        index=0,
-        token_ids=ids,
-        source=np.where(is_scored, Source.SAMPLED, Source.PROMPT).astype(np.int8),
-        loss_mask=is_scored,
-        logprobs=np.zeros(len(ids), dtype=np.float32),
-        versions=np.where(is_scored, 0, -1).astype(np.int32),
-        calls=(call,),
-        finish_reason=FinishReason.LENGTH,
+    rollout = Rollout.from_prompt(ids[:1], id="canary").lengthened(
+        call,
+        token_ids=ids[1:],
+        logprobs=np.zeros(count, dtype=np.float32),
+        versions=np.zeros(count, dtype=np.int32),
+        policy="policy",
+        lineage="",
     )
     nothing = (np.zeros(len(ids), dtype=np.float32),)
     return Batch(rollouts=(rollout,), advantages=nothing, weights=nothing, loss="reinforce", version=0)

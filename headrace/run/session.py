@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.observe import share
 from headrace.run.checkpoint import CheckpointError, random_state, restore_random_state
 from headrace.run.collector import few_collections
-from headrace.run.evaluate import make_evaluator
+from headrace.run.evaluate import Evaluator
 from headrace.run.loops import leg, run_loops
 from headrace.run.metrics import Progress, TrainedVersion, sync_metrics, trainer_metrics
 from headrace.run.roles import POLICY
@@ -71,7 +71,7 @@ class Session:
         """Whether every group of the last version was tied."""
         self._unwritten: deque[TrainedVersion] = deque()
         self._last_moment = time.perf_counter()
-        self.evaluator = make_evaluator(self.recipe, self.roles)
+        self.evaluator = Evaluator(self.recipe, self.roles)
 
     # Legs
 
@@ -240,7 +240,7 @@ class Session:
             return
         await self._write_metrics()
         self.progress.wasted_tokens = policy.wasted_tokens
-        unfinished = await policy.in_flight.unfinished()  # with the manifest: what moves after this is in neither
+        in_flight = await policy.in_flight.entries()  # with the manifest: what moves after this is in neither
         manifest = {
             **policy.state(),
             "config_hash": self.identity,
@@ -252,8 +252,8 @@ class Session:
             self.checkpoint_folder = await self.store.save(
                 policy.version,
                 write_weights=policy.trainer.save,
-                groups=policy.buffer.groups(),
-                unfinished=unfinished,
+                buffered=policy.buffer.groups(),
+                in_flight=in_flight,
                 manifest=manifest,
             )
         except CheckpointError:

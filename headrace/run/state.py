@@ -13,7 +13,6 @@ from headrace.observe import Signal
 from headrace.partial import interrupt_of
 from headrace.records import InfraAbort, Sampling
 from headrace.run.policy import PolicyState, max_generate_calls
-from headrace.run.work import FinishedEpisodes, Work
 from headrace.settings import ConfigError
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from headrace.partial import Interrupt
     from headrace.records import Episode, Plain
     from headrace.run.roles import Roles
-    from headrace.run.work import StartedBatch
+    from headrace.run.work import StartedBatch, Work
     from headrace.sync import Lineage
 
 T = TypeVar("T")
@@ -57,8 +56,9 @@ class Run:
         """A group or a batch made room: `feed` looks whether it may submit."""
         self.work: asyncio.Queue[Work] = asyncio.Queue()
         """Episodes to run, for `generate`."""
-        self.finished = FinishedEpisodes()
-        """Episodes that have ended, for `score`."""
+        self.finished: list[tuple[Work, Episode]] = []
+        """Episodes that have ended, for `score`, which takes all of them at once."""
+        self.has_finished = Signal()
         self.generate_calls = CallLimit(max_generate_calls(recipe))
         """Bounds the calls at the engines; an episode that awaits a tool holds none."""
         self.policies = {
@@ -79,14 +79,14 @@ class Run:
     def start_leg(self, tasks: asyncio.TaskGroup) -> None:
         """Tasks spawned from now on belong to this group; a failure of one ends them all. Queues what is in flight already."""
         self._task_group = tasks
-        self.work, self.finished, self.num_scoring = asyncio.Queue(), FinishedEpisodes(), 0
+        self.work, self.finished, self.num_scoring = asyncio.Queue(), [], 0
         for policy in self.policies.values():
             policy.publication = None
             queued, ended = policy.in_flight.reopen()
             for work in queued:
                 self.work.put_nowait(work)
             for work, episode in ended:
-                self.finished.put(work, episode)
+                self.leave_to_score(work, episode)
         self.note_progress()
 
     async def end_leg(self) -> None:
@@ -195,8 +195,12 @@ class Run:
             record.running = None
             if not isinstance(episode.outcome, InfraAbort):  # a failed one runs again if the leg ends before it is retried
                 record.ended = episode
-            self.finished.put(work, episode)
+            self.leave_to_score(work, episode)
         self.note_progress()
+
+    def leave_to_score(self, work: Work, episode: Episode) -> None:
+        self.finished.append((work, episode))
+        self.has_finished.set()
 
     def collect(self, work: Work, episode: Episode) -> None:
         """An episode has an outcome: retry it, or add it to its group."""

@@ -1,4 +1,4 @@
-"""What passes between the loops: episodes to run, episodes that have ended, batches in training."""
+"""What passes between the loops: episodes to run, and batches in training."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from headrace.engine import UnusablePrompt
-from headrace.observe import Signal
 from headrace.records import Episode, InfraAbort, Invalid
 from headrace.settings import ConfigError
 
@@ -15,7 +14,6 @@ if TYPE_CHECKING:
 
     from headrace.buffer import Group
     from headrace.envs import EngineClient, Environment
-    from headrace.observe import Timeline
     from headrace.records import Batch, Outcome, Plain
     from headrace.trainer import Published
 
@@ -37,24 +35,6 @@ class Work:
     @property
     def episode(self) -> str:
         return f"{self.group}/{self.index}"
-
-
-class FinishedEpisodes:
-    """What `generate` leaves for `score`, which takes everything at once."""
-
-    def __init__(self) -> None:
-        self._finished: list[tuple[Work, Episode]] = []
-        self._arrived = Signal()
-
-    def put(self, work: Work, episode: Episode) -> None:
-        self._finished.append((work, episode))
-        self._arrived.set()
-
-    async def take(self, timeline: Timeline) -> list[tuple[Work, Episode]]:
-        await timeline.wait("wait", self._arrived)
-        self._arrived.clear()
-        taken, self._finished = self._finished, []
-        return taken
 
 
 @dataclass(eq=False)

@@ -33,7 +33,7 @@ class Store:
             if self.full is not None and self.full in folder.parents:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        return asyncio.run(self.store.save(version, write_weights=write, groups=(), manifest={}))
+        return asyncio.run(self.store.save(version, write_weights=write, buffered=(), in_flight=(), manifest={}))
 
     def latest(self) -> int | None:
         found = self.store.latest(warn=self.said.append)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from helpers import TASKS, small_run
 
+from headrace.config import make_recipe
 from headrace.engine import UnusablePrompt
 from headrace.engine.protocol import NotFinite
 from headrace.envs import SingleTurn
@@ -41,8 +43,8 @@ class Scorer:
 
 
 def make_evaluator() -> Evaluator:
-    nothing: Any = None
-    return Evaluator(nothing, Environment(), Scorer(), nothing, sampling=Sampling(), success_at=1.0, seed=0)
+    roles: Any = SimpleNamespace(engine=None, encoder=None, environment=Environment(), scorer=Scorer(), stop_ids=())
+    return Evaluator(make_recipe({}), roles)
 
 
 def evaluate(**sources: list[str]) -> dict[str, float]:
