@@ -87,8 +87,10 @@ def test_an_episode_that_waits_for_a_tool_holds_no_place():
             await client.generate(Prompt(name))
 
         episodes = [asyncio.ensure_future(episode(f"e{number}")) for number in range(6)]
-        while len(waiting) < 6:
-            await asyncio.sleep(0)
+        for _ in range(6):
+            await settle()
+            await settle()
+        assert len(waiting) == 6
         assert limit.num_free == 2 and engine.most == 2, "all wait for the tool at once, and none holds a place"
         tool.set()
         await asyncio.gather(*episodes)
