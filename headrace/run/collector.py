@@ -1,4 +1,4 @@
-"""Python's garbage collector, told what a run is like."""
+"""Python's garbage collector during a run."""
 
 from __future__ import annotations
 
@@ -10,17 +10,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _YOUNG = 50_000
-"""New objects between two looks at the young ones; Python's own is 700."""
+"""New objects between two collections of the youngest; Python's default is 700."""
 
 
 @contextlib.contextmanager
 def few_collections() -> Iterator[None]:
-    """Look for garbage less often inside the block.
-
-    A run holds some dozens of objects for each of thousands of rollouts in flight, and next to none of them are part of a
-    cycle; looking through all of them, and through a million of the libraries', every few hundred takes a fifth of the
-    launcher's time. What the libraries made before is not looked at again until the block ends.
-    """
+    """Collect garbage less often inside the block. A run holds dozens of objects for each of thousands of rollouts in flight,
+    almost none of them in a cycle: with the default, traversing them and the libraries' million takes a fifth of the launcher's
+    time. What the libraries made before is not traversed inside the block at all."""
     before = gc.get_threshold()
     gc.collect()
     gc.freeze()

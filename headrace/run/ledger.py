@@ -2,8 +2,8 @@
 
     submitted = trained + rejected + failed + filtered + unused + buffered + in flight
 
-The ledger knows each rollout that is not yet settled by its episode's id and refuses a move that cannot happen, so
-nothing vanishes and nothing is counted twice. Evaluation is counted apart.
+The ledger knows each rollout that is not settled by its episode's id and refuses a move that cannot happen, so nothing
+vanishes and nothing is counted twice. Evaluation is counted apart.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 SETTLED = ("trained", "rejected", "failed", "filtered", "unused")
-_MOST_REASONS = 20
-"""Told apart; whatever comes after them is counted together."""
+_TERMS = (*SETTLED, "buffered", "in_flight")
+_MAX_KINDS = 20
+"""Kinds of reasons counted one by one; later ones are counted together."""
 _OTHER = "other reasons, in logs/launcher.log"
-_LONGEST = 400
-_LONGEST_KIND = 160
+_MAX_REASON, _MAX_KIND = 400, 160
+"""Characters."""
 
 
 class AccountingError(AssertionError):
@@ -38,7 +39,7 @@ class Ledger:
         self._settled: Counter[str] = Counter()
         self._reasons: Counter[str] = Counter()
         self._kinds: dict[str, str] = {}
-        """The first reason of each kind, which stands for all of it."""
+        """The first reason of each kind, which stands for all of them."""
 
     def submit(self, ids: Iterable[str]) -> None:
         for id in ids:
@@ -72,8 +73,8 @@ class Ledger:
                 self._count(f"{state}: {_without(id, reason)}", 1)
 
     def _count(self, reason: str, times: int) -> None:
-        kind = re.sub(r"\b\d[\d.,]*\b", "…", reason)[:_LONGEST_KIND]  # numbers differ from rollout to rollout
-        if kind not in self._kinds and len(self._kinds) >= _MOST_REASONS:
+        kind = re.sub(r"\b\d[\d.,]*\b", "…", reason)[:_MAX_KIND]  # numbers differ from rollout to rollout
+        if kind not in self._kinds and len(self._kinds) >= _MAX_KINDS:
             kind = reason = f"{reason.partition(': ')[0]}: {_OTHER}"
         self._reasons[self._kinds.setdefault(kind, reason)] += times
 
@@ -83,13 +84,9 @@ class Ledger:
 
     def counts(self) -> dict[str, int]:
         """The terms of the equation, and evaluation beside them."""
-        return {
-            "submitted": self.submitted,
-            **{state: self._settled[state] for state in SETTLED},
-            "buffered": len(self._buffered),
-            "in_flight": len(self._in_flight),
-            "evaluation": self.evaluation,
-        }
+        settled = {state: self._settled[state] for state in SETTLED}
+        open_entries = {"buffered": len(self._buffered), "in_flight": len(self._in_flight)}
+        return {"submitted": self.submitted, **settled, **open_entries, "evaluation": self.evaluation}
 
     @property
     def reasons(self) -> dict[str, int]:
@@ -99,29 +96,23 @@ class Ledger:
     def check(self, *, buffered: int) -> None:
         """The equation must close, and the buffer must hold what the ledger says it does."""
         counts = self.counts()
-        right = sum(counts[name] for name in (*SETTLED, "buffered", "in_flight"))
-        if counts["submitted"] != right or counts["buffered"] != buffered:
+        if counts["submitted"] != sum(counts[name] for name in _TERMS) or counts["buffered"] != buffered:
             raise AccountingError(f"the books do not close: {self.equation()}; the buffer holds {buffered}")
 
     def equation(self) -> str:
         """For people."""
         counts = self.counts()
-        terms = " + ".join(f"{counts[name]} {name.replace('_', ' ')}" for name in (*SETTLED, "buffered", "in_flight"))
+        terms = " + ".join(f"{counts[name]} {name.replace('_', ' ')}" for name in _TERMS)
         return f"{counts['submitted']} submitted = {terms}"
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint: settled counts; open entries are submitted again or come with the buffer."""
-        return {
-            "submitted": self.submitted,
-            "evaluation": self.evaluation,
-            "settled": dict(self._settled),
-            "reasons": dict(self._reasons),
-        }
+        """For a checkpoint; the buffer and the groups in flight bring the open entries."""
+        settled, reasons = dict(self._settled), dict(self._reasons)
+        return {"submitted": self.submitted, "evaluation": self.evaluation, "settled": settled, "reasons": reasons}
 
     def restore(self, state: dict[str, Any], *, buffered: Iterable[str], in_flight: Iterable[str]) -> None:
         self.submitted, self.evaluation = int(state["submitted"]), int(state["evaluation"])
-        self._settled = Counter(state["settled"])
-        self._reasons, self._kinds = Counter(), {}
+        self._settled, self._reasons, self._kinds = Counter(state["settled"]), Counter(), {}
         for reason, times in state["reasons"].items():
             self._count(reason, times)
         self._in_flight = set(in_flight)
@@ -130,4 +121,4 @@ class Ledger:
 
 def _without(id: str, reason: str) -> str:
     """The first line of a reason, without the rollout's id."""
-    return re.sub(rf"'?{re.escape(id)}\b[^\s';:,]*'?", "…", reason.partition("\n")[0])[:_LONGEST]
+    return re.sub(rf"'?{re.escape(id)}\b[^\s';:,]*'?", "…", reason.partition("\n")[0])[:_MAX_REASON]

@@ -66,10 +66,7 @@ class PolicyState:
         """The trainer's weights are those of `version`, not of a step on the way to the next."""
         self.skipped = SkippedSteps(limit=recipe.train.max_skipped, observer=observer)
         self.gate = Gate(
-            depth=recipe.gate_depth,
-            groups_per_batch=recipe.groups_per_batch,
-            steps=recipe.steps,
-            extra=recipe.extra_groups,
+            depth=recipe.gate_depth, groups_per_batch=recipe.groups_per_batch, steps=recipe.steps, extra=recipe.extra_groups
         )
         waiting = recipe.batches_waiting
         self.buffer = GroupBuffer(

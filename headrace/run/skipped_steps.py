@@ -1,5 +1,5 @@
-"""Optimizer steps that were skipped because the gradient was not finite: counted, shown, their rollouts kept, and after so
-many one after another the run ends. One now and then is an accident; many are a loss, data or weights that are broken."""
+"""Optimizer steps that were skipped because the gradient was not finite: they are counted and their rollouts kept, and after
+`train.max_skipped` in a row the run ends. One now and then is an accident; many mean that loss, data or weights are broken."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from headrace.errors import command
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from headrace.observe import Observer
     from headrace.run.work import StartedBatch
 
 
 class NotFiniteGradient(RuntimeError):
-    """Gradients were NaN or infinite in as many steps one after another as `train.max_skipped` allows."""
+    """Gradients were NaN or infinite in `train.max_skipped` steps in a row."""
 
 
 class SkippedSteps:
-    """How many, since the run began here, and how many one after another. `limit`: `train.max_skipped`."""
+    """Counts skipped steps in a row. `limit`: `train.max_skipped`, 0 for none."""
 
     def __init__(self, *, limit: int, observer: Observer) -> None:
         self._limit, self._observer = limit, observer
@@ -28,8 +27,8 @@ class SkippedSteps:
         self._failure: NotFiniteGradient | None = None
 
     def note(self, started: StartedBatch, seen: Sequence[dict[str, float]]) -> None:
-        """What the trainer saw in the steps of a version. Called once for each version, in order; raises nothing: that the
-        version is trained is to be noted first, whatever follows from it."""
+        """The metrics of a version's steps, each version once and in order. Raises nothing: `check` does, once the version is
+        settled."""
         was_skipped = [bool(step.get("skipped", 0.0)) for step in seen]
         if not any(was_skipped):
             self._in_a_row = 0
@@ -37,30 +36,23 @@ class SkippedSteps:
         version = started.version + 1
         offending = [batch for batch, is_skipped in zip(started.batches, was_skipped, strict=True) if is_skipped]
         kept = self._observer.keep_rollouts(version, [rollout for batch in offending for rollout in batch.rollouts])
+        where = "could not be kept" if kept is None else f"are in {kept}"
         for is_skipped in was_skipped:
             self._in_a_row = self._in_a_row + 1 if is_skipped else 0
             if self._failure is None and self._in_a_row == self._limit > 0:
-                self._failure = _failure(version, self._limit, kept)
+                look = f"`{command()} inspect {kept.parents[1]} --step {version}` shows them; " if kept is not None else ""
+                self._failure = NotFiniteGradient(
+                    f"the gradient was not finite in {self._limit} optimizer steps in a row, the last of version "
+                    f"{version} (train.max_skipped = {self._limit}). Weights and optimizer are as they were before the first of "
+                    f"them. The last rollouts {where}; {look}look for a loss that divides by zero or overflows, or lower "
+                    f"train.learning_rate"
+                )
         steps = f"{len(offending)} of {len(seen)} steps" if len(seen) > 1 else "the step"
         self._observer.screen.say(
-            f"version {version}: the gradient is not finite, {steps} skipped, {self._in_a_row} in a row; "
-            f"rollouts {_where(kept)}"
+            f"version {version}: the gradient is not finite, {steps} skipped, {self._in_a_row} in a row; rollouts {where}"
         )
 
     def check(self) -> None:
-        """Ends the run when too many were skipped one after another. Called when the version they belong to is settled."""
+        """Fail if there were too many in a row."""
         if self._failure is not None:
             raise self._failure
-
-
-def _failure(version: int, count: int, kept: Path | None) -> NotFiniteGradient:
-    look = f"`{command()} inspect {kept.parents[1]} --step {version}` shows them; " if kept is not None else ""
-    return NotFiniteGradient(
-        f"the gradient was not finite in {count} optimizer steps one after another, the last of version {version} "
-        f"(train.max_skipped = {count}). Weights and optimizer are as they were before the first of them. The last rollouts "
-        f"{_where(kept)}; {look}look for a loss that divides by zero or overflows, or lower train.learning_rate"
-    )
-
-
-def _where(kept: Path | None) -> str:
-    return "could not be kept" if kept is None else f"are in {kept}"

@@ -39,13 +39,7 @@ class LocalTrainer:
     is_lost = False
 
     def __init__(
-        self,
-        trainer: Trainer,
-        *,
-        sync: WeightSync,
-        timeline: Timeline,
-        in_threads: bool = False,
-        frees_memory: bool = False,
+        self, trainer: Trainer, *, sync: WeightSync, timeline: Timeline, in_threads: bool = False, frees_memory: bool = False
     ) -> None:
         """`in_threads`: for a trainer process, whose event loop stays free. `frees_memory`: engines that slept while it trained
         are about to need the GPU memory that torch caches."""

@@ -64,7 +64,7 @@ def test_steps_skipped_now_and_then_are_counted_shown_and_kept(tmp_path, losing,
 def test_of_several_steps_the_rollouts_of_the_skipped_ones_are_kept(tmp_path, losing):
     """Two steps a version: the third of the run is the first of version 2. Across versions they count as one row."""
     settings, _ = losing
-    with pytest.raises(NotFiniteGradient, match="3 optimizer steps one after another, the last of version 3"):
+    with pytest.raises(NotFiniteGradient, match="3 optimizer steps in a row, the last of version 3"):
         small_run(tmp_path / "run", steps=6, **settings({3, 4, 5}, mini_batches=2), observe={"keep_rollouts_every": 0})
     folder = tmp_path / "run"
     assert [len(read_rollouts(folder, step)[1]) for step in kept_steps(folder)] == [16, 8]
