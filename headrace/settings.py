@@ -135,6 +135,18 @@ def to_dict(settings: Any) -> dict[str, Any]:  # noqa: ANN401  (any settings dat
     return {name: plain(value) for name, value in pairs if value is not None}
 
 
+def identity(settings: Any) -> dict[str, Any]:  # noqa: ANN401  (any settings dataclass)
+    """`to_dict`, without what a section's `OPERATIONAL` names: settings of how a run is carried out, not of what comes of it.
+    A section's own `identity`, where it has one, has the last word."""
+    left_out = getattr(settings, "OPERATIONAL", ())
+    result = {name: value for name, value in to_dict(settings).items() if name not in left_out}
+    for name in result:
+        value = getattr(settings, name)
+        if dataclasses.is_dataclass(value):
+            result[name] = identity(value)
+    return settings.identity(result) if hasattr(settings, "identity") else result
+
+
 def flatten(data: Mapping[str, Any], *, prefix: str = "") -> dict[str, Any]:
     """Nested tables as dotted keys; lists stay values."""
     flat: dict[str, Any] = {}

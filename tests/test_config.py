@@ -13,10 +13,13 @@ from pathlib import Path
 import pytest
 
 from headrace import train
+from headrace.buffer import buffer_policy, is_in_submission_order
 from headrace.cli import settings_help
 from headrace.config import Recipe, load_recipe, make_recipe, parse_recipe
 from headrace.config.other_names import TRL
+from headrace.partial import pauses_unfinished
 from headrace.settings import ConfigError, describe, parse_override, to_dict, to_toml
+from headrace.staleness.gate import gate_depth
 
 ROOT = Path(__file__).parent.parent
 RECIPES = sorted((ROOT / "recipes").rglob("*.toml"))
@@ -234,7 +237,7 @@ def test_every_section_is_documented() -> None:
         ),
         (
             {"partial.oversample": 1.5, "staleness.max_lag": 0},
-            "partial.oversample = 1.5: what goes on after a batch holds tokens of an older version, and staleness.max_lag = 0",
+            "partial.oversample = 1.5: what continues after a batch holds tokens of an older version, and staleness.max_lag",
         ),
         ({"device": "gpu"}, "device = 'gpu': must be one of 'auto', 'cpu', 'cuda'"),
         ({"observe.sinks": ["wandb", "tensorbord"]}, "observe.sinks.1 = 'tensorbord'"),
@@ -317,7 +320,8 @@ def settings_of(kind: str, depth: int, max_lag: int, gate: bool, reject: bool) -
 @pytest.mark.parametrize(("chosen", "expected"), FOLLOWS, ids=lambda value: "-".join(map(str, value)))
 def test_what_follows_from_buffer_and_staleness(chosen: tuple, expected: tuple) -> None:
     recipe = make_recipe(settings_of(*chosen))
-    assert (recipe.buffer_kind, recipe.gate_depth, recipe.batches_waiting) == expected
+    policy = buffer_policy(recipe)
+    assert (policy.name, gate_depth(recipe), policy.max_batches) == expected
 
 
 def test_every_combination_is_refused_or_holds_its_promises() -> None:
@@ -330,28 +334,29 @@ def test_every_combination_is_refused_or_holds_its_promises() -> None:
             continue
         taken += 1
         where = (kind, depth, max_lag, gate, reject)
-        assert recipe.buffer_kind in KINDS[1:], where
-        assert kind in ("auto", recipe.buffer_kind), where
-        assert (recipe.batches_waiting is None) == (recipe.buffer_kind == "stream"), where
+        policy, depth_of_gate = buffer_policy(recipe), gate_depth(recipe)
+        assert policy.name in KINDS[1:], where
+        assert kind in ("auto", policy.name), where
+        assert (policy.max_batches is None) == (policy.name == "stream"), where
         if gate:  # submission never runs further ahead than the bound
-            assert recipe.gate_depth is not None and recipe.gate_depth <= max_lag, where
-        elif recipe.buffer_kind != "synchronous":
-            assert recipe.gate_depth is None, where
+            assert depth_of_gate is not None and depth_of_gate <= max_lag, where
+        elif policy.name != "synchronous":
+            assert depth_of_gate is None, where
         if gate or reject:  # no batch waits so long that it must be too old
-            assert recipe.batches_waiting is None or recipe.batches_waiting <= max(max_lag, 1), where
-        if recipe.batches_waiting is not None:
-            assert recipe.batches_waiting >= 1, where
-        if recipe.buffer_kind == "synchronous":
-            assert (recipe.gate_depth, recipe.batches_waiting) == (0, 1), where
+            assert policy.max_batches is None or policy.max_batches <= max(max_lag, 1), where
+        if policy.max_batches is not None:
+            assert policy.max_batches >= 1, where
+        if policy.takes_turns:
+            assert (depth_of_gate, policy.max_batches) == (0, 1), where
         if depth:
-            assert (kind, recipe.batches_waiting) == ("bounded", depth), where
+            assert (kind, policy.max_batches) == ("bounded", depth), where
     assert taken > 50 and refused > 50
 
 
 def test_exact_mode_trains_in_order_of_submission() -> None:
-    assert make_recipe({}).order == "completion"
-    assert make_recipe({"exact": True}).order == "submission"
-    assert make_recipe({"buffer.order": "submission"}).order == "submission"
+    assert not is_in_submission_order(make_recipe({}))
+    assert is_in_submission_order(make_recipe({"exact": True}))
+    assert is_in_submission_order(make_recipe({"buffer.order": "submission"}))
 
 
 def test_the_derivation_counts() -> None:
@@ -530,7 +535,8 @@ def test_an_override_of_another_command_is_refused(capsys) -> None:
 )
 def test_oversampling_is_a_number_of_groups(settings: dict, extra: int, stops: bool) -> None:
     recipe = make_recipe(settings)
-    assert (recipe.groups_per_batch, recipe.extra_groups, recipe.stops_when_whole) == (32, extra, stops)
+    groups = recipe.train.groups_per_batch
+    assert (groups, recipe.partial.extra_groups(groups), pauses_unfinished(recipe)) == (32, extra, stops)
     gate = next(row for row in recipe.derivation() if row.startswith("gate"))
-    most = (recipe.gate_depth + 1) * 32 + extra
+    most = (gate_depth(recipe) + 1) * 32 + extra
     assert f"= {most} tasks submitted and untrained" in gate and ("partial.oversample" in gate) == (extra > 0)

@@ -14,6 +14,7 @@ from headrace.engine import VllmSettings
 from headrace.launch.build import check_engine, check_sync, preflight
 from headrace.launch.inputs import UserInputs
 from headrace.launch.placement import choose_handover, choose_transport, gpu_share, gpus_of, receiving_place
+from headrace.launch.threads import threads_of
 from headrace.launch.vllm import check_sampling, server_arguments
 from headrace.settings import ConfigError, describe, flatten, parse_override, to_dict, to_toml
 
@@ -145,10 +146,14 @@ def test_what_needs_the_embedded_engine_or_one_engine_is_refused() -> None:
 
 
 def test_engines_are_counted_by_servers_or_by_count() -> None:
-    assert [vllm().num_engines, vllm(count=3).num_engines, make_recipe({"engine.count": 2}).num_engines] == [1, 3, 2]
+    assert [
+        vllm().engine.num_engines,
+        vllm(count=3).engine.num_engines,
+        make_recipe({"engine.count": 2}).engine.num_engines,
+    ] == [1, 3, 2]
     one, two = vllm(vllm__urls=TWO), vllm(vllm__urls=TWO, count=2)
-    assert one.num_engines == two.num_engines == 2 and one.hash == two.hash
-    assert one.threads_of("engine", cores=6) == 2
+    assert one.engine.num_engines == two.engine.num_engines == 2 and one.hash == two.hash
+    assert threads_of(one, "engine", cores=6) == 2
     said = "\n".join(one.derivation())
     assert (
         "2 × 256 rollouts decoded at once (engine.vllm.urls, engine.slots)" in said and "2 server(s), running already" in said

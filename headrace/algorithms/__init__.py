@@ -40,5 +40,10 @@ if TYPE_CHECKING:
         ratio_base as ratio_base,
     )
     from headrace.algorithms.tokens import TokenTensors as TokenTensors, ratio_of as ratio_of
+    from headrace.algorithms.traits import (
+        ADVANTAGES as ADVANTAGES,
+        correction_traits as correction_traits,
+        loss_traits as loss_traits,
+    )
 else:
     __getattr__ = front_door(__name__)

@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from headrace.algorithms.tokens import ratio_of, sequence_mean, sequence_sum
+from headrace.algorithms.traits import CORRECTIONS_WITH_TRAITS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-MASKS = frozenset({"opsm", "m2po"})
-"""Corrections that only leave out."""
-BATCH_WIDE = frozenset({"m2po"})
-"""Corrections that need every token of the batch at once."""
+MASKS = frozenset(name for name, traits in CORRECTIONS_WITH_TRAITS.items() if traits.is_mask)
+BATCH_WIDE = frozenset(name for name, traits in CORRECTIONS_WITH_TRAITS.items() if traits.needs_whole_batch)
 
 
 @dataclass(frozen=True)

@@ -204,7 +204,7 @@ class _Rig:
         )
         policy = run.policies[POLICY]
         policy.version = policy.held_version = self._version
-        policy.submitted_groups = self._version * self._recipe.groups_per_batch
+        policy.submitted_groups = self._version * self._recipe.train.groups_per_batch
         run.leg_end = self._version = self._version + case.versions + 2
         with few_collections():
             async with leg(run):

@@ -1,4 +1,4 @@
-"""The buffer of groups."""
+"""A buffer of scored groups: what it holds, and in which order they leave."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Group:
     """Episodes of one task, scored."""
 
     number: int
-    """In the order of submission, from 0."""
+    """Counted in the order of submission, from 0."""
     episodes: tuple[Episode, ...]
 
     @property
     def ids(self) -> list[str]:
-        """Of its episodes, which the books are kept by."""
+        """The ids of its episodes, which the ledger counts."""
         return [episode.id for episode in self.episodes]
 
     @property
@@ -34,21 +34,21 @@ class Group:
 
     @cached_property
     def _origin(self) -> tuple[frozenset[str], int | None]:
-        """The lives of the trainer that sampled it, and its oldest version, or None where nothing was sampled."""
+        """The lineages that sampled it, and its oldest version, or None where nothing was sampled."""
         rollouts = [rollout for episode in self.episodes for rollout in episode.rollouts]
         versions = np.concatenate([rollout.versions for rollout in rollouts]) if rollouts else np.zeros(0, dtype=np.int32)
         sampled = versions[versions >= 0]
         return frozenset(rollout.lineage for rollout in rollouts), int(sampled.min()) if len(sampled) else None
 
     def is_within(self, lineage: str, *, oldest: int | None) -> bool:
-        """Whether all of it was sampled in this life of the trainer, and no token before version `oldest`: then it cannot
-        be too old, whatever else may be. Asked at every version, and answered from memory after the first time."""
+        """Whether all of it was sampled in this lineage and no token before version `oldest`: then it cannot be too old. Asked
+        at every version, so what it needs is computed once."""
         lineages, first = self._origin
         return lineages <= {lineage} and (oldest is None or first is None or first >= oldest)
 
 
 class GroupBuffer:
-    """`put` never waits; `ready` is raised while a whole batch can be taken."""
+    """`put` never waits; `ready` is set while a whole batch can be taken."""
 
     def __init__(self, *, batch: int, capacity: int | None, in_order: bool) -> None:
         self._batch = batch
@@ -64,7 +64,7 @@ class GroupBuffer:
 
     @property
     def is_full(self) -> bool:
-        """Feeding stops while it is."""
+        """Submission stops while it is."""
         return self._capacity is not None and len(self._groups) >= self._capacity
 
     @property
@@ -77,14 +77,14 @@ class GroupBuffer:
         self._update()
 
     def skip(self, number: int) -> None:
-        """That group will never be trained: it did not come, or is taken out."""
+        """That group will never be trained: it failed or was filtered, or is rejected now."""
         self._groups.pop(number, None)
         if self._in_order:
             self._skipped.add(number)
         self._update()
 
     def take(self) -> list[Group]:
-        """A batch of groups; only while `ready` is raised."""
+        """A batch of groups; only while `ready` is set."""
         numbers = self._available()[: self._batch]
         assert len(numbers) == self._batch
         taken = [self._groups.pop(number) for number in numbers]
@@ -104,11 +104,11 @@ class GroupBuffer:
         self._update()
 
     def groups(self) -> list[Group]:
-        """What waits, in the order it came."""
+        """What waits, in the order it was put."""
         return list(self._groups.values())
 
     def state(self) -> dict[str, object]:
-        """For a checkpoint, beside the groups themselves."""
+        """For a checkpoint, which has the groups themselves too."""
         return {"next": self._next, "skipped": sorted(self._skipped)}
 
     def restore(self, *, next_number: int, skipped: list[int], groups: list[Group]) -> None:
@@ -117,7 +117,7 @@ class GroupBuffer:
         self._update()
 
     def _available(self) -> list[int]:
-        """Numbers that may leave now, in their order."""
+        """Numbers of the groups that may leave now, in that order."""
         if not self._in_order:
             return list(self._groups)
         numbers, number = [], self._next

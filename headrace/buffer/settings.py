@@ -11,7 +11,7 @@ class BufferSettings:
     """Where scored groups wait for the trainer."""
 
     kind: Literal["auto", "synchronous", "one_ahead", "bounded", "stream"] = "auto"
-    """`synchronous`: generate, train, in turn. `one_ahead`, `bounded`: at most one or `depth` batches wait. `stream`: no
+    """`synchronous`: generate, then train, in turn. `one_ahead`, `bounded`: at most one or `depth` batches wait. `stream`: no
     bound of its own. `auto` follows staleness.max_lag: 0 synchronous, 1 one_ahead, more bounded."""
     depth: int = 0
     """Batches that may wait in a `bounded` buffer."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import shlex
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from headrace.engine.vllm.settings import VllmSettings
 from headrace.settings import ConfigError, check
@@ -43,6 +44,7 @@ class SamplingSettings:
 class EngineSettings:
     """What generates."""
 
+    OPERATIONAL = ("restarts", "sleep")
     kind: Literal["native", "vllm"] = "native"
     """`native`: the embedded engine, which runs the trainer's own model code. `vllm`: a stock vLLM server over HTTP, for models
     past one GPU."""
@@ -77,3 +79,36 @@ class EngineSettings:
         if num_servers and self.count not in (1, num_servers):
             names = f"engine.vllm.urls names {num_servers} server(s), one engine each"
             raise ConfigError(f"count = {self.count}: {names}; leave it 1 or set it to {num_servers}")
+
+    @property
+    def num_engines(self) -> int:
+        """One for each server of `engine.vllm.urls`, or `engine.count`."""
+        return len(self.vllm.urls) or self.count
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether engines give memory back while the trainer trains."""
+        return self.sleep != "never"
+
+    @property
+    def gives_back_weights(self) -> bool:
+        """Whether they give back the weights' memory too, not only the KV cache's."""
+        return self.sleep == "weights"
+
+    def identity(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """The settings that decide a run's result, out of all of them: where its servers run decides nothing."""
+        vllm = settings.pop("vllm")
+        used = {"vllm": {"arguments": vllm["arguments"]}} if self.kind == "vllm" else {}
+        return {**settings, "count": self.num_engines, **used}
+
+    def describe(self, *, max_tokens: int) -> list[str]:
+        """How much is generated at once, and where, for the summary of a recipe."""
+        counted = "engine.vllm.urls" if self.vllm.urls else "engine.count"
+        rows = [
+            f"engine     {self.num_engines} × {self.slots} rollouts decoded at once ({counted}, engine.slots), "
+            f"{max_tokens} new tokens each at most"
+        ]
+        if self.kind == "vllm":
+            started = f"started here {shlex.join(self.vllm.command_line())}".rstrip()
+            rows.append(f"vllm       {self.num_engines} server(s), {'running already' if self.vllm.urls else started}")
+        return rows

@@ -22,10 +22,12 @@ from headrace.launch.placement import (
     place_of,
     receiving_place,
 )
+from headrace.launch.threads import threads_of
 from headrace.model import ModelError, context_limit, load_model, load_tokenizer
 from headrace.run import POLICY, Roles, make_canary
 from headrace.score import RewardScorer
 from headrace.settings import ConfigError
+from headrace.staleness import correction_of
 from headrace.sync import MemoryTransport, WeightSync, check_place
 from headrace.trainer import DeviceTrainer, FrozenModel, LocalTrainer
 
@@ -44,7 +46,7 @@ if TYPE_CHECKING:
 
 def set_threads(recipe: Recipe, role: str = "") -> None:
     """torch's CPU threads in this process, as the recipe says."""
-    torch.set_num_threads(recipe.threads_of(role, cores=os.cpu_count() or 1))
+    torch.set_num_threads(threads_of(recipe, role, cores=os.cpu_count() or 1))
 
 
 def preflight(recipe: Recipe, given: UserInputs) -> None:
@@ -62,7 +64,7 @@ def preflight(recipe: Recipe, given: UserInputs) -> None:
 
 def check_sync(recipe: Recipe) -> None:
     """This machine has what the transport between processes needs."""
-    if recipe.orchestrate != "local":
+    if recipe.is_inline:
         return
     transport = choose_transport(recipe)
     if transport == "cuda_ipc" and choose_device(recipe) != "cuda":
@@ -78,7 +80,7 @@ def check_sync(recipe: Recipe) -> None:
 def _check_collective(recipe: Recipe) -> None:
     """Both ends are gloo's, or both NCCL's with a GPU each."""
     device = choose_device(recipe)
-    places = {receiving_place(recipe, index) for index in range(recipe.num_engines)}
+    places = {receiving_place(recipe, index) for index in range(recipe.engine.num_engines)}
     if device == "cuda" and places & {"cpu", place_of(device, "trainer")}:
         raise ConfigError(
             f"sync.transport = 'collective': with engine.vllm.handover = '{choose_handover(recipe)}' the engine receives on "
@@ -122,7 +124,7 @@ def check_loss(recipe: Recipe) -> None:
 def check_columns(recipe: Recipe, given: UserInputs) -> None:
     """Every column that the loss and the advantages look at can be had. An environment of the user's may bring any."""
     train = recipe.train
-    wanted = needed_columns(train.loss, recipe.correction)
+    wanted = needed_columns(train.loss, correction_of(recipe))
     if (train.advantage == "gae") != (VALUES in wanted):
         if VALUES in wanted:
             raise ConfigError(f"train.advantage = {train.advantage!r}: the loss {train.loss!r} trains values; set it to 'gae'")
@@ -222,7 +224,7 @@ def build_roles(
         build_trainer(recipe, model_path, device=device),
         sync=sync,
         timeline=observer.timeline("trainer"),
-        frees_memory=recipe.engine.sleep != "never",
+        frees_memory=recipe.engine.sleeps,
     )
     roles = make_roles(
         recipe,

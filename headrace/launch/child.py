@@ -117,7 +117,7 @@ class Process:
             handover = known.handover(self.name)
             return await self._build_engine(settings, model, device, self._sync, index, handover, most_blocks)
         trainer = await asyncio.to_thread(build_trainer, settings, model, device=device)
-        frees_memory = settings.engine.sleep != "never"
+        frees_memory = settings.engine.sleeps
         self._worker = LocalTrainer(
             trainer, sync=self._sync, timeline=self._timeline, in_threads=True, frees_memory=frees_memory
         )

@@ -12,6 +12,7 @@ import torch
 from headrace.engine import EngineMemory, blocks_for, free_memory, predict_engine_memory
 from headrace.launch.placement import choose_device, choose_handover, choose_transport, cpu_cache_gigabytes, gpu_share, place_of
 from headrace.settings import ConfigError
+from headrace.staleness import max_untrained_groups
 from headrace.trainer import TrainerMemory, predict_memory
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ def forecast(
         trainer=trainer,
         engine=engine,
         exported=_COPIES * engine.weights if is_exported else 0,
-        is_one_process=recipe.orchestrate == "inline",
+        is_one_process=recipe.is_inline,
         sleep=recipe.engine.sleep,
         mapped=0 if on_gpu or transport == "memory" else _COPIES * engine.weights,
         server=server,
@@ -148,7 +149,7 @@ def forecast_here(
         context=context,
         longest_prompt=longest_prompt,
         on_gpu=choose_device(recipe) == "cuda",
-        transport=choose_transport(recipe) if recipe.orchestrate == "local" else "memory",
+        transport=choose_transport(recipe) if not recipe.is_inline else "memory",
         free=free,
         most_blocks=most_blocks,
         num_parameters=num_parameters,
@@ -169,11 +170,9 @@ def most_kv_blocks(recipe: Recipe, *, context: int, longest_prompt: int, num_hel
             f"engine.kv_blocks = {engine.kv_blocks}: one rollout of {longest} tokens (longest prompt {longest_prompt} + "
             f"sampling.max_tokens {recipe.sampling.max_tokens}) needs {least}; raise it, or leave it 0"
         )
-    groups = engine.slots * recipe.num_engines
-    if recipe.gate_depth is not None:
-        groups = (recipe.gate_depth + 1) * recipe.groups_per_batch + recipe.extra_groups
+    groups = max_untrained_groups(recipe) or engine.slots * recipe.engine.num_engines
     in_flight = groups * recipe.train.group_size + 2 * num_held_out  # an evaluation samples each task, and decodes it greedily
-    rollouts = max(_FEWEST_ROLLOUTS, min(engine.slots, math.ceil(in_flight / recipe.num_engines)))
+    rollouts = max(_FEWEST_ROLLOUTS, min(engine.slots, math.ceil(in_flight / recipe.engine.num_engines)))
     return min(
         blocks_for(rollouts, tokens=longest, block_size=engine.block_size),
         blocks_for(engine.slots, tokens=context, block_size=engine.block_size),
@@ -187,7 +186,7 @@ def free_here(recipe: Recipe) -> int:
 
 def tokens_per_pass(recipe: Recipe, *, longest: int) -> int:
     """Of the largest forward pass: as many as `train.micro_batch_tokens`, unless a step has fewer or a rollout more."""
-    rollouts = math.ceil(recipe.groups_per_batch / recipe.train.mini_batches) * recipe.train.group_size
+    rollouts = math.ceil(recipe.train.groups_per_batch / recipe.train.mini_batches) * recipe.train.group_size
     return max(longest, min(recipe.train.micro_batch_tokens, rollouts * longest))
 
 

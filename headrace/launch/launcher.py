@@ -117,7 +117,7 @@ def _launch(recipe: Recipe, given: UserInputs, how: Launch) -> RunResult:
     folder = find_folder(how.name, recipe, identity=identity, run_dir=how.run_dir, fresh=how.fresh)
     with _locked(folder), _logged(folder), ended_by_signals(), Processes(recipe, logs=folder / "logs") as processes:
         prepare_folder(folder, recipe, recipe_text=how.recipe_text)
-        local = LocalProcesses.spawn(processes) if recipe.orchestrate == "local" else None
+        local = LocalProcesses.spawn(processes) if not recipe.is_inline else None
         screen.say(f"run        {folder}")
         seconds = {"setup": time.perf_counter() - started}
         with model_folder(recipe, given, say=screen.say) as path:

@@ -43,7 +43,7 @@ class LocalProcesses:
 
     @classmethod
     def spawn(cls, processes: Processes) -> LocalProcesses:
-        count = processes.recipe.num_engines
+        count = processes.recipe.engine.num_engines
         engines = [processes.spawn("engine", f"engine-{index}") for index in range(count)]
         return cls(processes, trainer=processes.spawn("trainer", "trainer"), engines=engines)
 

@@ -62,7 +62,7 @@ def choose_transport(recipe: Recipe) -> str:
     if recipe.sync.transport != "auto":
         return recipe.sync.transport
     trainer = place_of(choose_device(recipe), "trainer")
-    is_shared = all(receiving_place(recipe, index) == trainer for index in range(recipe.num_engines))
+    is_shared = all(receiving_place(recipe, index) == trainer for index in range(recipe.engine.num_engines))
     return "cuda_ipc" if is_shared and trainer != "cpu" else "shared_memory"
 
 
@@ -95,10 +95,10 @@ def gpus_of(recipe: Recipe, index: int, *, count: int) -> list[int]:
     if each == 1 and count < 2:
         return [0]
     free = max(count - 1, 1)
-    if each > 1 and each * recipe.num_engines > free:
+    if each > 1 and each * recipe.engine.num_engines > free:
         raise ConfigError(
-            f"engine.vllm.arguments: {recipe.num_engines} servers of {each} GPUs each and the trainer's one are more than the "
-            f"{count} there are"
+            f"engine.vllm.arguments: {recipe.engine.num_engines} servers of {each} GPUs each and the trainer's one are more "
+            f"than the {count} there are"
         )
     return [1 + (index * each + offset) % free for offset in range(each)]
 
@@ -119,7 +119,9 @@ def gpu_share(recipe: Recipe, index: int, *, held: int, total: int) -> float:
     """Of a GPU's memory, what a vLLM server takes that is not told otherwise; `held` are the bytes that its engine's process
     holds there."""
     own = gpus_of(recipe, index, count=torch.cuda.device_count())
-    servers = sum(gpus_of(recipe, each, count=torch.cuda.device_count())[0] == own[0] for each in range(recipe.num_engines))
+    servers = sum(
+        gpus_of(recipe, each, count=torch.cuda.device_count())[0] == own[0] for each in range(recipe.engine.num_engines)
+    )
     if shares_the_trainers(recipe, index):
         return round(_SHARED_GPU / servers, 3)
     beside = held + _CONTEXT_BYTES if choose_handover(recipe) == "ipc" else 0

@@ -15,6 +15,7 @@ import threading
 from dataclasses import asdict, dataclass, field
 from typing import IO, TYPE_CHECKING, Any
 
+from headrace.launch.threads import threads_of
 from headrace.leftovers import Claim, sweep
 from headrace.model import ModelError
 from headrace.rpc import Listener, Peer, RemoteError, StreamClosed, socket_place
@@ -167,7 +168,7 @@ class Processes:
 
     def spawn(self, role: str, name: str) -> Child:
         """Start a process. It imports what it needs and then waits to be connected."""
-        threads = str(self.recipe.threads_of(role, cores=os.cpu_count() or 1))
+        threads = str(threads_of(self.recipe, role, cores=os.cpu_count() or 1))
         path = self._logs / f"{name}.log"
         with path.open("a") as log:  # the process has a descriptor of its own
             process = subprocess.Popen(

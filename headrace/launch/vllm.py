@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from headrace.buffer import buffer_policy
 from headrace.engine import (
     TOGETHER,
     TRANSFER,
@@ -39,6 +40,7 @@ from headrace.launch.placement import (
 )
 from headrace.launch.vllm_trial import try_out, try_update
 from headrace.model import Head, context_limit, load_model, load_tokenizer, named_tensors
+from headrace.partial import pauses_unfinished
 from headrace.settings import ConfigError
 
 if TYPE_CHECKING:
@@ -238,7 +240,7 @@ def server_arguments(
 def goes_on_over_updates(recipe: Recipe) -> bool:
     """Whether a call may draw with weights that came while it ran: then each token must be heard of before they come, from
     servers that do not say later which weights drew it."""
-    is_idle_then = recipe.buffer_kind == "synchronous" and not recipe.stops_when_whole
+    is_idle_then = buffer_policy(recipe).takes_turns and not pauses_unfinished(recipe)
     return recipe.partial.interrupt in ("keep", "retract") and not is_idle_then
 
 

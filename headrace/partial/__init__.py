@@ -1,16 +1,16 @@
-"""What happens to rollouts in flight when the weights change.
+"""What happens to rollouts in flight when the weights change (`Interrupt`).
 
-- `KEEP`: the swap falls between two decode steps; rollouts go on, their later tokens stamped with the newer version and
-  drawn over keys and values of the older one. Nothing is wasted and nothing stalls.
-- `RETRACT`: as `KEEP`, but keys and values are dropped and each prefix is computed again under the new weights, inside the
-  engine: no call ends. What `kv = "recompute"` makes of `KEEP`.
-- `DRAIN`: what is in flight finishes first, so that no rollout spans two versions; the engine empties meanwhile.
-- `ABORT`: what is in flight ends at once with `finish_reason=ABORT`; each is resumed from its prefix, computed again
+- `KEEP`: the weights are swapped between two decode steps and rollouts continue; later tokens are stamped with the newer
+  version and sampled over the older version's KV cache. Nothing is wasted and nothing stalls.
+- `RETRACT`: as `KEEP`, but the KV cache is dropped and each prefix is computed again under the new weights, inside the engine:
+  no call ends. `kv = "recompute"` turns `KEEP` into this.
+- `DRAIN`: what is in flight finishes first, so no rollout spans two versions; the engine empties meanwhile.
+- `ABORT`: what is in flight ends at once with `finish_reason=ABORT`; each rollout is resumed from its prefix, computed again
   under the new weights.
 
-Beside the interrupt stand two choices about groups that are still unfinished when a batch is taken (`age`): `cancel` gives up
-those too old to be trained, and `oversample` begins more than a batch needs and lets the unfinished go on in the next.
-What is half finished when a run stops is written with its checkpoint and goes on after a restart (`history`).
+Two settings decide about groups that are unfinished when a batch is taken (`unfinished`): `cancel` gives up those too old to be
+trained, and `oversample` starts more than a batch needs and lets the unfinished continue into the next. Unfinished rollouts are
+saved with a run's checkpoint and resumed after a restart (`history`).
 """
 
 from typing import TYPE_CHECKING
@@ -18,13 +18,18 @@ from typing import TYPE_CHECKING
 from headrace.front_door import front_door
 
 if TYPE_CHECKING:
-    from headrace.partial.age import is_over_age as is_over_age
     from headrace.partial.history import (
         goes_on_from as goes_on_from,
         is_resumable as is_resumable,
         still_history as still_history,
     )
-    from headrace.partial.interrupt import Interrupt as Interrupt, interrupt_of as interrupt_of
+    from headrace.partial.interrupt import Interrupt as Interrupt
     from headrace.partial.settings import PartialSettings as PartialSettings
+    from headrace.partial.unfinished import (
+        check_unfinished as check_unfinished,
+        engines_take_turns as engines_take_turns,
+        is_over_age as is_over_age,
+        pauses_unfinished as pauses_unfinished,
+    )
 else:
     __getattr__ = front_door(__name__)

@@ -1,4 +1,4 @@
-"""Half-finished rollouts: which can be gone on with, and how much of one a restart leaves."""
+"""Unfinished rollouts: which can be resumed, and how much of one is still valid after a restart."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 def is_resumable(rollout: Rollout) -> bool:
-    """Whether a rollout that was interrupted can be gone on with by running its episode again from the start.
+    """Whether an interrupted rollout can be resumed by running its episode again from the start.
 
-    Only the first generate call of an episode's first rollout can. What an environment did before a later one, a tool it
-    called or a prompt it made of another rollout's text, is lost with it, and may come out otherwise the second time.
+    Only the first generate call of an episode's first rollout can. Before a later call the environment may have called a tool
+    or built a prompt from another rollout's text; that is lost, and may come out differently the second time.
     """
     is_first = rollout.id == rollout.episode and rollout.parent is None
     is_cut = rollout.finish_reason is FinishReason.ABORT and rollout.num_sampled > 0
@@ -25,7 +25,7 @@ def is_resumable(rollout: Rollout) -> bool:
 
 
 def goes_on_from(prompt: Rollout, partial: Rollout) -> bool:
-    """Whether a partial rollout begins with this prompt, token for token, and holds no other."""
+    """Whether a partial rollout is this prompt, token for token, followed by sampled tokens only."""
     start = len(prompt)
     return (
         not prompt.calls
@@ -37,15 +37,14 @@ def goes_on_from(prompt: Rollout, partial: Rollout) -> bool:
 
 
 def still_history(rollout: Rollout, lineage: Lineage) -> Rollout | None:
-    """The part of a partial rollout that weights of this life, or of its history, have drawn; None if that is nothing.
+    """The part of a partial rollout sampled by weights that this lineage descends from; None if there is none.
 
-    What is left is given this life's name. That is true of it: every token left was drawn by a version from which this life
-    has come, so (this life, version) are the same weights. Nothing newer is left that the name could be wrong about, and what
-    is drawn from here on is drawn in this life. Under the old name the first token it draws past the checkpoint would
-    condemn it.
+    The part that is left is relabelled with this lineage. That is correct: every token left was sampled by a version this
+    lineage descends from, so (this lineage, version) names the same weights. Under the old label, the first token sampled
+    past the checkpoint would get the rollout rejected.
     """
-    drawn_by = np.unique(rollout.versions[rollout.is_sampled]).tolist()
-    dead = [version for version in drawn_by if not lineage.contains(rollout.lineage, version)]
+    versions = np.unique(rollout.versions[rollout.is_sampled]).tolist()
+    dead = [version for version in versions if not lineage.contains(rollout.lineage, version)]
     if dead:
         cut = int(np.flatnonzero(np.isin(rollout.versions, dead))[0])
         if not rollout.is_sampled[:cut].any():

@@ -6,15 +6,24 @@ import enum
 
 
 class Interrupt(enum.StrEnum):
-    """How an engine pauses."""
+    """What an engine does with the rollouts in flight when it pauses; engines implement each."""
 
     KEEP = "keep"
     RETRACT = "retract"
     DRAIN = "drain"
     ABORT = "abort"
 
+    @property
+    def waits_for_rollouts(self) -> bool:
+        """Whether the pause begins only once every rollout in flight has finished."""
+        return self is Interrupt.DRAIN
 
-def interrupt_of(name: str, *, kv: str) -> Interrupt:
-    """The interrupt of `partial.interrupt` and `partial.kv`."""
-    interrupt = Interrupt(name)
-    return Interrupt.RETRACT if interrupt is Interrupt.KEEP and kv == "recompute" else interrupt
+    @property
+    def keeps_kv(self) -> bool:
+        """Whether rollouts continue over the KV cache they have, under the new weights too."""
+        return self is Interrupt.KEEP
+
+    @property
+    def ends_calls(self) -> bool:
+        """Whether generate calls return what they have so far, and are made again to continue."""
+        return self is Interrupt.ABORT

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from headrace.partial.interrupt import Interrupt
 from headrace.settings import check
 
 
@@ -14,16 +15,32 @@ class PartialSettings:
     """What happens to rollouts in flight when the weights change, and to those unfinished when a batch is whole."""
 
     interrupt: Literal["keep", "retract", "drain", "abort"] = "keep"
-    """`keep`: swap between two decode steps and go on. `retract`: swap, drop keys and values, compute each prefix again and go
-    on. `drain`: finish them first. `abort`: stop them, swap, and resume each from its prefix."""
+    """`keep`: swap the weights between two decode steps and continue. `retract`: swap, drop the KV cache, compute each prefix
+    again and continue. `drain`: finish them first. `abort`: stop them, swap, and resume each from its prefix."""
     kv: Literal["keep", "recompute"] = "keep"
-    """With `keep`: whether rollouts go on over the keys and values they have, or `recompute` them, which is `retract`."""
+    """With `keep`: whether rollouts continue over the KV cache they have, or `recompute` it, which is `retract`."""
     cancel: Literal["never", "over_age"] = "never"
     """`over_age`: give up groups in flight that hold a token too old for every batch to come, and submit others instead.
     `never`: let them finish; staleness.reject drops them then."""
     oversample: float = 1.0
-    """Groups submitted for each that a batch needs. A batch is trained as soon as it is whole; the unfinished go on before
-    anything new begins. In a synchronous run they are stopped, as `interrupt` says, until the new weights are held."""
+    """Groups submitted for each that a batch needs. A batch is trained as soon as it is whole; the unfinished continue before
+    anything new is started. In a synchronous run they are paused, as `interrupt` says, until the engines hold the new
+    weights."""
 
     def __post_init__(self) -> None:
         check(1 <= self.oversample < math.inf, "oversample", self.oversample, "a number ≥ 1")
+
+    @property
+    def pausing(self) -> Interrupt:
+        """How engines pause: `interrupt`, with `kv` taken into account."""
+        interrupt = Interrupt(self.interrupt)
+        return Interrupt.RETRACT if interrupt.keeps_kv and self.kv == "recompute" else interrupt
+
+    @property
+    def cancels(self) -> bool:
+        """Whether groups in flight that can no longer be trained are cancelled."""
+        return self.cancel == "over_age"
+
+    def extra_groups(self, groups_per_batch: int) -> int:
+        """Groups submitted beyond those that batches need."""
+        return math.ceil(round(self.oversample * groups_per_batch, 6)) - groups_per_batch

@@ -26,6 +26,7 @@ from headrace.algorithms import (
     token_rewards,
 )
 from headrace.records import Batch
+from headrace.staleness import correction_constants, correction_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,7 +52,7 @@ def columns_first(batches: Sequence[Batch], recipe: Recipe) -> list[str]:
         wanted += [VALUES, *([REFERENCE] if train.kl_in_reward else [])]
     if train.advantage == "distill":
         wanted.append(TEACHER)
-    if len(batches) > 1 and PROXIMAL in needed_columns(train.loss, recipe.correction):
+    if len(batches) > 1 and PROXIMAL in needed_columns(train.loss, correction_of(recipe)):
         wanted.append(PROXIMAL)
     rollouts = [rollout for batch in batches for rollout in batch.rollouts]
     return [name for name in wanted if not all(name in rollout.columns for rollout in rollouts)]
@@ -102,8 +103,8 @@ def _make_batch(groups: Sequence[Group], values: Sequence[Array], recipe: Recipe
         weights=_on_trained(_scales(lengths, mask, recipe), lengths, mask),
         loss=train.loss,
         constants=train.constants,
-        correction=recipe.correction,
-        correction_constants=recipe.correction_constants,
+        correction=correction_of(recipe),
+        correction_constants=correction_constants(recipe),
         kl=train.kl_estimator if has_kl else "none",
         kl_weight=train.kl if has_kl else 0.0,
         version=version,

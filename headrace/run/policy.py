@@ -8,7 +8,7 @@ import dataclasses
 import logging
 from typing import TYPE_CHECKING, Any
 
-from headrace.buffer import Group, GroupBuffer
+from headrace.buffer import Group, make_buffer
 from headrace.records import InfraAbort, Invalid, Scored
 from headrace.run.batches import columns_first, make_batches, with_column, with_token_advantages
 from headrace.run.in_flight import InFlightTable, num_sampled
@@ -16,7 +16,7 @@ from headrace.run.ledger import Ledger
 from headrace.run.roles import POLICY
 from headrace.run.skipped_steps import NotFiniteGradient, SkippedSteps
 from headrace.run.work import StartedBatch, Work
-from headrace.staleness import Gate, too_old
+from headrace.staleness import make_gate, too_old
 from headrace.trainer import learning_rate
 
 if TYPE_CHECKING:
@@ -65,17 +65,10 @@ class PolicyState:
         self.has_whole_version = True
         """The trainer's weights are those of `version`, not of a step on the way to the next."""
         self.skipped = SkippedSteps(limit=recipe.train.max_skipped, observer=observer)
-        self.gate = Gate(
-            depth=recipe.gate_depth, groups_per_batch=recipe.groups_per_batch, steps=recipe.steps, extra=recipe.extra_groups
-        )
-        waiting = recipe.batches_waiting
-        self.buffer = GroupBuffer(
-            batch=recipe.groups_per_batch,
-            capacity=None if waiting is None else waiting * recipe.groups_per_batch,
-            in_order=recipe.order == "submission",
-        )
-        enough = max(recipe.groups_per_batch, max_generate_calls(recipe) // recipe.train.group_size)
-        self._max_in_flight = enough if recipe.gate_depth is None else None
+        self.gate = make_gate(recipe)
+        self.buffer = make_buffer(recipe)
+        enough = max(recipe.train.groups_per_batch, max_generate_calls(recipe) // recipe.train.group_size)
+        self._max_in_flight = None if self.gate.has_depth else enough
         """Groups in flight at most where no gate bounds them: enough to keep every slot busy."""
         self.in_flight = InFlightTable(roles.engine)
         self.ledger = Ledger()
@@ -136,7 +129,7 @@ class PolicyState:
         self.ledger.settle((member.id for member in scored), "filtered", "fewer than two siblings were scored")
         self._drop(group.number, num_sampled(group.ended))
         self._dropped_in_a_row += 1
-        limit = max(64, 4 * self.recipe.groups_per_batch)
+        limit = max(64, 4 * self.recipe.train.groups_per_batch)
         if self._dropped_in_a_row >= limit:
             reasons = (member.outcome.reason for member in group.ended if isinstance(member.outcome, Invalid | InfraAbort))
             raise NoProgress(f"{limit} groups in a row could not be trained; the last because: {next(reasons, '')}")
@@ -173,7 +166,7 @@ class PolicyState:
 
     async def cancel_over_age(self, version: int) -> None:
         """With `partial.cancel`, once the batch of `version` is taken: give up groups that are too old for every later one."""
-        if self.recipe.partial.cancel == "over_age" and version + 1 < self.recipe.steps:
+        if self.recipe.partial.cancels and version + 1 < self.recipe.steps:
             max_lag = self.recipe.staleness.max_lag
             for name, tokens in (await self.in_flight.over_age(next_version=version + 1, max_lag=max_lag)).items():
                 self.cancel(name, tokens)
@@ -284,4 +277,4 @@ class PolicyState:
 
 def max_generate_calls(recipe: Recipe) -> int:
     """In flight at once: twice the engines' slots, so that the next call is at hand when a slot becomes free."""
-    return 2 * recipe.engine.slots * recipe.num_engines
+    return 2 * recipe.engine.slots * recipe.engine.num_engines

@@ -80,7 +80,7 @@ async def _score_canary(run: Run, policy: PolicyState, published: Published) -> 
     canary = policy.canary.rollouts[0]
     engine = (await run.roles.engine.score([canary]))[0]
     difference = float(np.abs(engine - published.canary)[canary.loss_mask].mean())
-    limit = policy.recipe.canary_limit
+    limit = policy.recipe.sync.canary_limit_for(policy.recipe.model.dtype)
     if not difference <= limit:
         raise CanaryError(
             f"version {published.update.version}: engine and trainer differ by {difference:.3g} per token on the canary, more "

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from headrace.envs import CallLimit, EngineClient
 from headrace.observe import Signal
-from headrace.partial import interrupt_of
+from headrace.partial import engines_take_turns, pauses_unfinished
 from headrace.records import InfraAbort, Sampling
 from headrace.run.policy import PolicyState, max_generate_calls
 from headrace.settings import ConfigError
@@ -147,7 +147,7 @@ class Run:
                     f"nothing has moved for {late:.0f} s (deadline = {deadline:g}): "
                     f"{sum(len(policy.in_flight) for policy in policies)} groups in flight, {state.running} rollouts decoding "
                     f"and {state.waiting} queued, {self.num_scoring} being scored, {sum(len(p.buffer) for p in policies)} "
-                    f"groups waiting of {self.recipe.groups_per_batch} a batch takes{self.roles.describe()}"
+                    f"groups waiting of {self.recipe.train.groups_per_batch} a batch takes{self.roles.describe()}"
                 )
 
     # Moves of feed, generate and score
@@ -217,7 +217,7 @@ class Run:
 
     def may_run_ahead(self, policy: PolicyState, version: int) -> bool:
         """Whether `version` may start before the one before it is trained."""
-        is_in_turn = policy.trainer.is_inline or self.recipe.takes_turns
+        is_in_turn = policy.trainer.is_inline or engines_take_turns(self.recipe)
         return not is_in_turn and version < self.leg_end and not self.rests_at(version)
 
     def settle_trained(self, policy: PolicyState, started: StartedBatch, seen: list[dict[str, float]]) -> None:
@@ -243,22 +243,22 @@ class Run:
     @property
     def interrupt(self) -> Interrupt:
         """What a pause or an update does to rollouts in flight."""
-        return interrupt_of(self.recipe.partial.interrupt, kv=self.recipe.partial.kv)
+        return self.recipe.partial.pausing
 
     @property
     def _sleeper(self) -> SleepingEngine | None:
         """The engine, if it gives its memory to the trainer (`engine.sleep`)."""
-        return None if self.recipe.engine.sleep == "never" else cast("SleepingEngine", self.roles.engine)
+        return cast("SleepingEngine", self.roles.engine) if self.recipe.engine.sleeps else None
 
     async def sleep_engines(self) -> None:
         """A batch is ready: with `engine.sleep` the engines stop, and the trainer gets their memory."""
         if self._sleeper is not None:
             await self._sleeper.pause(self.interrupt)
-            await self._sleeper.sleep(weights=self.recipe.engine.sleep == "weights")
+            await self._sleeper.sleep(weights=self.recipe.engine.gives_back_weights)
 
     async def stop_generation(self) -> None:
         """A batch was taken: in a synchronous run that samples more than a batch needs, the rest waits for the next version."""
-        if self.recipe.stops_when_whole and self._sleeper is None:
+        if pauses_unfinished(self.recipe) and self._sleeper is None:
             await self.roles.engine.pause(self.interrupt)
 
     async def wake_engines(self) -> None:
@@ -268,6 +268,6 @@ class Run:
 
     async def resume_generation(self, policy: PolicyState) -> None:
         """The next version is being published: engines that stand still go on once they hold it."""
-        if self.recipe.takes_turns:
+        if engines_take_turns(self.recipe):
             await policy.published()
             await self.roles.engine.resume()

@@ -12,6 +12,7 @@ from headrace.settings import ConfigError, check
 class RewardSettings:
     """What is good."""
 
+    OPERATIONAL = ("timeout", "workers", "max_failures")
     functions: tuple[str, ...] = ()
     """`module:name` or `file.py:name` of each reward function; empty takes the one that comes with the task."""
     weights: tuple[float, ...] = ()

@@ -1,11 +1,12 @@
-"""How old a token may be, and what is done about it: three means that combine freely.
+"""How old a token may be, and what is done about it. Three mechanisms, freely combined:
 
 - `Gate` bounds how far submission runs ahead of training. With depth d and B groups a batch, group number n (from 0) is
-  submitted only once version floor(n / B) − d is held; if groups are trained in the order they were submitted, group n
-  is trained at version floor(n / B), so none of its tokens lags more than d. One integer, no policing of samples.
-- `too_old` rejects a group that holds a token older than `max_lag`, or one of a life of the trainer that is no longer
-  history. It makes the bound hard where groups are trained in the order they finish.
-- `correct` weighs each token by how likely the newer policy is to have drawn it, or leaves out what is too far off.
+  submitted only once the engines hold version floor(n / B) − d; if groups are trained in the order they were submitted, group
+  n is trained at version floor(n / B), so none of its tokens lags more than d. One integer instead of checks per sample.
+- `too_old` rejects a group with a token older than `max_lag`, or sampled by weights that a restart discarded. It makes the
+  bound hard where groups are trained in the order they finish.
+- `correction_of` names the correction that weights each token by how likely the newer policy is to sample it, or leaves out
+  tokens that are too far off; the corrections themselves are in `headrace.algorithms`.
 """
 
 from typing import TYPE_CHECKING
@@ -13,7 +14,17 @@ from typing import TYPE_CHECKING
 from headrace.front_door import front_door
 
 if TYPE_CHECKING:
-    from headrace.staleness.gate import Gate as Gate
+    from headrace.staleness.correction import (
+        check_correction as check_correction,
+        correction_constants as correction_constants,
+        correction_of as correction_of,
+    )
+    from headrace.staleness.gate import (
+        Gate as Gate,
+        describe_gate as describe_gate,
+        make_gate as make_gate,
+        max_untrained_groups as max_untrained_groups,
+    )
     from headrace.staleness.reject import too_old as too_old
     from headrace.staleness.settings import StalenessSettings as StalenessSettings
 else:

@@ -1,4 +1,4 @@
-"""Refuse what is too old when a batch is made."""
+"""Reject what is too old when a batch is made."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 
 def too_old(episodes: Iterable[Episode], *, version: int, max_lag: int | None, lineage: Lineage) -> str | None:
-    """Why these episodes cannot be trained at `version`, or None. Dead weights are refused whatever their age."""
+    """Why these episodes cannot be trained at `version`, or None. Tokens of weights that a restart discarded are rejected at
+    any age."""
     for episode in episodes:
         for rollout in episode.rollouts:
             if not rollout.num_sampled:

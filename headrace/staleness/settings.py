@@ -6,12 +6,13 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from headrace.algorithms import correction_traits
 from headrace.settings import ConfigError, check
 
 
 @dataclass(frozen=True, kw_only=True)
 class StalenessSettings:
-    """How old a token may be, and what is done about it. The three means combine freely."""
+    """How old a token may be, and what is done about it. Gate, rejection and correction combine freely."""
 
     max_lag: int = 1
     """The most versions between a token's sampling and its training; 0 is synchronous."""
@@ -23,7 +24,7 @@ class StalenessSettings:
         "none"
     )
     """`none`: the loss's ratio is taken against the logprobs the engine recorded. `tis`, `mis`: it is taken against the
-    policy at the start of the step, and each token weighed by the truncated or masked importance weight; `sequence_` takes
+    policy at the start of the step, and each token is weighted by the truncated or masked importance weight; `sequence_` takes
     the product over the rollout, `geometric_` its mean. `opsm`, `m2po`: as none, but rollouts or tokens too far off are left
     out."""
     cap: float = 2.0
@@ -39,5 +40,10 @@ class StalenessSettings:
         check(self.cap >= 1, "cap", self.cap, "≥ 1")
         check(0 <= self.floor <= 1, "floor", self.floor, "in [0, 1]")
         check(0 <= self.limit < math.inf, "limit", self.limit, "a number ≥ 0")
-        if self.limit and self.correct not in ("opsm", "m2po"):
+        if self.limit and not correction_traits(self.correct).usual_limit:
             raise ConfigError(f"limit = {self.limit:g}: only correct = 'opsm' and 'm2po' have a limit, not '{self.correct}'")
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether anything bounds the lag of what is trained."""
+        return self.gate or self.reject

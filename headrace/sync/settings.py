@@ -36,3 +36,7 @@ class SyncSettings:
         check(self.canary_limit >= 0, "canary_limit", self.canary_limit, "≥ 0")
         check(0 < self.deadline < math.inf, "deadline", self.deadline, "a number above 0")
         check(0 <= self.patience < math.inf, "patience", self.patience, "a number ≥ 0")
+
+    def canary_limit_for(self, dtype: str) -> float:
+        """`canary_limit`, with 0 resolved for a `model.dtype`."""
+        return self.canary_limit or {"float32": 0.01, "bfloat16": 0.3}[dtype]

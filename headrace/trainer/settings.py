@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+from headrace.algorithms import ADVANTAGES, loss_traits
 from headrace.settings import ConfigError, check
 
 
@@ -13,6 +14,7 @@ from headrace.settings import ConfigError, check
 class TrainSettings:
     """The trainer and its algorithm."""
 
+    OPERATIONAL = ("max_skipped", "recompute", "offload")
     threads: int = 0
     """Of torch on CPU; 0 takes `threads`."""
     batch: int = 256
@@ -91,11 +93,11 @@ class TrainSettings:
             fix = f"{max(1, round(self.batch / self.group_size)) * self.group_size}"
             raise ConfigError(f"batch = {self.batch}: not a multiple of group_size = {self.group_size}; try {fix}")
         check(self.mini_batches >= 1, "mini_batches", self.mini_batches, "≥ 1")
-        groups = self.batch // self.group_size
+        groups = self.groups_per_batch
         check(groups >= self.mini_batches, "mini_batches", self.mini_batches, f"at most the {groups} groups of a batch")
         check(0 < self.learning_rate < math.inf, "learning_rate", self.learning_rate, "a number above 0")
         check(0 <= self.value_learning_rate < math.inf, "value_learning_rate", self.value_learning_rate, "a number ≥ 0")
-        if self.value_learning_rate and self.advantage != "gae":
+        if self.value_learning_rate and not ADVANTAGES[self.advantage].learns_values:
             raise ConfigError(
                 f"value_learning_rate = {self.value_learning_rate:g}: advantage = '{self.advantage}' learns no values; set "
                 f"it to 'gae' and loss to 'ppo', or leave value_learning_rate out"
@@ -110,12 +112,14 @@ class TrainSettings:
         check(len(set(self.offload)) == len(self.offload), "offload", list(self.offload), "a list that names each once")
         check(0 <= self.discount <= 1, "discount", self.discount, "in [0, 1]")
         check(0 <= self.gae_lambda <= 1, "gae_lambda", self.gae_lambda, "in [0, 1]")
-        if self.loss == "gspo" and self.mean_over != "sequence":
-            raise ConfigError(f"loss_mean = '{self.loss_mean}': loss = 'gspo' counts each rollout the same; leave it 'auto'")
+        if loss_traits(self.loss).is_per_sequence and self.mean_over != "sequence":
+            raise ConfigError(
+                f"loss_mean = '{self.loss_mean}': loss = '{self.loss}' counts each rollout the same; leave it 'auto'"
+            )
         check(0 <= self.kl < math.inf, "kl", self.kl, "a number ≥ 0")
         if self.kl_in_reward and not self.kl:
             raise ConfigError("kl_in_reward = true: there is no KL with kl = 0; set kl to its weight, such as 0.05")
-        if self.kl_in_reward and self.advantage != "gae":
+        if self.kl_in_reward and not ADVANTAGES[self.advantage].learns_values:
             raise ConfigError(
                 f"kl_in_reward = true: advantage = '{self.advantage}' has no rewards of single tokens; set it to 'gae', or "
                 f"leave kl_in_reward = false to add the KL to the loss"
@@ -126,9 +130,25 @@ class TrainSettings:
     @property
     def mean_over(self) -> str:
         """`loss_mean` with `auto` resolved."""
-        return {"auto": "sequence" if self.loss == "gspo" else "token"}.get(self.loss_mean, self.loss_mean)
+        if self.loss_mean != "auto":
+            return self.loss_mean
+        return "sequence" if loss_traits(self.loss).is_per_sequence else "token"
 
     @property
     def fewest_siblings(self) -> int:
         """Scored rollouts that a group must have to be trained."""
-        return 2 if self.advantage in ("group", "group_mean", "leave_one_out") else 1
+        return 2 if ADVANTAGES[self.advantage].compares_siblings else 1
+
+    @property
+    def groups_per_batch(self) -> int:
+        """Tasks whose rollouts make up a batch."""
+        return self.batch // self.group_size
+
+    def describe(self, *, steps: int) -> list[str]:
+        """The sizes of batches and steps, for the summary of a recipe."""
+        groups = self.groups_per_batch
+        return [
+            f"batch      {self.batch} rollouts = {groups} tasks × {self.group_size} siblings (train.batch, train.group_size)",
+            f"steps      {steps} versions × {self.mini_batches} optimizer step(s); {steps * self.batch} rollouts",
+            f"micro      at most {self.micro_batch_tokens} tokens a forward pass (train.micro_batch_tokens)",
+        ]

@@ -18,6 +18,7 @@ from headrace.model.shape import ModelShape
 from headrace.observe.screen import open_screen
 from headrace.plan.doctor import Subject, inputs, model, space
 from headrace.settings import ConfigError
+from headrace.staleness.gate import gate_depth
 
 MIDDLING = ModelShape.of(
     Qwen3Config(
@@ -150,7 +151,7 @@ def test_the_doctor_and_the_run_foresee_the_same(tmp_path, monkeypatch, tiny_mod
     recipe, given = examined.recipe, UserInputs()
     run = launch._Run(recipe, given, launch.Launch("run"), tmp_path, "", open_screen(steps=1, quiet=True), 0.0, {}, None)
     run._forecast(tiny_model, held_out_tasks(recipe, given))
-    rollouts = 16 * (1 + recipe.gate_depth) + 2 * 256
+    rollouts = 16 * (1 + gate_depth(recipe)) + 2 * 256
     assert foreseen == [(40, blocks_for(rollouts, tokens=48, block_size=recipe.engine.block_size))] * 2
 
 

@@ -23,6 +23,7 @@ from headrace.run.ledger import Ledger
 from headrace.run.policy import PolicyState, max_generate_calls
 from headrace.run.state import Run
 from headrace.run.work import Work
+from headrace.staleness.gate import gate_depth
 from headrace.trainer.local import LocalTrainer
 
 LONG_TAIL = {
@@ -183,7 +184,7 @@ def test_a_batch_is_trained_when_it_is_whole_and_the_unfinished_go_on(tmp_path, 
     def counting(self, task):
         works = submit(self, task)
         untrained = self.submitted_groups - self.dropped_groups - self.version * 4
-        most.append(untrained - (self.recipe.gate_depth + 1) * 4)
+        most.append(untrained - (gate_depth(self.recipe) + 1) * 4)
         return works
 
     monkeypatch.setattr(PolicyState, "submit", counting)

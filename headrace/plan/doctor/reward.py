@@ -52,7 +52,7 @@ def check_reward(subject: Subject) -> Iterator[Finding]:
         if isinstance(outcomes, Finding):
             yield outcomes
             return
-        yield from _failures(function, answers, outcomes, is_inline=recipe.orchestrate == "inline")
+        yield from _failures(function, answers, outcomes, is_inline=recipe.is_inline)
         if any(isinstance(outcome, InfraAbort) for outcome in outcomes.values()):
             return
         for name, outcome in outcomes.items():

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from headrace.buffer import buffer_policy
 from headrace.launch import forecast_here, free_here, most_kv_blocks
+from headrace.partial import pauses_unfinished
 from headrace.plan.doctor.finding import Finding, size
 from headrace.plan.doctor.machine import SHARED_MEMORY
 
@@ -42,7 +44,7 @@ def check_memory(subject: Subject) -> Iterator[Finding]:
         fix = "take a smaller model, or a machine with more memory" if need > free else ""
         yield Finding("problem" if fix else "ok", what, fix)
         return
-    need, what = expected.together(subject.recipe.num_engines), f"{what}; {_described(expected)}"
+    need, what = expected.together(subject.recipe.engine.num_engines), f"{what}; {_described(expected)}"
     if need > free:
         yield Finding("problem", what, _fix(subject, free))
     else:
@@ -103,9 +105,9 @@ def _largest_need(expected: Forecast, recipe: Recipe) -> int:
     """Of one GPU: the trainer has the first to itself where there are several, and engines share the others."""
     others = torch.cuda.device_count() - 1
     if others < 1:
-        return expected.together(recipe.num_engines)
+        return expected.together(recipe.engine.num_engines)
     each = expected.engine.total + expected.server
-    return max(expected.trainer.total + expected.exported, math.ceil(recipe.num_engines / others) * each)
+    return max(expected.trainer.total + expected.exported, math.ceil(recipe.engine.num_engines / others) * each)
 
 
 def _described(expected: Forecast) -> str:
@@ -127,7 +129,7 @@ def _fix(subject: Subject, room: int) -> str:
         expected = _forecast(subject, changed)
         if expected is None:
             break
-        count = recipe.num_engines
+        count = recipe.engine.num_engines
         if (_largest_need(expected, changed) if _is_on_gpu(subject) else expected.together(count)) <= room:
             return f"set {words}: {size(expected.trainer.total)} for the trainer then"
     larger = "GPU" if _is_on_gpu(subject) else "machine"
@@ -140,7 +142,7 @@ def _changes(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
     def with_train(**changes: Any) -> Recipe:  # noqa: ANN401
         return dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, **changes))
 
-    if recipe.engine.sleep == "never" and recipe.buffer_kind == "synchronous" and not recipe.stops_when_whole:
+    if not recipe.engine.sleeps and buffer_policy(recipe).takes_turns and not pauses_unfinished(recipe):
         for sleep in ("cache", "weights"):
             slept = dataclasses.replace(recipe.engine, sleep=sleep)
             yield f"engine.sleep = '{sleep}'", dataclasses.replace(recipe, engine=slept)
@@ -166,7 +168,7 @@ def check_shared_memory(subject: Subject) -> Iterator[Finding]:
         yield Finding("ok", what)
         return
     recipe = subject.recipe
-    is_used = recipe is not None and recipe.orchestrate == "local" and recipe.sync.transport in _THERE
+    is_used = recipe is not None and not recipe.is_inline and recipe.sync.transport in _THERE
     fix = f"make it larger: `mount -o remount,size={need // 10**9 + 1}G {folder}`, or --shm-size of a container"
     if folder != SHARED_MEMORY:
         fix = "make room there, or name another folder in sync.folder"

@@ -1,0 +1,76 @@
+"""What other rooms must know of a loss, a correction or an advantage before torch is imported."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headrace.algorithms.columns import TEACHER, VALUES
+
+
+@dataclass(frozen=True)
+class LossTraits:
+    """Of a loss by its name; a user's own has the defaults."""
+
+    is_per_sequence: bool = False
+    """Its ratio belongs to the whole rollout, so each rollout counts the same, however long."""
+    has_importance_weight: bool = False
+    """It applies π_prox/μ itself."""
+    correction: str = "none"
+    """The correction that is part of it."""
+
+
+@dataclass(frozen=True)
+class CorrectionTraits:
+    """Of a correction."""
+
+    is_mask: bool = False
+    """It gives 0 or 1, and the loss's ratio stays against the recorded logprobs."""
+    needs_whole_batch: bool = False
+    """It judges a token by all others of the batch."""
+    usual_limit: float = 0.0
+    """What `staleness.limit = 0` means; 0 where the correction takes `cap` and `floor` instead."""
+
+
+@dataclass(frozen=True)
+class AdvantageTraits:
+    """Of an advantage."""
+
+    compares_siblings: bool = False
+    """A group needs at least two scored rollouts."""
+    made_from: str = ""
+    """The column, computed by the trainer, that advantages of single tokens are made from; empty where each rollout has one
+    advantage that follows from rewards alone."""
+
+    @property
+    def learns_values(self) -> bool:
+        """Whether it needs a value head."""
+        return self.made_from == VALUES
+
+
+LOSSES_WITH_TRAITS = {
+    "gspo": LossTraits(is_per_sequence=True),
+    "decoupled_ppo": LossTraits(has_importance_weight=True),
+    "a3po": LossTraits(has_importance_weight=True),
+    "m2po": LossTraits(correction="m2po"),
+}
+CORRECTIONS_WITH_TRAITS = {
+    "opsm": CorrectionTraits(is_mask=True, usual_limit=1e-4),
+    "m2po": CorrectionTraits(is_mask=True, needs_whole_batch=True, usual_limit=0.04),
+}
+ADVANTAGES = {
+    "group": AdvantageTraits(compares_siblings=True),
+    "group_mean": AdvantageTraits(compares_siblings=True),
+    "leave_one_out": AdvantageTraits(compares_siblings=True),
+    "global": AdvantageTraits(),
+    "reward": AdvantageTraits(),
+    "gae": AdvantageTraits(made_from=VALUES),
+    "distill": AdvantageTraits(made_from=TEACHER),
+}
+
+
+def loss_traits(name: str) -> LossTraits:
+    return LOSSES_WITH_TRAITS.get(name, LossTraits())
+
+
+def correction_traits(name: str) -> CorrectionTraits:
+    return CORRECTIONS_WITH_TRAITS.get(name, CorrectionTraits())
