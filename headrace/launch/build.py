@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from headrace.algorithms import REFERENCE, RETURNS, REWARDS, TEACHER, VALUES, columns_to_bring, needed_columns, resolve_loss
+from headrace.algorithms import (
+    ADVANTAGES,
+    REFERENCE,
+    RETURNS,
+    REWARDS,
+    TEACHER,
+    VALUES,
+    columns_to_bring,
+    needed_columns,
+    resolve_loss,
+)
 from headrace.engine import EngineCore, NativeEngine
 from headrace.envs import PromptEncoder, SingleTurn
 from headrace.errors import SyncError
@@ -125,13 +135,14 @@ def check_columns(recipe: Recipe, given: UserInputs) -> None:
     """Every column that the loss and the advantages look at can be had. An environment of the user's may bring any."""
     train = recipe.train
     wanted = needed_columns(train.loss, correction_of(recipe))
-    if (train.advantage == "gae") != (VALUES in wanted):
-        if VALUES in wanted:
-            raise ConfigError(f"train.advantage = {train.advantage!r}: the loss {train.loss!r} trains values; set it to 'gae'")
-        raise ConfigError(f"train.advantage = 'gae': the loss {train.loss!r} trains no values; set train.loss = 'ppo'")
+    advantage = ADVANTAGES[train.advantage]
+    if advantage.learns_values != (VALUES in wanted):
+        setting = f"train.advantage = {train.advantage!r}: the loss {train.loss!r}"
+        fix = "trains values; set it to 'gae'" if VALUES in wanted else "trains no values; set train.loss = 'ppo'"
+        raise ConfigError(f"{setting} {fix}")
     if given.environment is not None:
         return
-    if (TEACHER in wanted or train.advantage == "distill") and not train.teacher:
+    if TEACHER in (*wanted, advantage.made_from) and not train.teacher:
         raise ConfigError("train.teacher = '': there is no teacher to distil from; name a model folder")
     for column in columns_to_bring(train.loss):
         if column not in (RETURNS, REWARDS):

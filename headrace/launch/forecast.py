@@ -62,14 +62,11 @@ class Forecast:
         return self.trainer_process if self.is_one_process else self.engine.total + self.mapped
 
     def together(self, num_engines: int) -> int:
-        """Trainer and engines in the same memory, in turns where the engines sleep while the trainer trains."""
-        shared = self.trainer.process if self.is_one_process else 0
-        awake = self.engine.total + self.server - shared
-        training = self.trainer.total + num_engines * (self.engine.asleep(self.sleep) - shared)
-        generating = self.trainer.resident + num_engines * awake
-        is_in_turns = self.sleep != "never"
-        most = max(training, generating) if is_in_turns else self.trainer.total + num_engines * awake
-        return self.exported + most
+        """Trainer and engines in the same memory: the larger of training, where engines may sleep, and generating."""
+        beside = self.server - (self.trainer.process if self.is_one_process else 0)
+        training = self.trainer.total + num_engines * (self.engine.asleep(self.sleep) + beside)
+        generating = self.trainer.resident + num_engines * (self.engine.total + beside)
+        return self.exported + max(training, generating)
 
 
 def forecast(

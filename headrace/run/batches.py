@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from headrace.algorithms import (
+    ADVANTAGES,
     PROXIMAL,
     REFERENCE,
     RETURNS,
@@ -47,11 +48,9 @@ def make_batches(groups: Sequence[Group], recipe: Recipe, *, version: int) -> li
 def columns_first(batches: Sequence[Batch], recipe: Recipe) -> list[str]:
     """The columns the trainer is asked for before a version's first step: what advantages of tokens are made of, and the policy
     as it is now, where a loss or a correction looks at it and several steps will move the weights."""
-    train, wanted = recipe.train, []
-    if train.advantage == "gae":
-        wanted += [VALUES, *([REFERENCE] if train.kl_in_reward else [])]
-    if train.advantage == "distill":
-        wanted.append(TEACHER)
+    train = recipe.train
+    made_from = ADVANTAGES[train.advantage].made_from
+    wanted = [*([made_from] if made_from else []), *([REFERENCE] if train.kl_in_reward else [])]
     if len(batches) > 1 and PROXIMAL in needed_columns(train.loss, correction_of(recipe)):
         wanted.append(PROXIMAL)
     rollouts = [rollout for batch in batches for rollout in batch.rollouts]
@@ -66,10 +65,11 @@ def with_column(batch: Batch, name: str, values: Sequence[Array]) -> Batch:
 
 def with_token_advantages(batches: Sequence[Batch], recipe: Recipe) -> list[Batch]:
     """The batches with advantages of single tokens, where the recipe wants them, made of columns they have by now."""
-    if recipe.train.advantage == "distill":
-        return [dataclasses.replace(batch, advantages=tuple(map(_distilled, batch.rollouts))) for batch in batches]
-    if recipe.train.advantage != "gae":
+    made_from = ADVANTAGES[recipe.train.advantage].made_from
+    if not made_from:
         return list(batches)
+    if made_from == TEACHER:
+        return [dataclasses.replace(batch, advantages=tuple(map(_distilled, batch.rollouts))) for batch in batches]
     estimates = [[_estimated(rollout, recipe) for rollout in batch.rollouts] for batch in batches]
     masks = [rollout.loss_mask for batch in batches for rollout in batch.rollouts]
     trained = [made[mask] for (made, _), mask in zip((e for of_batch in estimates for e in of_batch), masks, strict=True)]
@@ -89,7 +89,7 @@ def _make_batch(groups: Sequence[Group], values: Sequence[Array], recipe: Recipe
     for group, of_group in zip(groups, values, strict=True):
         for episode, value in zip(group.episodes, of_group.tolist(), strict=True):
             members = episode.rollouts
-            if train.advantage == "gae":
+            if ADVANTAGES[train.advantage].learns_values:
                 reward = episode.reward or 0.0
                 members = tuple(_with_columns(rollout, {REWARDS: token_rewards(rollout, reward)}) for rollout in members)
             rollouts += members

@@ -8,6 +8,7 @@ import dataclasses
 import time
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from headrace.algorithms import ADVANTAGES
 from headrace.envs import CallLimit, EngineClient
 from headrace.observe import Signal
 from headrace.partial import engines_take_turns, pauses_unfinished
@@ -185,7 +186,7 @@ class Run:
     def finish(self, work: Work, episode: Episode) -> None:
         """An episode has ended; leave it to `score`."""
         kind = self.recipe.train.advantage
-        if kind != "gae" and any(rollout.step_rewards for rollout in episode.rollouts):
+        if not ADVANTAGES[kind].learns_values and any(rollout.step_rewards for rollout in episode.rollouts):
             raise ConfigError(
                 f"train.advantage = '{kind}': episode {episode.id!r} has step_rewards, which only 'gae' looks at; set it to "
                 f"'gae' and train.loss to 'ppo', or have the environment leave them out"
