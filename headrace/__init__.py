@@ -50,14 +50,14 @@ def train(
     quiet: bool = False,
     **settings: Any,  # noqa: ANN401  (sections of a recipe)
 ) -> RunResult:
-    """Train `model` on `tasks` with `reward`, and return what came of it.
+    """Train `model` on `tasks` with `reward`, and return the result.
 
     `model` is a Hugging Face folder or hub name, `builtin:tiny`, or a recipe's whole model section as a dict.
     `tasks` is a list of dicts with a `prompt` (text or chat messages), a JSONL or parquet file, a `datasets.Dataset`, or
     a list of files or of (source, weight) pairs of these; other columns are passed to the reward. `reward` has TRL's batch
     signature or is `f(prompt, completion, **row)`; a list of them is summed by `reward_weights`; a dict is the recipe's
     reward section. `held_out` tasks are evaluated, never trained. Everything else a recipe can say comes as sections,
-    `train={"learning_rate": 1e-5}`, on top of `recipe` where one is named. `fresh` begins anew where an unfinished run of
+    `train={"learning_rate": 1e-5}`, on top of `recipe` where one is named. `fresh` starts anew where an unfinished run of
     the same call would be resumed; `quiet` prints nothing. Ctrl-C saves, then raises `KeyboardInterrupt`.
     """
     overrides: dict[str, Any] = dict(settings)
@@ -85,7 +85,7 @@ def train(
     except Exception as error:
         if not is_ours(error):
             raise
-        raise error.with_traceback(None) from user_cause(error)  # the log has our frames
+        raise error.with_traceback(None) from user_cause(error)  # the full traceback is in the log
 
 
 def reward(function: Any = None, *, name: str = "") -> Any:  # noqa: ANN401  (a decorator, with or without arguments)
@@ -98,7 +98,7 @@ def reward(function: Any = None, *, name: str = "") -> Any:  # noqa: ANN401  (a 
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401
-    if name == "Environment":  # imported only when asked for: it brings numpy and more
+    if name == "Environment":  # imported only when it is used
         from headrace.envs import Environment
 
         return Environment

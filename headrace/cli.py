@@ -1,4 +1,4 @@
-"""The command line. It parses before anything heavy is imported, so that a mistake is answered at once."""
+"""The command line. It parses before anything heavy is imported, so that mistakes are reported at once."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import shlex
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,15 +23,15 @@ if TYPE_CHECKING:
 
 STARTED = time.perf_counter()
 BENCHES = {
-    "learn": "does the quickstart learn, over several seeds",
-    "controller": "what the launcher itself costs per rollout, 10,000 in flight",
-    "overlap": "generation and training side by side, against the slower of them alone",
-    "sync": "new weights to the engines: every transport, with and without a difference, against a plain copy",
-    "partial": "what each interrupt costs: tokens wasted, stall, keys and values recomputed, lag",
-    "engine": "the native engine's tokens a second, against the memory's limit, transformers and vLLM",
-    "trainer": "the trainer's tokens a second, share of the GPU's arithmetic and memory, against transformers",
-    "step": "whole steps of RL, in turn and side by side, against TRL with vLLM",
-    "vllm": "a vLLM server as the engine, beside the native one: tokens a second, logprobs, updates in flight",
+    "learn": "whether the quickstart learns, over several seeds",
+    "controller": "the launcher's own cost per rollout, with 10,000 in flight",
+    "overlap": "generation and training at the same time, against the slower of the two alone",
+    "sync": "sending new weights to the engines: every transport, full and delta, against a plain copy",
+    "partial": "what each interrupt costs: tokens wasted, time stalled, KV cache recomputed, lag",
+    "engine": "the native engine's tokens a second, against the memory bandwidth's limit, transformers and vLLM",
+    "trainer": "the trainer's tokens a second, FLOPs utilization and memory, against transformers",
+    "step": "whole RL steps, synchronous and asynchronous, against TRL with vLLM",
+    "vllm": "a vLLM server as the engine, against the native one: tokens a second, logprobs, updates in flight",
 }
 """Each is a module of `headrace.bench` with a `run(*, quick, json_file)`."""
 BENCH_OPTIONS = {
@@ -42,10 +43,11 @@ BENCH_OPTIONS = {
     "mps": ("step",),
 }
 """Options that only some benchmarks have."""
+DEVICES = ["auto", "cpu", "cuda"]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The entry point; errors of the user's end in one line and status 2, a failed run in status 1."""
+    """The entry point. A mistake of the user's ends with one line and status 2, a failed run with status 1."""
     parser = make_parser()
     known, rest = parser.parse_known_args(arguments)
     try:
@@ -84,76 +86,71 @@ def make_parser() -> argparse.ArgumentParser:
 
     train = commands.add_parser(
         "train",
-        help="train a recipe; the same command resumes its unfinished run",
+        help="train a recipe; the same command resumes an unfinished run",
         description="Train a recipe. Any setting can be overridden: --train.learning_rate=1e-5",
         epilog=settings_help(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    train.add_argument("recipe", help="a TOML file; recipes/ has ours")
-    train.add_argument("--dry-run", action="store_true", help="check the recipe, print what it comes to, and stop")
-    train.add_argument("--run-dir", type=Path, help="the run's folder; runs/<recipe>-<time> if not given")
-    train.add_argument("--fresh", action="store_true", help="start a new run even if an unfinished one could be resumed")
+    train.add_argument("recipe", help="a TOML file; recipes/ has examples")
+    train.add_argument("--dry-run", action="store_true", help="check the recipe, print its sizes and all settings, and stop")
+    train.add_argument("--run-dir", type=Path, help="the run's folder (default: runs/<recipe>-<time>)")
+    train.add_argument("--fresh", action="store_true", help="start a new run even where an unfinished one could be resumed")
     train.set_defaults(run=_train)
 
     doctor = commands.add_parser(
         "doctor",
-        help="say what would go wrong with a recipe on this machine, and how to mend it",
-        description="Examine the machine, and a recipe with everything it names. Status 1 if there is a problem.",
+        help="find what would go wrong with a recipe on this machine, and how to fix it",
+        description="Check this machine, and a recipe with its tasks, reward and model. Exits with 1 if there is a problem.",
     )
-    doctor.add_argument(
-        "recipe", nargs="?", type=Path, help="a TOML file; overrides as for train. The machine alone if not given"
-    )
-    doctor.add_argument("--run-dir", type=Path, help="the folder the run would have")
+    doctor.add_argument("recipe", nargs="?", type=Path, help="a TOML file; without one only the machine is checked")
+    doctor.add_argument("--run-dir", type=Path, help="the folder the run would use")
     doctor.set_defaults(run=_doctor)
 
     inspect = commands.add_parser("inspect", help="print a rollout of a run token by token")
     inspect.add_argument("folder", type=Path, help="a run's folder")
-    inspect.add_argument("--step", type=int, help="the version that trained it; the last kept if not given")
-    inspect.add_argument("--rollout", help="its id; the best and the worst of the step if not given")
+    inspect.add_argument("--step", type=int, help="the version that trained it (default: the last whose rollouts were kept)")
+    inspect.add_argument("--rollout", help="its id (default: the best and the worst of the step)")
     inspect.set_defaults(run=_inspect)
 
     _add_serve(commands)
-
     _add_bench(commands)
     return parser
 
 
 def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    bench = commands.add_parser("bench", help="measure; prints a table and can write JSON")
+    bench = commands.add_parser("bench", help="run a benchmark; prints a table and can write JSON")
     bench.add_argument("name", choices=list(BENCHES), help="; ".join(f"{name}: {text}" for name, text in BENCHES.items()))
-    bench.add_argument("--json", type=Path, help="write the figures to this file")
-    bench.add_argument("--quick", action="store_true", help="under a minute on 2 cores; shows that it runs, not the figure")
-    bench.add_argument("--seeds", type=int, help="of learn: how many seeds, from 0; 5 if not given, 3 with --losses")
-    bench.add_argument("--losses", help="of learn: losses to try on every seed, such as grpo,cispo,gspo,decoupled_ppo")
-    bench.add_argument("--model", help="of engine, sync and vllm: a Hugging Face folder to measure with")
+    bench.add_argument("--json", type=Path, help="also write the figures to this file")
     bench.add_argument(
-        "--device", choices=["auto", "cpu", "cuda"], help="of partial: auto, the GPU if there is one, if not given"
+        "--quick", action="store_true", help="under a minute on 2 cores: shows that it runs, not what it measures"
     )
-    bench.add_argument("--only", help="of trainer and step: the parts to measure, with commas; a wrong name lists them")
-    bench.add_argument(
-        "--mps", action="store_true", default=None, help="of step: let the processes share the GPU by NVIDIA's MPS"
-    )
+    bench.add_argument("--seeds", type=int, help="learn: number of seeds (default: 5, or 3 with --losses)")
+    bench.add_argument("--losses", help="learn: losses to try on every seed, such as grpo,cispo,gspo,decoupled_ppo")
+    bench.add_argument("--model", help="engine, sync, vllm: a Hugging Face folder to measure with")
+    bench.add_argument("--device", choices=DEVICES, help="partial: where to run (default: auto, a GPU if there is one)")
+    bench.add_argument("--only", help="trainer, step: the parts to measure, separated by commas; a wrong name lists them")
+    bench.add_argument("--mps", action="store_true", default=None, help="step: share the GPU through NVIDIA MPS")
     bench.set_defaults(run=_bench)
 
 
 def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     serve = commands.add_parser(
         "serve",
-        help="an engine alone behind OpenAI's HTTP interface",
-        description="Serve a model's completions and chats over HTTP, as OpenAI's clients expect them.",
-        epilog="Tokens are better given as HEADRACE_API_TOKEN and HEADRACE_CONTROL_TOKEN: a process list shows options.",
+        help="serve a model over an OpenAI-compatible HTTP API",
+        description="Serve a model's completions and chats over an OpenAI-compatible HTTP API.",
+        epilog="Prefer HEADRACE_API_TOKEN and HEADRACE_CONTROL_TOKEN to the options, which every user's process list shows.",
     )
     serve.add_argument("model", metavar="MODEL", help="a Hugging Face folder or hub name, or builtin:tiny (untrained)")
-    serve.add_argument("--host", default="127.0.0.1", help="address to listen on; any but loopback needs an API token")
-    serve.add_argument("--port", type=int, default=8000, help="port to listen on; 0 takes a free one")
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen on; all but loopback need an API token")
+    serve.add_argument("--port", type=int, default=8000, help="port to listen on; 0: any free one")
     serve.add_argument("--slots", type=int, default=64, help="completions decoded at once; more wait")
-    serve.add_argument("--context", type=int, default=0, help="most tokens of prompt and completion; 0 is the model's own")
+    serve.add_argument("--context", type=int, default=0, help="most tokens of prompt and completion; 0: the model's own limit")
     serve.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of weights and computation")
-    serve.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto is the GPU if there is one")
-    serve.add_argument("--threads", type=int, default=0, help="torch's CPU threads; 0 is every core")
-    serve.add_argument("--name", help="what clients call the model; MODEL as given if not set")
-    serve.add_argument("--api-token", help="clients must send it; HEADRACE_API_TOKEN if not given")
-    serve.add_argument("--control-token", help="opens /control; HEADRACE_CONTROL_TOKEN if not given")
+    serve.add_argument("--device", choices=DEVICES, default="auto", help="auto: a GPU if there is one")
+    serve.add_argument("--threads", type=int, default=0, help="CPU threads of torch; 0: one per core")
+    serve.add_argument("--name", help="what clients call the model (default: MODEL)")
+    serve.add_argument("--api-token", help="clients must send it (default: HEADRACE_API_TOKEN)")
+    serve.add_argument("--control-token", help="gives access to /control (default: HEADRACE_CONTROL_TOKEN)")
     serve.set_defaults(run=_serve)
 
 
@@ -206,20 +203,17 @@ def _doctor(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
 
     if overrides and options.recipe is None:
         raise ConfigError(f"--{next(iter(overrides))}: there is no recipe to override; name one")
-    num_problems = num_warnings = 0
+    found: Counter[str] = Counter()
     for finding in examine(Subject(recipe_path=options.recipe, overrides=overrides, run_dir=options.run_dir)):
-        num_problems += finding.level == "problem"
-        num_warnings += finding.level == "warning"
+        found[finding.level] += 1
         print(render(finding), flush=True)
-    print(
-        f"\n{num_problems or 'no'} problem{'s' * (num_problems > 1)}, {num_warnings or 'no'} warning{'s' * (num_warnings > 1)}"
-    )
-    return 1 if num_problems else 0
+    print("\n" + ", ".join(f"{found[level] or 'no'} {level}{'s' * (found[level] > 1)}" for level in ("problem", "warning")))
+    return 1 if found["problem"] else 0
 
 
 def _check_inputs(recipe: Recipe) -> None:
-    """What a dry run can tell: tasks, held-out tasks, rewards, and the loss. torch is imported for a loss or advantages other
-    than the usual ones, since they are defined with it."""
+    """What a dry run checks: tasks, held-out tasks, rewards and the loss. Only losses and advantages other than the default are
+    looked up, since that imports torch."""
     from headrace.launch import UserInputs, check_inputs
     from headrace.trainer import TrainSettings
 
@@ -259,7 +253,7 @@ def _inspect(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
 
 def _token_text(folder: Path) -> Any:  # noqa: ANN401  (a function from token id to text)
     if not any((folder / "checkpoints").glob("step-*")):
-        return str  # and nothing heavy is imported
+        return str  # without importing anything heavy
     from headrace.model import load_tokenizer
     from headrace.run import checkpoints_in
 
@@ -276,7 +270,7 @@ def _serve(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
     api_token = options.api_token or os.environ.get("HEADRACE_API_TOKEN") or None
     control_token = options.control_token or os.environ.get("HEADRACE_CONTROL_TOKEN") or None
     if api_token is not None and api_token == control_token:
-        raise ConfigError("the API token and the control token are the same; a client's token must not open /control")
+        raise ConfigError("the API token and the control token are the same; a client's token must not give access to /control")
     for name, least in (("slots", 1), ("context", 0), ("threads", 0)):
         if getattr(options, name) < least:
             raise ConfigError(f"--{name} {getattr(options, name)}: must be ≥ {least}")

@@ -147,7 +147,7 @@ def test_the_doctor_and_the_run_foresee_the_same(tmp_path, monkeypatch, tiny_mod
     examined = Subject(recipe_path=recipe_path)
     for check in (*inputs.CHECKS, *model.CHECKS):
         list(examined.tell(check))
-    space._forecast(examined)
+    space._forecast(examined, examined.recipe)
     recipe, given = examined.recipe, UserInputs()
     run = launch._Run(recipe, given, launch.Launch("run"), tmp_path, "", open_screen(steps=1, quiet=True), 0.0, {}, None)
     run._forecast(tiny_model, held_out_tasks(recipe, given))

@@ -1,7 +1,7 @@
-"""`headrace doctor`: what would go wrong, said before a model is loaded, each with its fix.
+"""`headrace doctor`: what would go wrong with a run, found before a model is loaded, each finding with its fix.
 
 A check is a function from a `Subject` to findings; to add one, write it and name it in its file's `CHECKS`. Checks run in
-order and leave what they opened on the subject for later ones: those that need it say nothing where it is missing.
+order and store what they loaded on the subject for later ones, which find nothing to say where it is missing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["Finding", "Subject", "examine", "render"]
 
 
 def examine(subject: Subject) -> Iterator[Finding]:
-    """Every finding, as soon as it is made. torch is imported after the recipe and what it names have been looked at."""
+    """Every finding, as soon as it is made. torch is imported only after the checks that do not need it."""
     from headrace.plan.doctor import inputs, machine
 
     for check in (*inputs.CHECKS, *machine.CHECKS):

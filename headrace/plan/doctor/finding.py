@@ -1,7 +1,8 @@
-"""What a check says, and what it is said of."""
+"""What a check reports, and what it examines."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. A `problem` stops a run or spoils it; a `warning` may be meant."""
+    """One line of the report. A `problem` stops a run or spoils it; a `warning` may be intended."""
 
     level: Literal["ok", "warning", "problem"]
     what: str
@@ -30,12 +31,12 @@ class Finding:
 
 @dataclass
 class Subject:
-    """What is examined. The fields below the first four are left by checks for those after them."""
+    """What is examined. Checks fill in the fields from `recipe` on, for the checks after them."""
 
     recipe_path: Path | None = None
     overrides: dict[str, Any] = field(default_factory=dict)
     run_dir: Path | None = None
-    """The run's folder, if it is not to be `runs/<recipe>-<time>`."""
+    """The run's folder, if not `runs/<recipe>-<time>`."""
     runs: Path = Path("runs")
 
     recipe: Recipe | None = None
@@ -52,7 +53,7 @@ class Subject:
     held_out_rows: dict[str, list[dict[str, Plain]]] = field(default_factory=dict)
     """Tasks of every evaluation, by their source's name."""
     longest_prompt: int = 0
-    """Tokens, among the first tasks and the first of each held-out source."""
+    """In tokens, among the first tasks and the first of each held-out source."""
 
     @property
     def weight_bytes(self) -> int:
@@ -60,24 +61,29 @@ class Subject:
         width = 2 if self.recipe is not None and self.recipe.model.dtype == "bfloat16" else 4
         return width * self.num_parameters
 
-    @property
-    def trainer_bytes(self) -> int:
-        """float32 weights, gradients and both of AdamW's moments."""
-        return 16 * self.num_parameters
-
     def tell(self, check: Check) -> Iterator[Finding]:
-        """A check's findings; one that fails is a finding itself and does not keep the others from being made."""
+        """A check's findings; one that fails is a finding itself and does not stop the others."""
         try:
             yield from check(self)
-        except Exception as error:  # noqa: BLE001  (whatever is wrong with the machine or the user's code is to be told)
+        except Exception as error:  # noqa: BLE001  (whatever is wrong with the machine or the user's code is reported)
             yield problem(error)
 
 
 Check: TypeAlias = Callable[[Subject], Iterator[Finding]]
 
 
+def of_recipe(check: Callable[[Subject, Recipe], Iterator[Finding]]) -> Check:
+    """A check of the recipe, skipped where there is none."""
+
+    @functools.wraps(check)
+    def checked(subject: Subject) -> Iterator[Finding]:
+        return check(subject, subject.recipe) if subject.recipe is not None else iter(())
+
+    return checked
+
+
 def problem(error: BaseException, *, fix: str = "", otherwise: str = "") -> Finding:
-    """An error as a finding. Ours often name the fix after their last semicolon; `otherwise` is for when they do not."""
+    """An error as a finding. Our own often name the fix after their last semicolon; `otherwise` is for those that do not."""
     text = in_words(error)
     if not is_ours(error):
         return Finding("problem", text.splitlines()[0], fix or otherwise)

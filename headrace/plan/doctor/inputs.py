@@ -1,4 +1,4 @@
-"""The recipe, its tasks and its rewards: everything that can be said without torch."""
+"""The recipe, its tasks and its rewards: what can be checked without torch."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 from headrace.config import load_recipe
 from headrace.errors import command, in_words
 from headrace.launch import UserInputs, check_task_columns, held_out_sources, held_out_tasks, open_tasks, reward_functions
-from headrace.plan.doctor.finding import Finding, problem
+from headrace.plan.doctor.finding import Finding, of_recipe, problem
 from headrace.settings import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from headrace.config import Recipe
     from headrace.plan.doctor.finding import Check, Subject
 
 LOOKED_AT = 64
@@ -27,52 +28,44 @@ def check_recipe(subject: Subject) -> Iterator[Finding]:
     try:
         subject.recipe = recipe = load_recipe(subject.recipe_path, subject.overrides)
     except ConfigError as error:
-        yield problem(error, otherwise=f"mend that setting; `{command()} train --help` describes them all")
+        yield problem(error, otherwise=f"correct that setting; `{command()} train --help` describes them all")
         return
     sizes = f"{recipe.steps} versions of {recipe.train.batch} rollouts, max_lag {recipe.staleness.max_lag}"
     yield Finding("ok", f"recipe {subject.recipe_path}: {sizes}")
 
 
-def check_tasks(subject: Subject) -> Iterator[Finding]:
-    if subject.recipe is None:
-        return
+@of_recipe
+def check_tasks(subject: Subject, recipe: Recipe) -> Iterator[Finding]:
     try:
-        stream = open_tasks(subject.recipe, UserInputs())
+        stream = open_tasks(recipe, UserInputs())
         subject.sources, subject.rows = stream.sources, [stream.next() for _ in range(LOOKED_AT)]
     except ValueError as error:
-        yield problem(error, otherwise="mend the [[tasks]] section or the file; docs/rewards.md says what a task is")
+        yield problem(error, otherwise="correct the [[tasks]] section or the file; docs/rewards.md says what a task is")
         return
     columns = sorted({name for row in subject.rows for name in row})
     yield Finding("ok", f"tasks: columns {', '.join(columns)}")
     for name in columns:
-        count = sum(row.get(name) is not None for row in subject.rows)
-        if count < len(subject.rows):
-            yield Finding(
-                "warning",
-                f"tasks: column {name!r} is empty or absent in {len(subject.rows) - count} of the first {len(subject.rows)}",
-                "fill it in, or see that the reward does not rely on it",
-            )
+        lacking = sum(row.get(name) is None for row in subject.rows)
+        if lacking:
+            what = f"tasks: column {name!r} is empty or absent in {lacking} of the first {len(subject.rows)}"
+            yield Finding("warning", what, "fill it in, or make sure that the reward does not rely on it")
 
 
-def check_held_out(subject: Subject) -> Iterator[Finding]:
-    if subject.recipe is None:
-        return
+@of_recipe
+def check_held_out(subject: Subject, recipe: Recipe) -> Iterator[Finding]:
     try:
-        subject.held_out_rows = held_out_tasks(subject.recipe, UserInputs())
-        subject.held_out = list(held_out_sources(subject.recipe, UserInputs()).values())
+        subject.held_out_rows = held_out_tasks(recipe, UserInputs())
+        subject.held_out = list(held_out_sources(recipe, UserInputs()).values())
     except ValueError as error:
-        yield problem(error, otherwise="mend evaluate.tasks, or leave it out")
+        yield problem(error, otherwise="correct evaluate.tasks, or leave it out")
         return
     count = sum(map(len, subject.held_out_rows.values()))
-    if count:
-        yield Finding("ok", f"held-out tasks: {count} for every evaluation")
-    else:
-        yield Finding("ok", "held-out tasks: none, so success before and after is not measured")
+    yield Finding("ok", f"held-out tasks: {f'{count} for every evaluation' if count else 'none, so success is not measured'}")
 
 
-def check_warmup(subject: Subject) -> Iterator[Finding]:
-    recipe = subject.recipe
-    if recipe is None or not recipe.warmup.steps:
+@of_recipe
+def check_warmup(subject: Subject, recipe: Recipe) -> Iterator[Finding]:
+    if not recipe.warmup.steps:
         return
     rows = subject.rows
     if recipe.warmup.tasks:
@@ -84,21 +77,20 @@ def check_warmup(subject: Subject) -> Iterator[Finding]:
         yield Finding("problem", what, "add the column, or set warmup.steps = 0")
 
 
-def check_reward_names(subject: Subject) -> Iterator[Finding]:
-    if subject.recipe is None:
-        return
+@of_recipe
+def check_reward_names(subject: Subject, recipe: Recipe) -> Iterator[Finding]:
     try:
-        subject.rewards = reward_functions(subject.recipe, UserInputs())
+        subject.rewards = reward_functions(recipe, UserInputs())
     except ConfigError as error:
-        yield problem(error, otherwise="mend reward.functions in the recipe")
+        yield problem(error, otherwise="correct reward.functions in the recipe")
     except Exception as error:  # noqa: BLE001  (importing the user's file can raise anything)
-        yield Finding("problem", f"reward: {in_words(error)}{_last_line(error)}", "mend the file that is named")
+        yield Finding("problem", f"reward: {in_words(error)}{_last_line(error)}", "correct the file that is named")
     functions = [function for function, _ in subject.rewards]
     try:
         check_task_columns(subject.sources, functions)
         check_task_columns(subject.held_out, functions, kind="held-out ")
     except ConfigError as error:
-        subject.rewards = []  # to try it would only say the same again
+        subject.rewards = []  # trying it would only say the same again
         yield problem(error)
 
 

@@ -1,4 +1,4 @@
-"""The machine, as far as it can be looked at without torch: processor, memory, sockets, and what dead runs left behind."""
+"""The machine, as far as it can be examined without torch: processor, sockets, and what dead runs left behind."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import socket
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from headrace.launch import is_in_use, read_summary
 from headrace.leftovers import orphans
@@ -70,7 +70,7 @@ def check_sockets(subject: Subject) -> Iterator[Finding]:
 
 
 def leftover_places(folder: str) -> list[Path]:
-    """Where runs with this sync.folder put what other processes are to see."""
+    """Where runs with this sync.folder put what their processes share."""
     shared = Path(folder) if folder else SHARED_MEMORY
     return list(dict.fromkeys((shared, Path(tempfile.gettempdir()), socket_place())))
 
@@ -93,25 +93,25 @@ def _num_bytes(path: Path) -> int:
 
 
 def check_runs(subject: Subject) -> Iterator[Finding]:
-    """The system lets go of a lock when its process ends; a child that outlives it, and was left the file, holds on."""
+    """The system releases a lock when its process ends, unless a child that inherited the file outlives it."""
     folders = [subject.run_dir] if subject.run_dir is not None else sorted(subject.runs.glob("*"))
     for folder in folders:
         if not (folder / ".lock").exists():
             continue
         if is_in_use(folder):
             by = ", ".join(holders(folder / ".lock")) or "a process that cannot be seen from here"
-            what, fix = f"{folder} is in use by {by}", "wait for that run to end or stop it, or give another --run-dir"
-            yield Finding("problem", what, fix) if folder == subject.run_dir else Finding("warning", what, fix)
+            level: Literal["problem", "warning"] = "problem" if folder == subject.run_dir else "warning"
+            yield Finding(level, f"{folder} is in use by {by}", "wait for that run or stop it, or give another --run-dir")
         elif (summary := read_summary(folder)).get("status") == "running":
             what = f"{folder}: its process died, at version {summary.get('version')} or later"
-            yield Finding("warning", what, "the same command goes on from its last checkpoint; --fresh begins anew")
+            yield Finding("warning", what, "the same command resumes from its last checkpoint; --fresh starts anew")
 
 
 def holders(path: Path) -> list[str]:
     """The processes that have a file open, where the system tells."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # gone by now, or somebody else's
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
             if any(os.readlink(opened) == str(path.resolve()) for opened in (process / "fd").iterdir()):
                 command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
                 found.append(f"process {process.name} ({command[:60]})")

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
-import json
+import math
 import os
-import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import transformers
+from safetensors import SafetensorError, safe_open
+from transformers.utils.versions import require_version
 
 from headrace.envs import PromptEncoder
 from headrace.launch import (
@@ -25,7 +27,7 @@ from headrace.launch import (
     stop_tokens,
 )
 from headrace.model import ModelError, ModelShape, config_limit, load_config, load_generation, load_tokenizer, tiny
-from headrace.plan.doctor.finding import Finding, problem, size
+from headrace.plan.doctor.finding import Finding, of_recipe, problem, size
 from headrace.settings import ConfigError
 
 if TYPE_CHECKING:
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
+    from headrace.config import Recipe
     from headrace.plan.doctor.finding import Check, Subject
 
 QUESTION = {"role": "user", "content": "What is two and two?"}
@@ -42,29 +45,15 @@ ANSWERS = ("Four.", "<think>\nTwo and two.\n</think>\n\nFour.")
 
 def check_libraries(subject: Subject) -> Iterator[Finding]:
     place = "CPU only" if not torch.cuda.is_available() else f"CUDA {torch.version.cuda}"
-    described = {"torch": f"torch {torch.__version__}, {place} ({os.cpu_count()} cores)"}
-    described["transformers"] = f"transformers {transformers.__version__}"
-    least = _least_versions()
-    for name, what in described.items():
-        found = getattr({"torch": torch, "transformers": transformers}[name], "__version__", "0")
-        if _numbers(found) < _numbers(least.get(name, "0")):
-            yield Finding("problem", f"{what}, older than {least[name]}", f"pip install '{name}>={least[name]}'")
-        else:
-            yield Finding("ok", what)
-
-
-def _least_versions() -> dict[str, str]:
-    """What the installed package says it needs."""
-    try:
-        needed = importlib.metadata.requires("headrace") or []
-    except importlib.metadata.PackageNotFoundError:
-        return {}
-    pairs = (re.match(r"([\w-]+)>=([\d.]+)$", line) for line in needed)
-    return {pair[1]: pair[2] for pair in pairs if pair is not None}
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
+    yield Finding("ok", f"torch {torch.__version__}, {place} ({os.cpu_count()} cores)")
+    yield Finding("ok", f"transformers {transformers.__version__}")
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # run from a checkout that is not installed
+        for needed in importlib.metadata.requires("headrace") or []:
+            if needed.startswith(("torch>", "transformers>")):
+                try:
+                    require_version(needed)
+                except ImportError as error:
+                    yield Finding("problem", str(error).splitlines()[0], f"pip install '{needed}'")
 
 
 def check_device(subject: Subject) -> Iterator[Finding]:
@@ -79,13 +68,12 @@ def check_device(subject: Subject) -> Iterator[Finding]:
             check_loss(subject.recipe)
             check_columns(subject.recipe, UserInputs())
         except ConfigError as error:
-            yield problem(error, otherwise="mend that setting in the recipe")
+            yield problem(error, otherwise="correct that setting in the recipe")
 
 
-def check_model(subject: Subject) -> Iterator[Finding]:
-    if subject.recipe is None:
-        return
-    settings, path = subject.recipe.model, subject.recipe.model.path
+@of_recipe
+def check_model(subject: Subject, recipe: Recipe) -> Iterator[Finding]:
+    settings, path = recipe.model, recipe.model.path
     if path.startswith("builtin:") and path != tiny.NAME:
         yield Finding("problem", f"model.path = {path!r}: there is no such model", f"the built-in model is {tiny.NAME!r}")
         return
@@ -105,7 +93,7 @@ def _count_parameters(path: str, config: Any) -> int:  # noqa: ANN401  (transfor
     """From the headers of the safetensors files where there are any, or else from the model's shape."""
     files = sorted(Path(path).glob("*.safetensors")) if Path(path).is_dir() else []
     if files:
-        return sum(_elements(file) for file in files)
+        return sum(map(_num_elements, files))
     if Path(path).is_dir() and not list(Path(path).glob("*.bin")):
         raise ModelError(f"model.path = {path!r}: there are no weights in the folder")
     with torch.device("meta"):
@@ -113,26 +101,17 @@ def _count_parameters(path: str, config: Any) -> int:  # noqa: ANN401  (transfor
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _elements(file: Path) -> int:
-    with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        if length > file.stat().st_size:
-            raise ModelError(f"{file}: not a whole safetensors file")
-        header: dict[str, Any] = json.loads(opened.read(length))
-    total = 0
-    for name, entry in header.items():
-        if name != "__metadata__":
-            elements = 1
-            for extent in entry["shape"]:
-                elements *= extent
-            total += elements
-    return total
+def _num_elements(file: Path) -> int:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return sum(math.prod(opened.get_slice(name).get_shape()) for name in opened.keys())  # noqa: SIM118  (no dict)
+    except SafetensorError as error:
+        raise ModelError(f"{file}: not a whole safetensors file ({error})") from error
 
 
-def check_tokenizer(subject: Subject) -> Iterator[Finding]:
-    if subject.recipe is None:
-        return
-    path, generation = subject.recipe.model.path, None
+@of_recipe
+def check_tokenizer(subject: Subject, recipe: Recipe) -> Iterator[Finding]:
+    path, generation = recipe.model.path, None
     if path.startswith("builtin:"):
         tokenizer: PreTrainedTokenizerBase = tiny.build_tokenizer()
     else:
@@ -143,7 +122,7 @@ def check_tokenizer(subject: Subject) -> Iterator[Finding]:
             return
     subject.tokenizer = tokenizer
     try:
-        stops = {*stop_tokens(generation, tokenizer), *special_stops(subject.recipe.sampling.stop, tokenizer)}
+        stops = {*stop_tokens(generation, tokenizer), *special_stops(recipe.sampling.stop, tokenizer)}
     except ConfigError as error:
         yield problem(error)
         return
@@ -169,12 +148,8 @@ def check_template(subject: Subject) -> Iterator[Finding]:
     for answer in ANSWERS:
         rewritten = rewritten_at(tokenizer, answer)
         if rewritten is not None:
-            what = (
-                f"chat template: rewrites what came before when a turn is added ({rewritten}); multi-turn rollouts fork there"
-            )
-            yield Finding(
-                "warning", what, "single-turn runs are as they should be; for several turns take an appending template"
-            )
+            what = f"chat template: rewrites history when a turn is added ({rewritten}); multi-turn rollouts fork there"
+            yield Finding("warning", what, "single-turn runs are not affected; for several turns use an appending template")
             return
     yield Finding("ok", "chat template: only appends, turn after turn")
 
@@ -184,14 +159,12 @@ def rewritten_at(tokenizer: PreTrainedTokenizerBase, answer: str) -> str | None:
     turns = [QUESTION, {"role": "assistant", "content": answer}, {"role": "user", "content": "And three?"}]
     before = ""
     for length in (1, 2, 3):
+        is_question = turns[length - 1]["role"] == "user"
         try:
-            rendered = str(
-                tokenizer.apply_chat_template(
-                    turns[:length], tokenize=False, add_generation_prompt=turns[length - 1]["role"] == "user"
-                )
-            )
-        except Exception as error:  # noqa: BLE001  (a template can raise anything; it is the model's, not ours)
+            text = tokenizer.apply_chat_template(turns[:length], tokenize=False, add_generation_prompt=is_question)
+        except Exception as error:  # noqa: BLE001  (the model's template can raise anything)
             return f"rendering {length} turns raises {type(error).__name__}: {error}"
+        rendered = str(text)
         if not rendered.startswith(before):
             common = next(i for i in range(len(before) + 1) if before[: i + 1] != rendered[: i + 1])
             return f"with {length} turns, {before[common : common + 24]!r} becomes {rendered[common : common + 24]!r}"
@@ -199,37 +172,30 @@ def rewritten_at(tokenizer: PreTrainedTokenizerBase, answer: str) -> str | None:
     return None
 
 
-def check_prompts(subject: Subject) -> Iterator[Finding]:
-    recipe, tokenizer = subject.recipe, subject.tokenizer
-    if recipe is None or tokenizer is None or not subject.rows or not subject.context:
+@of_recipe
+def check_prompts(subject: Subject, recipe: Recipe) -> Iterator[Finding]:
+    if subject.tokenizer is None or not subject.rows or not subject.context:
         return
-    encoder = PromptEncoder(tokenizer)
+    encoder = PromptEncoder(subject.tokenizer)
     subject.longest_prompt = longest_prompt(subject.rows, encoder, held_out=subject.held_out_rows)
     try:
         lengths = [len(encoder.encode(row["prompt"])) for row in subject.rows]
-    except ConfigError:  # no template; said above
+    except ConfigError:  # no template; reported above
         return
-    longest = max(lengths)
-    count, room = len(lengths), subject.context - recipe.sampling.max_tokens
-    sizes = f"context {subject.context}, max_tokens {recipe.sampling.max_tokens}"
-    what = f"prompts: {longest} tokens at most in the first {count}; {sizes}"
+    longest, count, max_tokens = max(lengths), len(lengths), recipe.sampling.max_tokens
+    what = f"prompts: {longest} tokens at most in the first {count}; context {subject.context}, max_tokens {max_tokens}"
     too_long = sum(length >= subject.context for length in lengths)
+    cut_short = sum(length > subject.context - max_tokens for length in lengths)
+    fix = f"raise model.context to {longest + max_tokens}"
     if too_long:
-        fix = f"raise model.context to {longest + recipe.sampling.max_tokens} if the model allows it, or shorten the prompts"
-        yield Finding("problem" if too_long == count else "warning", f"{what}; {too_long} of {count} do not fit", fix)
-    elif longest > room:
-        cut = sum(length > room for length in lengths)
-        fix = f"raise model.context to {longest + recipe.sampling.max_tokens}, or lower sampling.max_tokens"
-        yield Finding("warning", f"{what}; completions to {cut} of {count} are cut short", fix)
+        level: Literal["problem", "warning"] = "problem" if too_long == count else "warning"
+        what = f"{what}; {too_long} of {count} do not fit"
+        yield Finding(level, what, f"{fix} if the model allows it, or shorten the prompts")
+    elif cut_short:
+        what = f"{what}; completions to {cut_short} of {count} are cut short"
+        yield Finding("warning", what, f"{fix}, or lower sampling.max_tokens")
     else:
         yield Finding("ok", what)
 
 
-CHECKS: tuple[Check, ...] = (
-    check_libraries,
-    check_device,
-    check_model,
-    check_tokenizer,
-    check_template,
-    check_prompts,
-)
+CHECKS: tuple[Check, ...] = (check_libraries, check_device, check_model, check_tokenizer, check_template, check_prompts)

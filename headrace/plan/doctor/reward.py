@@ -1,4 +1,4 @@
-"""The reward, tried on answers whose worth is known, the way a run calls it: in a worker thread, under a deadline."""
+"""The reward, tried on answers whose worth is known, the way a run calls it: in a worker thread, with a timeout."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from typing import TYPE_CHECKING
 from headrace.envs import PromptEncoder
 from headrace.launch import demonstration
 from headrace.model import tiny
-from headrace.plan.doctor.finding import Finding
+from headrace.plan.doctor.finding import Finding, of_recipe
 from headrace.records import Episode, InfraAbort, Scored
 from headrace.score import RewardError, RewardScorer, RewardWorkers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from headrace.config import Recipe
     from headrace.plan.doctor.finding import Check, Subject
     from headrace.records import Outcome, Plain
     from headrace.score import RewardFunction, RewardSettings
 
 MOST_SECONDS = 10.0
-"""A call is given no longer, whatever `reward.timeout` says."""
+"""The longest a call may take, even if `reward.timeout` is longer."""
 GARBAGE = "~ qzx 42 }{ lorem ipsum"
 WRAPPED = {
     "gold": "{}",
@@ -33,20 +34,18 @@ WRAPPED = {
     "gold in <answer>": "<answer>{}</answer>",
     "gold after ####": "#### {}",
 }
-"""Forms a right answer is often asked for in; the best of them counts."""
+"""Forms in which a right answer is often expected; the best of them counts."""
 
 
-def check_reward(subject: Subject) -> Iterator[Finding]:
-    recipe = subject.recipe
-    if recipe is None or not subject.rows or not subject.rewards:
+@of_recipe
+def check_reward(subject: Subject, recipe: Recipe) -> Iterator[Finding]:
+    if not subject.rows or not subject.rewards:
         return
     row = next((row for row in subject.rows if row.get("answer") is not None), subject.rows[0])
     answers = _answers(row)
-    settings = dataclasses.replace(
-        recipe.reward, timeout=min(recipe.reward.timeout, MOST_SECONDS), attempts=1, max_failures=2**31
-    )
-    totals = dict.fromkeys(answers, 0.0)
-    applies = set[str]()
+    timeout = min(recipe.reward.timeout, MOST_SECONDS)
+    settings = dataclasses.replace(recipe.reward, timeout=timeout, attempts=1, max_failures=2**31)
+    totals: dict[str, float] = {}
     for function, weight in subject.rewards:
         outcomes = _try(subject, function, row, answers, settings)
         if isinstance(outcomes, Finding):
@@ -57,10 +56,9 @@ def check_reward(subject: Subject) -> Iterator[Finding]:
             return
         for name, outcome in outcomes.items():
             if isinstance(outcome, Scored):
-                totals[name] += weight * outcome.reward
-                applies.add(name)
+                totals[name] = totals.get(name, 0.0) + weight * outcome.reward
         yield Finding("ok", f"reward {function.name!r}: {_values(outcomes)}")
-    yield from _judged(totals, applies, has_gold="gold" in answers)
+    yield from _judged(totals, has_gold="gold" in answers)
 
 
 def _answers(row: dict[str, Plain]) -> dict[str, str]:
@@ -74,7 +72,7 @@ def _answers(row: dict[str, Plain]) -> dict[str, str]:
 def _try(
     subject: Subject, function: RewardFunction, row: dict[str, Plain], answers: dict[str, str], settings: RewardSettings
 ) -> dict[str, Outcome | None] | Finding:
-    """The outcome of each answer. The first is tried alone before all are, so that a reward that hangs is waited for once."""
+    """The outcome of each answer. The first is tried alone, so that a reward that hangs is waited for once."""
     usable = subject.tokenizer is not None and subject.tokenizer.eos_token_id is not None
     encoder = PromptEncoder(subject.tokenizer if usable and subject.tokenizer is not None else tiny.build_tokenizer())
     episodes = []
@@ -101,7 +99,7 @@ def _try(
 
 @contextlib.contextmanager
 def _ended_if_stuck(timeout: float) -> Iterator[None]:
-    """A reward that holds the interpreter ends the doctor, with its stack on the screen."""
+    """A reward that never releases the interpreter ends the doctor, with its stack on the screen."""
     if sys.__stderr__ is not None:
         faulthandler.dump_traceback_later(5 * timeout + 5, file=sys.__stderr__, exit=True)
     try:
@@ -112,7 +110,7 @@ def _ended_if_stuck(timeout: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """The findings say what the log would."""
+    """Keep the log off the screen: the findings say the same."""
     handler, logger = logging.NullHandler(), logging.getLogger("headrace")
     logger.addHandler(handler)
     try:
@@ -146,25 +144,23 @@ def _failures(
         yield Finding("problem", f"{what}, on the answer {shown}", fix)
 
 
-def _judged(totals: dict[str, float], applies: set[str], *, has_gold: bool) -> Iterator[Finding]:
-    """Whether the sum of all rewards tells a right answer from others."""
-    judged = {name: value for name, value in totals.items() if name in applies}
+def _judged(judged: dict[str, float], *, has_gold: bool) -> Iterator[Finding]:
+    """Whether the sum of all rewards tells a right answer from others. `judged`: of the answers that any reward applies to."""
     golds = [value for name, value in judged.items() if name in WRAPPED]
     if has_gold and not golds:
-        yield Finding(
-            "problem", "reward: none applies to the task's own answer", "return a number, not None, for a right answer"
-        )
+        what = "reward: none applies to the task's own answer"
+        yield Finding("problem", what, "return a number, not None, for a right answer")
     elif len(judged) > 1 and len(set(judged.values())) == 1:
         what = f"reward: is {next(iter(judged.values())):g} for everything that was tried; a constant teaches nothing"
-        fix = "see that it reads the completion; if right answers look otherwise than the answer column, try one by hand"
+        fix = "check that it reads the completion; if right answers look different from the answer column, try one by hand"
         yield Finding("problem" if has_gold else "warning", what, fix)
     elif golds and "garbage" in judged and judged["garbage"] >= max(golds):
         what = f"reward: gives garbage {judged['garbage']:g} and the task's own answer {max(golds):g}"
-        yield Finding("warning", what, "see that right answers get more than others")
+        yield Finding("warning", what, "make sure that right answers get more than others")
 
 
 def _values(outcomes: dict[str, Outcome | None]) -> str:
-    """Each answer with what it got; of the forms of a right one, the best."""
+    """Each answer with its reward; of the forms of a right one, the best."""
     values = {name: outcome.reward for name, outcome in outcomes.items() if isinstance(outcome, Scored)}
     best = max((name for name in WRAPPED if name in values), key=lambda name: values[name], default="gold")
     shown = [name for name in outcomes if name not in WRAPPED or name == best]

@@ -1,4 +1,4 @@
-"""Whether there is room: memory, the GPU's memory, shared memory, disk. What is needed follows from the model's size."""
+"""Whether there is enough memory, GPU memory, shared memory and disk for a model of this size."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from headrace.buffer import buffer_policy
 from headrace.launch import forecast_here, free_here, most_kv_blocks
 from headrace.partial import pauses_unfinished
-from headrace.plan.doctor.finding import Finding, size
+from headrace.plan.doctor.finding import Finding, of_recipe, size
 from headrace.plan.doctor.machine import SHARED_MEMORY
 
 if TYPE_CHECKING:
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 _THERE = ("auto", "shared_memory", "files")
 """Transports whose updates lie in sync.folder."""
 _FULL = 0.95
-"""Of a GPU's memory: what is predicted to take more may not fit."""
+"""The share of a GPU's memory beyond which a prediction may not fit."""
 _FEWEST_TOKENS = 2048
-"""In a pass that still keeps a GPU busy."""
+"""The smallest forward pass that still keeps a GPU busy."""
 
 
 def check_memory(subject: Subject) -> Iterator[Finding]:
@@ -37,18 +37,13 @@ def check_memory(subject: Subject) -> Iterator[Finding]:
     if not total:
         return
     what = f"memory: {size(free)} free of {size(total)}"
-    expected = None if _is_on_gpu(subject) else _forecast(subject)
-    if expected is None or subject.recipe is None:
-        need = 0 if _is_on_gpu(subject) else subject.weight_bytes + subject.trainer_bytes
-        what += f"; weights and optimizer take {size(need)}" if need else ""
-        fix = "take a smaller model, or a machine with more memory" if need > free else ""
-        yield Finding("problem" if fix else "ok", what, fix)
-        return
-    need, what = expected.together(subject.recipe.engine.num_engines), f"{what}; {_described(expected)}"
-    if need > free:
-        yield Finding("problem", what, _fix(subject, free))
-    else:
+    recipe, expected = subject.recipe, None if _is_on_gpu(subject.recipe) else _forecast(subject, subject.recipe)
+    if recipe is None or expected is None:
         yield Finding("ok", what)
+    elif _largest_need(expected, recipe) > free:
+        yield Finding("problem", f"{what}; {_described(expected)}", _fix(subject, recipe, free))
+    else:
+        yield Finding("ok", f"{what}; {_described(expected)}")
 
 
 def free_memory() -> tuple[int, int]:
@@ -64,46 +59,44 @@ def free_memory() -> tuple[int, int]:
     return free, total
 
 
-def check_gpu_memory(subject: Subject) -> Iterator[Finding]:
-    expected = _forecast(subject) if _is_on_gpu(subject) else None
-    if expected is None or subject.recipe is None:
+@of_recipe
+def check_gpu_memory(subject: Subject, recipe: Recipe) -> Iterator[Finding]:
+    expected = _forecast(subject, recipe) if _is_on_gpu(recipe) else None
+    if expected is None:
         return
     free, total = torch.cuda.mem_get_info()
-    need = _largest_need(expected, subject.recipe)
+    need = _largest_need(expected, recipe)
     what = f"GPU memory: {size(free)} free of {size(total)}; {_described(expected)}"
     if need > total:
-        yield Finding("problem", what, _fix(subject, total))
+        yield Finding("problem", what, _fix(subject, recipe, total))
     elif need > free:
-        yield Finding("problem", what, f"free the GPU of other processes, or {_fix(subject, free)}")
+        yield Finding("problem", what, f"free the GPU of other processes, or {_fix(subject, recipe, free)}")
     elif need > _FULL * free:
-        yield Finding("warning", what, f"it may just fit; to be sure, {_fix(subject, int(_FULL * free))}")
+        yield Finding("warning", what, f"it may just fit; to be sure, {_fix(subject, recipe, int(_FULL * free))}")
     else:
         yield Finding("ok", what)
 
 
-def _forecast(subject: Subject, recipe: Recipe | None = None) -> Forecast | None:
-    """Of the recipe, or of another in its place; nothing where the model is not known, or its device is not there."""
-    recipe = recipe or subject.recipe
+def _forecast(subject: Subject, recipe: Recipe | None) -> Forecast | None:
+    """The memory a recipe would take with the subject's model; None where the model is not known or the device is missing."""
     if recipe is None or subject.shape is None or (recipe.device == "cuda" and not torch.cuda.is_available()):
         return None
     num_held_out = sum(map(len, subject.held_out_rows.values()))
-    most_blocks = most_kv_blocks(
-        recipe, context=subject.context, longest_prompt=subject.longest_prompt, num_held_out=num_held_out
-    )
+    sizes = {"context": subject.context, "longest_prompt": subject.longest_prompt}
     return forecast_here(
         recipe,
         subject.shape,
-        context=subject.context,
-        longest_prompt=subject.longest_prompt,
+        **sizes,
         free=free_here(recipe),
-        most_blocks=most_blocks,
+        most_blocks=most_kv_blocks(recipe, **sizes, num_held_out=num_held_out),
         num_parameters=subject.num_parameters,
     )
 
 
 def _largest_need(expected: Forecast, recipe: Recipe) -> int:
-    """Of one GPU: the trainer has the first to itself where there are several, and engines share the others."""
-    others = torch.cuda.device_count() - 1
+    """Of the machine, or of one GPU: the trainer has the first to itself where there are several, and engines share the
+    others."""
+    others = torch.cuda.device_count() - 1 if _is_on_gpu(recipe) else 0
     if others < 1:
         return expected.together(recipe.engine.num_engines)
     each = expected.engine.total + expected.server
@@ -121,31 +114,26 @@ def _described(expected: Forecast) -> str:
     )
 
 
-def _fix(subject: Subject, room: int) -> str:
+def _fix(subject: Subject, recipe: Recipe, room: int) -> str:
     """The first change, of those that cost least first, with which it is predicted to fit."""
-    recipe = subject.recipe
-    assert recipe is not None
     for words, changed in _changes(recipe):
         expected = _forecast(subject, changed)
-        if expected is None:
-            break
-        count = recipe.engine.num_engines
-        if (_largest_need(expected, changed) if _is_on_gpu(subject) else expected.together(count)) <= room:
+        if expected is not None and _largest_need(expected, changed) <= room:
             return f"set {words}: {size(expected.trainer.total)} for the trainer then"
-    larger = "GPU" if _is_on_gpu(subject) else "machine"
+    larger = "GPU" if _is_on_gpu(recipe) else "machine"
     return f"lower engine.kv_blocks, take a smaller model or model.dtype = 'bfloat16', or a larger {larger}"
 
 
 def _changes(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
-    """What may be changed, in words, and the recipe with it."""
+    """What could be changed, in words, and the recipe with that change."""
 
     def with_train(**changes: Any) -> Recipe:  # noqa: ANN401
         return dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, **changes))
 
     if not recipe.engine.sleeps and buffer_policy(recipe).takes_turns and not pauses_unfinished(recipe):
         for sleep in ("cache", "weights"):
-            slept = dataclasses.replace(recipe.engine, sleep=sleep)
-            yield f"engine.sleep = '{sleep}'", dataclasses.replace(recipe, engine=slept)
+            engine = dataclasses.replace(recipe.engine, sleep=sleep)
+            yield f"engine.sleep = '{sleep}'", dataclasses.replace(recipe, engine=engine)
     tokens = recipe.train.micro_batch_tokens // 2
     while tokens >= _FEWEST_TOKENS:
         yield f"train.micro_batch_tokens = {tokens}", with_train(micro_batch_tokens=tokens)
@@ -159,7 +147,8 @@ def _changes(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
 
 
 def check_shared_memory(subject: Subject) -> Iterator[Finding]:
-    folder = Path(subject.recipe.sync.folder) if subject.recipe and subject.recipe.sync.folder else SHARED_MEMORY
+    recipe = subject.recipe
+    folder = Path(recipe.sync.folder) if recipe and recipe.sync.folder else SHARED_MEMORY
     if not folder.is_dir():
         return
     free, need = shutil.disk_usage(folder).free, 2 * subject.weight_bytes
@@ -167,7 +156,6 @@ def check_shared_memory(subject: Subject) -> Iterator[Finding]:
     if free >= max(need, 1):
         yield Finding("ok", what)
         return
-    recipe = subject.recipe
     is_used = recipe is not None and not recipe.is_inline and recipe.sync.transport in _THERE
     fix = f"make it larger: `mount -o remount,size={need // 10**9 + 1}G {folder}`, or --shm-size of a container"
     if folder != SHARED_MEMORY:
@@ -191,8 +179,7 @@ def check_disk(subject: Subject) -> Iterator[Finding]:
         yield Finding("ok", what)
 
 
-def _is_on_gpu(subject: Subject) -> bool:
-    recipe = subject.recipe
+def _is_on_gpu(recipe: Recipe | None) -> bool:
     return torch.cuda.is_available() and recipe is not None and recipe.device != "cpu" and not recipe.exact
 
 

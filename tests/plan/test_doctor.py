@@ -13,11 +13,13 @@ import time
 from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig
 
 from headrace.cli import main
 from headrace.errors import SyncError
 from headrace.launch.folder import FolderLock, write_summary
 from headrace.leftovers import Claim
+from headrace.model import ModelShape
 from headrace.plan.doctor import Finding, Subject, examine, inputs, machine, model, reward, space
 from headrace.sync import check_place
 
@@ -329,6 +331,7 @@ def test_a_folder_of_which_no_weights_are_read(recipe, tmp_path, tiny_model) -> 
     weights = folder / "model.safetensors"
     content = weights.read_bytes()
     weights.write_bytes(content[: 8 + int.from_bytes(content[:8], "little")])
+    os.truncate(weights, len(content))  # as long as it was, and zeros but for the header
     findings = recipe.examine(model__path=str(folder))
     assert {finding.level for finding in findings} == {"ok"}
     builtin = recipe.examine()
@@ -521,7 +524,8 @@ def test_more_room_than_there_is(tmp_path) -> None:
     from headrace.config import make_recipe
 
     recipe = make_recipe({"checkpoint.keep": 5, "orchestrate": "inline"})
-    subject = Subject(recipe=recipe, runs=tmp_path / "not" / "yet", num_parameters=10**14)
+    shape = ModelShape.of(LlamaConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=64))
+    subject = Subject(recipe=recipe, runs=tmp_path / "not" / "yet", num_parameters=10**14, shape=shape, context=256)
     (disk,) = space.check_disk(subject)
     (shared,) = space.check_shared_memory(subject)
     (memory,) = space.check_memory(subject)
