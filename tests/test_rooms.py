@@ -10,7 +10,7 @@ import typing
 from pathlib import Path
 
 from headrace.algorithms.corrections import CORRECTIONS
-from headrace.algorithms.losses.naming import LOSSES
+from headrace.algorithms.losses import LOSSES
 from headrace.algorithms.traits import ADVANTAGES, CORRECTIONS_WITH_TRAITS, LOSSES_WITH_TRAITS
 from headrace.buffer.kinds import POLICIES
 from headrace.config import Recipe

@@ -1,4 +1,8 @@
-"""."""
+"""Pure functions that turn rewards and logprobs into a gradient's weights: advantages, losses, corrections, and the KL.
+
+`traits` says what other rooms must know of each by its name, without importing torch. To add a loss: a function and a line in
+the table of `losses.py`, and a line in `traits.py` where it differs from the usual.
+"""
 
 from typing import TYPE_CHECKING
 
