@@ -1,12 +1,12 @@
-"""One object that every role reports to."""
+"""The one object that every role of a run reports to."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from headrace.observe.remote import MirroredTimeline
-from headrace.observe.screen import Screen, Silent
-from headrace.observe.sinks import Sink, open_sinks, read_metrics
+from headrace.observe.screen import Screen
+from headrace.observe.sinks import Sink, open_sinks
 from headrace.observe.spans import STATES, Timeline
 from headrace.observe.trace import Trace
 from headrace.records import encode
@@ -15,15 +15,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
+    from headrace.observe.spans import Budget
     from headrace.records import Rollout
-
-    Budget = dict[str, dict[str, float]]
-
-__all__ = ["Observer", "read_metrics"]
 
 
 class Observer:
-    """Timelines, metrics, trace, kept rollouts and the screen of one run; all but the timelines may be absent."""
+    """Timelines, metrics, trace, kept rollouts and the screen of one run. Without a folder nothing is written; a run goes on
+    where writing fails. `elsewhere`: roles in other processes; `restored`: the version that a run resumes from."""
 
     def __init__(
         self,
@@ -36,7 +34,7 @@ class Observer:
         config: Mapping[str, Any] | None = None,
         elsewhere: Sequence[str] = (),
     ) -> None:
-        self.screen: Screen = screen or Silent()
+        self.screen: Screen = screen or Screen()
         self._folder = folder
         self._sinks: list[Sink] = open_sinks(sinks, folder, restored=restored, config=config or {}) if folder else []
         self._trace = Trace(folder / "trace.json") if folder and trace else None
@@ -49,11 +47,11 @@ class Observer:
         return self._timelines[role]
 
     def mirrored(self) -> dict[str, MirroredTimeline]:
-        """Of the roles in other processes."""
+        """The timelines of roles in other processes."""
         return {role: timeline for role, timeline in self._timelines.items() if isinstance(timeline, MirroredTimeline)}
 
     def start(self) -> None:
-        """Begin the window of the time budget: at the first request."""
+        """Start the window of the time budget, at the first request."""
         for timeline in self._timelines.values():
             timeline.start()
         self._before = {}
@@ -64,34 +62,33 @@ class Observer:
 
     @property
     def occupancy(self) -> float:
-        """Slots decoding, of those there are, averaged over decode steps."""
+        """The share of slots in use, averaged over decode steps."""
         engine = self._timelines["engine"]
         return engine.occupied / engine.slots if engine.slots else 0.0
 
     def version(self, version: int, metrics: Mapping[str, Any]) -> None:
-        """A version was trained: metrics to the sinks, seconds of every state since the last one beside them."""
+        """A version was trained: write its metrics, with the seconds of every state since the last version."""
         budget = self.budget()
         row = {**metrics, **self._seconds()}
-        for sink in list(self._sinks):
-            if not self._safely(type(sink).__name__, lambda sink=sink: sink.write(version, row)):  # type: ignore[misc]
-                self._sinks.remove(sink)
-        self._with_trace(lambda trace: trace.mark(f"version {version}"))
-        self._with_trace(lambda trace: trace.flush())
+        self._sinks = [sink for sink in self._sinks if self._safely(type(sink).__name__, sink.write, version, row)]
+        if self._trace is not None:
+            self._to_trace(self._trace.mark, f"version {version}")
         self.screen.row({"version": version, **metrics}, budget)
 
     def keep_rollouts(self, version: int, rollouts: Sequence[Rollout]) -> Path | None:
-        """Write them to the run's folder for `headrace inspect`, in place of those kept of that version before; the file,
-        or nothing where it could not be written."""
+        """Write them to the run's folder for `headrace inspect`, replacing any kept of that version. The file, or None where it
+        could not be written."""
         if self._folder is None:
             return None
         path = self._folder / "rollouts" / f"step-{version}.wire"
-        return path if self._safely("rollouts", lambda: _write(path, rollouts)) else None
+        return path if self._safely("rollouts", _write, path, rollouts) else None
 
     def close(self) -> None:
         self.screen.close()
         for sink in self._sinks:
             self._safely(type(sink).__name__, sink.close)
-        self._with_trace(lambda trace: trace.close())
+        if self._trace is not None:
+            self._to_trace(self._trace.close)
 
     def _seconds(self) -> dict[str, float]:
         now = {role: dict(timeline.totals) for role, timeline in self._timelines.items()}
@@ -103,17 +100,17 @@ class Observer:
         }
 
     def _on_span(self, role: str, state: str, start: float, stop: float) -> None:
-        self._with_trace(lambda trace: trace.span(role, state, start, stop))
+        if self._trace is not None:
+            self._to_trace(self._trace.span, role, state, start, stop)
 
-    def _with_trace(self, write: Callable[[Trace], object]) -> None:
-        trace = self._trace
-        if trace is not None and not self._safely("trace", lambda: write(trace)):
+    def _to_trace(self, write: Callable[..., object], *arguments: object) -> None:
+        if not self._safely("trace", write, *arguments):
             self._trace = None
 
-    def _safely(self, name: str, write: Callable[[], object]) -> bool:
-        """Whether it could be written; the run does not depend on it."""
+    def _safely(self, name: str, write: Callable[..., object], *arguments: object) -> bool:
+        """Whether the write succeeded; the run does not depend on it."""
         try:
-            write()
+            write(*arguments)
         except Exception as error:  # noqa: BLE001  (a full disk, or whatever a metrics service raises)
             self.screen.say(f"{name} is no longer written: {error}; the run goes on")
             return False

@@ -1,4 +1,4 @@
-"""Timelines of roles in other processes: kept there, mirrored here."""
+"""Timelines of roles in other processes: kept there (`ProcessTimeline`), mirrored in the launcher (`MirroredTimeline`)."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from headrace.observe.spans import IDLE, STATES, Timeline
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-_KEPT_SPANS = 20_000
-"""Between two looks; a trace with more of them is thinned, the budget is not."""
+_MAX_SPANS = 20_000
+"""Kept between two reports. A trace with more of them has gaps, the budget has none."""
 
 
 class ProcessTimeline(Timeline):
-    """Of a role that has a thread to itself. The time it could run but did not is what the system says it was."""
+    """Of a role with a thread of its own. The operating system says how long that thread waited for a processor."""
 
     def __init__(self, role: str) -> None:
         super().__init__(role)
         self._delays = _RunDelay()
         self._spans: list[tuple[str, float, float]] = []
         self._lock = threading.Lock()
-        """A look from another thread comes between two spans, never within the end of one."""
+        """Another thread's `report` falls between two spans, never into the end of one."""
 
     def report(self) -> dict[str, Any]:
-        """Totals since the process began, to this moment, and the spans since the last report. From any thread."""
+        """Totals since the process started, until now, and the spans since the last report. From any thread."""
         with self._lock:
             totals, state = dict(self.totals), self._state
             span = max(0.0, time.perf_counter() - self._since)
@@ -61,12 +61,12 @@ class ProcessTimeline(Timeline):
             self._keep(name, start, stop)
 
     def _keep(self, name: str, start: float, stop: float) -> None:
-        if len(self._spans) < _KEPT_SPANS:
+        if len(self._spans) < _MAX_SPANS:
             self._spans.append((name, start, stop))
 
 
 class _RunDelay:
-    """Seconds the calling thread has waited for a processor, where the system tells (Linux)."""
+    """Seconds the working thread has waited for a processor, where the system tells (Linux)."""
 
     def __init__(self) -> None:
         self._file = -1
@@ -74,9 +74,9 @@ class _RunDelay:
         self._last = 0
 
     def take(self, most: float) -> float:
-        """Since what was taken before, by the thread that works; what is more than `most` belongs to the next span."""
+        """Seconds since the last call, from the thread that works; more than `most` is left for the next span."""
         thread = threading.get_native_id()
-        if thread != self._thread:  # the first look from it
+        if thread != self._thread:  # its first call
             self._open(thread)
             self._last = self._read()
             return 0.0
@@ -85,7 +85,7 @@ class _RunDelay:
         return taken / 1e9
 
     def so_far(self) -> float:
-        """What could be taken, asked from any thread."""
+        """What could be taken now. From any thread."""
         return (self._read() - self._last) / 1e9
 
     def _open(self, thread: int) -> None:
@@ -107,14 +107,12 @@ class _RunDelay:
 
 
 class MirroredTimeline(Timeline):
-    """What processes of one role have reported, together. Waiting that is seen only from here is told apart here."""
+    """The reports of all processes of one role, added up. The launcher adds why the trainer's process waited."""
 
     def __init__(self, role: str, *, on_span: Callable[[str, str, float, float], None] | None = None) -> None:
         super().__init__(role, on_span=on_span)
         self._reports: dict[str, dict[str, Any]] = {}
-        self._gone: list[dict[str, Any]] = []
-        self._base: dict[str, float] = {}
-        self._base_slots = (0, 0)
+        self._at_start: dict[str, float] = {}
         self._evaluated = 0.0
 
     def take(self, name: str, report: dict[str, Any]) -> None:
@@ -123,58 +121,43 @@ class MirroredTimeline(Timeline):
         if self._on_span is not None:
             for state, start, stop in report["spans"]:
                 self._on_span(self.role, state, start, stop)
-        self._sum()
+        self._update()
 
     def forget(self, name: str) -> None:
-        """The process is gone; what it reported still counts, and one of its name may begin again."""
+        """The process has ended. What it reported still counts, and another may start under its name."""
         if name in self._reports:
-            self._gone.append(self._reports.pop(name))
+            self._reports[f"{name}, ended ({len(self._reports)})"] = self._reports.pop(name)
 
     def start(self) -> None:
-        self._base, self._base_slots = self._totals(), self._slots()
+        self._at_start = self._sums()
         self._evaluated = 0.0
-        self._sum()
-
-    def shares(self) -> dict[str, float]:
-        window = sum(self.totals.values())
-        return {
-            state: total / window if window > 0 else float(state == IDLE[self.role]) for state, total in self.totals.items()
-        }
-
-    def _totals(self) -> dict[str, float]:
-        reports = [*self._reports.values(), *self._gone]
-        return {state: sum(report["totals"].get(state, 0.0) for report in reports) for state in STATES[self.role]}
-
-    def _slots(self) -> tuple[int, int]:
-        reports = [*self._reports.values(), *self._gone]
-        return sum(report["occupied"] for report in reports), sum(report["slots"] for report in reports)
-
-    def _sum(self) -> None:
-        totals = {state: max(0.0, total - self._base.get(state, 0.0)) for state, total in self._totals().items()}
-        if self._evaluated:
-            evaluated = min(self._evaluated, totals[IDLE[self.role]])  # what it did meanwhile it did
-            totals["evaluate"] += evaluated
-            totals[IDLE[self.role]] -= evaluated
-        self.totals = totals
-        occupied, slots = self._slots()
-        self.occupied, self.slots = occupied - self._base_slots[0], slots - self._base_slots[1]
+        self._update()
 
     @contextlib.contextmanager
     def during(self, state: str) -> Iterator[None]:
-        """The process idles meanwhile, and this is why. Its own work it reports itself."""
-        began = time.perf_counter()
+        """The process idles during an evaluation and cannot know why; work it reports itself."""
+        started = time.perf_counter()
         try:
             yield
         finally:
             if state == "evaluate":
-                self._evaluated += time.perf_counter() - began
-                self._sum()
-
-    def enter(self, state: str, *, at: float | None = None) -> None:
-        """Nothing: the process knows what it does."""
-
-    def split(self, state: str, *, share: float) -> None:
-        """Nothing: the process knows what it does."""
+                self._evaluated += time.perf_counter() - started
+                self._update()
 
     def _close(self, now: float) -> None:
-        """Nothing: the process knows what it does."""
+        """Nothing: the process closes its own spans."""
+
+    def _sums(self) -> dict[str, float]:
+        """Seconds in every state, and slot counts, of all processes since they started."""
+        reports = self._reports.values()
+        sums = {state: sum(report["totals"].get(state, 0.0) for report in reports) for state in STATES[self.role]}
+        return sums | {name: sum(report[name] for report in reports) for name in ("occupied", "slots")}
+
+    def _update(self) -> None:
+        totals = {name: max(0.0, value - self._at_start.get(name, 0.0)) for name, value in self._sums().items()}
+        self.occupied, self.slots = int(totals.pop("occupied")), int(totals.pop("slots"))
+        if self._evaluated:
+            evaluated = min(self._evaluated, totals[IDLE[self.role]])  # only idle time: it may have worked meanwhile
+            totals["evaluate"] += evaluated
+            totals[IDLE[self.role]] -= evaluated
+        self.totals = totals

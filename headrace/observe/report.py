@@ -1,4 +1,4 @@
-"""What is said at the end of a run."""
+"""The report at the end of a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def final_report(summary: dict[str, Any], equation: str, samples: list[tuple[str, str, float | None]], *, folder: Path) -> str:
-    """Before and after, where the time went, the books, the checkpoint, three rollouts."""
+    """Success before and after, where the time went, the accounting, the checkpoint, three rollouts."""
     seconds, tokens, lag = summary["seconds"], summary["tokens"], summary["lag"]
     lines = ["", f"{summary['status']}   version {summary['version']} of {summary['steps']}"]
     if summary["held_out"]["after"]:
@@ -55,7 +55,7 @@ def _held_out_lines(before: dict[str, float], after: dict[str, float]) -> list[s
 
 
 def _memory_line(memory: dict[str, dict[str, int | None]]) -> str:
-    """What each role took at most, and what was expected."""
+    """The peak of each role, and what was predicted."""
     parts = []
     for role, sizes in memory.items():
         peak, expected = sizes["peak"] or 0, sizes["predicted"]

@@ -1,56 +1,47 @@
-"""What a person sees while a run goes on: a live table on a terminal, plain lines elsewhere."""
+"""What the user sees during a run: a live table on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from headrace.observe.spans import WAITING, bound_by
+from headrace.observe.spans import at_work, bound_by
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-Budget = dict[str, dict[str, float]]
+    from headrace.observe.spans import Budget
+
 _ROWS = 8
 
 
-class Screen(Protocol):
-    """Shown to the user."""
+class Screen:
+    """What the user sees. This one shows nothing."""
 
-    def say(self, text: str) -> None: ...
+    def say(self, text: str) -> None:
+        """Show a message."""
 
-    def row(self, row: Mapping[str, Any], budget: Budget) -> None: ...
+    def row(self, row: Mapping[str, Any], budget: Budget) -> None:
+        """Show a version that was trained: its metrics, and where the time went."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Nothing more will be shown."""
 
 
 def open_screen(*, steps: int, quiet: bool = False) -> Screen:
-    """The screen that fits where the output goes."""
+    """The screen that suits where the output goes."""
     if quiet:
-        return Silent()
+        return Screen()
     console = Console()
     return LiveTable(console, steps=steps) if console.is_terminal else PlainLines(steps=steps)
 
 
-class Silent:
-    """Nothing at all."""
-
-    def say(self, text: str) -> None:
-        pass
-
-    def row(self, row: Mapping[str, Any], budget: Budget) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class PlainLines:
+class PlainLines(Screen):
     """One line per version."""
 
     def __init__(self, *, steps: int) -> None:
@@ -63,14 +54,12 @@ class PlainLines:
         cells = _cells(row)
         role, _ = bound_by(budget)
         text = "  ".join(f"{name} {value}" for name, value in cells.items() if value)
-        print(f"{text}  of {self._steps} | {budget_line(budget)} | bound by {role}", flush=True)
-
-    def close(self) -> None:
-        pass
+        working = " ".join(f"{name} {share:.0%}" for name, share in at_work(budget).items())
+        print(f"{text}  of {self._steps} | {working} | bound by {role}", flush=True)
 
 
-class LiveTable:
-    """The last versions, and the time budget below them."""
+class LiveTable(Screen):
+    """A table of the last versions, with the time budget below it."""
 
     def __init__(self, console: Console, *, steps: int) -> None:
         self._console, self._steps = console, steps
@@ -115,18 +104,12 @@ def _cells(row: Mapping[str, Any]) -> dict[str, str]:
 
 
 def share(found: Mapping[str, float], name: str) -> str:
-    """A share that an evaluation found, or that it could judge nothing."""
+    """A share that an evaluation measured, or "not judged" where it scored nothing."""
     return f"{found[name]:.1%}" if name in found else "not judged"
 
 
-def budget_line(budget: Budget) -> str:
-    """The share of time each role was at work."""
-    working = {role: 1 - sum(shares.get(state, 0.0) for state in WAITING) for role, shares in budget.items()}
-    return " ".join(f"{role} {share:.0%}" for role, share in working.items())
-
-
 def budget_table(budget: Budget, *, brief: bool = False) -> list[str]:
-    """Every state of every role, and the verdict; briefly, without the states that took less than half a percent."""
+    """Every state of every role, and which role bounds the run. `brief` leaves out states below half a percent."""
     lines = []
     for role, shares in budget.items():
         if brief:

@@ -1,4 +1,4 @@
-"""Where metrics go. A sink that fails (a full disk, a service that is down) is dropped with a word, not the run."""
+"""Where metrics are written. A sink that fails (a full disk, a service that is down) is dropped with a message."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class JsonLines:
     """metrics.jsonl: one object per version, whole lines only."""
 
     def __init__(self, path: Path, *, restored: int | None) -> None:
-        """`restored`: the version a run goes on from; rows past it will be written again, and go."""
+        """`restored`: the version a run resumes from; later rows are removed, since they will be written again."""
         if path.exists():
             kept = [row for row in read_metrics(path) if restored is not None and row["version"] <= restored]
-            temporary = path.with_name(f".{path.name}.tmp")  # whoever is killed here, or fills the disk, loses no row
+            temporary = path.with_name(f".{path.name}.tmp")  # a kill or a full disk here loses no row
             temporary.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
             temporary.replace(path)
         self._file = path.open("a", encoding="utf-8")
@@ -60,8 +60,8 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A W&B run named after the folder. Its id lies there: a run that goes on from a checkpoint goes on in W&B, and one that
-    begins anew is another."""
+    """A W&B run named after the folder, which keeps its id: a resumed run continues in W&B, and one that starts anew is
+    another."""
 
     def __init__(self, folder: Path, *, config: Mapping[str, Any], is_resumed: bool) -> None:
         import wandb
@@ -77,7 +77,7 @@ class WeightsAndBiases:
             resume="allow",
             config=dict(config),
         )
-        # Not W&B's own step, which only rises: versions after the checkpoint that a run goes on from are logged again.
+        # Not W&B's own step, which only rises: versions after the checkpoint that a run resumes from are logged again.
         self._run.define_metric("version")
         self._run.define_metric("*", step_metric="version")
 
@@ -90,7 +90,7 @@ class WeightsAndBiases:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl; a line cut off by a crash is left out."""
+    """The rows of a metrics.jsonl; a line truncated by a crash is left out."""
     rows = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
@@ -101,7 +101,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def open_sinks(names: tuple[str, ...], folder: Path, *, restored: int | None, config: Mapping[str, Any]) -> list[Sink]:
-    """metrics.jsonl, and the extras by name. `config`: the recipe, for those that show it."""
+    """metrics.jsonl, and those of `observe.sinks`. `config`: the recipe, for sinks that show it."""
     sinks: list[Sink] = [JsonLines(folder / "metrics.jsonl", restored=restored)]
     for name in names:
         try:

@@ -6,25 +6,27 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+Budget: TypeAlias = dict[str, dict[str, float]]
+"""Of every role, the share of time in each of its states."""
 STATES = {
     "engine": ("prefill", "decode", "swap", "wait-gate", "wait-weights", "descheduled"),
     "trainer": ("compute", "publish", "save", "evaluate", "wait-batch", "descheduled"),
     "scorer": ("score", "wait", "descheduled"),
 }
-"""`descheduled`: could run, but the processor was somewhere else. `evaluate`: the trainer waits for a held-out evaluation."""
+"""`descheduled`: ready to run, but without a processor. `evaluate`: the trainer waits for a held-out evaluation."""
 BESIDE = "beside "
-"""Begins the names of spans that are not states."""
+"""Starts the names of spans that are not states."""
 IDLE = {"engine": "wait-gate", "trainer": "wait-batch", "scorer": "wait"}
 WAITING = frozenset({"wait-gate", "wait-weights", "wait-batch", "wait", "evaluate", "descheduled"})
 
 
 class Signal(asyncio.Event):
-    """An event that knows when it was raised."""
+    """An event that knows when it was set."""
 
     raised_at = 0.0
 
@@ -49,13 +51,13 @@ class Timeline:
         self._since = time.perf_counter()
 
     def start(self) -> None:
-        """Begin the window that shares are taken of."""
+        """Start the window of which shares are taken."""
         self.totals = dict.fromkeys(STATES[self.role], 0.0)
         self.occupied = self.slots = 0
         self._since = time.perf_counter()
 
     def enter(self, state: str, *, at: float | None = None) -> None:
-        """Leave the current state for another, now or at an earlier moment of the current span."""
+        """Change to another state, now or as of an earlier moment of the current span."""
         now = time.perf_counter() if at is None else max(at, self._since)
         self._close(now)
         self._state = state
@@ -70,7 +72,7 @@ class Timeline:
 
     @contextlib.contextmanager
     def during(self, state: str) -> Iterator[None]:
-        """In `state` inside the block, and back in the state before after it; blocks of one state may overlap."""
+        """In `state` inside the block, then back in the state before; blocks of one state may overlap."""
         self._depth[state] += 1
         if self._depth[state] == 1:
             self._before[state] = self._state
@@ -84,7 +86,7 @@ class Timeline:
 
     @contextlib.contextmanager
     def beside(self, what: str) -> Iterator[None]:
-        """Something that another thread does meanwhile: drawn in the trace on a track of its own, no part of the budget."""
+        """Work of another thread at the same time: shown in the trace on a track of its own, not counted in the budget."""
         start = time.perf_counter()
         try:
             yield
@@ -92,10 +94,10 @@ class Timeline:
             self._note(BESIDE + what, start, time.perf_counter())
 
     async def wait(self, state: str, signal: Signal) -> None:
-        """In `state` until the signal is raised, and descheduled from then until this coroutine really runs."""
+        """In `state` until the signal is set, and descheduled from then until this coroutine runs."""
         if signal.is_set():
             return
-        if not any(self._depth.values()):  # while something overlaps this wait, the role is at work
+        if not any(self._depth.values()):  # otherwise the role is at work during this wait
             self.enter(state)
         await signal.wait()
         if not any(self._depth.values()):
@@ -123,11 +125,13 @@ class Timeline:
             self._on_span(self.role, name, start, stop)
 
 
-def bound_by(budget: dict[str, dict[str, float]]) -> tuple[str, float]:
-    """(the role that waits least, its share of time at work): making that role faster makes the run faster.
+def at_work(budget: Budget) -> dict[str, float]:
+    """The share of time each role was at work. Being descheduled counts as waiting, for the processor."""
+    return {role: 1.0 - sum(shares.get(state, 0.0) for state in WAITING) for role, shares in budget.items()}
 
-    Being descheduled counts as waiting, for the processor.
-    """
-    working = {role: 1.0 - sum(shares.get(state, 0.0) for state in WAITING) for role, shares in budget.items()}
+
+def bound_by(budget: Budget) -> tuple[str, float]:
+    """(the role that waits least, its share of time at work): making that role faster makes the run faster."""
+    working = at_work(budget)
     role = max(working, key=lambda name: working[name])
     return role, working[role]

@@ -1,4 +1,4 @@
-"""trace.json for Perfetto: an array of events that is closed only at the end, which its readers allow, so it opens mid-run."""
+"""trace.json for Perfetto: a JSON array that is closed only at the end of a run. Perfetto opens it before that too."""
 
 from __future__ import annotations
 
@@ -12,23 +12,20 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _THREADS = {"engine": 1, "trainer": 2, "scorer": 3, "engine: weights": 4, "trainer: weights": 5}
-"""A role's own track, and one for what happens beside it."""
+"""The track of each role, and of its threads that move weights."""
 _SHORTEST = 50e-6
-"""Seconds; shorter spans are counted in the budget but not drawn."""
-
-
-_END = "\n]\n"
+"""Seconds; shorter spans are counted in the budget but not shown."""
 
 
 def _reopen(path: Path) -> None:
-    """Make a closed or cut-off array one that can be appended to: whole lines, each ending in a comma."""
+    """Make a closed or truncated array one that can be appended to: whole lines, each ending in a comma."""
     lines = path.read_text(encoding="utf-8").splitlines()
     whole = [line.rstrip(",") for line in lines[1:] if line.rstrip(",").endswith("}")]
     path.write_text("[\n" + "".join(f"{line},\n" for line in whole), encoding="utf-8")
 
 
 class Trace:
-    """Spans of every role as complete events."""
+    """Writes the spans of every role, appending to the trace of a run that is resumed."""
 
     def __init__(self, path: Path) -> None:
         is_new = not path.exists() or path.stat().st_size == 0
@@ -50,16 +47,17 @@ class Trace:
             self._event({"name": name, "ph": "X", "pid": 1, "tid": track, "ts": at, "dur": round((stop - start) * 1e6, 1)})
 
     def mark(self, name: str) -> None:
-        """A moment on every track: a version was published."""
-        self._event({"name": name, "ph": "i", "s": "g", "pid": 1, "tid": 1, "ts": round(time.time() * 1e6, 1)})
-
-    def flush(self) -> None:
+        """A moment on every track, and everything so far to disk."""
+        self._event(_moment(name))
         self._file.flush()
 
     def close(self) -> None:
-        end = {"name": "end", "ph": "i", "s": "g", "pid": 1, "tid": 1, "ts": round(time.time() * 1e6, 1)}
-        self._file.write(json.dumps(end) + _END)
+        self._file.write(json.dumps(_moment("end")) + "\n]\n")
         self._file.close()
 
     def _event(self, event: dict[str, object]) -> None:
         self._file.write(json.dumps(event) + ",\n")
+
+
+def _moment(name: str) -> dict[str, object]:
+    return {"name": name, "ph": "i", "s": "g", "pid": 1, "tid": 1, "ts": round(time.time() * 1e6, 1)}

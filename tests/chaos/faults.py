@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.observe.observer import read_metrics
+from headrace.observe.sinks import read_metrics
 from headrace.sync.shared import shared_folder
 
 RECIPE = """

@@ -12,7 +12,7 @@ from faults import Running, again, is_alive, start, wait_until
 
 from headrace.errors import command
 from headrace.observe.inspect import read_rollouts
-from headrace.observe.observer import read_metrics
+from headrace.observe.sinks import read_metrics
 
 
 def books_close(summary: dict) -> bool:

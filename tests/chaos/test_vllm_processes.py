@@ -17,7 +17,7 @@ from headrace.config import make_recipe
 from headrace.launch.vllm import Place, open_engine
 from headrace.model.load import load_tokenizer
 from headrace.observe import Timeline
-from headrace.observe.observer import read_metrics
+from headrace.observe.sinks import read_metrics
 from headrace.settings import ConfigError
 from headrace.sync import Lineage, MemoryTransport, WeightSync
 

@@ -10,7 +10,7 @@ from helpers import small_run, weights
 
 from headrace.engine.native.engine import NativeEngine
 from headrace.model.weights import named_tensors
-from headrace.observe.observer import read_metrics
+from headrace.observe.sinks import read_metrics
 from headrace.run.publishing import CanaryError
 
 

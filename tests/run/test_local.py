@@ -20,7 +20,7 @@ from helpers import same_weights, small_run, weights
 from headrace.launch.processes import Child, RoleFailed
 from headrace.model.load import ModelError
 from headrace.observe.inspect import read_rollouts
-from headrace.observe.observer import read_metrics
+from headrace.observe.sinks import read_metrics
 from headrace.observe.spans import STATES
 from headrace.rpc import RemoteError
 from headrace.run.checkpoint import CheckpointError

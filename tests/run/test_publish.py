@@ -12,7 +12,7 @@ from helpers import same_weights, small_run
 
 from headrace.errors import SyncError
 from headrace.observe import Observer
-from headrace.observe.observer import read_metrics
+from headrace.observe.sinks import read_metrics
 from headrace.partial import Interrupt
 from headrace.run.publishing import make_canary, publish
 from headrace.sync import WeightSync

@@ -15,7 +15,7 @@ from headrace.launch.build import decoder_of, special_stops
 from headrace.model.load import load_tokenizer
 from headrace.model.tiny import build_tokenizer
 from headrace.observe.inspect import read_rollouts
-from headrace.observe.observer import read_metrics
+from headrace.observe.sinks import read_metrics
 from headrace.observe.spans import STATES
 from headrace.records import FinishReason
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from headrace.cli import main
 from headrace.observe.inspect import kept_steps, read_rollouts
-from headrace.observe.observer import read_metrics
+from headrace.observe.sinks import read_metrics
 from headrace.run.skipped_steps import NotFiniteGradient
 
 LOSS = """

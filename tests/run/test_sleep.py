@@ -6,7 +6,7 @@ import pytest
 from helpers import same_weights, small_run
 
 from headrace.engine.native.core import EngineCore
-from headrace.observe.observer import read_metrics
+from headrace.observe.sinks import read_metrics
 from headrace.trainer.trainer import DeviceTrainer
 
 TURNS = {

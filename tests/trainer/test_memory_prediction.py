@@ -16,7 +16,7 @@ from headrace.engine.native.demand import predict_engine_memory
 from headrace.model.attention import PackedContext
 from headrace.model.load import hidden_states, prepare
 from headrace.model.shape import ModelShape
-from headrace.observe.memory import peak_memory
+from headrace.observe.process_memory import peak_memory
 from headrace.trainer import TrainSettings
 from headrace.trainer.memory_prediction import COMPILED, EAGER, Costs, SavedTensor, predict_memory
 
@@ -162,7 +162,7 @@ def test_an_engine_holds_its_weights_twice_and_the_cache_that_fits() -> None:
 
 def test_the_peak_is_of_this_process_and_not_of_what_started_it() -> None:
     script = (
-        "from headrace.observe.memory import peak_resident\n"
+        "from headrace.observe.process_memory import peak_resident\n"
         "print(peak_resident()); block = b'1' * 200_000_000; print(peak_resident()); del block; print(peak_resident())"
     )
     child = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
