@@ -49,7 +49,8 @@ class Recipe:
     deadline: float = 600.0
     """Seconds without a token, a score or a version after which the run stops and says what it waits for."""
     heartbeat: float = 60.0
-    """Seconds a process may leave the launcher unanswered before it is named and, an engine, started again."""
+    """Seconds a process may leave the launcher unanswered before it is named and, an engine, started again. A process that
+    hears nothing from the launcher for three times as long ends itself; the trainer saves first."""
     model: ModelSettings = field(default_factory=ModelSettings)
     warmup: WarmupSettings = field(default_factory=WarmupSettings)
     tasks: tuple[TaskSettings, ...] = ()
@@ -72,6 +73,11 @@ class Recipe:
         check(self.deadline > 0, "deadline", self.deadline, "above 0")
         check(self.heartbeat > 0, "heartbeat", self.heartbeat, "above 0")
         check_across_rooms(self)
+
+    @property
+    def is_inline(self) -> bool:
+        """Whether launcher, engine and trainer share one process."""
+        return self.orchestrate == "inline"
 
     @property
     def buffer_kind(self) -> str:
