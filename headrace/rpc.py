@@ -231,7 +231,7 @@ class Listener:
     def __init__(self, *, token: str, folder: Path | None) -> None:
         self._token, self._folder = token, folder
         self._server: asyncio.Server | None = None
-        self._arrived: dict[tuple[str, str], asyncio.Future[Stream]] = {}
+        self._expected: dict[tuple[str, str], tuple[int, asyncio.Future[Stream]]] = {}
         self._greeting: set[asyncio.Task[Any]] = set()
         self.address = ""
 
@@ -261,10 +261,10 @@ class Listener:
         listener.address = f"tcp:{host}:{server.sockets[0].getsockname()[1]}"
         return listener
 
-    def expect(self, name: str, channel: str) -> asyncio.Future[Stream]:
-        """The stream that `name` will open for `channel`."""
+    def expect(self, name: str, channel: str, *, incarnation: int = 0) -> asyncio.Future[Stream]:
+        """The stream that this incarnation of `name` will open for `channel`; earlier ones are no longer let in."""
         arrived: asyncio.Future[Stream] = asyncio.get_running_loop().create_future()
-        self._arrived[name, channel] = arrived
+        self._expected[name, channel] = incarnation, arrived
         return arrived
 
     def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -279,11 +279,14 @@ class Listener:
                 challenge = secrets.token_hex(16)
                 stream.write({"challenge": challenge})
                 hello = await stream.receive(max_bytes=_HELLO_BYTES)
-            if not is_proven(hello["proof"], self._token, "client", challenge, hello["name"], hello["channel"]):
+            name, channel = hello["name"], hello["channel"]
+            if not is_proven(hello["proof"], self._token, "client", challenge, name, channel, hello["incarnation"]):
                 raise PermissionError("wrong token")
-            arrived = self._arrived[hello["name"], hello["channel"]]
+            incarnation, arrived = self._expected[name, channel]
+            if hello["incarnation"] != incarnation:
+                raise PermissionError(f"incarnation {hello['incarnation']} of {name}, where {incarnation} is expected")
             stream.write({"proof": proof(self._token, "server", str(hello["challenge"]))})
-            del self._arrived[hello["name"], hello["channel"]]
+            del self._expected[name, channel]
             arrived.set_result(stream)
         except (OSError, TimeoutError, frames.WireError, LookupError, TypeError, asyncio.InvalidStateError):
             stream.close()
@@ -300,8 +303,9 @@ class Listener:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
-async def connect(address: str, *, token: str, name: str, channel: str) -> Stream:
-    """Open one of this process's streams to a listener, and check that it is the run's own."""
+async def connect(address: str, *, token: str, name: str, channel: str, incarnation: int = 0) -> Stream:
+    """Open one of this process's streams to a listener, and check that it is the run's own. `incarnation` counts the starts of
+    the process that has this name."""
     kind, _, place = address.partition(":")
     if kind == "unix":
         reader, writer = await asyncio.open_unix_connection(place, limit=_READ_AHEAD)
@@ -314,19 +318,20 @@ async def connect(address: str, *, token: str, name: str, channel: str) -> Strea
     stream = Stream(reader, writer)
     try:
         async with asyncio.timeout(_HELLO_SECONDS):
-            await _introduce(stream, address, token, name, channel)
+            await _introduce(stream, address, token, name, channel, incarnation)
     except BaseException:
         stream.close()
         raise
     return stream
 
 
-async def _introduce(stream: Stream, address: str, token: str, name: str, channel: str) -> None:
+async def _introduce(stream: Stream, address: str, token: str, name: str, channel: str, incarnation: int) -> None:
     try:
         asked = await stream.receive(max_bytes=_HELLO_BYTES)
         challenge = secrets.token_hex(16)
-        claim = proof(token, "client", str(asked["challenge"]), name, channel)
-        stream.write({"proof": claim, "name": name, "channel": channel, "challenge": challenge})
+        claim = proof(token, "client", str(asked["challenge"]), name, channel, str(incarnation))
+        hello = {"name": name, "channel": channel, "incarnation": incarnation}
+        stream.write({"proof": claim, "challenge": challenge, **hello})
         answer = await stream.receive(max_bytes=_HELLO_BYTES)
         is_ours = is_proven(answer["proof"], token, "server", challenge)
     except (frames.WireError, LookupError, TypeError) as error:

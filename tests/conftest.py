@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 from typing import TYPE_CHECKING
 
 import pytest
@@ -23,7 +25,7 @@ if not torch.cuda.is_available():
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files whose tests start processes come first: two workers then end at about the same time."""
-    slow = ("tests/run", "tests/chaos", "tests/bench")
+    slow = ("tests/run", "tests/launch", "tests/chaos", "tests/bench")
     items.sort(key=lambda item: not item.nodeid.startswith(slow))
 
 
@@ -78,3 +80,17 @@ def vllm_server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> It
         pytest.skip(vllm_server.MISSING)
     with vllm_server.running(tiny_model, tmp_path_factory.mktemp("vllm") / "server.log") as server:
         yield server
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of five megabytes; only root may make one."""
+    mount = tmp_path / "disk"
+    mount.mkdir()
+    if os.geteuid() != 0 or shutil.which("mount") is None:
+        pytest.skip("mounting a file system needs root")
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=5m", "tmpfs", str(mount)], capture_output=True)
+    if done.returncode:
+        pytest.skip(f"no tmpfs here: {done.stderr.decode()}")
+    yield mount
+    subprocess.run(["umount", "-l", str(mount)], check=True)

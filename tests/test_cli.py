@@ -9,14 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import small_run
 
 from headrace.cli import main, make_parser
 from headrace.config import Recipe
 from headrace.score import RewardError
 from headrace.settings import describe
-
-sys.path.insert(0, str(Path(__file__).parent / "orchestrate"))
-from helpers import small_run
 
 GOLDEN = Path(__file__).parent / "golden" / "cli.txt"
 

@@ -7,13 +7,11 @@ import traceback
 from pathlib import Path
 
 import pytest
+from helpers import small_run
 
 import headrace
 from headrace.errors import command
 from headrace.score import RewardError
-
-sys.path.insert(0, str(Path(__file__).parent / "orchestrate"))
-from helpers import small_run
 
 
 def files(error: BaseException) -> list[str]:

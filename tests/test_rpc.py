@@ -154,8 +154,9 @@ def test_a_proof_cannot_be_played_back():
     async def main() -> None:
         listener = await listen("unix")
         listener.expect("engine-0", "data")
-        seen = proof(TOKEN, "client", "1" * 32, "engine-0", "data")
-        said = await everything_said(listener.address, {"proof": seen, "name": "engine-0", "channel": "data"})
+        seen = proof(TOKEN, "client", "1" * 32, "engine-0", "data", "0")
+        who = {"name": "engine-0", "channel": "data", "incarnation": 0}
+        said = await everything_said(listener.address, {"proof": seen, **who})
         assert b"proof" not in said
         listener.close()
 
@@ -175,7 +176,11 @@ def relaying(challenge: str, answer: dict[str, Any], heard: list[dict[str, Any]]
     return talk
 
 
-@pytest.mark.parametrize("change", [{"channel": "control"}, {"name": "engine-1"}, {}], ids=["channel", "name", "nothing"])
+@pytest.mark.parametrize(
+    "change",
+    [{"channel": "control"}, {"name": "engine-1"}, {"incarnation": 1}, {}],
+    ids=["channel", "name", "incarnation", "nothing"],
+)
 def test_a_proof_for_one_channel_opens_no_other(change):
     """Somebody in the middle passes a hello on as that of another of the run's streams. (As it is, it is let in.)"""
 
@@ -202,6 +207,27 @@ def test_a_proof_for_one_channel_opens_no_other(change):
     run(main)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_the_newest_incarnation_is_let_in(kind):
+    """An engine that was given up, and could not be killed, comes too late: its successor is expected in its place."""
+
+    async def main() -> None:
+        listener = await listen(kind)
+        first = listener.expect("engine-0", "data", incarnation=1)
+        second = listener.expect("engine-0", "data", incarnation=2)
+        for late in (1, 3):
+            with pytest.raises(StreamClosed, match="did not let 'engine-0' in"):
+                await connect(listener.address, token=TOKEN, name="engine-0", channel="data", incarnation=late)
+        theirs = await connect(listener.address, token=TOKEN, name="engine-0", channel="data", incarnation=2)
+        (await second).write("welcome")
+        assert await theirs.receive() == "welcome" and not first.done()
+        for stream in (theirs, second.result()):
+            stream.close()
+        listener.close()
+
+    run(main)
+
+
 @pytest.mark.parametrize("padding", [0, streams._HELLO_BYTES])
 def test_a_hello_is_read_up_to_its_limit_alone(padding):
     """Its proof is right; what comes with it is too long."""
@@ -211,8 +237,9 @@ def test_a_hello_is_read_up_to_its_limit_alone(padding):
         arriving = listener.expect("engine-0", "data")
         host, _, port = listener.address.removeprefix("tcp:").rpartition(":")
         stream = Stream(*await asyncio.open_connection(host, int(port)))
-        claim = proof(TOKEN, "client", (await stream.receive())["challenge"], "engine-0", "data")
-        stream.write({"proof": claim, "name": "engine-0", "channel": "data", "challenge": "0" * (32 + padding)})
+        claim = proof(TOKEN, "client", (await stream.receive())["challenge"], "engine-0", "data", "0")
+        who = {"name": "engine-0", "channel": "data", "incarnation": 0}
+        stream.write({"proof": claim, "challenge": "0" * (32 + padding), **who})
         if padding:
             with pytest.raises(StreamClosed):
                 await stream.receive()

@@ -29,7 +29,7 @@ from headrace.bench.stubs import StubTrainer
 from headrace.bench.table import Row, report
 from headrace.config import make_recipe
 from headrace.engine import EngineState, Increment, InFlight, lengthen
-from headrace.launch import LocalProcesses, Processes, UserInputs, model_folder, set_threads
+from headrace.launch import LocalProcesses, UserInputs, model_folder, set_threads
 from headrace.observe import WAITING, Observer
 from headrace.partial import Interrupt
 from headrace.records import Call, FinishReason, Rollout, Sampling
@@ -251,19 +251,14 @@ def _launcher_on(halves: Halves | None) -> Iterator[None]:
 async def _rig(recipe: Recipe, folder: Path, *, halves: Halves | None = None) -> AsyncIterator[_Rig]:
     (folder / "logs").mkdir(parents=True)
     given = UserInputs()
-    with Processes(recipe, logs=folder / "logs") as processes, contextlib.ExitStack() as held:
-        local = LocalProcesses.spawn(processes)
+    with LocalProcesses(recipe, folder) as processes, contextlib.ExitStack() as held:
         path = await asyncio.to_thread(held.enter_context, model_folder(recipe, given, say=lambda _: None))
-        observer, lineage = Observer(elsewhere=("engine", "trainer")), Lineage.new()
-        roles, close = await local.start(path, given, observer=observer, lineage=lineage, say=print)
-        if halves is not None:
-            _pin(local.engines[0].process.pid, halves[0])
-            _pin(local.trainer.process.pid, halves[1])
-        try:
+        observer, lineage = Observer(elsewhere=processes.reporting_roles), Lineage.new()
+        async with processes.roles(path, given, observer=observer, lineage=lineage) as roles:
+            if halves is not None:
+                _pin(processes.engines[0].handle.pid, halves[0])
+                _pin(processes.trainer.handle.pid, halves[1])
             yield _Rig(recipe, roles, observer, lineage)
-        finally:
-            close()
-            await processes.end()
 
 
 class InstantEngine:

@@ -48,7 +48,8 @@ class Recipe:
     deadline: float = 600.0
     """Seconds without a token, a score or a version after which the run stops and says what it waits for."""
     heartbeat: float = 60.0
-    """Seconds a process may take to answer the launcher. After that an engine is restarted, and a trainer ends the run."""
+    """Seconds a process may take to answer the launcher. After that an engine is restarted, and a trainer ends the run. A
+    process that hears nothing from the launcher for three times as long ends itself; the trainer saves first."""
     model: ModelSettings = field(default_factory=ModelSettings)
     warmup: WarmupSettings = field(default_factory=WarmupSettings)
     tasks: tuple[TaskSettings, ...] = ()

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     )
     from headrace.engine.request import Request as Request
     from headrace.engine.server.address import bind as bind, url_of as url_of
-    from headrace.engine.server.app import SERVER as SERVER, Server as Server, listening as listening, make_app as make_app
+    from headrace.engine.server.app import SERVER as SERVER, listening as listening, make_app as make_app
     from headrace.engine.settings import EngineSettings as EngineSettings, SamplingSettings as SamplingSettings
     from headrace.engine.vllm.abilities import TRANSFER as TRANSFER, check_abilities as check_abilities
     from headrace.engine.vllm.api import Piece as Piece, VllmApi as VllmApi, VllmError as VllmError, VllmRefused as VllmRefused

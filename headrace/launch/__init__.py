@@ -1,4 +1,10 @@
-"""."""
+"""From one command to a run: check, folder, processes, model, session, train, close.
+
+`launcher.py` tells that story. `orchestrate` is this room's axis, and its choices are a file each: `inline.py` (everything
+in the launcher's process) and `local.py` (engines and trainer in processes of their own). Of a process, `process.py` is the
+launcher's side and `child.py` the process's own; `supervise.py` decides what is done about a lost one, `heartbeat.py` how a
+process learns that the launcher is gone, `placement.py` where each runs. `build.py` makes engines and trainers of a recipe.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -41,7 +47,7 @@ if TYPE_CHECKING:
         pick_device as pick_device,
         receiving_place as receiving_place,
     )
-    from headrace.launch.processes import Child as Child, Processes as Processes
+    from headrace.launch.process import RoleProcess as RoleProcess
     from headrace.launch.serving import ServeOptions as ServeOptions, serve as serve
     from headrace.launch.vllm import Place as Place, open_engine as open_engine
     from headrace.launch.warmup import demonstration as demonstration, model_folder as model_folder

@@ -132,7 +132,7 @@ def check_loss(recipe: Recipe) -> None:
 
 
 def check_columns(recipe: Recipe, given: UserInputs) -> None:
-    """Every column that the loss and the advantages look at can be had. An environment of the user's may bring any."""
+    """Every column that the loss and the advantages need is there. An environment of the user's may bring any."""
     train = recipe.train
     wanted = needed_columns(train.loss, correction_of(recipe))
     advantage = ADVANTAGES[train.advantage]
@@ -159,15 +159,15 @@ def stop_tokens(generation: GenerationConfig | None, tokenizer: PreTrainedTokeni
 
 
 def special_stops(stop: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The tokens of those stop texts that are a special token's own. Special tokens are no part of the text that the others
-    are looked for in, so one that holds such a token and more could never be found."""
+    """The ids of those stop strings that are special tokens. Special tokens are not part of the text that other stop strings
+    are searched in, so a stop string that contains one among other text could never be found, and is refused."""
     special = {str(token): id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
     for text in stop:
         inside = next((token for token in special if token in text), "")
         if inside and text not in special:
             raise ConfigError(
-                f"sampling.stop = {text!r}: {inside!r} is a special token, which is no part of the text that stop strings are "
-                f"looked for in; write {inside!r} alone to stop at it, or leave it out of the text"
+                f"sampling.stop = {text!r}: {inside!r} is a special token, which is not part of the text that stop strings are "
+                f"searched in; write {inside!r} alone to stop at it, or leave it out of the text"
             )
     return tuple(special[text] for text in stop if text in special)
 
@@ -200,17 +200,17 @@ def decoder_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]
 
 
 def build_trainer(recipe: Recipe, model_path: str, *, device: str) -> DeviceTrainer:
-    """With the models it looks at: the reference of a KL, which is the model that RL begins with if no other is named, and the
+    """A trainer and the frozen models it needs: the reference of a KL term (by default the model RL starts from), and the
     teacher of a distillation."""
     train = recipe.train
-    looked_at = {REFERENCE: (train.reference or model_path) if train.kl else "", TEACHER: train.teacher}
+    frozen_paths = {REFERENCE: (train.reference or model_path) if train.kl else "", TEACHER: train.teacher}
     frozen = {
         column: FrozenModel(
             load_model(path, dtype=recipe.model.dtype, device=device, exact=recipe.exact),
             exact=recipe.exact,
             offload="reference" in train.offload,
         )
-        for column, path in looked_at.items()
+        for column, path in frozen_paths.items()
         if path
     }
     return DeviceTrainer(

@@ -1,7 +1,8 @@
 """What an engine or trainer process runs: `python -m headrace.launch.child`.
 
-It imports what it will need, waits for one line on its standard input that says who it is and where to connect, and then
-answers calls until the launcher is gone. Settings and names come in; code never does. Output goes to the role's log.
+It imports what it needs, waits for its `Order` (one line on its standard input that says who it is and where to connect), and
+then answers the launcher's calls until the launcher is gone: until its stream closes, or its heartbeats stop. Settings and
+names come in; code never does. Output goes to the role's log.
 """
 
 from __future__ import annotations
@@ -9,20 +10,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
-import json
 import logging
 import os
+import shutil
 import signal
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from headrace import leftovers
 from headrace.config import make_recipe
 from headrace.engine import EngineWorker, ThreadedEngine
-from headrace.launch.build import build_core, build_trainer, set_threads, stop_tokens
-from headrace.launch.placement import choose_device, place_of, receiving_place
+from headrace.launch.build import build_core, build_trainer, stop_tokens
+from headrace.launch.heartbeat import watch_launcher
+from headrace.launch.placement import Order
 from headrace.model import load_tokenizer
 from headrace.observe import ProcessTimeline
 from headrace.rpc import Peer, Stream, StreamClosed, connect, describe_error
@@ -30,34 +34,40 @@ from headrace.sync import Ends, Lineage, WeightSync
 from headrace.trainer import LocalTrainer
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future
-
     from headrace.config import Recipe
     from headrace.engine import VllmEngine
     from headrace.launch.vllm import Opened
 
 log = logging.getLogger("headrace.child")
 _ORPHANED_SECONDS = 2.0
+_LAST_WORDS_SECONDS = 5.0
+_END_SECONDS = 30.0
 
 
-class Process:
-    """One role, from its first connection to its end."""
+class LauncherSilent(RuntimeError):
+    """No heartbeat came for too long: the launcher is stopped, or its host is gone."""
 
-    def __init__(self, order: dict[str, Any]) -> None:
+
+class RoleWorker:
+    """One engine or trainer, from its first connection to its end."""
+
+    def __init__(self, order: Order) -> None:
         self._order = order
-        self.name, self.role = str(order["name"]), str(order["role"])
+        self.name, self.role = order.name, order.role
         self._timeline = ProcessTimeline(self.role)
+        self._loop = asyncio.get_running_loop()
+        self._failure: asyncio.Future[None] = self._loop.create_future()
         self._sync: WeightSync | None = None
         self._worker: EngineWorker | LocalTrainer | None = None
         self._reading: asyncio.Task[None] | None = None
-        self._failure: asyncio.Future[None] | None = None
         self._opened: Opened | None = None
         """A vLLM server of ours: it lives as long as this is held."""
         self._is_told_to_end = False
+        self._is_launcher_silent = False
 
     async def run(self) -> int:
-        """Until the launcher is gone, or until something here fails; the process's status."""
-        self._failure = asyncio.get_running_loop().create_future()
+        """Until the launcher is gone, or until something here fails; the process's exit status."""
+        watch_launcher(self._order, self._on_silence)
         self._control = Peer(
             await self._connect("control"),
             calls={"ping": self._ping, "build": self._build},
@@ -65,36 +75,76 @@ class Process:
         )
         serving = asyncio.ensure_future(self._control.run())
         await asyncio.wait({serving, self._failure}, return_when=asyncio.FIRST_COMPLETED)
-        if not self._failure.done():
+        if not self._failure.done() and not self._is_launcher_silent:
             serving.exception()
             log.info("the launcher is done; ending")
             return 0
+        await asyncio.wait({self._failure})
         error = self._failure.exception()
         assert error is not None
         log.error("%s failed", self.name, exc_info=error)
-        with contextlib.suppress(StreamClosed):
+        with contextlib.suppress(StreamClosed, TimeoutError):
             self._control.notify("failed", describe_error(error))
-            await self._control.stream.drain()
+            async with asyncio.timeout(_LAST_WORDS_SECONDS):
+                await self._control.stream.drain()
             await asyncio.sleep(0.1)  # the frame leaves before the process does
         return 1
 
     def clean_up(self) -> None:
-        """Leave no shared memory and no socket behind, whoever went first."""
+        """Leave no shared memory and no socket behind."""
         if self._sync is not None:
             self._sync.close()
         if self._opened is not None:
             self._opened.end()
-        if self._is_told_to_end or not _is_gone(int(self._order["launcher"])):
-            return
-        ends = Ends(**self._order["leftovers"])
-        ends.remove_leftovers()  # the trainer may have been killed too
-        kind, _, path = str(self._order["address"]).partition(":")
-        if kind == "unix":
-            leftovers.remove(Path(path).parent.parent, ends.prefix)
+        order = self._order
+        if self._is_launcher_silent or (not self._is_told_to_end and _is_gone(order.launcher)):
+            leftovers.remove(Path(order.placement.shared_folder), order.prefix)  # other processes may have been killed too
+            kind, _, path = order.address.partition(":")
+            if kind == "unix":
+                leftovers.remove(Path(path).parent.parent, order.prefix)
+
+    # Without a launcher
+
+    def _on_silence(self) -> None:
+        """Called in the thread that listens for heartbeats. Ends the process even if its event loop does not answer, but not
+        while a trainer's step makes progress."""
+        self._is_launcher_silent = True
+        asyncio.run_coroutine_threadsafe(self._end_without_launcher(), self._loop)
+        num_passes = -1
+        while isinstance(self._worker, LocalTrainer) and num_passes < self._worker.num_passes:
+            num_passes = self._worker.num_passes
+            time.sleep(self._order.deadline)
+        time.sleep(_END_SECONDS)
+        log.error("%s does not end by itself and is killed", self.name)
+        self.clean_up()
+        os._exit(1)
+
+    async def _end_without_launcher(self) -> None:
+        words = f"heard nothing from the launcher for {self._order.silence:g} s"
+        try:
+            if isinstance(self._worker, LocalTrainer) and self._worker.num_steps:
+                words += await self._rescue(self._worker)
+        except Exception as error:  # noqa: BLE001  (it ends either way, and says why nothing is saved)
+            words += f"; what was trained could not be saved: {error}"
+        self._fail(LauncherSilent(words))
+
+    async def _rescue(self, trainer: LocalTrainer) -> str:
+        """Save weights and optimizer, once the step under way is done; where to, in words. A checkpoint to resume from would
+        need what only the launcher knows, so this one is set beside them, for the user."""
+        folder = Path(self._order.placement.run_folder) / "checkpoints" / f"rescued-{trainer.version}"
+        temporary = folder.with_name(f".step-{folder.name}.tmp")
+        temporary.mkdir(parents=True, exist_ok=True)
+        await trainer.abandon()  # no step waits any longer for engines to take an update
+        await trainer.save(temporary)
+        shutil.rmtree(folder, ignore_errors=True)
+        temporary.rename(folder)
+        return f"; weights and optimizer as trained since version {trainer.version} was published are saved in {folder}"
+
+    # Calls
 
     async def _connect(self, channel: str) -> Stream:
         order = self._order
-        return await connect(order["address"], token=order["token"], name=self.name, channel=channel)
+        return await connect(order.address, token=order.token, name=self.name, channel=channel, incarnation=order.incarnation)
 
     async def _ping(self) -> dict[str, Any]:
         state = {} if self._worker is None else await self._worker.state()
@@ -104,25 +154,22 @@ class Process:
         self, recipe: dict[str, Any], model: str, lineage: dict[str, Any], ends: dict[str, Any], index: int, most_blocks: int
     ) -> dict[str, Any]:
         """Load the model and take up the role. The answer is what the launcher needs to know of it."""
-        settings = make_recipe(recipe)
-        set_threads(settings, self.role)
-        device = place_of(choose_device(settings), self.role, index)
-        is_sender = self.role == "trainer"
-        known = Ends(**ends)
-        transport = known.make(is_sender=is_sender, device=device if is_sender else receiving_place(settings, index))
+        settings, placement, known = make_recipe(recipe), self._order.placement, Ends(**ends)
+        torch.set_num_threads(placement.threads)
+        transport = known.make(is_sender=self.role == "trainer", device=placement.receives_on)
         life = Lineage(lineage["id"], lineage["ancestors"])
         self._sync = WeightSync(life, transport, payload=settings.sync.payload, name=self.name)
-        log.info("%s on %s, model %s, process %d", self.name, device, model, os.getpid())
+        log.info("%s on %s, model %s, process %d", self.name, placement.device, model, os.getpid())
         if self.role == "engine":
             handover = known.handover(self.name)
-            return await self._build_engine(settings, model, device, self._sync, index, handover, most_blocks)
-        trainer = await asyncio.to_thread(build_trainer, settings, model, device=device)
+            return await self._build_engine(settings, model, placement.device, self._sync, index, handover, most_blocks)
+        trainer = await asyncio.to_thread(build_trainer, settings, model, device=placement.device)
         frees_memory = settings.engine.sleeps
         self._worker = LocalTrainer(
             trainer, sync=self._sync, timeline=self._timeline, in_threads=True, frees_memory=frees_memory
         )
         self._control.calls.update(self._worker.calls())
-        return {"device": device}
+        return {"device": placement.device}
 
     async def _build_engine(
         self, recipe: Recipe, model: str, device: str, sync: WeightSync, index: int, handover: Path, most_blocks: int
@@ -131,7 +178,7 @@ class Process:
         if recipe.engine.kind == "vllm":
             from headrace.launch.vllm import Place, open_engine
 
-            written = Path(self._order["log"]).with_suffix(".vllm.log")
+            written = Path(self._order.placement.log).with_suffix(".vllm.log")
             place = Place(self.name, index, device, written, handover)
             opened = await open_engine(recipe, model, place, sync=sync, timeline=self._timeline)
             self._opened = opened
@@ -142,8 +189,7 @@ class Process:
             stop_ids = stop_tokens(core.model.generation_config, load_tokenizer(model))
         worker = self._worker = EngineWorker(engine, timeline=self._timeline)
         self._control.calls.update(worker.calls())
-        loop = asyncio.get_running_loop()
-        engine.died.add_done_callback(lambda died: loop.call_soon_threadsafe(self._fail_as, died))
+        engine.died.add_done_callback(lambda died: self._loop.call_soon_threadsafe(self._fail, died.exception()))
         engine.start()
         data = Peer(await self._connect("data"), notices=worker.notices())
         self._reading = asyncio.ensure_future(data.run())
@@ -151,15 +197,12 @@ class Process:
         worker.attach(data)
         return {"device": device, "stop_ids": list(stop_ids), "relay": sync.relay}
 
-    def _fail_as(self, died: Future[None]) -> None:
-        self._fail(died.exception())
-
     def _on_data_closed(self, reading: asyncio.Task[None]) -> None:
         if not reading.cancelled() and not isinstance(reading.exception(), StreamClosed):
             self._fail(reading.exception())  # a frame that could not be read
 
     def _fail(self, error: BaseException | None) -> None:
-        if self._failure is not None and not self._failure.done() and error is not None:
+        if not self._failure.done() and error is not None:
             self._failure.set_exception(error)
 
 
@@ -172,26 +215,26 @@ def _is_gone(parent: int) -> bool:
 
 
 def main() -> None:
-    """Reads who it is, and runs until it is done."""
+    """Wait for the order, and work until the run is over."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the launcher, which drains and saves
     faulthandler.enable()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     logging.captureWarnings(True)
     line = sys.stdin.readline()
-    if line:  # otherwise the launcher changed its mind
-        order = json.loads(line)
-        sys.path[:] = order["path"]
-        asyncio.run(_run(Process(order)))
+    if line:  # otherwise the launcher ended before it gave one
+        order = Order.read(line)
+        sys.path[:] = order.path
+        asyncio.run(_run(order))
 
 
-async def _run(process: Process) -> None:
+async def _run(order: Order) -> None:
     """Ends by `os._exit`: no thread in a long computation may keep a process that nobody waits for."""
-    status = 1
+    worker, status = RoleWorker(order), 1
     try:
-        status = await process.run()
+        status = await worker.run()
     except BaseException:
-        log.exception("%s ended", process.name)
-    process.clean_up()
+        log.exception("%s ended", order.name)
+    worker.clean_up()
     logging.shutdown()
     with contextlib.suppress(OSError):  # its log may lie on a full disk
         sys.stdout.flush()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
+import logging
 import os
 import time
 from pathlib import Path
@@ -13,6 +15,8 @@ from typing import IO, TYPE_CHECKING, Any
 from headrace.settings import ConfigError, flatten, load_toml, to_dict, to_toml
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from headrace.config import Recipe
 
 SUMMARY = "summary.json"
@@ -21,15 +25,14 @@ _MAY_NOT_WRITE = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 def cache_folder() -> Path:
     """Where warmed-up models and rescued checkpoints are kept, outside any repository."""
-    base = os.environ.get("HEADRACE_CACHE") or os.environ.get("XDG_CACHE_HOME")
-    if os.environ.get("HEADRACE_CACHE"):
-        return Path(str(base))
-    return (Path(base) if base else Path.home() / ".cache") / "headrace"
+    if chosen := os.environ.get("HEADRACE_CACHE"):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace"
 
 
 class FolderLock:
-    """Held by the process that writes a folder, or shared by those that read it; the system lets go of it when such a
-    process ends, however it does."""
+    """Held by the one process that writes a folder, or shared by those that read it. The system releases it when the process
+    ends, however that happens."""
 
     def __init__(self, folder: Path, *, is_shared: bool = False) -> None:
         self._path = folder / ".lock"
@@ -37,8 +40,8 @@ class FolderLock:
         self._file: IO[str] | None = None
 
     def acquire(self, *, create: bool = True) -> bool:
-        """False where another process holds it; without `create`, also where there is no such folder. A folder that may only be
-        read is shared through a lock opened for reading, or without one if it has none."""
+        """False where another process holds it; without `create`, also where there is no such folder. A read-only folder is
+        shared through a lock file opened for reading, or without any if it has none."""
         if create:
             self._path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -54,14 +57,13 @@ class FolderLock:
                 return self._path.parent.is_dir()
         try:
             fcntl.flock(file, self._kind | fcntl.LOCK_NB)
-            is_there = os.path.samestat(os.fstat(file.fileno()), self._path.stat())
+            if os.path.samestat(os.fstat(file.fileno()), self._path.stat()):
+                self._file = file
+                return True
         except OSError:
-            is_there = False  # held by another, or removed since it was opened
-        if not is_there:
-            file.close()
-            return False
-        self._file = file
-        return True
+            pass
+        file.close()  # held by another process, or removed since it was opened
+        return False
 
     def release(self) -> None:
         if self._file is not None:
@@ -75,6 +77,37 @@ def is_in_use(folder: Path) -> bool:
     is_free = not (folder / ".lock").exists() or lock.acquire()
     lock.release()
     return not is_free
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep other processes out of a folder."""
+    lock = FolderLock(folder)
+    if not lock.acquire():
+        raise ConfigError(f"{folder} is in use by another process; give another --run-dir")
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextlib.contextmanager
+def logged(folder: Path) -> Iterator[None]:
+    """Python warnings and log records of this process also go to logs/launcher.log."""
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(folder / "logs" / "launcher.log")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+    logging.getLogger().addHandler(handler)
+    logging.captureWarnings(True)
+    try:
+        yield
+    except BaseException:
+        logging.getLogger("headrace").exception("the run stopped (process %d)", os.getpid())
+        raise
+    finally:
+        logging.captureWarnings(False)
+        logging.getLogger().removeHandler(handler)
+        handler.close()
 
 
 def find_folder(name: str, recipe: Recipe, *, identity: str, run_dir: Path | None, fresh: bool) -> Path:
@@ -98,11 +131,10 @@ def find_folder(name: str, recipe: Recipe, *, identity: str, run_dir: Path | Non
 
 
 def _check_same(folder: Path, recipe: Recipe, *, identity: str, fresh: bool) -> None:
+    """Refuse a folder that holds another run, or one that is not to be resumed."""
     summary = read_summary(folder)
     if not summary:
         return
-    if is_in_use(folder):
-        raise ConfigError(f"{folder} is in use by another process; give another --run-dir")
     if summary.get("config_hash") != identity:
         raise ConfigError(
             f"{folder} holds another run ({_difference(folder, recipe)}); give another --run-dir, or the same settings, "
@@ -121,7 +153,7 @@ def _difference(folder: Path, recipe: Recipe) -> str:
     ours = flatten(to_dict(recipe))
     keys = sorted(key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key))
     shown = ", ".join(f"{key} was {theirs.get(key)!r}, is {ours.get(key)!r}" for key in keys[:4])
-    return shown or "its tasks or its reward are others"
+    return shown or "its tasks or its reward differ"
 
 
 def prepare_folder(folder: Path, recipe: Recipe, *, recipe_text: str) -> None:
@@ -134,7 +166,7 @@ def prepare_folder(folder: Path, recipe: Recipe, *, recipe_text: str) -> None:
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """summary.json, or nothing where there is none that can be read."""
+    """summary.json; empty where there is none that can be read."""
     try:
         summary: dict[str, Any] = json.loads((folder / SUMMARY).read_text())
     except (OSError, json.JSONDecodeError):

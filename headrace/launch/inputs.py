@@ -1,4 +1,4 @@
-"""What a run is given: tasks and rewards, from a recipe or from a Python caller. Needs no torch, so a dry run checks it."""
+"""A run's tasks and rewards, from a recipe or from a Python caller. Imports no torch, so that a dry run can check them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 from headrace.imports import import_name
 from headrace.score import GIVEN, RewardFunction
 from headrace.settings import ConfigError
-from headrace.tasks import RowSource, TaskError, TaskStream, builtin_reward, open_source
+from headrace.tasks import RowSource, TaskError, TaskSettings, TaskStream, builtin_reward, open_source
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from headrace.config import Recipe
     from headrace.records import Plain
-    from headrace.tasks import TaskSettings, TaskSource
+    from headrace.tasks import TaskSource
 
 
 _RESERVED = GIVEN - {"prompt"}
@@ -30,7 +30,7 @@ _RESERVED = GIVEN - {"prompt"}
 
 @dataclass(frozen=True)
 class UserInputs:
-    """What a Python caller gave as objects; a recipe names the same things."""
+    """What a Python caller passed as objects; a recipe names the same things."""
 
     tasks: Any = None
     """Rows, a file or a Dataset, or a list of files or of (source, weight) pairs."""
@@ -42,16 +42,12 @@ class UserInputs:
     """An object with `run(task, client)`; single-turn if not given."""
 
     def settled(self) -> UserInputs:
-        """Iterators made lists, for sources are opened more than once."""
-
-        def settle(given: Any) -> Any:  # noqa: ANN401
-            is_iterator = hasattr(given, "__next__")
-            return list(given) if is_iterator else given
-
-        return dataclasses.replace(self, tasks=settle(self.tasks), held_out=settle(self.held_out))
+        """With iterators made lists, since sources are opened more than once."""
+        tasks, held_out = (list(rows) if hasattr(rows, "__next__") else rows for rows in (self.tasks, self.held_out))
+        return dataclasses.replace(self, tasks=tasks, held_out=held_out)
 
     def fingerprint(self) -> str:
-        """Of what was given as objects, so that another experiment is never taken for this one; "" if nothing was."""
+        """A hash of what was passed as objects, so that no other experiment is taken for this one; "" if nothing was."""
         if self.tasks is None and self.held_out is None and self.reward is None and self.environment is None:
             return ""
         parts: list[object] = [_source_of(self.environment)]
@@ -76,7 +72,7 @@ def _source_of(function: Any) -> str:  # noqa: ANN401
 
 
 def run_identity(recipe: Recipe, given: UserInputs) -> str:
-    """The same command has the same identity, and nothing else has."""
+    """A hash that the same command gives again, and no other does: an unfinished run is found by it."""
     fingerprint = given.fingerprint()
     return f"{recipe.hash}-{fingerprint}" if fingerprint else recipe.hash
 
@@ -113,7 +109,7 @@ def reward_functions(recipe: Recipe, given: UserInputs) -> list[tuple[RewardFunc
             raise ConfigError("reward: none is given; name one in reward.functions, or pass reward=")
         if len(functions) > 1:
             raise ConfigError(
-                "reward: the tasks bring different ones, and each would judge all of them; name one in reward.functions"
+                "reward: the tasks bring different ones, and each would judge all tasks; name one in reward.functions"
             )
     functions = [import_name(f, setting="reward.functions") if isinstance(f, str) else f for f in functions]
     weights = recipe.reward.weights or (1.0,) * len(functions)
@@ -128,17 +124,17 @@ def reward_functions(recipe: Recipe, given: UserInputs) -> list[tuple[RewardFunc
 
 
 def check_inputs(recipe: Recipe, given: UserInputs) -> None:
-    """Tasks, held-out tasks and rewards are there, and every row has what the rewards take."""
+    """Refuse missing tasks or rewards, and rows without the columns that a reward takes."""
     stream, _ = open_tasks(recipe, given), held_out_tasks(recipe, given)
     rewards = [function for function, _ in reward_functions(recipe, given)]
     if given.environment is not None:
-        rewards = []  # it may give its episodes columns of its own
+        rewards = []  # an environment may give its episodes more columns
     check_task_columns(stream.sources, rewards)
     check_task_columns(held_out_sources(recipe, given).values(), rewards, kind="held-out ")
 
 
 def held_out_sources(recipe: Recipe, given: UserInputs) -> dict[str, TaskSource]:
-    """Whole and by name, where `held_out_tasks` is what an evaluation takes of them."""
+    """Every held-out source by name; an evaluation takes `held_out_tasks` of them."""
     sources: list[Any] = [source for source, _ in _mix(given.held_out)] if given.held_out is not None else []
     sources = sources or list(recipe.evaluate.tasks)
     try:
@@ -149,8 +145,8 @@ def held_out_sources(recipe: Recipe, given: UserInputs) -> dict[str, TaskSource]
 
 
 def check_task_columns(sources: Iterable[TaskSource], rewards: Sequence[RewardFunction], *, kind: str = "") -> None:
-    """Refuse a row that lacks a column some reward takes, or has one that a reward could never see. All rows are looked at, and
-    the first of those that are made as they are needed, all alike."""
+    """Refuse a row that lacks a column that a reward takes, or has one whose name is taken. All rows are checked, or the first
+    where rows are generated, since those are all alike."""
     for source in sources:
         name, rows = (source.name, source.rows) if isinstance(source, RowSource) else ("tasks", [source.row(0)])
         for number, row in enumerate(rows):
@@ -160,8 +156,8 @@ def check_task_columns(sources: Iterable[TaskSource], rewards: Sequence[RewardFu
 def _check_row(row: dict[str, Plain], rewards: Sequence[RewardFunction], *, where: str) -> None:
     for name in _RESERVED & row.keys():
         raise ConfigError(
-            f"{where} has a column {name!r}, the name under which rewards get what the policy made of the task; rename the "
-            f"column, for example to 'answer'"
+            f"{where} has a column {name!r}, the name under which rewards get what the policy answered; rename the column, "
+            f"for example to 'answer'"
         )
     for reward in rewards:
         for name in reward.required:
@@ -182,7 +178,7 @@ def _mix(tasks: Any) -> list[tuple[Any, float]]:  # noqa: ANN401
 
 
 def _names(sources: list[Any]) -> list[str]:
-    """Of sources, for people: the file's or the built-in task's own, numbered where several have the same."""
+    """A name for each source: that of its file or built-in task, numbered where several are alike."""
     names: list[str] = []
     for source in sources:
         text = getattr(source, "source", source)
@@ -193,7 +189,6 @@ def _names(sources: list[Any]) -> list[str]:
 
 
 def _open(source: Any, recipe: Recipe, *, split: str) -> Any:  # noqa: ANN401
-    settings: TaskSettings | None = source if hasattr(source, "source") and hasattr(source, "options") else None
-    if settings is not None:
-        return open_source(settings.source, seed=recipe.seed, split=split, options=settings.options)
+    if isinstance(source, TaskSettings):
+        return open_source(source.source, seed=recipe.seed, split=split, options=source.options)
     return open_source(source, seed=recipe.seed, split=split)

@@ -1,92 +1,193 @@
-"""The roles of a run in processes of their own on this host."""
+"""`orchestrate = "local"`: engines and trainer in processes of their own on this host."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
+import os
+import secrets
 import struct
 import sys
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from headrace.launch.build import make_roles
-from headrace.launch.placement import choose_transport
+from headrace.launch.heartbeat import SILENT_HEARTBEATS, HeartbeatSender
+from headrace.launch.orchestration import Orchestration
+from headrace.launch.placement import Order, choose_transport, place_on_this_host
+from headrace.launch.process import ChildProcess, RoleProcess
 from headrace.launch.source import TrainerSource
 from headrace.launch.supervise import Supervisor
+from headrace.leftovers import Claim, sweep
+from headrace.rpc import Listener, socket_place
 from headrace.score import RewardWorkers
+from headrace.settings import to_dict
+from headrace.sync import Ends, shared_folder
 from headrace.trainer import RemoteTrainer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator
+    from types import TracebackType
 
     from headrace.config import Recipe
     from headrace.launch.inputs import UserInputs
-    from headrace.launch.processes import Child, Processes
     from headrace.observe import Observer
+    from headrace.rpc import Stream
     from headrace.run import Roles
     from headrace.sync import Lineage
 
-
+_GOODBYE_SECONDS = 2.0
+"""For processes to end by themselves when the run is over; they take hundredths of a second, and are killed afterwards."""
 _SWITCH_SECONDS = 0.001
-"""How long a reward that computes may keep the event loop waiting; Python's own is five times that."""
+"""How long a reward that computes may keep the event loop waiting; Python's default is five times that."""
 
 
-@dataclass(frozen=True)
-class LocalProcesses:
-    """Started early, so that they import while the launcher prepares; connected when it is ready."""
+class LocalProcesses(Orchestration):
+    """A context: processes are started on entry, and import what they need while the launcher prepares; `roles` connects them.
+    However it is left, none of its processes, sockets or shared memory remains. Entering it also removes what runs that were
+    killed outright left on this host."""
 
-    processes: Processes
-    trainer: Child
-    engines: list[Child]
+    reporting_roles = ("engine", "trainer")
 
-    @classmethod
-    def spawn(cls, processes: Processes) -> LocalProcesses:
-        count = processes.recipe.engine.num_engines
-        engines = [processes.spawn("engine", f"engine-{index}") for index in range(count)]
-        return cls(processes, trainer=processes.spawn("trainer", "trainer"), engines=engines)
+    def __init__(self, recipe: Recipe, folder: Path) -> None:
+        self._recipe, self._folder = recipe, folder
+        self.prefix = f"headrace-{os.getpid()}-{secrets.token_hex(4)}"
+        self._token = secrets.token_hex(32)
+        self._build_arguments: dict[str, Any] = {}
+        self._incarnations: Counter[str] = Counter()
+        self._started: list[RoleProcess] = []
+        self._listener: Listener | None = None
+        self._heartbeats: HeartbeatSender | None = None
+        self._on_exit = contextlib.ExitStack()
+        self._shared_folder = shared_folder(recipe.sync.folder)
+        self._places = dict.fromkeys((self._shared_folder, socket_place()))
+        """Where the run makes shared memory and sockets."""
 
-    async def start(
-        self,
-        model_path: str,
-        given: UserInputs,
-        *,
-        observer: Observer,
-        lineage: Lineage,
-        say: Callable[[str], None],
-        most_blocks: int = 0,
-    ) -> tuple[Roles, Callable[[], None]]:
-        """Connect and build all of them at once; the first that fails is what is raised. With the roles comes what ends the
-        watch over them."""
-        recipe = self.processes.recipe
-        self.processes.ends(choose_transport(recipe)).check(weight_bytes(model_path, recipe))
-        supervisor = Supervisor(
-            self.processes,
-            model=model_path,
-            lineage=lineage,
-            timelines=observer.mirrored(),
-            say=say,
-            most_blocks=most_blocks,
+    def __enter__(self) -> Self:
+        for place in self._places:
+            sweep(place)
+        try:
+            self.engines = [self.start_process("engine", index) for index in range(self._recipe.engine.num_engines)]
+            self.trainer = self.start_process("trainer", 0)
+        except BaseException:
+            self._kill_all()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._kill_all()
+        self._on_exit.close()
+
+    def _kill_all(self) -> None:
+        for process in self._started:
+            process.handle.kill()
+        for process in self._started:
+            process.handle.wait()
+
+    # Start
+
+    def start_process(self, role: str, index: int) -> RoleProcess:
+        name = f"engine-{index}" if role == "engine" else role
+        self._incarnations[name] += 1
+        placement = place_on_this_host(
+            self._recipe, role, index, name=name, run_folder=self._folder, shared_folder=self._shared_folder
         )
-        before = sys.getswitchinterval()
-        sys.setswitchinterval(_SWITCH_SECONDS)
-        await self.processes.listen()
-        log = self.processes.open_log("launcher")
-        workers = RewardWorkers(recipe.reward.workers, timeout=recipe.reward.timeout, stacks=log)
+        handle = ChildProcess(name, placement)
+        handle.start()
+        process = RoleProcess(name, role, handle=handle, placement=placement, index=index, incarnation=self._incarnations[name])
+        self._started.append(process)
+        return process
 
-        def close() -> None:
-            sys.setswitchinterval(before)
-            supervisor.close()
-            workers.close()
+    async def listen(self) -> None:
+        """Wait for processes to connect, and claim what the run makes outside its folder."""
+        self.claims = [Claim(place, self.prefix) for place in self._places]
+        for claim in self.claims:
+            self._on_exit.callback(claim.release)
+        self._listener = await Listener.on_this_host(token=self._token, prefix=self.prefix)
+        self._on_exit.callback(self._listener.close)
+        self._heartbeats = HeartbeatSender(token=self._token, prefix=self.prefix, heartbeat=self._recipe.heartbeat)
+        self._on_exit.callback(self._heartbeats.close)
 
-        starting: list[asyncio.Task[Any]] = [asyncio.ensure_future(supervisor.start_trainer(self.trainer))]
-        starting += [
-            asyncio.ensure_future(supervisor.start_engine(child, index=index)) for index, child in enumerate(self.engines)
-        ]
+    def introduce(self, process: RoleProcess, *channels: str) -> dict[str, asyncio.Future[Stream]]:
+        """Give a process its order; the streams it will open."""
+        assert self._listener is not None and self._heartbeats is not None
+        name, incarnation = process.name, process.incarnation
+        self._heartbeats.expect(name, incarnation=incarnation)
+        arriving = {channel: self._listener.expect(name, channel, incarnation=incarnation) for channel in channels}
+        order = Order(
+            name=name,
+            role=process.role,
+            incarnation=incarnation,
+            placement=process.placement,
+            address=self._listener.address,
+            heartbeat_address=self._heartbeats.address,
+            token=self._token,
+            silence=SILENT_HEARTBEATS * self._recipe.heartbeat,
+            deadline=self._recipe.deadline,
+            launcher=os.getpid(),
+            prefix=self.prefix,
+            path=tuple(path or os.getcwd() for path in sys.path),
+        )
+        process.handle.order(order)
+        return arriving
+
+    def build_arguments(self, process: RoleProcess) -> dict[str, Any]:
+        """What its `build` call takes."""
+        return {**self._build_arguments, "index": process.index, "ends": asdict(self._ends(process))}
+
+    def _ends(self, process: RoleProcess) -> Ends:
+        return Ends(
+            transport=choose_transport(self._recipe),
+            folder=process.placement.shared_folder,
+            prefix=self.prefix,
+            host=process.placement.address,
+            token=self._token,
+            deadline=self._recipe.sync.deadline,
+        )
+
+    # Run
+
+    @contextlib.asynccontextmanager
+    async def roles(
+        self, model_path: str, given: UserInputs, *, observer: Observer, lineage: Lineage, most_blocks: int = 0
+    ) -> AsyncIterator[Roles]:
+        """Connect all processes and load their models at once; the first that fails is what is raised. Afterwards they end by
+        themselves, unless the run was interrupted: then they are killed on exit."""
+        recipe = self._recipe
+        self._ends(self.trainer).check(_weight_bytes(model_path, recipe))
+        self._build_arguments = {
+            "recipe": to_dict(recipe),
+            "model": model_path,
+            "lineage": {"id": lineage.id, "ancestors": lineage.ancestors},
+            "most_blocks": most_blocks,
+        }
+        supervisor = Supervisor(recipe, self, timelines=observer.mirrored(), say=observer.screen.say)
+        try:
+            with contextlib.ExitStack() as watching:
+                watching.callback(sys.setswitchinterval, sys.getswitchinterval())
+                sys.setswitchinterval(_SWITCH_SECONDS)
+                watching.callback(supervisor.close)
+                log = watching.enter_context((self._folder / "logs" / "launcher.log").open("a"))
+                workers = RewardWorkers(recipe.reward.workers, timeout=recipe.reward.timeout, stacks=log)
+                watching.callback(workers.close)
+                yield await self._connect_all(supervisor, model_path, given, workers)
+        except Exception:
+            await self._say_goodbye()
+            raise
+        await self._say_goodbye()
+
+    async def _connect_all(self, supervisor: Supervisor, model_path: str, given: UserInputs, workers: RewardWorkers) -> Roles:
+        recipe = self._recipe
+        await self.listen()
         trainer = RemoteTrainer(self.trainer, deadline=recipe.deadline)
         courier = supervisor.pool.courier
         courier.source, courier.patience = TrainerSource(trainer, relays=supervisor.relays), recipe.sync.patience
+        starting: list[asyncio.Task[Any]] = [asyncio.ensure_future(supervisor.start_engine(each)) for each in self.engines]
+        starting.append(asyncio.ensure_future(supervisor.start_trainer(self.trainer)))
         try:
             roles = make_roles(
                 recipe,
@@ -101,16 +202,23 @@ class LocalProcesses:
                 engine_peak=lambda: supervisor.engine_peak,
                 refresh=supervisor.refresh,
             )
-            _, *told = await asyncio.gather(*starting)
+            engine, *_ = await asyncio.gather(*starting)
         except BaseException:
             for task in starting:
                 task.cancel()
-            close()
             raise
-        return roles.with_stop_ids(told[0]["stop_ids"]), close
+        return roles.with_stop_ids(engine["stop_ids"])
+
+    async def _say_goodbye(self) -> None:
+        for process in self._started:
+            process.say_goodbye()
+        connected = [process.ended.wait() for process in self._started if process.streams]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_GOODBYE_SECONDS):
+                await asyncio.gather(*connected)
 
 
-def weight_bytes(model_path: str, recipe: Recipe) -> int:
+def _weight_bytes(model_path: str, recipe: Recipe) -> int:
     """Of the weights an engine runs, read from the headers of a folder's safetensors; 0 where there are none to read."""
     elements = 0
     for file in Path(model_path).glob("*.safetensors"):

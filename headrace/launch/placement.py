@@ -1,16 +1,22 @@
-"""Which process of a run uses which GPU, and how weights get from one to the other."""
+"""What the launcher decides for each process and tells it: where it runs, on which device, where new weights arrive."""
 
 from __future__ import annotations
 
+import json
 import os
+import platform
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from headrace.engine import PARALLEL
+from headrace.launch.threads import threads_of
 from headrace.settings import ConfigError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from headrace.config import Recipe
 
 _SHARED_GPU = 0.4
@@ -21,6 +27,79 @@ _CONTEXT_BYTES = 1 << 30
 """What a process on a GPU takes there before it holds anything, and some room."""
 CPU_CACHE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 _CPU_CACHE_GIGABYTES = "2"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where one process runs and what it uses there. The launcher makes it and hands it to the process, which decides none of
+    this itself: a process on another host, or one rank of several, differs in its placement and not in its code."""
+
+    host: str
+    """The machine it runs on."""
+    address: str
+    """What other processes of the run reach that machine by (`sync.host`)."""
+    device: str
+    """Where it computes: `cpu`, `cuda` or `cuda:N`."""
+    receives_on: str
+    """Where new weights arrive. An engine that hands them on to a server may receive them on another device."""
+    threads: int
+    """CPU threads of torch."""
+    run_folder: str
+    log: str
+    """Where its output goes."""
+    shared_folder: str
+    """Where shared memory and files of weights lie (`sync.folder`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """The one line that a process reads on its standard input: who it is, and whom it works for."""
+
+    name: str
+    role: str
+    """`engine` or `trainer`."""
+    incarnation: int
+    """Counts the starts of the process that has this name. Only the newest is let in, so nothing that an earlier one still
+    sends is taken for the newest's."""
+    placement: Placement
+    address: str
+    """Where the launcher waits for its streams."""
+    heartbeat_address: str
+    token: str
+    """Known to the processes of the run alone."""
+    silence: float
+    """Seconds without a heartbeat after which it ends itself."""
+    deadline: float
+    """Seconds that saving may take then, once the step under way is done."""
+    launcher: int
+    """The launcher's process number."""
+    prefix: str
+    """Of everything the run makes outside its folder."""
+    path: tuple[str, ...]
+    """Where Python looks for modules in the launcher."""
+
+    def line(self) -> str:
+        return json.dumps(asdict(self)) + "\n"
+
+    @classmethod
+    def read(cls, line: str) -> Order:
+        fields = json.loads(line)
+        return cls(**{**fields, "placement": Placement(**fields["placement"]), "path": tuple(fields["path"])})
+
+
+def place_on_this_host(recipe: Recipe, role: str, index: int, *, run_folder: Path, name: str, shared_folder: Path) -> Placement:
+    """The placement of a trainer, or of the engine with this index."""
+    device = place_of(choose_device(recipe), role, index)
+    return Placement(
+        host=platform.node(),
+        address=recipe.sync.host,
+        device=device,
+        receives_on=device if role == "trainer" else receiving_place(recipe, index),
+        threads=threads_of(recipe, role, cores=os.cpu_count() or 1),
+        run_folder=str(run_folder.absolute()),
+        log=str((run_folder / "logs" / f"{name}.log").absolute()),
+        shared_folder=str(shared_folder),
+    )
 
 
 def choose_device(recipe: Recipe) -> str:

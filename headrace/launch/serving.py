@@ -29,10 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from concurrent.futures import Future
 
-    from aiohttp import web
     from transformers import PreTrainedTokenizerBase
-
-    from headrace.engine import Server
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +48,7 @@ class ServeOptions:
 
 
 def serve(options: ServeOptions, listener: socket.socket) -> int:
-    """Load, answer on `listener` until SIGINT or SIGTERM, and return the exit status."""
+    """Load the model, answer on `listener` until SIGINT or SIGTERM, and return the exit status."""
     torch.set_num_threads(options.threads or os.cpu_count() or 1)
     with contextlib.closing(listener):
         core, tokenizer = _load(options)
@@ -59,28 +56,16 @@ def serve(options: ServeOptions, listener: socket.socket) -> int:
 
 
 def _load(options: ServeOptions) -> tuple[EngineCore, PreTrainedTokenizerBase]:
-    device = pick_device(options.device)
     try:
         with _model_folder(options) as path:
             tokenizer = load_tokenizer(path)
-            model = load_model(path, dtype=options.dtype, device=device)
+            model = load_model(path, dtype=options.dtype, device=pick_device(options.device))
         context = context_limit(model, options.context)
         core = EngineCore(model, name="engine-0", slots=options.slots, context=context, decode=decoder_of(tokenizer))
-    except ValueError as error:  # the model is not there, is not one we serve, or does not fit
+    except ValueError as error:  # the model is missing, of a kind that is not served, or too large
         raise ConfigError(str(error)) from error
     core.version, core.lineage = _identity(Path(options.model))
     return core, tokenizer
-
-
-def _identity(folder: Path) -> tuple[int, str]:
-    """(version, lineage) of a run's checkpoint, so that its tokens are stamped as they were in the run; else version 0."""
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-    except (OSError, ValueError):
-        manifest = None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or "lineage" not in manifest:
-        return 0, ""  # no checkpoint of ours
-    return int(manifest["version"]), str(manifest["lineage"])
 
 
 @contextlib.contextmanager
@@ -97,30 +82,22 @@ def _model_folder(options: ServeOptions) -> Iterator[str]:
         yield folder
 
 
+def _identity(folder: Path) -> tuple[int, str]:
+    """(version, lineage) of a run's checkpoint, so that tokens are stamped as they were in the run; (0, "") of other models."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+    except (OSError, ValueError):
+        manifest = None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or "lineage" not in manifest:
+        return 0, ""
+    return int(manifest["version"]), str(manifest["lineage"])
+
+
 async def _serve(options: ServeOptions, core: EngineCore, tokenizer: PreTrainedTokenizerBase, listener: socket.socket) -> int:
-    """Waits for a signal, or for the engine's failure, which the server's watch over it tells."""
-    stopped = asyncio.Event()
-    url = url_of(listener)
-    with _decoding(core) as engine:
-        app = _application(engine, options, core, tokenizer)
-        _tell_death(engine, app[SERVER])
-        async with listening(app, listener):
-            with StopRequest().heard_by(stopped.set):
-                print(f"serving {options.name} on {url}; try: {_example(options, url)}", flush=True)
-                waits = [asyncio.create_task(event.wait()) for event in (stopped, app[SERVER].failed)]
-                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-                for wait in waits:
-                    wait.cancel()
-    if app[SERVER].failure:
-        raise RuntimeError(app[SERVER].failure)
-    print("stopped", flush=True)
-    return 0
-
-
-def _application(
-    engine: ThreadedEngine, options: ServeOptions, core: EngineCore, tokenizer: PreTrainedTokenizerBase
-) -> web.Application:
-    return make_app(
+    """Waits for a signal to stop, or for the engine to fail."""
+    loop, stopped, url = asyncio.get_running_loop(), asyncio.Event(), url_of(listener)
+    engine = ThreadedEngine(core, sync=WeightSync(Lineage.new(), MemoryTransport()), timeline=Timeline("engine"))
+    app = make_app(
         engine,
         tokenizer,
         model_name=options.name,
@@ -131,28 +108,28 @@ def _application(
         control_token=options.control_token,
         probe=lambda: engine.between_steps(lambda: None),
     )
+    server = app[SERVER]
 
-
-@contextlib.contextmanager
-def _decoding(core: EngineCore) -> Iterator[ThreadedEngine]:
-    """The engine, decoding in a thread of its own while the block runs."""
-    engine = ThreadedEngine(core, sync=WeightSync(Lineage.new(), MemoryTransport()), timeline=Timeline("engine"))
-    engine.start()
-    try:
-        yield engine
-    finally:
-        engine.close()
-
-
-def _tell_death(engine: ThreadedEngine, server: Server) -> None:
-    """Woken by the end of the decode thread, which happens in that thread; the server hears of it in its own."""
-    loop = asyncio.get_running_loop()
-
-    def tell(died: Future[None]) -> None:
+    def on_died(died: Future[None]) -> None:  # called in the decode thread
         error = died.exception()
         loop.call_soon_threadsafe(server.fail, f"{type(error).__name__}: {error}")
 
-    engine.died.add_done_callback(tell)
+    engine.died.add_done_callback(on_died)
+    engine.start()
+    try:
+        async with listening(app, listener):
+            with StopRequest().heard_by(stopped.set):
+                print(f"serving {options.name} on {url}; try: {_example(options, url)}", flush=True)
+                waits = [asyncio.create_task(event.wait()) for event in (stopped, server.failed)]
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                for wait in waits:
+                    wait.cancel()
+    finally:
+        engine.close()
+    if server.failure:
+        raise RuntimeError(server.failure)
+    print("stopped", flush=True)
+    return 0
 
 
 def _example(options: ServeOptions, url: str) -> str:

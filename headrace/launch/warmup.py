@@ -1,7 +1,7 @@
-"""A short supervised start on tasks that carry their answer, cached under the user's cache folder.
+"""The model RL starts from: as it is, built in, or warmed up by supervised steps on tasks that have an answer.
 
-Demonstrations are rollouts too: their tokens were drawn from a distribution certain of them, so their logprob is 0. The
-trainer trains them through the same two verbs; only the loss differs.
+Warmed-up models are kept in the user's cache folder. Demonstrations are rollouts too, sampled as it were with certainty, so
+their logprobs are 0; the trainer trains them as it trains any batch, with another loss.
 """
 
 from __future__ import annotations
@@ -45,13 +45,12 @@ if TYPE_CHECKING:
 
 _CHECKED_TASKS = 512
 _NUM_KEPT = 16
-"""Models in the cache, beside those in use."""
+"""Models that stay in the cache, besides those in use."""
 
 
 @contextlib.contextmanager
 def model_folder(recipe: Recipe, given: UserInputs, *, say: Callable[[str], None]) -> Iterator[str]:
-    """The folder RL starts from: the recipe's own model, or a built-in or warmed-up one, which stays in the cache at least
-    until the block ends."""
+    """The folder of the model RL starts from. A built-in or warmed-up one stays in the cache at least until the block ends."""
     is_builtin = recipe.model.path.startswith("builtin:")
     if is_builtin and recipe.model.path != tiny.NAME:
         raise ConfigError(f"model.path = {recipe.model.path!r}: the built-in model is {tiny.NAME!r}")
@@ -67,7 +66,7 @@ def model_folder(recipe: Recipe, given: UserInputs, *, say: Callable[[str], None
         if not in_use.acquire(create=False):
             raise OSError(f"the warmed-up model could not be put in {target}")
     try:
-        with contextlib.suppress(OSError):  # a cache that may only be read
+        with contextlib.suppress(OSError):  # a read-only cache
             os.utime(target)
             _remove_unused(target.parent)
         yield str(target)
@@ -76,6 +75,7 @@ def model_folder(recipe: Recipe, given: UserInputs, *, say: Callable[[str], None
 
 
 def _make(target: Path, recipe: Recipe, given: UserInputs, say: Callable[[str], None]) -> None:
+    """Build and warm up a model beside its place in the cache, then rename it."""
     is_builtin = recipe.model.path == tiny.NAME
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary, lock = _temporary_folder(target.parent)
@@ -90,7 +90,7 @@ def _make(target: Path, recipe: Recipe, given: UserInputs, say: Callable[[str], 
             except BaseExceptionGroup as failures:
                 failure = first_failure(failures)
                 raise failure from failure.__cause__
-        with contextlib.suppress(OSError):  # another process was faster, and its model is the same
+        with contextlib.suppress(OSError):  # another process has made the same model meanwhile
             temporary.rename(target)
     finally:
         lock.release()
@@ -98,7 +98,7 @@ def _make(target: Path, recipe: Recipe, given: UserInputs, say: Callable[[str], 
 
 
 def _temporary_folder(cache: Path) -> tuple[Path, FolderLock]:
-    """Locked. Another process that looks for what is half made may take it for such before the lock is held: then a new one."""
+    """A new folder and its lock. Another process may remove it as abandoned before it is locked; then it is made again."""
     for _ in range(100):
         folder = Path(tempfile.mkdtemp(prefix=".making-", dir=cache))
         lock = FolderLock(folder)
@@ -109,20 +109,20 @@ def _temporary_folder(cache: Path) -> tuple[Path, FolderLock]:
 
 
 def _remove_unused(cache: Path) -> None:
-    """All but the models used last, those that a process has in use, and what is half made by one that lives."""
-    made = sorted((folder for folder in cache.iterdir() if folder.name[0] != "."), key=_used_at, reverse=True)
+    """Remove all but the models used last, those in use by a process, and those that a live process is making."""
+
+    def used_at(folder: Path) -> float:
+        try:
+            return folder.stat().st_mtime
+        except FileNotFoundError:  # another process has just removed it
+            return 0.0
+
+    made = sorted((folder for folder in cache.iterdir() if folder.name[0] != "."), key=used_at, reverse=True)
     for folder in (*made[_NUM_KEPT:], *cache.glob(".making-*")):
         lock = FolderLock(folder)
         if lock.acquire(create=False):
             shutil.rmtree(folder, ignore_errors=True)
             lock.release()
-
-
-def _used_at(folder: Path) -> float:
-    try:
-        return folder.stat().st_mtime
-    except FileNotFoundError:  # another process has just removed it
-        return 0.0
 
 
 async def _warm_up(recipe: Recipe, path: str, given: UserInputs, target: Path, say: Callable[[str], None]) -> None:
@@ -132,7 +132,7 @@ async def _warm_up(recipe: Recipe, path: str, given: UserInputs, target: Path, s
         learning_rate=settings.learning_rate,
         value_learning_rate=0.0,
         micro_batch_tokens=16384,
-        # Demonstrations alone: no model is looked at, and no values are learnt.
+        # Nothing but demonstrations: no reference, no teacher, no values.
         loss="supervised",
         constants={},
         advantage="reward",
@@ -141,12 +141,11 @@ async def _warm_up(recipe: Recipe, path: str, given: UserInputs, target: Path, s
         reference="",
         teacher="",
     )
-    observer = Observer()
     tasks = open_tasks(dataclasses.replace(recipe, seed=recipe.seed + 1), given)
     checked = [tasks.next() for _ in range(_CHECKED_TASKS)]
     most_blocks = _most_blocks(recipe, path, checked) if given.environment is None else 0
     warming = dataclasses.replace(recipe, train=train)
-    roles = build_roles(warming, path, given, observer=observer, lineage=Lineage.new(), most_blocks=most_blocks)
+    roles = build_roles(warming, path, given, observer=Observer(), lineage=Lineage.new(), most_blocks=most_blocks)
     if settings.tasks:
         tasks = open_tasks(dataclasses.replace(recipe, tasks=settings.tasks), UserInputs())
     async with asyncio.TaskGroup() as group:
@@ -163,17 +162,18 @@ async def _warm_up(recipe: Recipe, path: str, given: UserInputs, target: Path, s
         for service in services:
             service.cancel()
     await roles.trainer.save(target)
-    shutil.rmtree(target / "trainer")  # RL begins with an optimizer of its own
+    shutil.rmtree(target / "trainer")  # RL starts with a new optimizer
 
 
 def _most_blocks(recipe: Recipe, path: str, checked: list[dict[str, Plain]]) -> int:
-    """KV blocks that the one engine can use: nothing is in flight but these tasks, each once."""
+    """KV blocks that the engine can use: only these tasks are in flight, each once."""
     longest = longest_prompt(checked, PromptEncoder(load_tokenizer(path)), held_out={})
     tokens = min(config_limit(load_config(path), recipe.model.context), longest + recipe.sampling.max_tokens)
     return blocks_for(min(recipe.engine.slots, len(checked)), tokens=tokens, block_size=recipe.engine.block_size)
 
 
 async def _success(recipe: Recipe, roles: Roles, tasks: list[dict[str, Plain]], *, step: int) -> float:
+    """The share of these tasks that the weights as they are solve at temperature 1."""
     update = (await roles.trainer.publish(step, canary=roles.canary)).update
     await roles.engine.load(update)
     await roles.trainer.release(update)
@@ -226,7 +226,7 @@ def _supervised_batch(examples: list[Rollout]) -> Batch:
 
 
 def _key(recipe: Recipe, given: UserInputs) -> str:
-    """Of everything the warmed-up weights follow from; the first rows stand for what makes the tasks."""
+    """A hash of everything that decides the warmed-up weights; the first rows stand for the whole source of tasks."""
     tasks = open_tasks(recipe, given)
     demonstrations = open_tasks(dataclasses.replace(recipe, tasks=recipe.warmup.tasks or recipe.tasks), given)
     folder = Path(recipe.model.path)

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from headrace.run.checkpoint import (
         FORMAT as FORMAT,
         MANIFEST as MANIFEST,
+        Checkpoint as Checkpoint,
         CheckpointStore as CheckpointStore,
         checkpoints_in as checkpoints_in,
     )

@@ -61,6 +61,11 @@ class LocalTrainer:
     def num_passes(self) -> int:
         return self._trainer.num_passes
 
+    @property
+    def version(self) -> int:
+        """The last version published; -1 before the first."""
+        return self._published[0]
+
     def calls(self) -> dict[str, Callable[..., Awaitable[Any]]]:
         """The handlers of a trainer process."""
         return {name: getattr(self, name) for name in CALLS}

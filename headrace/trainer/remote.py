@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Generator, Sequence
     from pathlib import Path
 
-    from headrace.launch import Child
+    from headrace.launch import RoleProcess
     from headrace.records import Array, WeightUpdate
     from headrace.trainer.protocol import Metrics
 
@@ -39,7 +39,7 @@ class RemoteTrainer:
 
     is_inline = False
 
-    def __init__(self, child: Child, *, deadline: float) -> None:
+    def __init__(self, child: RoleProcess, *, deadline: float) -> None:
         """`deadline`: seconds that saving or loading a checkpoint may take."""
         self._child, self._deadline = child, deadline
         self.num_steps = 0

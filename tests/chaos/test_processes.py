@@ -81,7 +81,7 @@ def test_an_engine_that_cannot_be_kept_ends_the_run_by_name(tmp_path):
     output = run.finish()
     assert run.process.returncode == 1
     assert "engine-0" in output and "killed by SIGKILL" in output and "engine.restarts = 0 are spent" in output
-    assert "goes on from version" in output and not run.leftovers() and not run.roles()
+    assert "resumes from version" in output and not run.leftovers() and not run.roles()
 
 
 @pytest.mark.long
@@ -94,7 +94,7 @@ def test_a_stopped_engine_is_named_and_replaced(tmp_path):
     assert time.monotonic() - began < 12
     output = run.finish()
     check_finished(run, output)
-    assert "engine-0" in output and "has not answered for" in output and "it is stopped (SIGSTOP)" in output
+    assert "engine-0" in output and "has not answered for" in output and "stopped by SIGSTOP" in output
 
 
 @pytest.mark.parametrize(("number", "words"), [(signal.SIGKILL, "killed by SIGKILL"), (signal.SIGSTOP, "has not answered for")])
@@ -106,7 +106,7 @@ def test_a_lost_trainer_ends_the_run_and_the_same_command_resumes(tmp_path, numb
     output = run.finish(seconds=30)
     assert run.process.returncode == 1
     assert "trainer" in output and words in output and "logs/trainer.log" in output
-    assert f"the same command goes on from version 4: {command()} train {tmp_path / 'recipe.toml'}" in output.replace(
+    assert f"the same command resumes from version 4: {command()} train {tmp_path / 'recipe.toml'}" in output.replace(
         "version 8", "version 4"
     ), "the checkpoint is every fourth version"
     assert not run.leftovers() and not run.roles()

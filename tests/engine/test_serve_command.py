@@ -10,23 +10,21 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import openai
 import pytest
+from helpers import small_run
 from openai import OpenAI
 
 from headrace.cli import main
 from headrace.engine.server.address import bind, url_of
 from headrace.settings import ConfigError
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "run"))
-from helpers import small_run
-
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 COMMAND = [sys.executable, "-m", "headrace.cli", "serve"]
 SECRETS = {"HEADRACE_API_TOKEN": "api-secret", "HEADRACE_CONTROL_TOKEN": "control-secret"}

@@ -5,20 +5,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import sys
 import time
-from pathlib import Path
 
 import pytest
+from helpers import small_run
 
 from headrace.engine.native.core import EngineCore
 from headrace.observe import Observer, Signal, Timeline, bound_by
 from headrace.observe.screen import PlainLines, budget_table
 from headrace.observe.spans import WAITING
 from headrace.trainer import DeviceTrainer
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "run"))
-from helpers import small_run
 
 
 def test_shares_sum_to_one_whatever_happens(clock) -> None:

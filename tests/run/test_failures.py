@@ -243,6 +243,7 @@ def test_a_full_disk_loses_nothing(tmp_path, tiny_disk, cache_folder):
     assert version < 9 and not os.path.exists(rescued)
 
 
+HELPERS = os.path.dirname(os.path.dirname(__file__))
 SCRIPT = """
 import sys, time
 sys.path.insert(0, {helpers!r})
@@ -261,7 +262,7 @@ except KeyboardInterrupt as stopped:
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_a_signal_saves_and_the_same_command_resumes(tmp_path, number):
     folder = tmp_path / "run"
-    script = SCRIPT.format(helpers=os.path.dirname(__file__), folder=str(folder))
+    script = SCRIPT.format(helpers=HELPERS, folder=str(folder))
     child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
     for line in child.stdout:
@@ -284,7 +285,7 @@ def test_a_signal_saves_and_the_same_command_resumes(tmp_path, number):
 
 def test_a_killed_process_loses_no_checkpoint(tmp_path):
     folder = tmp_path / "run"
-    script = SCRIPT.format(helpers=os.path.dirname(__file__), folder=str(folder)).replace('"every": 1000', '"every": 1')
+    script = SCRIPT.format(helpers=HELPERS, folder=str(folder)).replace('"every": 1000', '"every": 1')
     for _ in range(3):
         child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
         assert child.stdout is not None
@@ -313,7 +314,7 @@ def test_a_loss_that_fails_leaves_a_checkpoint_that_resumes(tmp_path):
     settings = {"steps": 8, "train": {"loss": f"{loss}:fails"}, "checkpoint": {"every": 100}}
     with pytest.raises(RuntimeError, match="out of luck") as caught:
         small_run(tmp_path / "run", **settings)
-    assert "goes on from version 4" in caught.value.__notes__[0] and "launcher.log" in caught.value.__notes__[1]
+    assert "resumes from version 4" in caught.value.__notes__[0] and "launcher.log" in caught.value.__notes__[1]
     result = small_run(tmp_path / "run", **settings)
     assert result.summary["status"] == "finished" and result.summary["accounting"]["trained"] == 8 * 16
 
@@ -349,7 +350,7 @@ def test_another_experiment_is_never_resumed(tmp_path, monkeypatch):
     first, second = sorted((tmp_path / "runs").iterdir(), key=lambda path: path.stat().st_mtime)
     assert json.loads((first / "summary.json").read_text())["status"] == "failed"
     assert json.loads((second / "summary.json").read_text())["status"] == "finished"
-    with pytest.raises(headrace.ConfigError, match="its tasks or its reward are others"):
+    with pytest.raises(headrace.ConfigError, match="its tasks or its reward differ"):
         small_run(first, reward=lambda prompt, completion, **row: 0.0, held_out=None, steps=2)
 
 
@@ -453,7 +454,7 @@ def test_the_checkpoint_just_written_is_never_pruned(tmp_path, monkeypatch):
 
 def test_a_run_inside_an_event_loop_can_be_stopped(tmp_path):
     """A notebook's interrupt reaches the thread that the run was given."""
-    script = SCRIPT.format(helpers=os.path.dirname(__file__), folder=str(tmp_path / "run"))
+    script = SCRIPT.format(helpers=HELPERS, folder=str(tmp_path / "run"))
     body = "\n".join("    " + line for line in script.strip().splitlines())
     script = f"import asyncio\nasync def cell():\n{body}\nasyncio.new_event_loop().run_until_complete(cell())\n"
     child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)

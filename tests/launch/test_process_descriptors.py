@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import shutil
 import sys
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from headrace.config import make_recipe
-from headrace.launch.processes import Processes
+from headrace.launch.local import LocalProcesses
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,25 +32,35 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Pa
         yield tmp_path / "shared", Path(temporary)
 
 
-def processes(places: tuple[Path, Path]) -> Processes:
-    return Processes(make_recipe({"sync.folder": str(places[0])}), logs=places[0].parent / "logs")
+def processes(places: tuple[Path, Path]) -> LocalProcesses:
+    return LocalProcesses(make_recipe({"sync.folder": str(places[0])}), places[0].parent)
 
 
-@pytest.mark.skipif(not os.path.isdir(OPEN), reason="this system does not list open files")
-def test_a_process_that_was_replaced_leaves_no_descriptor(places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def short_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stands for Python in the processes that are started."""
     program = shutil.which("true")
     assert program is not None
     monkeypatch.setattr(sys, "executable", program)
 
+
+@pytest.mark.skipif(not os.path.isdir(OPEN), reason="this system does not list open files")
+def test_a_process_that_was_replaced_leaves_no_descriptor(places: tuple[Path, Path]) -> None:
     async def main() -> None:
         with processes(places) as held:
             await held.listen()
+            await start_and_end(held)
+            gc.collect()  # what earlier tests left open
             before = len(os.listdir(OPEN))
             for _ in range(3):
-                child = held.spawn("engine", "engine-0")
-                held.connect(child, ("control", "data"))
-                await child.ended.wait()
+                await start_and_end(held)
             assert len(os.listdir(OPEN)) == before
+
+    async def start_and_end(held: LocalProcesses) -> None:
+        process = held.start_process("engine", 0)
+        process.watch_end()
+        held.introduce(process, "control", "data")
+        await process.ended.wait()
 
     asyncio.run(main())
 
@@ -63,7 +74,7 @@ def test_what_a_run_left_whose_processes_were_all_killed_goes_when_the_next_star
         with processes(places) as alive:
             await alive.listen()
             assert all((folder / f"{killed.prefix}-1-0").exists() for folder in places), "it was alive"
-            for claim in killed._claims:
+            for claim in killed.claims:
                 assert claim._descriptor is not None
                 os.close(claim._descriptor)  # as the system does when it ends
             with processes(places):

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from helpers import same_weights, small_run, weights
 
-from headrace.launch.processes import Child, RoleFailed
+from headrace.launch.process import RoleFailed, RoleProcess
 from headrace.model.load import ModelError
 from headrace.observe.inspect import read_rollouts
 from headrace.observe.sinks import read_metrics
@@ -202,7 +202,7 @@ def test_a_full_disk_loses_nothing(tiny_disk, cache_folder):
     message = str(caught.value)
     rescued = message.partition("it is in ")[2].partition(",")[0]
     assert "Nothing is lost" in message and rescued.startswith(str(cache_folder)) and weights(rescued)
-    assert any(f"goes on from version {rescued.rpartition('-')[2]}" in note for note in caught.value.__notes__)
+    assert any(f"resumes from version {rescued.rpartition('-')[2]}" in note for note in caught.value.__notes__)
     kept = sorted((folder / "checkpoints").glob("step-*"))
     assert kept and all(weights(path) for path in kept) and not list((folder / "checkpoints").glob(".*"))
     assert not children() and not leftovers()
@@ -224,9 +224,10 @@ def test_what_the_disk_refuses_there_is_the_same_error_here(tmp_path, kind):
             answer.set_exception(RemoteError(kind=kind, message="[Errno 13] not here"))
             return answer
 
-        process = SimpleNamespace(pid=0)
-        child = Child("trainer", "trainer", process, tmp_path / "trainer.log", peer=SimpleNamespace(begin=begin))
-        await RemoteTrainer(child, deadline=5).save(tmp_path)
+        placement = SimpleNamespace(log=tmp_path / "trainer.log")
+        process = RoleProcess("trainer", "trainer", handle=SimpleNamespace(), placement=placement)
+        process.streams["control"] = SimpleNamespace(begin=begin)
+        await RemoteTrainer(process, deadline=5).save(tmp_path)
 
     with pytest.raises(RoleFailed if kind == "ValueError" else OSError, match="not here"):
         asyncio.run(main())

@@ -1,0 +1,176 @@
+"""Watching over processes through handles that start none."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from headrace.errors import SyncError
+from headrace.launch.placement import Placement
+from headrace.launch.process import RoleFailed, RoleProcess
+from headrace.launch.supervise import Supervisor
+from headrace.rpc import RemoteError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from headrace.launch.placement import Order
+
+
+class FarProcess:
+    """A `ProcessHandle` of a process that is only a name, on a host that is none."""
+
+    pid = 7
+
+    def __init__(self) -> None:
+        self.is_started = self.is_killed = False
+
+    def start(self) -> None:
+        self.is_started = True
+
+    def order(self, order: Order) -> None:
+        raise AssertionError("nobody is introduced here")
+
+    def kill(self) -> None:
+        self.is_killed = True
+
+    def wait(self) -> int:
+        return -9
+
+    def describe(self) -> str:
+        return "process 7 on far"
+
+
+def placement(log: Path) -> Placement:
+    return Placement(
+        host="far",
+        address="far.example",
+        device="cpu",
+        receives_on="cpu",
+        threads=1,
+        run_folder=str(log.parent),
+        log=str(log),
+        shared_folder=str(log.parent),
+    )
+
+
+class Starter:
+    """Starts processes on that host."""
+
+    def __init__(self, logs: Path) -> None:
+        self._logs, self.started = logs, []
+
+    def start_process(self, role: str, index: int) -> RoleProcess:
+        name, handle = f"{role}-{index}", FarProcess()
+        handle.start()
+        where = placement(self._logs / f"{name}.log")
+        incarnation = len(self.started) + 1
+        self.started.append(RoleProcess(name, role, handle=handle, placement=where, index=index, incarnation=incarnation))
+        return self.started[-1]
+
+    def introduce(self, process: RoleProcess, *channels: str) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def build_arguments(self, process: RoleProcess) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class Starting(Supervisor):
+    """Whose processes end, raise, hang or come up while they are built, as told."""
+
+    ends: list[str]
+
+    async def _connect(self, process: RoleProcess, *channels: str) -> dict[str, asyncio.Future[Any]]:
+        process.streams["control"] = SimpleNamespace(stream=SimpleNamespace(close=lambda: None))  # type: ignore[assignment]
+        process.open = self._open  # type: ignore[method-assign, assignment]
+        process.watch_end = lambda: None  # type: ignore[method-assign]
+        return dict.fromkeys(channels)  # type: ignore[arg-type]
+
+    async def _open(self, *_: object, **__: object) -> Any:
+        async def run() -> None:
+            await asyncio.Event().wait()
+
+        return SimpleNamespace(run=run, stream=SimpleNamespace(close=lambda: None))
+
+    async def _build(self, process: RoleProcess) -> dict[str, Any]:
+        how = self.ends.pop(0) if self.ends else "up"
+        if how == "killed":
+            RoleProcess.watch_end(process)
+            await process.ended.wait()
+            raise await process.explain()
+        if how == "raises":
+            raise process.failed(RemoteError(kind="RuntimeError", message="out of memory"))
+        if how == "hangs":
+            process.give_up("has been loading its model for 600 s (deadline)")
+            raise await process.explain()
+        return {"relay": "", "index": process.index}
+
+
+def supervisor(starter: Starter, *ends: str, restarts: int = 2, said: list[str] | None = None) -> Starting:
+    recipe = SimpleNamespace(engine=SimpleNamespace(restarts=restarts), deadline=600.0)
+    timelines = {"engine": SimpleNamespace(take=None)}
+    made = Starting(recipe, starter, timelines=timelines, say=[].append if said is None else said.append)  # type: ignore[arg-type]
+    made.ends = list(ends)
+    return made
+
+
+def test_an_engine_that_weights_do_not_reach_while_it_starts_may_be_started_again(tmp_path: Path) -> None:
+    """`_replace` does so for what is a `RoleFailed`; anything else ends the run."""
+
+    async def main() -> None:
+        starter = Starter(tmp_path)
+        watching = supervisor(starter)
+
+        async def refuses(*_: object) -> None:
+            raise SyncError("version 3: the link is broken")
+
+        watching.pool.join = refuses  # type: ignore[method-assign]
+        with pytest.raises(RoleFailed, match=r"engine-1 .*version 3: the link is broken\n  log .*engine-1\.log"):
+            await watching.start_engine(starter.start_process("engine", 1))
+        watching.close()
+
+    asyncio.run(main())
+
+
+def start(tmp_path: Path, *ends: str, is_first: bool = True) -> tuple[list[RoleProcess], list[str], RoleFailed | None]:
+    """The processes there were, what was said, and what was raised."""
+    starter, said = Starter(tmp_path), []
+
+    async def main() -> RoleFailed | None:
+        watching = supervisor(starter, *ends, said=said)
+        try:
+            told = await watching.start_engine(starter.start_process("engine", 1), is_first=is_first)
+        except RoleFailed as error:
+            return error
+        finally:
+            watching.close()
+        assert told["index"] == 1 and [member.name for member in watching.pool.members] == ["engine-1"]
+        return None
+
+    return starter.started, said, asyncio.run(main())
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_an_engine_killed_while_it_starts_is_started_again(tmp_path: Path, is_first: bool) -> None:
+    started, said, error = start(tmp_path, "killed", "killed", is_first=is_first)
+    assert error is None and [process.incarnation for process in started] == [1, 2, 3]
+    assert ["killed by SIGKILL" in line and f"started again ({n} of 2)" in line for n, line in enumerate(said, 1)] == [True] * 2
+    assert all("engine-1 (process 7 on far)" in line for line in said)
+    assert [process.handle.is_killed for process in started] == [True, True, False]
+
+
+def test_restarts_of_engines_that_never_came_up_are_counted_too(tmp_path: Path) -> None:
+    started, said, error = start(tmp_path, "killed", "killed", "killed")
+    assert isinstance(error, RoleFailed) and "killed by SIGKILL" in str(error) and "engine.restarts = 2 are spent" in str(error)
+    assert len(started) == 3 and len(said) == 2
+
+
+@pytest.mark.parametrize(("how", "words"), [("raises", "out of memory"), ("hangs", "has been loading its model for 600 s")])
+def test_what_the_first_start_raises_ends_the_run_at_once(tmp_path: Path, how: str, words: str) -> None:
+    started, said, error = start(tmp_path, how)
+    assert isinstance(error, RoleFailed) and words in str(error) and len(started) == 1 and not said
+    started, said, error = start(tmp_path, how, is_first=False)
+    assert error is None and len(started) == 2 and words in said[0]
