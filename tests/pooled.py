@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.engine.member import Member
 from headrace.engine.native.core import EngineCore
-from headrace.engine.native.threaded import ThreadedEngine
+from headrace.engine.native.engine import NativeEngine
 from headrace.engine.pool import EnginePool
 from headrace.engine.worker import EngineWorker
 from headrace.model.load import load_model
@@ -35,7 +35,7 @@ class Far:
 
     name: str
     member: Member
-    engine: ThreadedEngine
+    engine: NativeEngine
     worker: EngineWorker
     ends: dict[str, Stream]
     """Its own ends, by channel."""
@@ -81,7 +81,7 @@ class Pooled:
         core = EngineCore(load_model(self.model_path), name=name, slots=slots, context=context, decode=self.decode)
         timeline, life = ProcessTimeline("engine"), Lineage("life")
         sync = WeightSync(life, SharedMemoryTransport(prefix="w", folder=self.folder), name=name)
-        engine = ThreadedEngine(core, sync=sync, timeline=timeline)
+        engine = NativeEngine(core, sync=sync, timeline=timeline)
         worker = EngineWorker(engine, timeline=timeline)
         near, ends = {}, {}
         for channel in ("control", "data"):

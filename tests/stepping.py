@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from headrace.engine.native.core import EngineCore, Request
-from headrace.engine.native.plain import PlainRunner
+from headrace.engine.native.core import EngineCore
+from headrace.engine.native.plain_runner import PlainRunner
+from headrace.engine.request import Request
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from headrace.engine.native.core import Step
+    from headrace.engine.native.step import Step
     from headrace.records import Rollout, Sampling
 
 
@@ -45,13 +46,13 @@ def make_core(
     slots: int = 8,
     context: int = 64,
     block_size: int = 8,
-    most_tokens: int | None = None,
-    most_draws: int | None = None,
+    max_prompt_tokens: int | None = None,
+    max_sampled: int | None = None,
     **options: Any,
 ) -> EngineCore:
-    """A core on plain torch; `most_tokens` and `most_draws` are those of its runner."""
+    """A core on plain torch; `max_prompt_tokens` and `max_sampled` are those of its runner."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in (("most_tokens", most_tokens), ("most_draws", most_draws)):
+        for name, value in (("max_prompt_tokens", max_prompt_tokens), ("max_sampled", max_sampled)):
             if value is not None:
                 patch.setattr(PlainRunner, name, value)
         return EngineCore(model, name="engine", slots=slots, context=context, block_size=block_size, **options)
@@ -103,11 +104,11 @@ def assert_same_draws(left: Rollout, right: Rollout) -> None:
 def assert_nothing_is_held(core: EngineCore) -> None:
     """Every block, slot and pin is given back, and nobody waits."""
     scheduler = core.scheduler
-    assert core.num_running == core.num_waiting == core.num_begun == 0
+    assert core.num_running == core.num_waiting == core.num_started == 0
     assert not core.has_work
     assert core.num_free_blocks == core.cache.num_blocks - 1
     assert sorted(scheduler._free_slots) == list(range(core.num_slots))
-    assert not scheduler._pins and scheduler.num_pinned_blocks == 0
+    assert not scheduler.pins.by_id and scheduler.pins.num_blocks == 0
     assert not scheduler._computing and not scheduler._leaders
-    assert not scheduler._is_decoding.any() and not scheduler.slots.flying.any()
+    assert not scheduler._is_decoding.any() and not scheduler.slots.in_flight.any()
     assert not any(scheduler.pool._references)

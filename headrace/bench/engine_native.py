@@ -73,12 +73,12 @@ def generate(core: EngineCore, workload: Workload, *, seed: int) -> Turn:
     ]
     prompt_tokens = sum(len(prompt) for prompt in workload.prompts)
     steps: list[StepSeen] = []
-    drawn_before = core.num_drawn
+    drawn_before = core.num_sampled
     started = before = time.perf_counter()
     for request in requests:
         core.submit(request)
     while core.has_work:
-        cached = prompt_tokens + core.num_drawn - drawn_before
+        cached = prompt_tokens + core.num_sampled - drawn_before
         step = core.step()
         now = time.perf_counter()
         steps.append(StepSeen(now - before, step.prompt_rows, step.decode_rows, cached))

@@ -31,7 +31,7 @@ from headrace.bench.partial_watch import EngineWatch
 from headrace.bench.stubs import StubTrainer
 from headrace.bench.table import Row, report
 from headrace.config import make_recipe
-from headrace.engine import ThreadedEngine
+from headrace.engine import NativeEngine
 from headrace.launch import UserInputs, build_core, make_roles, model_folder, pick_device, set_threads
 from headrace.model import named_tensors
 from headrace.observe import Observer, ProcessTimeline
@@ -224,7 +224,7 @@ class LongTail(Run):
         return policy.wasted_tokens + sum(over_age.values())
 
 
-class Unscored(ThreadedEngine):
+class Unscored(NativeEngine):
     """It scores no canary between two steps: the stand-in has nothing to compare it with."""
 
     async def score(self, rollouts: Sequence[Rollout]) -> list[Array]:

@@ -14,7 +14,7 @@ from headrace.records import FinishReason
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from headrace.engine import EngineCore, Request, Runner, Step, Work
+    from headrace.engine import EngineCore, Request, Runner, Step, StepPlan
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ class EngineWatch:
         self._inner["changed_weights"](**names)
         self._ready = time.perf_counter()
 
-    def _plan(self, runner: Runner) -> Work | None:
-        work: Work | None = self._inner["plan"](runner)
+    def _plan(self, runner: Runner) -> StepPlan | None:
+        work: StepPlan | None = self._inner["plan"](runner)
         if work is None or not self._is_on:
             return work
         running, slots = self._scheduler.running, self._scheduler.slots

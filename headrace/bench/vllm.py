@@ -33,7 +33,7 @@ from headrace.bench.mismatch import compare, trainer_logprobs
 from headrace.bench.table import Row, report
 from headrace.bench.vllm_update import Outlasted, UpdateSeen, update_in_flight
 from headrace.config import make_recipe
-from headrace.engine import EngineCore, ThreadedEngine, choose_python, find_vllm
+from headrace.engine import EngineCore, NativeEngine, choose_python, find_vllm
 from headrace.launch import Place, open_engine, receiving_place
 from headrace.model import ModelError, ModelSettings, build_folder, load_config, load_model, named_tensors
 from headrace.observe import ProcessTimeline
@@ -193,7 +193,7 @@ async def _native(plan: Plan, path: str) -> AsyncIterator[Side]:
     core = EngineCore(model, name="native", slots=plan.slots, context=plan.context, num_blocks=plan.blocks)
     core.wait_warm()
     sync, timeline = WeightSync(Lineage("bench"), MemoryTransport(plan.device)), ProcessTimeline("engine")
-    engine = ThreadedEngine(core, sync=sync, timeline=timeline)
+    engine = NativeEngine(core, sync=sync, timeline=timeline)
     engine.start()
     try:
         yield Side("native", engine, sync, timeline)

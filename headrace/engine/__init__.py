@@ -11,17 +11,15 @@ from headrace.front_door import front_door
 if TYPE_CHECKING:
     from headrace.engine.append_tokens import lengthen as lengthen
     from headrace.engine.member import Member as Member
-    from headrace.engine.native.cache import free_memory as free_memory
     from headrace.engine.native.core import EngineCore as EngineCore
-    from headrace.engine.native.demand import (
+    from headrace.engine.native.engine import NativeEngine as NativeEngine
+    from headrace.engine.native.engine_memory import (
         EngineMemory as EngineMemory,
         blocks_for as blocks_for,
         predict_engine_memory as predict_engine_memory,
     )
-    from headrace.engine.native.engine import NativeEngine as NativeEngine
-    from headrace.engine.native.request import Step as Step
-    from headrace.engine.native.threaded import ThreadedEngine as ThreadedEngine
-    from headrace.engine.native.work import Runner as Runner, Work as Work
+    from headrace.engine.native.kv_cache import free_memory as free_memory
+    from headrace.engine.native.step import Runner as Runner, Step as Step, StepPlan as StepPlan
     from headrace.engine.pool import EnginePool as EnginePool
     from headrace.engine.protocol import (
         Engine as Engine,

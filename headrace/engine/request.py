@@ -1,61 +1,74 @@
-"""A generate call inside an engine."""
+"""One generate call inside an engine, and how `generate` and `stream` wait for it."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
+
+from headrace.engine.protocol import Increment
+from headrace.records import FinishReason, Rollout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+    from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Iterator, Sequence
 
-    from headrace.engine.native.request import Drawings
-    from headrace.engine.protocol import Increment
-    from headrace.records import Array, Rollout, Sampling
+    from headrace.records import Array, Sampling
 
-    Beginning = tuple[tuple[str, int] | None, bytes]
-    """Where a rollout was forked, if it was, and its token ids: those of whom both are equal share their keys and values."""
+    PrefixKey = tuple[tuple[str, int] | None, bytes]
+    """Where a rollout was forked, if it was, and its token ids: requests for which both are equal share their KV blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """Tokens sampled so far in a call."""
+
+    token_ids: Array
+    logprobs: Array
+    versions: Array
 
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """One generate call. The fields below the callbacks are the native scheduler's."""
+    """One generate call. The fields below `is_streamed` are the native engine's bookkeeping."""
 
     rollout: Rollout
     sampling: Sampling
     on_done: Callable[[Rollout], None]
-    """Called once, between two steps, with the lengthened rollout."""
+    """Called once, between two steps, with the extended rollout."""
     on_tokens: Callable[[Increment], None] | None = None
     """Called after every step, for a stream."""
-    is_streamed: bool = False
-    """Somebody elsewhere waits for each of its tokens."""
     on_failed: Callable[[Exception], None] | None = None
     """Called once instead of `on_done` when it cannot be generated; without it the engine itself fails."""
+    is_streamed: bool = False
+    """A client of another process waits for each of its tokens."""
     slot: int = -1
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
-    """Tokens whose keys and values are in its blocks, or will be when the steps under way are done."""
+    """Tokens whose keys and values are in its blocks, or will be when the steps in flight are done."""
     chain: Hashable = None
-    """Names its last remembered block; None once its blocks are of more than one version."""
-    remembered: int = 0
-    """Its blocks known by what they hold."""
+    """Names its last block in the prefix cache; None once its blocks are of more than one version."""
+    num_cached: int = 0
+    """Its blocks that are in the prefix cache."""
     leader: Request | None = None
     """A sibling that is computing the prompt both share."""
     followers: list[Request] = field(default_factory=list)
-    saved: Drawings | None = None
-    """What it had drawn when its blocks were taken from it."""
+    leading: PrefixKey | None = None
+    """The prompt it computes, under which others find it to follow."""
+    saved: SampledTokens | None = None
+    """What it had sampled when its blocks were taken from it."""
     started: float = 0.0
     masks: list[Array] = field(default_factory=list)
-    told: int = 0
-    """New tokens of it that `growth` has given out."""
+    num_reported: int = 0
+    """Sampled tokens that `growth` has reported."""
     lineage: str | None = None
-    """The life of the trainer its first token was drawn in, once that is over; None while it goes on."""
-    leads: Beginning | None = None
-    """The prompt it computes for whoever else begins with it."""
+    """The lineage its first token was sampled under, once the engine runs another; None until then."""
 
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """What a running request has drawn since it was last asked."""
+    """What a running request has sampled since its last report."""
 
     request: Request
     token_ids: Array
@@ -63,4 +76,76 @@ class Growth:
     versions: Array
     masks: list[Array]
     lineage: str
-    """The life of the trainer its first token was drawn in."""
+    """The lineage its first token was sampled under."""
+
+
+class TakesRequests(Protocol):
+    """An engine as `generate` and `stream` use it."""
+
+    def submit(self, requests: Sequence[Request], on_refused: Callable[[Request, ValueError], None]) -> None:
+        """Queue requests; those that cannot be generated go to `on_refused`."""
+
+    def cancel(self, requests: Sequence[Request]) -> None:
+        """Free what they hold; requests that have ended are ignored."""
+
+
+async def generate(engine: TakesRequests, rollout: Rollout, sampling: Sampling) -> Rollout:
+    """The rollout with one more call's tokens; cancelling the await cancels the call."""
+    with _submitted(engine, rollout, sampling, is_streamed=False) as answers:
+        answer = await answers.get()
+        if isinstance(answer, Rollout):
+            return answer
+        assert isinstance(answer, Exception)
+        raise answer
+
+
+async def stream(engine: TakesRequests, rollout: Rollout, sampling: Sampling) -> AsyncIterator[Increment]:
+    """The same call, token by token; closing the iterator cancels the call."""
+    with _submitted(engine, rollout, sampling, is_streamed=True) as answers:
+        while True:
+            answer = await answers.get()
+            if isinstance(answer, Exception):
+                raise answer
+            if isinstance(answer, Rollout):  # its last token came with the reason, unless it was aborted between two
+                if answer.finish_reason is FinishReason.ABORT:
+                    yield Increment((), (), (), FinishReason.ABORT)
+                return
+            yield answer
+
+
+@contextlib.contextmanager
+def _submitted(
+    engine: TakesRequests, rollout: Rollout, sampling: Sampling, *, is_streamed: bool
+) -> Iterator[asyncio.Queue[Increment | Rollout | Exception]]:
+    """The queue of what a call gives: increments if it is streamed, then the rollout or an error. Leaving the
+    block before that cancels the call."""
+    loop, thread = asyncio.get_running_loop(), threading.get_ident()
+    answers: asyncio.Queue[Increment | Rollout | Exception] = asyncio.Queue()
+    is_over = False
+
+    def tell(answer: Increment | Rollout | Exception) -> None:
+        nonlocal is_over
+        is_over = is_over or not isinstance(answer, Increment)
+        if threading.get_ident() == thread:
+            answers.put_nowait(answer)
+        else:
+            loop.call_soon_threadsafe(answers.put_nowait, answer)
+
+    request = Request(rollout, sampling, on_done=tell, on_failed=tell, on_tokens=tell if is_streamed else None)
+    engine.submit([request], lambda _, error: tell(error))
+    try:
+        yield answers
+    finally:
+        if not is_over:
+            engine.cancel([request])
+
+
+async def run_to_the_end(work: Coroutine[Any, Any, None], *, on_cancel: Callable[[], None]) -> None:
+    """Await work that must not be left half done: cancelling calls `on_cancel` and still waits for it."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        on_cancel()
+        await asyncio.wait([task])
+        raise

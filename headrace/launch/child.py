@@ -23,7 +23,7 @@ import torch
 
 from headrace import leftovers
 from headrace.config import make_recipe
-from headrace.engine import EngineWorker, ThreadedEngine
+from headrace.engine import EngineWorker, NativeEngine
 from headrace.launch.build import build_core, build_trainer, stop_tokens
 from headrace.launch.heartbeat import watch_launcher
 from headrace.launch.placement import Order
@@ -174,7 +174,7 @@ class RoleWorker:
     async def _build_engine(
         self, recipe: Recipe, model: str, device: str, sync: WeightSync, index: int, handover: Path, most_blocks: int
     ) -> dict[str, Any]:
-        engine: ThreadedEngine | VllmEngine
+        engine: NativeEngine | VllmEngine
         if recipe.engine.kind == "vllm":
             from headrace.launch.vllm import Place, open_engine
 
@@ -185,7 +185,7 @@ class RoleWorker:
             engine, stop_ids = opened.engine, opened.stop_ids
         else:
             core = await asyncio.to_thread(build_core, recipe, model, name=self.name, device=device, most_blocks=most_blocks)
-            engine = ThreadedEngine(core, sync=sync, timeline=self._timeline)
+            engine = NativeEngine(core, sync=sync, timeline=self._timeline)
             stop_ids = stop_tokens(core.model.generation_config, load_tokenizer(model))
         worker = self._worker = EngineWorker(engine, timeline=self._timeline)
         self._control.calls.update(worker.calls())

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers.utils import logging as transformers_logging
 
-from headrace.engine import SERVER, EngineCore, ThreadedEngine, listening, make_app, url_of
+from headrace.engine import SERVER, EngineCore, NativeEngine, listening, make_app, url_of
 from headrace.launch.build import decoder_of, stop_tokens
 from headrace.launch.placement import pick_device
 from headrace.launch.stop import StopRequest
@@ -96,7 +96,7 @@ def _identity(folder: Path) -> tuple[int, str]:
 async def _serve(options: ServeOptions, core: EngineCore, tokenizer: PreTrainedTokenizerBase, listener: socket.socket) -> int:
     """Waits for a signal to stop, or for the engine to fail."""
     loop, stopped, url = asyncio.get_running_loop(), asyncio.Event(), url_of(listener)
-    engine = ThreadedEngine(core, sync=WeightSync(Lineage.new(), MemoryTransport()), timeline=Timeline("engine"))
+    engine = NativeEngine(core, sync=WeightSync(Lineage.new(), MemoryTransport()), timeline=Timeline("engine"))
     app = make_app(
         engine,
         tokenizer,

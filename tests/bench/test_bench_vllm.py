@@ -13,7 +13,7 @@ from vllm_server import MISSING, VARIABLES, vllm_python
 from headrace.bench.vllm_update import are_in_order, update_in_flight
 from headrace.cli import main
 from headrace.engine.native.core import EngineCore
-from headrace.engine.native.threaded import ThreadedEngine
+from headrace.engine.native.engine import NativeEngine
 from headrace.model.load import load_model
 from headrace.model.weights import named_tensors
 from headrace.observe import ProcessTimeline
@@ -65,9 +65,7 @@ def test_an_update_is_seen_with_rollouts_in_flight(tiny_model: str) -> None:
             ProcessTimeline("engine"),
             load_model(tiny_model),
         )
-        engine = ThreadedEngine(
-            EngineCore(load_model(tiny_model), name="e", slots=4, context=2048), sync=sync, timeline=timeline
-        )
+        engine = NativeEngine(EngineCore(load_model(tiny_model), name="e", slots=4, context=2048), sync=sync, timeline=timeline)
         engine.start()
         try:
             asked = (

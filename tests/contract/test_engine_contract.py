@@ -17,9 +17,8 @@ from safetensors.torch import save_file
 from vllm_server import served
 
 from headrace.engine import Engine, EngineState, PromptTooLong, UnusablePrompt
-from headrace.engine.native.core import EngineCore, Step
+from headrace.engine.native.core import EngineCore
 from headrace.engine.native.engine import NativeEngine
-from headrace.engine.native.threaded import ThreadedEngine
 from headrace.engine.protocol import EngineAsleep, NotFinite
 from headrace.engine.vllm.weights import saved_form
 from headrace.errors import SyncError
@@ -35,6 +34,8 @@ from headrace.sync import Lineage, MemoryTransport, WeightSync
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
     from contextlib import AbstractAsyncContextManager
+
+    from headrace.engine.native.step import Step
 
     Decode = Callable[[list[int]], str]
 
@@ -109,7 +110,7 @@ async def native(model_path: str, slots: int, decode: Decode | None) -> AsyncIte
 async def threaded(model_path: str, slots: int, decode: Decode | None) -> AsyncIterator[Bench]:
     """In a thread of its own."""
     sync = WeightSync(Lineage("life"), MemoryTransport())
-    engine = ThreadedEngine(make_core(model_path, slots, decode), sync=sync, timeline=ProcessTimeline("engine"))
+    engine = NativeEngine(make_core(model_path, slots, decode), sync=sync, timeline=ProcessTimeline("engine"))
     engine.start()
     try:
         yield bench_of(engine, engine.core, model_path, sync)

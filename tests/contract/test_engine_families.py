@@ -104,7 +104,7 @@ def in_a_crowd(model: PreTrainedModel, exact: bool, sampling: Sampling) -> Rollo
 
 
 def in_chunks(model: PreTrainedModel, exact: bool, sampling: Sampling) -> Rollout:
-    core = make_core(model, most_tokens=5, exact=exact)
+    core = make_core(model, max_prompt_tokens=5, exact=exact)
     asked = ask(core, prompt(), sampling)
     assert [step.prompt_rows for step in run(core)][:5] == [5, 5, 5, 5, 1]
     return asked.done
@@ -185,13 +185,13 @@ PLACES = [1, 16, 17, 32, 39, PROMPT + NEW]
 def test_a_fork_of_a_finished_parent_is_a_fresh_engines(family: str, exact: bool) -> None:
     model = shared_model(family, exact=exact)
     core = make_core(model, exact=exact)
-    core.scheduler.pin("r")
+    core.scheduler.pins.pin("r")
     parent = generate(core, prompt(), Sampling(max_tokens=NEW, seed=5))
     forks = [ask(core, parent.forked(at, id=f"fork {at}"), FORKED) for at in PLACES]
     assert prompt_rows(run(core)) == len(PLACES)
     for each in forks:
         check_fork(each.done, model, exact=exact)
-    core.scheduler.unpin("r")
+    core.scheduler.pins.unpin("r")
     assert_nothing_is_held(core)
 
 
@@ -205,7 +205,7 @@ def test_forks_of_a_running_parent_are_a_fresh_engines(family: str, exact: bool)
     for _ in range(15):
         core.step()
     so_far = alone(family, exact=exact).forked(PROMPT + 15, id="so far")
-    assert core.scheduler.drawings(parent.request).token_ids.tolist() == so_far.token_ids[PROMPT:].tolist()
+    assert core.scheduler.sampled_tokens(parent.request).token_ids.tolist() == so_far.token_ids[PROMPT:].tolist()
     forks = []
     for at in (1, 16, 17, 24, 32, PROMPT + 15):
         fork = so_far.forked(at, id=f"fork {at}").replace(parent=("r", at))
@@ -282,7 +282,7 @@ def test_a_fork_after_a_swap_goes_on_from_the_old_keys_with_the_new_weights(fami
     """It computes its last token and no other."""
     model = prepare(make(family), name=family)
     core = make_core(model)
-    core.scheduler.pin("r")
+    core.scheduler.pins.pin("r")
     parent = generate(core, prompt(), Sampling(max_tokens=NEW, seed=5))
     old = kept_keys(model, parent.token_ids[: at - 1])
     nudge(model, core, version=1)
@@ -294,7 +294,7 @@ def test_a_fork_after_a_swap_goes_on_from_the_old_keys_with_the_new_weights(fami
     assert_logprobs_are(fork, scores_after(model, old, fork), where=drawn)
     fresh = scores(model, fork)
     assert np.abs(fork.logprobs[drawn] - fresh[drawn]).max() > 1e-3  # or the weights had not changed enough to tell
-    core.scheduler.unpin("r")
+    core.scheduler.pins.unpin("r")
     again = ask(core, parent.forked(at, id="again"), Sampling(max_tokens=15, seed=6))
     assert prompt_rows(run(core)) == at
     assert_logprobs_are(again.done, scores(model, again.done), where=drawn)
@@ -335,7 +335,7 @@ def test_weights_that_change_under_a_rollout(family: str, is_retracted: bool) ->
     asked = ask(core, prompt(), Sampling(max_tokens=NEW, seed=5))
     for _ in range(10):
         core.step()
-    tokens = np.concatenate([asked.request.rollout.token_ids, core.scheduler.drawings(asked.request).token_ids])
+    tokens = np.concatenate([asked.request.rollout.token_ids, core.scheduler.sampled_tokens(asked.request).token_ids])
     length = PROMPT + 10
     assert len(tokens) == length
     old = kept_keys(model, tokens[: length - 1])
@@ -396,7 +396,7 @@ def test_recorded_experts_are_those_of_one_packed_pass(family: str, way: Callabl
 def test_every_sibling_and_every_fork_has_its_own_experts(family: str) -> None:
     model = shared_model(family, exact=True)
     core = make_core(model, exact=True)
-    core.scheduler.pin("sibling 0")
+    core.scheduler.pins.pin("sibling 0")
     group = [ask(core, prompt(id=f"sibling {index}"), Sampling(max_tokens=9, seed=index)) for index in range(4)]
     run(core)
     parent = group[0].done
@@ -411,7 +411,7 @@ def test_every_sibling_and_every_fork_has_its_own_experts(family: str) -> None:
 @every_routed
 def test_an_aborted_rollout_knows_the_experts_of_all_but_its_last_token(family: str) -> None:
     model = shared_model(family, exact=True)
-    core = make_core(model, most_tokens=8, exact=True)
+    core = make_core(model, max_prompt_tokens=8, exact=True)
     asked = ask(core, prompt(), Sampling(max_tokens=NEW, seed=5))
     waiting = ask(core, prompt(id="in part", seed=1), Sampling(max_tokens=NEW, seed=5))
     for _ in range(5):

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from headrace.engine.native.blocks import BlockPool
-from headrace.engine.native.cache import CacheShape
-from headrace.engine.native.core import EngineCore, Request
-from headrace.engine.native.demand import blocks_for
-from headrace.engine.native.sampler import uniform
+from headrace.engine.native.core import EngineCore
+from headrace.engine.native.engine_memory import blocks_for
+from headrace.engine.native.kv_cache import CacheShape
+from headrace.engine.native.sampling import uniform
 from headrace.engine.protocol import PromptTooLong
+from headrace.engine.request import Request
 from headrace.model.head import Head
 from headrace.model.load import load_model
 from headrace.model.packing import score

@@ -152,7 +152,7 @@ def test_a_call_cancelled_as_soon_as_it_is_sent_is_not_generated(tiny_model):
         await until(lambda: far.member.credit == room)
         await far.engine.between_steps(lambda: None)
         assert (far.core.num_running, far.core.num_waiting) == (0, 0)
-        assert far.core.num_drawn < 80 * room / 4
+        assert far.core.num_sampled < 80 * room / 4
 
     run(check, tiny_model)
 
@@ -254,7 +254,7 @@ def test_work_waits_where_there_is_no_engine(tiny_model):
         gone.cancel()
         await asyncio.sleep(0)
         far = await bench.join()
-        assert (await call).num_sampled == 4 and far.core.num_drawn == 4
+        assert (await call).num_sampled == 4 and far.core.num_sampled == 4
 
     run(check, tiny_model)
 
@@ -337,7 +337,7 @@ def test_at_a_swap_with_abort_nothing_new_takes_the_slots_of_those_interrupted(t
         await policy.publish(0)
         slow(far, 0.004)
         calls = [asyncio.ensure_future(resumed(bench, prompt(f"r{i}", seed=i))) for i in range(4)]
-        await until(lambda: far.core.num_drawn > 10 and far.core.num_waiting == 2)
+        await until(lambda: far.core.num_sampled > 10 and far.core.num_waiting == 2)
         assert {request.rollout.id for request in far.core.scheduler.running.values()} == {"r0", "r1"}
         await bench.pool.load(await policy.send(1), interrupt=Interrupt.ABORT)
         await until(lambda: far.core.num_running == 2)
@@ -465,7 +465,7 @@ def test_who_joins_a_paused_pool_stands_still_with_it(tiny_model):
         call = asyncio.ensure_future(bench.pool.generate(prompt(), Sampling(max_tokens=4)))
         await until(lambda: far.core.num_waiting == 1)
         await asyncio.sleep(0.03)
-        assert far.core.num_drawn == 0
+        assert far.core.num_sampled == 0
         await bench.pool.resume()
         assert (await call).num_sampled == 4
 
@@ -539,7 +539,7 @@ def test_a_fork_goes_to_the_engine_that_has_its_parent(tiny_model):
         for name in names:
             await bench.pool.unpin(name)
         await until(lambda: all(far.core.num_running == 0 for far in fars))
-        assert all(far.core.scheduler.num_pinned_blocks == 0 for far in fars)
+        assert all(far.core.scheduler.pins.num_blocks == 0 for far in fars)
 
     run(check, tiny_model)
 
@@ -551,7 +551,7 @@ def test_a_rollout_pinned_while_it_runs_is_found_again(tiny_model):
             slow(far, 0.002)
         await until(lambda: all(far.member.credit > 0 for far in fars))
         calls = [asyncio.ensure_future(bench.pool.generate(prompt(f"r{i}", seed=i), Sampling(max_tokens=40))) for i in range(2)]
-        await until(lambda: all(far.core.num_drawn > 2 for far in fars))
+        await until(lambda: all(far.core.num_sampled > 2 for far in fars))
         await bench.pool.pin("r1")
         parent = (await asyncio.gather(*calls))[1]
         for index in range(4):
@@ -645,6 +645,6 @@ def test_who_joins_keeps_what_is_pinned_and_nothing_else(tiny_model):
         for name in ("a", "b", "c", "d"):
             await bench.pool.generate(prompt(name, seed=ord(name)), Sampling(max_tokens=20))
         await until(lambda: late.core.num_running == 0)
-        assert list(late.core.scheduler._pins) == ["d"] and late.core.scheduler.num_pinned_blocks == 2
+        assert list(late.core.scheduler.pins.by_id) == ["d"] and late.core.scheduler.pins.num_blocks == 2
 
     run(check, tiny_model)

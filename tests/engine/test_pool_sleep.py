@@ -26,7 +26,7 @@ def test_all_give_their_memory_back_and_who_comes_meanwhile_is_awake_and_right(t
         await policy.publish(1)
         whole = held(first)
         call = asyncio.ensure_future(pool.generate(prompt(), Sampling(max_tokens=60, seed=1)))
-        await until(lambda: first.core.num_drawn + second.core.num_drawn > 5)
+        await until(lambda: first.core.num_sampled + second.core.num_sampled > 5)
         await pool.pause(Interrupt.RETRACT)
         await pool.sleep(weights=True)
         assert held(first) == held(second) == 0 and not call.done()

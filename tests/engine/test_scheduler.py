@@ -12,7 +12,7 @@ import torch
 from families import make
 from stepping import ask, assert_nothing_is_held, assert_same_draws, generate, make_core, prompt_rows, run
 
-from headrace.engine.native.work import Drawn, Work
+from headrace.engine.native.step import StepOutput, StepPlan
 from headrace.engine.protocol import NotFinite, PromptTooLong, UnusablePrompt
 from headrace.model.load import ModelError, prepare
 from headrace.records import FinishReason, Rollout, Sampling
@@ -34,16 +34,16 @@ class NoModel:
     """A runner that draws token 5 for everybody: what is left is the cost of scheduling."""
 
     def __init__(self, core: EngineCore) -> None:
-        self.ahead, self.most_draws, self.most_tokens = 0, 1 << 30, 8192
-        self.begin, self.grow = core.runner.begin, core.runner.grow
+        self.ahead, self.max_sampled, self.max_prompt_tokens = 0, 1 << 30, 8192
+        self.start_slot, self.add_block = core.runner.start_slot, core.runner.add_block
         self.prompt_rows = 0
 
-    def launch(self, work: Work) -> Drawn:
+    def launch(self, work: StepPlan) -> StepOutput:
         self.prompt_rows += work.prompt_rows
         rows = len(work.slots)
-        return Drawn(np.full(rows, 5), np.full(rows, -1.0, dtype=np.float32), None)
+        return StepOutput(np.full(rows, 5), np.full(rows, -1.0, dtype=np.float32), None)
 
-    def collect(self, ticket: Drawn) -> Drawn:
+    def collect(self, ticket: StepOutput) -> StepOutput:
         return ticket
 
 
@@ -112,14 +112,14 @@ def test_a_rollout_that_does_not_fit_now_is_not_overtaken(model) -> None:
 def test_a_pinned_rollout_gives_way_when_nothing_else_can(model) -> None:
     """Pins hold memory only as long as nobody needs it, and whoever goes on from one computes it again."""
     core = make_core(model, slots=2, num_blocks=8 + 1)
-    core.scheduler.pin("parent")
+    core.scheduler.pins.pin("parent")
     parent = generate(core, prompt(20, id="parent"), Sampling(max_tokens=20))
-    assert core.scheduler.num_pinned_blocks == 5
+    assert core.scheduler.pins.num_blocks == 5
     whole = generate(core, prompt(4, id="whole", seed=1), Sampling(max_tokens=60))
-    assert whole.num_sampled == 60 and core.scheduler.num_pinned_blocks == 0
+    assert whole.num_sampled == 60 and core.scheduler.pins.num_blocks == 0
     fork = generate(core, parent.forked(30, id="fork"), Sampling(max_tokens=10))
     assert fork.token_ids[:30].tolist() == parent.token_ids[:30].tolist()
-    core.scheduler.unpin("parent")
+    core.scheduler.pins.unpin("parent")
     assert_nothing_is_held(core)
 
 
@@ -190,7 +190,7 @@ def test_siblings_draw_what_each_would_alone(model, length: int) -> None:
 
 
 def test_more_siblings_than_one_step_draws_are_led_by_several(model) -> None:
-    core = make_core(model, slots=8, most_draws=3)
+    core = make_core(model, slots=8, max_sampled=3)
     group = [ask(core, prompt(21, id=str(index)), Sampling(max_tokens=5, seed=index)) for index in range(8)]
     rows = prompt_rows(run(core))
     assert rows < 8 * 21
@@ -202,7 +202,7 @@ def test_more_siblings_than_one_step_draws_are_led_by_several(model) -> None:
 
 @pytest.mark.parametrize("after", [0, 1, 2], ids=["before it began", "in the first chunk", "in the second chunk"])
 def test_followers_go_on_when_their_leader_is_cancelled(model, after: int) -> None:
-    core = make_core(model, slots=4, most_tokens=8)
+    core = make_core(model, slots=4, max_prompt_tokens=8)
     leader, *followers = [ask(core, prompt(21, id=str(index)), Sampling(max_tokens=9, seed=index)) for index in range(4)]
     for _ in range(after):
         core.step()
@@ -216,7 +216,7 @@ def test_followers_go_on_when_their_leader_is_cancelled(model, after: int) -> No
 
 
 def test_a_follower_can_be_cancelled_while_it_waits(model) -> None:
-    core = make_core(model, slots=4, most_tokens=8)
+    core = make_core(model, slots=4, max_prompt_tokens=8)
     leader, follower, other = [ask(core, prompt(21, id=str(index)), Sampling(max_tokens=9, seed=index)) for index in range(3)]
     core.step()
     core.cancel(follower.request)
@@ -239,7 +239,7 @@ def test_a_leader_that_ends_at_once_leaves_its_followers_their_prompt(model) -> 
 
 def test_followers_of_an_aborted_leader_end_with_it(model) -> None:
     """Each with nothing drawn, and each can be resumed."""
-    core = make_core(model, slots=4, most_tokens=8)
+    core = make_core(model, slots=4, max_prompt_tokens=8)
     group = [ask(core, prompt(21, id=str(index)), Sampling(max_tokens=9, seed=index)) for index in range(4)]
     core.step()
     core.abort_running()
@@ -259,7 +259,7 @@ def test_followers_of_an_aborted_leader_end_with_it(model) -> None:
 def test_a_fork_of_a_fork_that_begins_in_the_same_step(model) -> None:
     """The second goes on from a block that the first has yet to copy."""
     core = make_core(model)
-    core.scheduler.pin("parent")
+    core.scheduler.pins.pin("parent")
     parent = generate(core, prompt(12, id="parent"), Sampling(max_tokens=20))
     first = parent.forked(22, id="first")
     second = first.forked(20, id="second")
@@ -275,7 +275,7 @@ def test_a_prompt_does_not_follow_a_fork_on_older_keys(is_fork_first: bool) -> N
     """Nor a fork a prompt on newer ones, though their tokens are the same: each is computed as it would be alone."""
     model = prepare(make("llama"), name="llama")
     core = make_core(model)
-    core.scheduler.pin("parent")
+    core.scheduler.pins.pin("parent")
     parent = generate(core, prompt(12, id="parent"), Sampling(max_tokens=20))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -297,7 +297,7 @@ def test_a_fork_of_a_parent_computed_again_goes_on_from_its_new_keys() -> None:
     """Retracted with the old weights, a pinned parent left its old keys; what it computes with the new ones is newer."""
     model = prepare(make("llama"), name="llama")
     core = make_core(model)
-    core.scheduler.pin("parent")
+    core.scheduler.pins.pin("parent")
     parent = ask(core, prompt(12, id="parent"), Sampling(max_tokens=40))
     for _ in range(10):
         core.step()
@@ -307,29 +307,29 @@ def test_a_fork_of_a_parent_computed_again_goes_on_from_its_new_keys() -> None:
             parameter.mul_(1.05)
     core.changed_weights(policy="policy", lineage="", version=1)
     core.step()
-    tokens = np.concatenate([parent.request.rollout.token_ids, core.scheduler.drawings(parent.request).token_ids])
+    tokens = np.concatenate([parent.request.rollout.token_ids, core.scheduler.sampled_tokens(parent.request).token_ids])
     begun = Rollout.from_prompt(tokens[:20], id="fork")
     fork = ask(core, begun.replace(parent=("parent", 20)), Sampling(max_tokens=9, seed=3))
     assert prompt_rows(run(core)) == 1
     assert_same_draws(fork.done, generate(make_core(model), begun, Sampling(max_tokens=9, seed=3)))
-    core.scheduler.unpin("parent")
+    core.scheduler.pins.unpin("parent")
     assert_nothing_is_held(core)
 
 
 def test_a_pinned_sibling_cancelled_before_their_prompt_is_computed_leaves_nothing_to_fork(model) -> None:
     """It shares blocks that its sibling was to compute, and that nobody will."""
-    core = make_core(model, most_tokens=8)
-    core.scheduler.pin("follower")
+    core = make_core(model, max_prompt_tokens=8)
+    core.scheduler.pins.pin("follower")
     leader = ask(core, prompt(30, id="leader"), Sampling(max_tokens=4))
     follower = ask(core, prompt(30, id="follower"), Sampling(max_tokens=4))
     core.step()
     core.cancel(follower.request)
     core.cancel(leader.request)
-    assert core.scheduler.num_pinned_blocks == 0
+    assert core.scheduler.pins.num_blocks == 0
     begun = Rollout.from_prompt(follower.request.rollout.token_ids[:28], id="fork")
     fork = generate(core, begun.replace(parent=("follower", 28)), Sampling(max_tokens=9, seed=3))
     assert_same_draws(fork, generate(make_core(model), begun, Sampling(max_tokens=9, seed=3)))
-    core.scheduler.unpin("follower")
+    core.scheduler.pins.unpin("follower")
     assert_nothing_is_held(core)
 
 
@@ -347,7 +347,7 @@ def test_what_ran_across_a_swap_is_remembered_under_no_version(model) -> None:
 
 def test_nobody_follows_a_prompt_that_was_begun_under_other_weights(model) -> None:
     """Its first keys are of the old ones: who is asked the same afterwards computes it anew, and leads those after it."""
-    core = make_core(model, most_tokens=8)
+    core = make_core(model, max_prompt_tokens=8)
     before = ask(core, prompt(21, id="before"), Sampling(max_tokens=3))
     core.step()
     core.changed_weights(policy="policy", lineage="", version=1)
@@ -359,7 +359,7 @@ def test_nobody_follows_a_prompt_that_was_begun_under_other_weights(model) -> No
 
 def test_a_fork_of_a_sibling_that_waits_finds_what_the_first_one_computed(model) -> None:
     """A parent that has computed nothing of its own yet is no reason to compute a known prompt again."""
-    core = make_core(model, most_tokens=8)
+    core = make_core(model, max_prompt_tokens=8)
     leader, parent = [ask(core, prompt(24, id=str(index)), Sampling(max_tokens=9, seed=index)) for index in range(2)]
     core.step()
     core.step()
@@ -404,7 +404,7 @@ def test_weights_that_are_not_numbers_fail_requests_and_not_the_engine(exact: bo
     model = prepare(make("llama"), name="llama", exact=exact)
     sampling = Sampling(max_tokens=20, temperature=temperature)
     expected = generate(make_core(model, exact=exact), prompt(21, id="r", seed=5), sampling)
-    core = make_core(model, slots=3, num_blocks=12 + 1, most_tokens=16, exact=exact)
+    core = make_core(model, slots=3, num_blocks=12 + 1, max_prompt_tokens=16, exact=exact)
     running = ask(core, prompt(21, id="running"), sampling)
     for _ in range(4):
         core.step()

@@ -18,7 +18,7 @@ from openai import AsyncOpenAI
 from test_server_text import byte_tokenizer
 
 from headrace.engine.native.core import EngineCore
-from headrace.engine.native.threaded import ThreadedEngine
+from headrace.engine.native.engine import NativeEngine
 from headrace.engine.server.address import bind, url_of
 from headrace.engine.server.app import MAX_BODY, listening, make_app
 from headrace.engine.server.parameters import NEUTRAL
@@ -40,9 +40,9 @@ NAME = "tiny"
 
 
 @contextlib.contextmanager
-def decoding(core: EngineCore, sync: WeightSync) -> Iterator[ThreadedEngine]:
+def decoding(core: EngineCore, sync: WeightSync) -> Iterator[NativeEngine]:
     """The engine under the server, in a thread of its own as `headrace serve` has it."""
-    engine = ThreadedEngine(core, sync=sync, timeline=Timeline("engine"))
+    engine = NativeEngine(core, sync=sync, timeline=Timeline("engine"))
     engine.start()
     try:
         yield engine

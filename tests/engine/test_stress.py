@@ -74,8 +74,8 @@ class Storm:
             context=CONTEXT,
             block_size=BLOCK,
             num_blocks=num_blocks,
-            most_tokens=24,
-            most_draws=5,
+            max_prompt_tokens=24,
+            max_sampled=5,
             decode=text_of,
         )
         self.told: dict[str, Told] = {}
@@ -127,7 +127,7 @@ class Storm:
             self.fork(ended[self.random.integers(max(0, len(ended) - 20), len(ended))], "fork of one finished")
 
     def fork_pinned(self) -> None:
-        names = [name for name, pinned in self.core.scheduler._pins.items() if pinned is not None]
+        names = [name for name, pinned in self.core.scheduler.pins.by_id.items() if pinned is not None]
         if names:
             rollout = self.told[names[self.random.integers(len(names))]].asked.rollout
             if rollout is not None:
@@ -137,7 +137,7 @@ class Storm:
         running = list(self.core.scheduler.running.values())
         if running:
             request = running[self.random.integers(len(running))]
-            drawn = self.core.scheduler.drawings(request).token_ids
+            drawn = self.core.scheduler.sampled_tokens(request).token_ids
             ids = np.concatenate([request.rollout.token_ids, drawn])
             at = int(self.random.integers(1, len(ids) + 1))
             if at < CONTEXT:
@@ -208,14 +208,14 @@ class Storm:
 
     def pin(self) -> None:
         going = [name for name, each in self.told.items() if not each.asked.is_over]
-        if going and len(self.core.scheduler._pins) < 6:
-            self.core.scheduler.pin(going[self.random.integers(len(going))])
+        if going and len(self.core.scheduler.pins.by_id) < 6:
+            self.core.scheduler.pins.pin(going[self.random.integers(len(going))])
             self.happened["pin"] += 1
 
     def unpin(self) -> None:
-        names = list(self.core.scheduler._pins)
+        names = list(self.core.scheduler.pins.by_id)
         if names:
-            self.core.scheduler.unpin(names[self.random.integers(len(names))])
+            self.core.scheduler.pins.unpin(names[self.random.integers(len(names))])
             self.happened["unpin"] += 1
 
     # The whole
@@ -234,7 +234,7 @@ class Storm:
             self.core.step()
             if number % 16 == 0:
                 self.check_blocks()
-        self.core.scheduler.unpin_all()
+        self.core.scheduler.pins.clear()
 
     def check_blocks(self) -> None:
         """Who holds a block is counted, and nobody writes to one that another reads."""
@@ -245,7 +245,7 @@ class Storm:
             table = scheduler.slots.table[request.slot]
             assert table[: len(request.blocks)].tolist() == request.blocks
             assert (table[len(request.blocks) :] == SCRATCH).all()
-        for pinned in scheduler._pins.values():
+        for pinned in scheduler.pins.by_id.values():
             holders.update(pinned.blocks if pinned is not None else [])
         assert SCRATCH not in holders
         assert scheduler.pool._references == [holders[block] for block in range(scheduler.pool.num_blocks)]

@@ -8,8 +8,8 @@ import time
 import pytest
 
 from headrace.engine.native.core import EngineCore
-from headrace.engine.native.memory import HostMemory
-from headrace.engine.native.threaded import ThreadedEngine
+from headrace.engine.native.engine import NativeEngine
+from headrace.engine.native.releasable_memory import HostMemory
 from headrace.model.load import load_model
 from headrace.model.weights import WeightError
 from headrace.observe import Timeline
@@ -22,7 +22,7 @@ from headrace.sync import Lineage, MemoryTransport, WeightSync
 def test_a_call_cancelled_while_it_is_submitted_leaves_nothing(tiny_model: str, how: str) -> None:
     async def main() -> None:
         core = EngineCore(load_model(tiny_model), name="engine-0", slots=2, context=64)
-        engine = ThreadedEngine(core, sync=WeightSync(Lineage("life"), MemoryTransport()), timeline=Timeline("engine"))
+        engine = NativeEngine(core, sync=WeightSync(Lineage("life"), MemoryTransport()), timeline=Timeline("engine"))
         engine.start()
         loop, submit = asyncio.get_running_loop(), core.submit
         prompt, sampling = Rollout.from_prompt([5], id="r"), Sampling(max_tokens=50)
@@ -53,7 +53,7 @@ def test_a_call_cancelled_while_it_is_submitted_leaves_nothing(tiny_model: str, 
 def test_a_drain_that_is_cancelled_ends_neither_the_engine_nor_its_work(tiny_model: str) -> None:
     async def main() -> None:
         core = EngineCore(load_model(tiny_model), name="engine-0", slots=1, context=64)
-        engine = ThreadedEngine(core, sync=WeightSync(Lineage("life"), MemoryTransport()), timeline=Timeline("engine"))
+        engine = NativeEngine(core, sync=WeightSync(Lineage("life"), MemoryTransport()), timeline=Timeline("engine"))
         engine.start()
         calls = [asyncio.create_task(engine.generate(Rollout.from_prompt([5], id="r"), Sampling(max_tokens=40))) for _ in "ab"]
         while not core.num_running:  # noqa: ASYNC110  (it runs in another thread)
@@ -70,7 +70,7 @@ def test_a_drain_that_is_cancelled_ends_neither_the_engine_nor_its_work(tiny_mod
 def test_an_engine_drained_for_weights_it_cannot_take_goes_on(tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         core = EngineCore(load_model(tiny_model), name="engine-0", slots=1, context=64)
-        engine = ThreadedEngine(core, sync=WeightSync(Lineage("life"), MemoryTransport()), timeline=Timeline("engine"))
+        engine = NativeEngine(core, sync=WeightSync(Lineage("life"), MemoryTransport()), timeline=Timeline("engine"))
         monkeypatch.setattr(engine, "_stage", lambda update: None)  # so that nothing lies ready
         engine.start()
         with pytest.raises(WeightError, match="no weights lie ready"):
@@ -87,7 +87,7 @@ def test_an_engine_whose_weights_sleep_does_not_score(tiny_model: str, monkeypat
 
     async def main() -> None:
         core = EngineCore(load_model(tiny_model), name="engine-0", slots=1, context=64)
-        engine = ThreadedEngine(core, sync=WeightSync(Lineage("life"), MemoryTransport()), timeline=Timeline("engine"))
+        engine = NativeEngine(core, sync=WeightSync(Lineage("life"), MemoryTransport()), timeline=Timeline("engine"))
         core._weights.append(HostMemory(8))  # as on a GPU, where the weights lie in memory that is given back
         engine.start()
         await engine.sleep(weights=True)
@@ -107,7 +107,7 @@ def test_an_update_is_not_staged_over_another(tiny_model: str, is_cancelled: boo
 
     async def main() -> None:
         core = EngineCore(load_model(tiny_model), name="engine-0", slots=1, context=64)
-        engine = ThreadedEngine(core, sync=WeightSync(Lineage("life"), MemoryTransport()), timeline=Timeline("engine"))
+        engine = NativeEngine(core, sync=WeightSync(Lineage("life"), MemoryTransport()), timeline=Timeline("engine"))
         seen: list[tuple[str, int]] = []
 
         def stage(update: WeightUpdate) -> None:

@@ -11,7 +11,8 @@ import pytest
 import torch
 import transformers
 
-from headrace.engine.native.core import EngineCore, Request
+from headrace.engine.native.core import EngineCore
+from headrace.engine.request import Request
 from headrace.model.load import prepare
 from headrace.records import Rollout, Sampling
 
@@ -70,31 +71,31 @@ def assert_same(left: dict[str, Rollout], right: dict[str, Rollout]) -> None:
         np.testing.assert_allclose(rollout.logprobs, right[name].logprobs, atol=1e-4, rtol=0)
 
 
-def captured(core: EngineCore, *, is_cut: bool) -> bool:
+def captured(core: EngineCore, *, is_restricted: bool) -> bool:
     """Whether every bucket has its graph; a bucket without one is run eagerly."""
     runner: CudaRunner = core.runner  # type: ignore[assignment]  (the runner of a core with kernels)
-    buckets = [*runner._decode.values(), *runner._prompt.values()]
-    return bool(buckets) and all(is_cut in bucket.graphs for bucket in buckets)
+    buckets = runner.buckets.all()
+    return bool(buckets) and all(is_restricted in bucket.graphs for bucket in buckets)
 
 
 def test_replayed_steps_draw_what_eager_ones_draw() -> None:
     eager, graphs = make_core(graphs=False), make_core(graphs=True)
-    assert captured(graphs, is_cut=False) and not captured(eager, is_cut=False)
+    assert captured(graphs, is_restricted=False) and not captured(eager, is_restricted=False)
     for sampling in ({}, {"temperature": 0.0}):
         assert_same(generate(graphs, **sampling), generate(eager, **sampling))
 
 
 def test_nothing_runs_on_the_stream_that_graphs_are_captured_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products that did would share cuBLAS's workspace with those of a graph that is replayed meanwhile."""
-    from headrace.engine.native.cuda import runner
+    from headrace.engine.native.cuda import buckets
 
-    forward, streams = runner.hidden_states, {True: set(), False: set()}
+    forward, streams = buckets.hidden_states, {True: set(), False: set()}
 
     def noting(*arguments: object) -> torch.Tensor:
         streams[torch.cuda.is_current_stream_capturing()].add(torch.cuda.current_stream().cuda_stream)
         return forward(*arguments)
 
-    monkeypatch.setattr(runner, "hidden_states", noting)
+    monkeypatch.setattr(buckets, "hidden_states", noting)
     generate(make_core(graphs=True))
     assert all(streams.values()) and not streams[True] & streams[False]
 
@@ -103,7 +104,7 @@ def test_cut_steps_are_captured_once_there_are_some_and_keep_their_masks() -> No
     eager, graphs = make_core(graphs=False), make_core(graphs=True)
     sampling = {"top_k": 7, "top_p": 0.9, "min_tokens": 4}
     expected = generate(eager, **sampling)
-    assert not captured(graphs, is_cut=True)
+    assert not captured(graphs, is_restricted=True)
     for _ in range(2):  # eagerly, beside the thread that captures; then replayed
         found = generate(graphs, **sampling)
         assert_same(found, expected)
@@ -111,7 +112,7 @@ def test_cut_steps_are_captured_once_there_are_some_and_keep_their_masks() -> No
             assert rollout.sampling_mask is not None
             assert found[name].sampling_mask.ids.tolist() == rollout.sampling_mask.ids.tolist()
         graphs.wait_warm()
-    assert captured(graphs, is_cut=True)
+    assert captured(graphs, is_restricted=True)
 
 
 def test_replayed_steps_see_exchanged_weights() -> None:
@@ -129,7 +130,7 @@ def test_replayed_steps_see_exchanged_weights() -> None:
 
 def test_replayed_steps_record_which_experts_they_took() -> None:
     eager, graphs = make_core(graphs=False, is_moe=True), make_core(graphs=True, is_moe=True)
-    assert captured(graphs, is_cut=False)
+    assert captured(graphs, is_restricted=False)
     expected, found = generate(eager), generate(graphs)
     assert_same(found, expected)
     for name, rollout in expected.items():

@@ -8,7 +8,8 @@ import torch
 import transformers
 from families import FAMILIES, SMALL, make
 
-from headrace.engine.native.core import EngineCore, Request
+from headrace.engine.native.core import EngineCore
+from headrace.engine.request import Request
 from headrace.model.attention import PackedContext
 from headrace.model.head import Head
 from headrace.model.load import ModelError, check_config, hidden_states, prepare

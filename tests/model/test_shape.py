@@ -6,7 +6,7 @@ import families
 import pytest
 import torch
 
-from headrace.engine.native.cache import CacheShape
+from headrace.engine.native.kv_cache import CacheShape
 from headrace.model.load import prepare
 from headrace.model.shape import ModelShape
 

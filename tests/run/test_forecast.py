@@ -9,7 +9,7 @@ from transformers import LlamaConfig, Qwen3Config
 
 from headrace.config import make_recipe
 from headrace.engine.native.core import EngineCore
-from headrace.engine.native.demand import blocks_for
+from headrace.engine.native.engine_memory import blocks_for
 from headrace.launch import build, launcher as launch
 from headrace.launch.build import check_engine
 from headrace.launch.forecast import forecast, longest_prompt, most_kv_blocks, tokens_per_pass

@@ -114,7 +114,7 @@ def test_a_cancelled_group_frees_its_slots_and_its_calls(tmp_path, monkeypatch):
     assert any(was_running for was_running, _ in left) and not any(is_pending for _, is_pending in left)
     assert runs[0].generate_calls.num_free == max_generate_calls(runs[0].recipe), "every call has given its place back"
     core = runs[0].roles.engine.core
-    assert not core.num_begun and not core.num_waiting
+    assert not core.num_started and not core.num_waiting
 
 
 def test_an_episode_that_will_not_be_cancelled_is_not_counted_twice(tmp_path, monkeypatch):

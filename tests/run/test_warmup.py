@@ -11,7 +11,7 @@ from typing import IO, TYPE_CHECKING
 import pytest
 
 from headrace.config import make_recipe
-from headrace.engine.native.demand import blocks_for
+from headrace.engine.native.engine_memory import blocks_for
 from headrace.launch import warmup
 from headrace.launch.folder import FolderLock
 from headrace.launch.inputs import UserInputs

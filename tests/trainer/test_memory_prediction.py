@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from transformers import Qwen3Config
 
 from headrace.engine import EngineSettings
-from headrace.engine.native.demand import predict_engine_memory
+from headrace.engine.native.engine_memory import predict_engine_memory
 from headrace.model.attention import PackedContext
 from headrace.model.load import hidden_states, prepare
 from headrace.model.shape import ModelShape

@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headrace.algorithms.columns import PROXIMAL
-from headrace.engine.native.core import EngineCore, Request
+from headrace.engine.native.core import EngineCore
+from headrace.engine.request import Request
 from headrace.model.head import Head
 from headrace.model.load import load_model, load_tokenizer
 from headrace.records import Batch, Rollout, Sampling

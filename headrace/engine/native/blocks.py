@@ -1,9 +1,9 @@
-"""Which KV blocks are free, who shares the others, and which hold a prefix that somebody may want again.
+"""Which KV blocks are free, which are shared, and which hold a prefix that may be wanted again.
 
 A block is referenced by every rollout, and every pin, whose tokens it holds. Once full it is never written again, so any
-number may share it. A full block is known by what it holds: its token ids, after those of the block before it, back to a
-root that names the weights that computed it, (lineage, version); versions never mix by accident. Blocks nobody references
-stay known until their memory is wanted, the longest unused first.
+number may share it. The prefix cache knows a full block by its token ids after those of the block before it, back to a root
+that names the weights that computed it, (lineage, version): versions never mix. Blocks nobody references stay cached until
+their memory is wanted, the longest unused first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SCRATCH = 0
 
 
 class Prefix(NamedTuple):
-    """A known block, and by which number the block after it names it."""
+    """A cached block, and the number by which the block after it names it."""
 
     block: int
     number: int
@@ -34,23 +34,24 @@ class BlockPool:
         self._free = list(range(num_blocks - 1, SCRATCH, -1))
         self._references = [0] * num_blocks
         self._numbers = itertools.count(1)
-        self._known: dict[tuple[Hashable, bytes], Prefix] = {}
+        self._cached: dict[tuple[Hashable, bytes], Prefix] = {}
         self._key_of: dict[int, tuple[Hashable, bytes]] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
+        """Cached blocks that nobody references."""
 
     def __len__(self) -> int:
         """Blocks that can be taken now."""
         return len(self._free) + len(self._idle)
 
     def take(self, count: int) -> list[int]:
-        """Blocks of the caller's own; what was known of them is forgotten."""
+        """Blocks of the caller's own; they leave the prefix cache."""
         assert count <= len(self), f"{count} blocks wanted, {len(self)} free"
         split = max(0, len(self._free) - count)
         taken = self._free[split:][::-1]
         del self._free[split:]
         while len(taken) < count:
             block, _ = self._idle.popitem(last=False)
-            self._forget(block)
+            del self._cached[self._key_of.pop(block)]
             taken.append(block)
         for block in taken:
             self._references[block] = 1
@@ -64,7 +65,7 @@ class BlockPool:
             self._references[block] += 1
 
     def give_back(self, blocks: Iterable[int]) -> None:
-        """One reference less to each; the last of a sequence first, so that its beginning is forgotten last."""
+        """One reference less to each; the last of a sequence first, so that its beginning stays cached longest."""
         for block in reversed(list(blocks)):
             self._references[block] -= 1
             assert self._references[block] >= 0, f"block {block} was given back too often"
@@ -75,11 +76,11 @@ class BlockPool:
                     self._free.append(block)
 
     def find(self, root: Hashable, pieces: Iterable[bytes]) -> list[Prefix]:
-        """The longest known beginning of a sequence of full blocks."""
+        """The longest cached beginning of a sequence of full blocks."""
         found: list[Prefix] = []
         number = root
         for piece in pieces:
-            prefix = self._known.get((number, piece))
+            prefix = self._cached.get((number, piece))
             if prefix is None:
                 break
             found.append(prefix)
@@ -87,20 +88,17 @@ class BlockPool:
         return found
 
     def remember(self, block: int, after: Hashable, piece: bytes) -> int:
-        """A block is full: what it holds, after which. The number by which the next block names it."""
+        """Cache a full block by what it holds, after which block. The number by which the next block names it."""
         key = (after, piece)
-        prefix = self._known.get(key)
+        prefix = self._cached.get(key)
         if prefix is None:
-            prefix = self._known[key] = Prefix(block, next(self._numbers))
+            prefix = self._cached[key] = Prefix(block, next(self._numbers))
             self._key_of[block] = key
         return prefix.number
 
     def forget_all(self) -> None:
-        """Nothing that was computed is to be found again; who holds a block keeps it."""
+        """Empty the prefix cache; blocks that are referenced stay with those that hold them."""
         self._free.extend(reversed(self._idle))
         self._idle.clear()
-        self._known.clear()
+        self._cached.clear()
         self._key_of.clear()
-
-    def _forget(self, block: int) -> None:
-        del self._known[self._key_of.pop(block)]

@@ -1,164 +1,218 @@
-"""The native engine behind the async protocol, in one event loop.
+"""The native engine behind the async protocol.
 
-`serve` is the decode loop: it waits for work (woken by `generate`, `stream` or `resume`) and otherwise steps the core,
-giving way to other coroutines between two steps. Everything else only queues work or waits for a step boundary, which
-in one event loop is wherever `serve` gives way. `ThreadedEngine` has the same loop in a thread of its own.
+Its decode loop runs in one of two places: `serve` decodes on the event loop and yields to it between two steps (an inline
+run); `start` decodes on a thread of its own, for a process that also answers a network.
+
+The core is only touched between two steps, by actions. On the event loop an action runs at once. Otherwise it goes into a
+mailbox that the decode thread empties before its next step; the bell wakes that thread. New weights are copied and checked
+next to the running ones, by another thread where the decode loop has its own; only the swap is an action.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, NoReturn
+import threading
+from collections import deque
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-from headrace.engine import asking
-from headrace.engine.protocol import EngineState
+from headrace.engine.protocol import EngineDied, EngineState
+from headrace.engine.request import generate, run_to_the_end, stream
 from headrace.model import SpareWeights, WeightError, check_order, score as score_packed
 from headrace.observe import Signal, peak_memory
 from headrace.partial import Interrupt
 from headrace.records import Payload
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
     from headrace.engine.native.core import EngineCore
     from headrace.engine.protocol import Increment, InFlight
-    from headrace.engine.request import Request
+    from headrace.engine.request import Growth, Request
     from headrace.observe import Timeline
     from headrace.records import Array, Rollout, Sampling, WeightUpdate
     from headrace.sync import WeightSync
 
+T = TypeVar("T")
 _SCORE_TOKENS = 8192
+_RETURN_SECONDS = 0.001
 
 
 class NativeEngine:
-    """An `Engine` in this process."""
+    """An `Engine` in this process. Calls come from one event loop."""
 
     def __init__(self, core: EngineCore, *, sync: WeightSync, timeline: Timeline) -> None:
         self.core = core
-        self._sync = sync
-        self._timeline = timeline
+        self._sync, self._timeline = sync, timeline
         self._spare = SpareWeights(core.model, arena=core.arena)
+        self._is_paused = self._is_closing = False
+        self._when_idle: list[Future[None]] = []
+        self._loading = asyncio.Lock()
+        """Held from the first byte of an update to its swap: all updates are staged in the same memory."""
         self._work = Signal()
-        self._is_paused = False
-        self._drained = asyncio.Event()
+        self._thread: threading.Thread | None = None
+        self._mail: deque[Callable[[], None]] = deque()
+        self._bell = threading.Event()
+        self.died: Future[None] = Future()
+        """Fails with what ended the decode thread."""
+        self.after_step: Callable[[], None] = lambda: None
+        """Called by the decode thread after every step, and after actions: some of them end requests."""
+
+    # The decode loop
 
     async def serve(self) -> NoReturn:
-        """Decode for ever; the task that runs this is cancelled to stop the engine."""
+        """Decode on this event loop; cancel the task that runs this to stop the engine. Woken by actions."""
         while True:
-            if self._is_paused or not self.core.has_work:
-                self._drained.set()
-                await self._timeline.wait("wait-weights" if self._is_paused else "wait-gate", self._work)
+            self._tell_if_idle()
+            if self._has_to_wait:
+                await self._timeline.wait(self._waiting_state, self._work)
                 self._work.clear()
                 continue
-            self._drained.clear()
-            self._timeline.enter("decode")
-            step = self.core.step()
-            rows = step.prompt_rows + step.decode_rows
-            self._timeline.split("prefill", share=step.prompt_rows / max(rows, 1))
-            self._timeline.count(occupied=step.decode_rows, slots=self.core.num_slots)
+            self._step()
             self._timeline.enter("descheduled")
             await asyncio.sleep(0)
 
+    def start(self) -> None:
+        """Decode on a thread of its own, until `close`."""
+        self._thread = threading.Thread(target=self._decode, name="decode", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the decode thread after its step; rollouts in flight are lost."""
+        self._is_closing = True
+        self._bell.set()
+        if self._thread is not None:
+            self._thread.join(timeout=30)
+        self.core.close()
+
+    def _decode(self) -> None:
+        try:
+            while not self._is_closing:
+                self._run_actions()
+                self._tell_if_idle()
+                if self._has_to_wait:
+                    self._timeline.enter(self._waiting_state)
+                    self._bell.wait()
+                    self._bell.clear()
+                    continue
+                num_rows = self._step()
+                self.after_step()
+                if not num_rows and self.core.scheduler.is_keeping_slots:
+                    self._bell.wait(_RETURN_SECONDS)  # for the rollouts just aborted; their return rings it
+                    self._bell.clear()
+        except BaseException as error:  # noqa: BLE001  (told to whoever watches `died`; a thread has nobody to raise to)
+            self.died.set_exception(error)
+
+    @property
+    def _has_to_wait(self) -> bool:
+        return self._is_paused or not self.core.has_work
+
+    @property
+    def _waiting_state(self) -> str:
+        return "wait-weights" if self._is_paused or self.core.is_asleep else "wait-gate"
+
+    def _step(self) -> int:
+        self._timeline.enter("decode")
+        step = self.core.step()
+        num_rows = step.prompt_rows + step.decode_rows
+        self._timeline.split("prefill", share=step.prompt_rows / max(num_rows, 1))
+        self._timeline.count(occupied=step.decode_rows, slots=self.core.num_slots)
+        return num_rows
+
+    def _tell_if_idle(self) -> None:
+        if self._when_idle and not self.core.num_started:
+            waiting, self._when_idle = self._when_idle, []
+            for future in waiting:
+                if future.set_running_or_notify_cancel():
+                    future.set_result(None)
+
+    # Actions, between two steps
+
+    def _run_actions(self) -> None:
+        if self._mail:
+            for _ in range(len(self._mail)):  # later ones wait a step: a burst of them must not hold up decoding
+                self._mail.popleft()()
+            self.after_step()
+
+    def post(self, action: Callable[[], None]) -> None:
+        """Run `action` between two steps and wake the decode loop."""
+        if self._thread is None:
+            action()
+            self._work.set()
+        else:
+            self._mail.append(action)
+            self._bell.set()
+
+    async def between_steps(self, action: Callable[[], T]) -> T:
+        """What `action`, run between two steps, returns."""
+        done: Future[T] = Future()
+
+        def act() -> None:
+            if done.set_running_or_notify_cancel():
+                try:
+                    done.set_result(action())
+                except BaseException as error:  # noqa: BLE001  (raised where it is awaited)
+                    done.set_exception(error)
+
+        self._raise_if_dead()
+        self.post(act)
+        return done.result() if done.done() else await asyncio.wrap_future(done)
+
+    def _raise_if_dead(self) -> None:
+        if self.died.done():
+            raise EngineDied("the decode thread has ended") from self.died.exception()
+
+    # Generating
+
     async def generate(self, rollout: Rollout, sampling: Sampling) -> Rollout:
-        return await asking.generate(self, rollout, sampling)
+        self._raise_if_dead()
+        return await generate(self, rollout, sampling)
 
     def stream(self, rollout: Rollout, sampling: Sampling) -> AsyncIterator[Increment]:
-        return asking.stream(self, rollout, sampling)
+        self._raise_if_dead()
+        return stream(self, rollout, sampling)
 
-    async def score(self, rollouts: Sequence[Rollout]) -> list[Array]:
-        return self._score(rollouts)
+    def submit(self, requests: Sequence[Request], on_refused: Callable[[Request, ValueError], None]) -> None:
+        """Queue requests; those that cannot be generated go to `on_refused`, between two steps."""
 
-    async def pause(self, interrupt: Interrupt) -> None:
-        if interrupt is Interrupt.DRAIN:
-            self.core.stop_admitting()
-            self._is_paused = False  # one that was paused must finish too
-            while self.core.num_begun:
-                self._work.set()
-                self._drained.clear()
-                await self._drained.wait()
-        self._interrupt(interrupt)
-        self._is_paused = True
+        def act() -> None:
+            for request in requests:
+                try:
+                    self.core.submit(request)
+                except ValueError as error:
+                    on_refused(request, error)
 
-    async def resume(self) -> None:
-        self.core.is_admitting, self._is_paused = True, False
-        self._work.set()
+        self.post(act)
 
-    async def load(self, update: WeightUpdate, *, interrupt: Interrupt = Interrupt.KEEP) -> None:
-        was_paused = self._is_paused
-        if interrupt is not Interrupt.KEEP:  # also with one that was paused before: it may have been so with others in flight
-            await self.pause(interrupt)
-        try:
-            with self._timeline.during("swap"):
-                self._stage(update)
-                self._swap(update)
-        finally:
-            if not was_paused:
-                await self.resume()
+    def cancel(self, requests: Sequence[Request]) -> None:
+        """Free what they hold; requests that have ended are ignored."""
+
+        def act() -> None:
+            for request in requests:
+                self.core.cancel(request)
+
+        self.post(act)
+
+    def growth(self, requests: Iterable[Request] | None = None) -> list[Growth]:
+        """What these requests, or all that run, have sampled since the last report of each; called in `after_step`."""
+        return self.core.growth(requests)
+
+    async def in_flight(self) -> list[InFlight]:
+        return await self.between_steps(self.core.in_flight)
 
     async def fork(self, rollout: Rollout, at: int, *, id: str) -> Rollout:
-        """The first `at` tokens of a rollout as one of its own. While `rollout` runs here or is pinned, generating it
-        computes nothing again, whatever the weights are by then; otherwise it computes what is not cached."""
+        """The first `at` tokens of a rollout as one of its own. While `rollout` runs here or is pinned, generating the fork
+        computes none of them again, whatever the weights are by then; otherwise it computes what is not cached."""
         return rollout.forked(at, id=id)
 
     async def pin(self, rollout_id: str) -> None:
-        """Keep the keys and values of a rollout that runs here, or will, until it is unpinned or memory is short."""
-        self.core.scheduler.pin(rollout_id)
+        await self.between_steps(lambda: self.core.scheduler.pins.pin(rollout_id))
 
     async def unpin(self, rollout_id: str) -> None:
-        self.core.scheduler.unpin(rollout_id)
+        await self.between_steps(lambda: self.core.scheduler.pins.unpin(rollout_id))
 
-    async def sleep(self, *, weights: bool = False) -> None:
-        """Give memory back until `wake`: the cache's, and with `weights` that of the weights and of their staging. Rollouts
-        in flight wait, and are computed again from their tokens."""
-        self._sleep(weights)
-        self._timeline.enter("wait-weights")  # `serve` stands where it waits for work, and would count it as that
-
-    async def wake(self) -> None:
-        """Take the memory again and go on."""
-        self._wake()
-        self._work.set()
-
-    def _sleep(self, weights: bool) -> None:
-        with self._timeline.during("swap"):
-            self.core.sleep(weights=weights)
-            if weights:
-                self._spare.release()
-
-    def _wake(self) -> None:
-        with self._timeline.during("swap"):
-            self.core.wake()
-
-    async def state(self) -> EngineState:
-        return self._state()
-
-    async def in_flight(self) -> list[InFlight]:
-        return self.core.in_flight()
-
-    def _interrupt(self, interrupt: Interrupt) -> None:
-        """Do with what is in flight as `interrupt` says, at once."""
-        if interrupt is Interrupt.ABORT:
-            self.core.abort_running()
-        elif interrupt is Interrupt.RETRACT:
-            self.core.retract_running()
-
-    def _state(self) -> EngineState:
-        core = self.core
-        return EngineState(
-            version=core.version,
-            lineage=core.lineage,
-            running=core.num_running,
-            waiting=core.num_waiting,
-            slots=core.num_slots,
-            free_blocks=core.num_free_blocks,
-            tokens=core.num_drawn,
-            memory_peak=self.peak_memory,
-        )
-
-    @property
-    def peak_memory(self) -> int:
-        """Bytes taken at most so far, those that the driver mapped among them."""
-        core = self.core
-        return peak_memory(core.arena.device) + core.mapped_bytes
+    async def score(self, rollouts: Sequence[Rollout]) -> list[Array]:
+        return await self.between_steps(lambda: self._score(rollouts))
 
     def _score(self, rollouts: Sequence[Rollout]) -> list[Array]:
         core = self.core
@@ -168,21 +222,124 @@ class NativeEngine:
         device = next(core.model.parameters()).device
         return score_packed(core.model, core.head, rollouts, budget=_SCORE_TOKENS, device=device, exact=core.exact)
 
+    # Pausing and sleeping
+
+    async def pause(self, interrupt: Interrupt) -> None:
+        if interrupt is Interrupt.DRAIN:
+            await self._drain()
+
+        def act() -> None:
+            self._interrupt(interrupt)
+            self._is_paused = True
+
+        await self.between_steps(act)
+
+    async def _drain(self) -> None:
+        """Start nothing new, and wait until everything in flight has ended. Woken by the decode loop."""
+        idle: Future[None] = Future()
+
+        def act() -> None:
+            self.core.stop_admitting()
+            self._is_paused = False  # what was paused has to end too
+            self._when_idle.append(idle)
+
+        try:
+            await self.between_steps(act)
+            await asyncio.wrap_future(idle)
+        except asyncio.CancelledError:
+            self.post(lambda: setattr(self.core, "is_admitting", True))
+            raise
+
+    def _interrupt(self, interrupt: Interrupt) -> None:
+        if interrupt is Interrupt.ABORT:
+            self.core.abort_running()
+            self.after_step()
+        elif interrupt is Interrupt.RETRACT:
+            self.core.retract_running()
+
+    async def resume(self) -> None:
+        await self.between_steps(self._resume)
+
+    def _resume(self) -> None:
+        self.core.is_admitting, self._is_paused = True, False
+
+    async def sleep(self, *, weights: bool = False) -> None:
+        """Release memory until `wake`: the KV cache's, and with `weights` that of the weights and of their staging. Rollouts
+        in flight wait, and are computed again from their tokens."""
+        async with self._loading:  # the memory that new weights are staged in is released with the weights
+            await self.between_steps(lambda: self._sleep(weights=weights))
+
+    def _sleep(self, *, weights: bool) -> None:
+        with self._timeline.during("swap"):
+            self.core.sleep(weights=weights)
+            if weights:
+                self._spare.release()
+
+    async def wake(self) -> None:
+        await self.between_steps(self._wake)
+
+    def _wake(self) -> None:
+        with self._timeline.during("swap"):
+            self.core.wake()
+
+    # New weights
+
+    async def load(self, update: WeightUpdate, *, interrupt: Interrupt = Interrupt.KEEP) -> None:
+        async with self._loading:
+            if self._thread is None:
+                with self._timeline.during("swap"):
+                    self._stage(update)
+            else:
+                await run_to_the_end(asyncio.to_thread(self._stage, update), on_cancel=self._spare.give_up)
+            if interrupt is Interrupt.DRAIN:
+                await (self.pause(interrupt) if self._is_paused else self._drain())
+            await self.between_steps(lambda: self._exchange(update, interrupt))
+
     def _stage(self, update: WeightUpdate) -> None:
-        """Beside the weights that run; what differs from its manifest goes no further."""
+        """Receive an update next to the weights that run, and check it against its manifest."""
         if update.payload is Payload.ADAPTER:
             raise WeightError(f"version {update.version} is an adapter, and this engine runs none")
         check_order(update, lineage=self.core.lineage, version=self.core.version)
         with self._timeline.beside(f"receive {update.version}"):
             self._spare.receive(update, lambda incoming: self._sync.receive(update, incoming))
 
+    def _exchange(self, update: WeightUpdate, interrupt: Interrupt) -> None:
+        with self._timeline.during("swap"):
+            try:
+                self._interrupt(interrupt)
+                self._swap(update)
+            finally:
+                if not self._is_paused:
+                    self._resume()
+
     def _swap(self, update: WeightUpdate) -> None:
         self.core.exchange_weights(self._spare)
         self.core.changed_weights(policy=update.policy, lineage=update.lineage, version=update.version)
 
-    def begin(self, request: Request) -> None:
-        self.core.submit(request)
-        self._work.set()
+    # What it reports, from any thread: numbers may be a step old
 
-    def withdraw(self, request: Request) -> None:
-        self.core.cancel(request)
+    @property
+    def num_slots(self) -> int:
+        return self.core.num_slots
+
+    @property
+    def policy(self) -> str:
+        return self.core.policy
+
+    @property
+    def peak_memory(self) -> int:
+        """The most bytes taken so far, with those that the driver mapped."""
+        return peak_memory(self.core.arena.device) + self.core.mapped_bytes
+
+    async def state(self) -> EngineState:
+        core = self.core
+        return EngineState(
+            version=core.version,
+            lineage=core.lineage,
+            running=core.num_running,
+            waiting=core.num_waiting,
+            slots=core.num_slots,
+            free_blocks=core.num_free_blocks,
+            tokens=core.num_sampled,
+            memory_peak=self.peak_memory,
+        )

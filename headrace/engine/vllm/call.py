@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from headrace.engine import stops
+from headrace.engine import stop_strings
 from headrace.engine.append_tokens import lengthen
 from headrace.engine.protocol import Increment, InFlight, NotFinite, UnusablePrompt
 from headrace.engine.request import Growth
@@ -197,11 +197,11 @@ class RunningCall:
 
     def _completes_stop(self, decode: Callable[[list[int]], str]) -> bool:
         rollout, sampling = self.request.rollout, self.request.sampling
-        first = stops.window(rollout, sampling, len(rollout) + self.num_drawn)
+        first = stop_strings.window(rollout, sampling, len(rollout) + self.num_drawn)
         if first is None:
             return False
         before = rollout.token_ids[first:].tolist()
-        return stops.completes(sampling.stop, before + self._token_ids[max(0, first - len(rollout)) :], decode)
+        return stop_strings.completes(sampling.stop, before + self._token_ids[max(0, first - len(rollout)) :], decode)
 
     def _tell(self, start: int, reason: FinishReason | None) -> None:
         request = self.request

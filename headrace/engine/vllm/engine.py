@@ -14,8 +14,8 @@ import functools
 import time
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from headrace.engine import asking
 from headrace.engine.protocol import EngineDied, EngineState
+from headrace.engine.request import generate, run_to_the_end, stream
 from headrace.engine.vllm.abilities import NAME_VERSION
 from headrace.engine.vllm.api import VllmError, VllmGone
 from headrace.engine.vllm.call import TOGETHER
@@ -87,10 +87,10 @@ class VllmEngine(Traffic):
         return TOGETHER - 1 if self._names_versions or self._tells_late else 0
 
     async def generate(self, rollout: Rollout, sampling: Sampling) -> Rollout:
-        return await asking.generate(self, rollout, sampling)
+        return await generate(self, rollout, sampling)
 
     def stream(self, rollout: Rollout, sampling: Sampling) -> AsyncIterator[Increment]:
-        return asking.stream(self, rollout, sampling)
+        return stream(self, rollout, sampling)
 
     async def state(self) -> EngineState:
         size = self.limits.block_size
@@ -153,7 +153,7 @@ class VllmEngine(Traffic):
             async with self._turn:
                 await doing
 
-        await asking.to_its_end(work(), give_up=lambda: None)
+        await run_to_the_end(work(), on_cancel=lambda: None)
 
     async def _pause(self, interrupt: Interrupt) -> None:
         if interrupt is Interrupt.DRAIN:
@@ -262,8 +262,8 @@ class VllmEngine(Traffic):
             staging = self._staging
             with self._timeline.beside(f"receive {update.version}"):
                 receiving = asyncio.to_thread(staging.receive, update, lineage=self.lineage, version=self.version)
-                await asking.to_its_end(receiving, give_up=staging.give_up)
-            await asking.to_its_end(self._bring_in(update, interrupt), give_up=lambda: None)
+                await run_to_the_end(receiving, on_cancel=staging.give_up)
+            await run_to_the_end(self._bring_in(update, interrupt), on_cancel=lambda: None)
 
     async def _bring_in(self, update: WeightUpdate, interrupt: Interrupt) -> None:
         """What was received to the server. Half an update is none that can be named: whatever fails here ends the engine."""

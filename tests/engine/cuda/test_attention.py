@@ -11,7 +11,7 @@ import triton.language as tl
 from kernel_device import DEVICE, ints
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from headrace.engine.native.cuda.attention import decode_attend, prefill_attend, write_cache
+from headrace.engine.native.cuda.attention import decode_attend, prefill_attend
 
 BLOCK = 8
 TABLE_WIDTH = 18
@@ -175,13 +175,22 @@ def test_a_prompt_sees_what_is_cached_and_itself(case: Case) -> None:
             tiles.append((slot, first + begin - start, min(tile_rows, stop - begin), begin))
         first += stop - start
     tiles.append((0, 0, 0, 0))
-    write_cache(key, value, paged.keys, paged.values, places)
+    out = prefill_attend(
+        query,
+        key,
+        value,
+        paged.keys,
+        paged.values,
+        paged.table,
+        places,
+        ints(tiles),
+        paged.sinks,
+        rows=tile_rows,
+        **case.arguments,
+    )
     assert torch.equal(paged.keys[places[:-2]], key[:-2].to(case.dtype))
     assert torch.equal(paged.values[places[:-2]], value[:-2].to(case.dtype))
     assert paged.keys[1:BLOCK].isnan().all() and paged.keys[paged.places(1, 1, BLOCK)].isnan().all()
-    out = prefill_attend(
-        query, paged.keys, paged.values, paged.table, ints(tiles), paged.sinks, rows=tile_rows, **case.arguments
-    )
     assert out.dtype == case.dtype
     for row, (slot, position) in enumerate(owners):
         close(out[row], paged.expected(query[row], slot, position), case)

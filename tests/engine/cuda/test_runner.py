@@ -12,12 +12,13 @@ import torch
 from kernel_device import DEVICE
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from headrace.engine.native.core import EngineCore, Request
-from headrace.engine.native.cuda import compiled, ops, runner
+from headrace.engine.native.core import EngineCore
+from headrace.engine.native.cuda import attention, buckets, compiled, runner
 from headrace.engine.native.cuda.runner import CudaRunner
-from headrace.engine.native.threaded import ThreadedEngine
-from headrace.engine.native.work import Chunk
+from headrace.engine.native.engine import NativeEngine
+from headrace.engine.native.step import Chunk
 from headrace.engine.protocol import NotFinite
+from headrace.engine.request import Request
 from headrace.model.load import prepare
 from headrace.observe import Timeline
 from headrace.partial import Interrupt
@@ -31,7 +32,7 @@ VOCABULARY = 40
 @pytest.fixture(autouse=True)
 def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter takes milliseconds for a program: small buckets, and keys are not split."""
-    monkeypatch.setattr(ops, "_MOST_SPLITS", 1)
+    monkeypatch.setattr(attention, "_MAX_SPLITS", 1)
     monkeypatch.setattr(runner, "CudaRunner", functools.partial(CudaRunner, prompt_buckets=(4, 8)))
 
 
@@ -141,7 +142,7 @@ def test_the_kernels_draw_what_the_plain_engine_draws(kind: str) -> None:
 
 def test_more_siblings_than_a_step_may_draw_for() -> None:
     core, done = make_core(kernels=True, slots=10), {}
-    assert core.runner.most_draws < 10
+    assert core.runner.max_sampled < 10
     for member in range(10):
         request(core, done, str(member), prompt(6), max_tokens=2, seed=member)
     finish(core)
@@ -231,7 +232,7 @@ ACTIONS = {
 def test_what_ends_between_two_steps_is_told_though_none_follows(name: str) -> None:
     """Whoever settles what is under way may end the last rollout there is: its end must not wait for the next step."""
     core = make_core(kernels=True)
-    engine = ThreadedEngine(core, sync=WeightSync(Lineage("life"), MemoryTransport()), timeline=Timeline("engine"))
+    engine = NativeEngine(core, sync=WeightSync(Lineage("life"), MemoryTransport()), timeline=Timeline("engine"))
     done: dict[str, Rollout] = {}
     is_told = threading.Event()
     posted: list[str] = []
@@ -257,7 +258,7 @@ def test_blocks_given_to_a_slot_do_not_reach_its_next_rollout() -> None:
     given = request(core, done, "first", prompt(3), max_tokens=9, seed=1)
     core.step()
     slot = given.slot
-    core.runner.grow(slot, 5, 9)  # as for a rollout that grows and is retracted before the next launch
+    core.runner.add_block(slot, 5, 9)  # as for a rollout that grows and is retracted before the next launch
     core.scheduler.retract(given)
     core.step()
     core.step()  # blocks are given out with the first decode step
@@ -291,16 +292,15 @@ def test_what_is_only_tried_changes_nothing_that_is_read() -> None:
     request(core, done, "cut", prompt(3), max_tokens=4, seed=1, top_k=3)
     for _ in range(2):
         core.step()
-    under_test = core.runner
-    buckets = [*under_test._decode.values(), *under_test._prompt.values()]
-    assert len(buckets) == 2
-    read = [under_test._allowed, *(bucket.out for bucket in buckets), *(bucket.control for bucket in buckets)]
-    read += [getattr(under_test._state, name) for name in ("tokens", "lengths", "alive", "table")]
+    used = core.runner.buckets.all()
+    assert len(used) == 2
+    read = [core.runner.buckets._allowed, *(bucket.out for bucket in used), *(bucket.control for bucket in used)]
+    read += [getattr(core.runner._state, name) for name in ("tokens", "lengths", "alive", "table")]
     before = [tensor.clone() for tensor in read]
     cached = core.cache.keys[0][BLOCK:].clone()
-    for bucket in buckets:
+    for bucket in used:
         with torch.no_grad():
-            under_test._scratch(bucket).run(core.model, True)
+            bucket.make_scratch().run(core.model, True)
     for now, then in zip(read, before, strict=True):
         assert torch.equal(now, then)
     assert torch.equal(core.cache.keys[0][BLOCK:], cached)
@@ -313,16 +313,16 @@ class SlowCaptures:
 
     def __init__(self, core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
         self.began, self.may_end = threading.Semaphore(0), threading.Semaphore(0)
-        self.num_begun = 0
+        self.num_started = 0
         self.seen: list[int] = []
         self._core = core
         for name in ("set_device", "graph_pool_handle", "Stream"):
             monkeypatch.setattr(torch.cuda, name, lambda *_: None)
         monkeypatch.setattr(compiled, "compile_layers", lambda model: None)
-        monkeypatch.setattr(core.runner, "_capture", self.capture)
+        monkeypatch.setattr(core.runner.graphs, "_capture", self.capture)
 
-    def capture(self, bucket: object, *streams: object, is_cut: bool) -> None:
-        self.num_begun += 1
+    def capture(self, bucket: object, *streams: object, is_restricted: bool) -> None:
+        self.num_started += 1
         self.began.release()
         assert self.may_end.acquire(timeout=30)
         self.seen.append(self.cache_bytes)
@@ -337,7 +337,7 @@ def test_no_memory_is_given_back_while_a_graph_is_captured(monkeypatch: pytest.M
     """What is tried for a capture reads weights and cache: sleep waits for it, and the next capture waits for wake."""
     core = make_core(kernels=True)
     captures, whole = SlowCaptures(core, monkeypatch), core.cache.num_bytes
-    core.runner.start_warming()
+    core.runner.graphs.start()
     assert captures.began.acquire(timeout=30)
     sleeping = threading.Thread(target=lambda: core.sleep(weights=False))
     sleeping.start()
@@ -349,7 +349,7 @@ def test_no_memory_is_given_back_while_a_graph_is_captured(monkeypatch: pytest.M
     assert not captures.began.acquire(timeout=0.2), "a graph is captured while the engine sleeps"
     core.wake()
     core.wait_warm()
-    assert captures.num_begun > 1 and captures.seen == [whole] * captures.num_begun
+    assert captures.num_started > 1 and captures.seen == [whole] * captures.num_started
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="looks at the memory of a CPU")
@@ -357,31 +357,31 @@ def test_an_engine_that_sleeps_can_be_closed(monkeypatch: pytest.MonkeyPatch) ->
     core = make_core(kernels=True)
     captures = SlowCaptures(core, monkeypatch)
     core.sleep(weights=False)
-    core.runner.start_warming()
+    core.runner.graphs.start()
     closing = threading.Thread(target=core.close, daemon=True)
     closing.start()
     closing.join(timeout=10)
-    assert not closing.is_alive() and captures.num_begun == 0
+    assert not closing.is_alive() and captures.num_started == 0
 
 
 def test_chunks_that_go_together_fit_the_largest_bucket() -> None:
     generator = np.random.default_rng(0)
     for tokens in (64, 256):
-        shape = runner._PromptShape(tokens)
+        shape = buckets.PromptShape(tokens)
         for _ in range(50):
             sizes = generator.integers(1, [3, 200][int(generator.integers(2))], size=int(generator.integers(1, 150)))
             chunks = [Chunk(slot, 5, 5 + min(int(size), tokens), [slot]) for slot, size in enumerate(sizes)]
-            batches = runner._batches(chunks, shape)
+            batches = buckets.split_chunks(chunks, shape)
             assert [chunk for batch in batches for chunk in batch] == chunks
             for batch in batches:
                 assert 0 < sum(map(len, batch)) <= shape.tokens
-                assert sum(len(chunk.draws) for chunk in batch) <= shape.draws
-                assert len(runner._tiles(batch)) <= shape.tiles
+                assert sum(len(chunk.sampling_slots) for chunk in batch) <= shape.sampled
+                assert len(buckets.tiles_of(batch)) <= shape.tiles
 
 
 @pytest.mark.parametrize("slots", [1, 4, 5, 100, 1024, 3000])
 def test_every_number_of_rows_has_a_bucket_that_is_not_much_larger(slots: int) -> None:
-    sizes = runner.decode_buckets(slots)
+    sizes = buckets.decode_buckets(slots)
     assert sizes[-1] == slots and sizes == sorted(set(sizes))
     for rows in range(4, slots + 1):
         assert next(size for size in sizes if size >= rows) < 2 * rows + 1

@@ -1,4 +1,4 @@
-"""The sampling kernels against `sampler.draw`, and by hand where they do what it does not: end rollouts."""
+"""The sampling kernels against `plain.draw`, and by hand where they do what it does not: end rollouts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import triton
 import triton.language as tl
 from kernel_device import DEVICE, ints
 
-from headrace.engine.native import sampler
+from headrace.engine.native import sampling as plain
 from headrace.engine.native.cuda import sampling
 from headrace.engine.native.cuda.kernels.sampling import _uniform
-from headrace.engine.native.cuda.sampling import cut, draw
-from headrace.engine.native.cuda.state import SlotState
+from headrace.engine.native.cuda.sampling import restrict, sample
+from headrace.engine.native.cuda.slot_state import SlotState
 from headrace.model.fused_head import Scaling
 
 PLAIN = Scaling()
@@ -46,18 +46,18 @@ def drawn(
     logits: torch.Tensor, state: SlotState, slots: list[int], *, scaling: Scaling = PLAIN
 ) -> tuple[torch.Tensor, torch.Tensor]:
     tokens, logprobs = ints([-9] * len(slots)), torch.full((len(slots),), 9.0, device=DEVICE)
-    draw(logits, ints(slots), state, scaling, tokens, logprobs)
+    sample(logits, ints(slots), state, scaling, tokens, logprobs)
     return tokens, logprobs
 
 
 def cut_rows(logits: torch.Tensor, state: SlotState, slots: list[int], *, scaling: Scaling = PLAIN) -> torch.Tensor:
     allowed = torch.ones(logits.shape, dtype=torch.bool, device=DEVICE)
-    return cut(logits, ints(slots), state, scaling, allowed)
+    return restrict(logits, ints(slots), state, scaling, allowed)
 
 
-def by_sampler(logits: torch.Tensor, state: SlotState, slots: list[int], *, is_cut: bool) -> sampler.Draw:
+def by_sampler(logits: torch.Tensor, state: SlotState, slots: list[int], *, is_restricted: bool) -> plain.Sampled:
     lengths = state.lengths[slots].cpu().numpy()
-    numbers = torch.from_numpy(sampler.uniform(state.seeds[slots].cpu().numpy(), lengths)).to(DEVICE)
+    numbers = torch.from_numpy(plain.uniform(state.seeds[slots].cpu().numpy(), lengths)).to(DEVICE)
     temperature, top_k, top_p, min_p = state.sampling[slots].unbind(dim=1)
     forbidden = [
         (row, int(stop))
@@ -66,10 +66,10 @@ def by_sampler(logits: torch.Tensor, state: SlotState, slots: list[int], *, is_c
         for stop in state.stops[slot]
         if stop >= 0
     ]
-    rows = sampler.SamplingRows(
-        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, forbidden=forbidden, is_cut=is_cut
+    rows = plain.SamplingRows(
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, forbidden=forbidden, is_restricted=is_restricted
     )
-    return sampler.draw(logits.float(), rows, numbers)
+    return plain.sample(logits.float(), rows, numbers)
 
 
 # Random numbers
@@ -86,7 +86,7 @@ def test_random_numbers_are_the_samplers_to_the_bit() -> None:
     positions = np.array([0, 1, 2, 4095, (1 << 31) - 1, 17, 100_000, 5, 6], dtype=np.int32)
     out = torch.zeros(len(seeds), dtype=torch.float64, device=DEVICE)
     number_kernel[(len(seeds),)](ints(seeds, torch.int64), ints(positions), out)
-    assert np.array_equal(out.cpu().numpy(), sampler.uniform(seeds, positions))
+    assert np.array_equal(out.cpu().numpy(), plain.uniform(seeds, positions))
 
 
 # Drawing
@@ -100,7 +100,7 @@ def test_a_draw_is_the_samplers(vocabulary: int, dtype: torch.dtype) -> None:
     torch.manual_seed(vocabulary)
     wide = (torch.randn(len(slots), vocabulary + 8) * 3).to(device=DEVICE, dtype=dtype)
     logits = wide[:, :vocabulary]  # rows that do not follow each other
-    expected = by_sampler(logits, state, slots, is_cut=False)
+    expected = by_sampler(logits, state, slots, is_restricted=False)
     tokens, logprobs = drawn(logits, state, slots)
     assert tokens.tolist() == expected.token_ids.tolist()
     torch.testing.assert_close(logprobs, expected.logprobs, atol=2e-6, rtol=0)
@@ -118,7 +118,7 @@ def test_logits_are_scaled_as_the_model_says_before_temperature(scaling: dict[st
     scaled = logits / (given["divisor"] or 1.0) * (given["factor"] or 1.0)
     if given["softcap"] is not None:
         scaled = given["softcap"] * torch.tanh(scaled / given["softcap"])
-    expected = by_sampler(scaled, state, [0, 1, 2], is_cut=False)
+    expected = by_sampler(scaled, state, [0, 1, 2], is_restricted=False)
     tokens, logprobs = drawn(logits, state, [0, 1, 2], scaling=Scaling(**given))
     assert tokens.tolist() == expected.token_ids.tolist()
     torch.testing.assert_close(logprobs, expected.logprobs, atol=2e-6, rtol=0)
@@ -183,15 +183,17 @@ def test_a_rollout_that_has_ended_draws_nothing_and_changes_nothing() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter
-@pytest.mark.parametrize("is_cut", [False, True])
+@pytest.mark.parametrize("is_restricted", [False, True])
 @pytest.mark.parametrize("parameters", [(1.0, 0, 1, 0), (0.0, 0, 1, 0), (0.7, 5, 0.9, 0.1)], ids=["random", "greedy", "cut"])
-def test_a_row_that_is_not_a_number_ends_its_rollout(parameters: tuple[float, float, float, float], is_cut: bool) -> None:
+def test_a_row_that_is_not_a_number_ends_its_rollout(
+    parameters: tuple[float, float, float, float], is_restricted: bool
+) -> None:
     """All of it, one number among others, in the last chunk, or infinity; and a row that leaves nothing to draw."""
     state = make_state([parameters] * 6)
     torch.manual_seed(0)
     logits = torch.randn(6, 40).to(DEVICE)  # the same numbers everywhere: the last row must not draw a stop token
     logits[0], logits[1, 3], logits[2, 39], logits[3, 20], logits[4] = NAN, NAN, NAN, float("inf"), LOWEST
-    if is_cut:
+    if is_restricted:
         cut_rows(logits, state, list(range(6)))
     tokens, logprobs = drawn(logits, state, list(range(6)))
     assert logprobs.isfinite().tolist() == [False] * 5 + [True]
@@ -203,7 +205,7 @@ def test_the_sampler_reports_a_greedy_row_that_is_not_a_number() -> None:
     state = make_state([(0.0, 0, 1, 0)] * 3)
     logits = torch.randn(3, 40, device=DEVICE)
     logits[0], logits[1, 3] = NAN, NAN
-    assert by_sampler(logits, state, [0, 1, 2], is_cut=False).logprobs.isfinite().tolist() == [False, False, True]
+    assert by_sampler(logits, state, [0, 1, 2], is_restricted=False).logprobs.isfinite().tolist() == [False, False, True]
 
 
 # Cutting
@@ -228,7 +230,7 @@ def test_a_cut_keeps_what_the_sampler_keeps(kind: str) -> None:
         logits = torch.zeros_like(logits)
     logits[:, STOP] = 9.0  # the stop token would come first
     before = logits.clone()
-    expected = by_sampler(logits, state, slots, is_cut=True)
+    expected = by_sampler(logits, state, slots, is_restricted=True)
     assert expected.allowed is not None
     allowed = cut_rows(logits, state, slots)
     assert torch.equal(allowed, expected.allowed)
@@ -274,7 +276,7 @@ def test_a_stop_token_the_head_does_not_have_forbids_nothing() -> None:
     assert allowed.logical_not().nonzero().tolist() == [[0, STOP]] and logits[1].isfinite().all()
 
 
-def test_what_is_cut_stays_out_of_reach_of_a_softcap(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_restricted_stays_out_of_reach_of_a_softcap(monkeypatch: pytest.MonkeyPatch) -> None:
     """Capped, minus infinity would be minus the cap, which can be drawn."""
     monkeypatch.setattr(sampling, "_CHUNK", 64)
     rows, softcap = 8, 1.0

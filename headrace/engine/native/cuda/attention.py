@@ -1,32 +1,55 @@
-"""Attention over the paged cache.
+"""Attention over the paged cache: operators that torch.compile can trace, and the attention contexts that call them.
 
-Keys and values of a layer are [blocks × block size, heads, dim]; a rollout's row of the block table says which blocks are
-its own. `decode_attend` serves one new token of each row: it reads the row's cached tokens once, adds the new one from
-registers and writes it to its place, all in one kernel, split over the keys where there are too few rows to fill the GPU.
-`prefill_attend` serves runs of new tokens, each seeing whatever of its rollout is cached already.
+Keys and values of a layer are [blocks × block size, heads, dim]; a slot's row of the block table lists its blocks.
+`decode_attend` serves one new token of each row: it reads the row's cached tokens once, adds the new one from registers and
+writes it to its place, all in one kernel, split over the keys where there are too few rows to fill the GPU. `prefill_attend`
+serves runs of new tokens, each of which sees what is cached of its rollout.
+
+Both write to the cache and do not declare it: told that an operator changes a view into a larger piece of memory, the compiler
+copies that piece. Nothing else in a compiled layer reads the cache, and what the operator returns is always used.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 import triton
+from torch import Tensor
 
 from headrace.engine.native.cuda.kernels.attention import combine_kernel, decode_kernel, prefill_kernel, write_kernel
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import nn
 
-_LEAST_DOT = 16
-"""Rows a matrix product on tensor cores has at least."""
+    from headrace.model import AttentionSpec
+
+PREFILL_ROWS = 64
+"""Tokens of one tile; a tile lies within one rollout."""
+_MIN_DOT = 16
+"""The fewest rows of a matrix product on tensor cores."""
+_WIDE_HEAD = 256
+"""Bytes of a key of one head; with more, programs hold fewer rows."""
+_MANY = 256
+"""Rows times key heads from which on small programs, many at a time on each processor, are the fastest; with fewer, larger
+ones over split keys are."""
+_MAX_SPLITS = 16
 
 
 def _padded(size: int) -> int:
-    """Numbers a program holds for so many: powers of two, as Triton wants them."""
-    return max(_LEAST_DOT, 1 << (size - 1).bit_length())
+    """The power of two, as Triton wants it, that holds so many numbers."""
+    return max(_MIN_DOT, 1 << (size - 1).bit_length())
 
 
+def _decode_shape(programs: int) -> tuple[int, int, int, int]:
+    """(splits, tile, warps, stages) of a decode step; measured on an H200 with heads of 128 (`headrace bench engine`)."""
+    if programs >= _MANY:
+        return max(1, 4 * _MANY // programs), 32, 1, 2
+    return min(_MAX_SPLITS, max(1, 2 * _MANY // programs)), 64, 4, 2
+
+
+@torch.library.custom_op("headrace::decode_attend", mutates_args=())
 def decode_attend(
     query: Tensor,
     key: Tensor,
@@ -37,22 +60,24 @@ def decode_attend(
     slots: Tensor,
     positions: Tensor,
     sinks: Tensor | None,
-    *,
     scale: float,
     softcap: float | None,
     window: int | None,
     block: int,
-    splits: int,
+    splits: int = 0,
     tile: int = 64,
     warps: int = 4,
     stages: int = 3,
 ) -> Tensor:
     """[rows, heads, value dim] for one new token per row; its key and value are written to the cache.
 
-    `slots` [rows] says which line of `table` is a row's, `positions` [rows] where its new token stands.
+    `slots` [rows] says which row of `table` is a row's, `positions` [rows] where its new token stands. With `splits` 0 the
+    last four follow from the number of rows.
     """
     rows, heads, dim = query.shape
     kv_heads, value_dim = value.shape[1], value.shape[2]
+    if not splits:
+        splits, tile, warps, stages = _decode_shape(rows * kv_heads)
     group = heads // kv_heads
     out = query.new_empty((rows, heads, value_dim), dtype=values.dtype)
     part_out = part_top = part_sum = out
@@ -80,44 +105,29 @@ def decode_attend(
     return out
 
 
-def write_cache(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, places: Tensor) -> None:
-    """Each row's key and value to its flat place."""
-    rows, kv_heads, dim = key.shape
-    value_dim = value.shape[2]
-    write_kernel[(rows,)](
-        key, value, keys, values, places,
-        key.stride(0), key.stride(1), value.stride(0), value.stride(1),
-        keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
-        KV_HEADS=kv_heads, HEADS_PAD=triton.next_power_of_2(kv_heads), DIM=dim, DIM_PAD=triton.next_power_of_2(dim),
-        VALUE_DIM=value_dim, VALUE_PAD=triton.next_power_of_2(value_dim), num_warps=4,
-    )  # fmt: skip
-
-
-PREFILL_ROWS = 64
-"""Tokens of one tile; a tile lies within one rollout."""
-_WIDE_HEAD = 256
-"""Bytes of a key of one head; with more, programs hold fewer rows."""
-
-
+@torch.library.custom_op("headrace::prefill_attend", mutates_args=())
 def prefill_attend(
     query: Tensor,
+    key: Tensor,
+    value: Tensor,
     keys: Tensor,
     values: Tensor,
     table: Tensor,
+    places: Tensor,
     tiles: Tensor,
     sinks: Tensor | None,
-    *,
     scale: float,
     softcap: float | None,
     window: int | None,
     block: int,
     rows: int = PREFILL_ROWS,
 ) -> Tensor:
-    """[tokens, heads, value dim] of runs of tokens whose keys and values are in the cache already.
+    """[tokens, heads, value dim] for runs of new tokens; their keys and values are written to their flat `places` first.
 
     `tiles` [tiles, 4] int32: slot, first row, number of rows (0: nothing to do), position of the first row. No tile has more
     than `rows`.
     """
+    _write_cache(key, value, keys, values, places)
     tokens, heads, dim = query.shape
     kv_heads, value_dim = keys.shape[1], values.shape[2]
     group = heads // kv_heads
@@ -125,8 +135,8 @@ def prefill_attend(
     is_wide = _padded(dim) * keys.element_size() > _WIDE_HEAD
     most_rows, tile, warps, stages = (64, 32, 4, 2) if is_wide else (128, 64, 8, 3)
     at_once = max(1, min(rows, most_rows // group_pad))
-    if at_once * group_pad < _LEAST_DOT:
-        at_once = _LEAST_DOT // group_pad
+    if at_once * group_pad < _MIN_DOT:
+        at_once = _MIN_DOT // group_pad
     out = query.new_zeros((tokens, heads, value_dim), dtype=values.dtype)
     prefill_kernel[(kv_heads, tiles.shape[0], -(-rows // at_once))](
         query, keys, values, table, tiles, out if sinks is None else sinks, out,
@@ -138,3 +148,54 @@ def prefill_attend(
         PRECISION="ieee" if keys.dtype == torch.float32 else "tf32", num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out
+
+
+def _write_cache(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, places: Tensor) -> None:
+    rows, kv_heads, dim = key.shape
+    value_dim = value.shape[2]
+    write_kernel[(rows,)](
+        key, value, keys, values, places,
+        key.stride(0), key.stride(1), value.stride(0), value.stride(1),
+        keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
+        KV_HEADS=kv_heads, HEADS_PAD=triton.next_power_of_2(kv_heads), DIM=dim, DIM_PAD=triton.next_power_of_2(dim),
+        VALUE_DIM=value_dim, VALUE_PAD=triton.next_power_of_2(value_dim), num_warps=4,
+    )  # fmt: skip
+
+
+@decode_attend.register_fake
+@prefill_attend.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, *_: object) -> Tensor:
+    return values.new_empty((query.shape[0], query.shape[1], value.shape[2]))
+
+
+@dataclass
+class DecodeContext:
+    """One new token per row. A layer's part of the cache hangs on its attention module: one compiled layer serves all."""
+
+    table: Tensor
+    slots: Tensor
+    positions: Tensor
+    places: Tensor
+    block: int
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        cache = module.headrace_keys, module.headrace_values
+        bounds = spec.sinks, spec.scaling, spec.softcap, spec.sliding_window, self.block
+        attended: Tensor = decode_attend(query, key, value, *cache, self.table, self.slots, self.positions, *bounds)
+        return attended
+
+
+@dataclass
+class PrefillContext:
+    """Runs of new tokens."""
+
+    table: Tensor
+    tiles: Tensor
+    places: Tensor
+    block: int
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        cache = module.headrace_keys, module.headrace_values
+        bounds = spec.sinks, spec.scaling, spec.softcap, spec.sliding_window, self.block
+        attended: Tensor = prefill_attend(query, key, value, *cache, self.table, self.places, self.tiles, *bounds)
+        return attended

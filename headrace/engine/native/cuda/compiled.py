@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from headrace.engine.native.cache import PagedCache
+    from headrace.engine.native.kv_cache import PagedCache
     from headrace.model import Arena
 
 log = logging.getLogger("headrace.engine")

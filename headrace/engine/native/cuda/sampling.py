@@ -1,11 +1,11 @@
-"""Drawing tokens on the GPU, and what follows from a draw: lengths, stops, limits.
+"""Sampling tokens on the GPU, and what follows from it: lengths, stops, limits.
 
-`draw` reads the logits once: each chunk of the vocabulary leaves its maximum and its sum of exponentials, one program per
+`sample` reads the logits once: each chunk of the vocabulary leaves its maximum and its sum of exponentials, one program per
 row inverts the cumulative distribution at the row's random number over those, and only the chunk it falls into is read
-again. Where a row is cut (top-k, top-p, min-p, a stop token that comes too early), `cut` first finds the last token that
-is kept in the order (logit, then lower id) by bisection, and puts the rest out of reach.
+again. Where a row is restricted (top-k, top-p, min-p, a stop token that comes too early), `restrict` first finds the last
+token that is kept in the order (logit, then lower id) by bisection, and sets the rest to -inf.
 
-The arithmetic is that of `sampler.draw`, whose tests these kernels pass too.
+The arithmetic is that of the plain `native.sampling.sample`, whose tests these kernels pass too.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 
-from headrace.engine.native.cuda.kernels.sampling import chunk_kernel, cut_kernel, draw_kernel
+from headrace.engine.native.cuda.kernels.sampling import chunk_kernel, restrict_kernel, sample_kernel
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from headrace.engine.native.cuda.state import SlotState
+    from headrace.engine.native.cuda.slot_state import SlotState
     from headrace.model import Scaling
 
 _CHUNK = 4096
 """Logits a program reads at once."""
 
 
-def cut(logits: Tensor, slots: Tensor, state: SlotState, scaling: Scaling, allowed: Tensor) -> Tensor:
-    """Put what a row may not draw at -inf, in place; what it may, into `allowed` [rows, vocabulary] bool."""
+def restrict(logits: Tensor, slots: Tensor, state: SlotState, scaling: Scaling, allowed: Tensor) -> Tensor:
+    """Set what a row may not sample to -inf, in place; what it may, into `allowed` [rows, vocabulary] bool."""
     rows, vocabulary = logits.shape
-    cut_kernel[(rows,)](
+    restrict_kernel[(rows,)](
         logits, allowed, slots, state.sampling, state.lengths, state.floors, state.stops, vocabulary, logits.stride(0),
         state.stops.shape[1], *scaling.values, **scaling.flags,
         CHUNK=min(_CHUNK, triton.next_power_of_2(vocabulary)), num_warps=8,
@@ -38,7 +38,7 @@ def cut(logits: Tensor, slots: Tensor, state: SlotState, scaling: Scaling, allow
     return allowed
 
 
-def draw(logits: Tensor, slots: Tensor, state: SlotState, scaling: Scaling, out_tokens: Tensor, out_logprobs: Tensor) -> None:
+def sample(logits: Tensor, slots: Tensor, state: SlotState, scaling: Scaling, out_tokens: Tensor, out_logprobs: Tensor) -> None:
     """One token for each row into `out_tokens` (-1 where the rollout had ended) and `out_logprobs`, and the state after it."""
     rows, vocabulary = logits.shape
     size = min(_CHUNK, triton.next_power_of_2(vocabulary))
@@ -49,7 +49,7 @@ def draw(logits: Tensor, slots: Tensor, state: SlotState, scaling: Scaling, out_
         logits, slots, state.sampling, tops, sums, bests, vocabulary, logits.stride(0),
         *scaling.values, **scaling.flags, CHUNKS=chunks, CHUNK=size, num_warps=4,
     )  # fmt: skip
-    draw_kernel[(rows,)](
+    sample_kernel[(rows,)](
         logits, slots, state.sampling, state.seeds, state.lengths, state.limits, state.alive, state.tokens, state.stops,
         tops, sums, bests, out_tokens, out_logprobs, vocabulary, logits.stride(0), state.stops.shape[1],
         *scaling.values, **scaling.flags, CHUNKS=chunks, CHUNKS_PAD=triton.next_power_of_2(chunks), CHUNK=size,

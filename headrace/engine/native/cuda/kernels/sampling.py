@@ -1,4 +1,4 @@
-"""Drawing tokens: `cuda.sampling` launches these and says what they are for."""
+"""Sampling tokens: `cuda.sampling` launches these and says what they are for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from headrace.model import capped
 
 @triton.jit
 def _uniform(seed, position):
-    """The number in [0, 1) of (request seed, token position); `sampler.uniform` says the same in numpy."""
+    """The number in [0, 1) of (request seed, token position); `native.sampling.uniform` says the same in numpy."""
     state = seed.to(tl.uint64) + (position.to(tl.uint64) + 1) * 0x9E3779B97F4A7C15
     state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9
     state = (state ^ (state >> 27)) * 0x94D049BB133111EB
@@ -28,7 +28,7 @@ def _scaled(logits, temperature, divisor, factor, softcap, HAS_DIVISOR: tl.const
     if HAS_FACTOR:
         x = x * factor
     if HAS_SOFTCAP:
-        x = tl.where(x == float("-inf"), x, capped(x, softcap))  # what was cut stays out of reach
+        x = tl.where(x == float("-inf"), x, capped(x, softcap))  # what was restricted stays out of reach
     return x / tl.where(temperature == 0, 1.0, temperature)
 
 
@@ -54,7 +54,7 @@ def chunk_kernel(
 
 
 @triton.jit
-def draw_kernel(
+def sample_kernel(
     logits, slots, sampling, seeds, lengths, limits, alive, tokens, stops, tops, sums, bests, out_tokens, out_logprobs,
     vocabulary, logits_row, num_stops,
     divisor, factor, softcap, HAS_DIVISOR: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
@@ -86,24 +86,24 @@ def draw_kernel(
     inside = tl.cumsum(shares, axis=0) + before
     furthest = tl.max(tl.where(shares > 0, tl.arange(0, CHUNK), 0), axis=0)
     place = tl.minimum(tl.sum((inside <= goal).to(tl.int32), axis=0), furthest)
-    drawn = chosen * CHUNK + place
+    sampled = chosen * CHUNK + place
     logit = tl.sum(tl.where(tl.arange(0, CHUNK) == place, x, 0.0), axis=0)
     logprob = logit - top - tl.log(total).to(tl.float32)
     if temperature == 0:
         best_chunk = tl.argmax(top_of, axis=0)
-        drawn = tl.load(bests + row * CHUNKS + best_chunk)
+        sampled = tl.load(bests + row * CHUNKS + best_chunk)
         logprob = tl.where(total > 0, 0.0, float("nan"))
     # What follows from it
     is_alive = tl.load(alive + slot) != 0
     stop = tl.arange(0, STOPS_PAD)
     stop_ids = tl.load(stops + slot * num_stops + stop, mask=stop < num_stops, other=-1)
-    is_stop = tl.sum((stop_ids == drawn).to(tl.int32), axis=0) > 0
+    is_stop = tl.sum((stop_ids == sampled).to(tl.int32), axis=0) > 0
     goes_on = is_alive & (is_stop == 0) & (length + 1 < tl.load(limits + slot)) & (logprob == logprob)
     if is_alive:
-        tl.store(tokens + slot, drawn)
+        tl.store(tokens + slot, sampled)
         tl.store(lengths + slot, length + 1)
         tl.store(alive + slot, goes_on.to(tl.int32))
-    tl.store(out_tokens + row, tl.where(is_alive, drawn, -1))
+    tl.store(out_tokens + row, tl.where(is_alive, sampled, -1))
     tl.store(out_logprobs + row, logprob)
 
 
@@ -117,7 +117,7 @@ def _ordered(x):
 @triton.jit
 def _read(line, at, vocabulary, temperature, divisor, factor, softcap,
           HAS_DIVISOR: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_SOFTCAP: tl.constexpr):  # fmt: skip
-    """A row's logits as they are drawn from; -inf past their end."""
+    """A row's logits as they are sampled from; -inf past their end."""
     x = tl.load(line + at, mask=at < vocabulary, other=float("-inf"))
     x = _scaled(x, temperature, divisor, factor, softcap, HAS_DIVISOR, HAS_FACTOR, HAS_SOFTCAP)
     return tl.where(at < vocabulary, x, float("-inf"))
@@ -166,12 +166,12 @@ def _shorten(line, goal, is_by_rank, least, last, top, vocabulary, temperature, 
 
 
 @triton.jit
-def cut_kernel(
+def restrict_kernel(
     logits, allowed, slots, sampling, lengths, floors, stops, vocabulary, logits_row, num_stops,
     divisor, factor, softcap, HAS_DIVISOR: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """One row: what it may not draw goes to -inf, what it may is noted."""
+    """One row: what it may not sample goes to -inf, what it may is noted."""
     row = tl.program_id(0).to(tl.int64)
     line, slot = logits + row * logits_row, tl.load(slots + row).to(tl.int64)
     temperature, top_k = tl.load(sampling + slot * 4), tl.load(sampling + slot * 4 + 1)
@@ -206,6 +206,6 @@ def cut_kernel(
         order = _ordered(x)
         is_kept = (order > least) | ((order == least) & (at <= last))
         is_kept = is_kept & (x - top >= lowest) & (raw > float("-inf"))
-        is_kept = is_kept | ((raw < float("inf")) == 0)  # NaN and infinity are not cut away: the draw ends a row that has them
+        is_kept = is_kept | ((raw < float("inf")) == 0)  # NaN and infinity are not cut away: sampling ends a row that has them
         tl.store(allowed + row * vocabulary + at, is_kept, mask=at < vocabulary)
         tl.store(line + at, tl.where(is_kept, raw, float("-inf")), mask=at < vocabulary)

@@ -1,16 +1,19 @@
-"""Keys and values in fixed-size blocks, and beside them which experts each token went to."""
+"""Keys and values in fixed-size blocks, and with them the experts each token was routed to."""
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from headrace.engine.native.demand import MEMORY_SHARE
-from headrace.engine.native.memory import make_memory
+from headrace.engine.native.engine_memory import MEMORY_SHARE
+from headrace.engine.native.releasable_memory import make_memory
 from headrace.model import AttentionSpec, PackedContext, attend, hidden_states, layer_of
+from headrace.settings import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What one token leaves in each layer, found by running the model once."""
+    """What one token stores in each layer, found by running the model once."""
 
     keys: tuple[tuple[int, int], ...]
     """(heads, dim) by layer."""
@@ -42,17 +45,26 @@ class CacheShape:
         meter = _Meter(device)
         with torch.no_grad():
             hidden_states(model, torch.tensor([1], device=device), torch.tensor([0], device=device), meter)
-        layers = range(len(meter.keys))
-        return cls(
-            keys=tuple(meter.keys[layer] for layer in layers),
-            values=tuple(meter.values[layer] for layer in layers),
-            dtype=next(model.parameters()).dtype,
-            device=device,
-        )
+        keys, values = (tuple(shapes[layer] for layer in range(len(shapes))) for shapes in (meter.keys, meter.values))
+        return cls(keys, values, dtype=next(model.parameters()).dtype, device=device)
 
     def blocks_that_fit(self, block_size: int) -> int:
         """KV blocks that a share of the free memory holds."""
         return int(MEMORY_SHARE * free_memory(self.device)) // (self.bytes_per_token * block_size)
+
+    def choose_num_blocks(self, block_size: int, *, slots: int, context: int, most_blocks: int, max_tokens: int) -> int:
+        """As many blocks as the slots can use (`most_blocks` where that is known), within a share of the free memory."""
+        fitting = self.blocks_that_fit(block_size)
+        usable = most_blocks or slots * math.ceil(context / block_size) + 1
+        one = min(context, max_tokens + 1) if most_blocks else context  # longer prompts are refused one by one
+        least = math.ceil(one / block_size) + 1
+        if fitting < least:
+            lower = "sampling.max_tokens" if most_blocks else "model.context"
+            raise ConfigError(
+                f"engine.kv_blocks = 0: one rollout of {one} tokens needs {least} KV blocks, and the memory that an engine may "
+                f"take holds {fitting} of the {usable} it could use; free some, lower {lower}, or set engine.kv_blocks"
+            )
+        return min(usable, fitting)
 
 
 def free_memory(device: torch.device) -> int:
@@ -63,7 +75,7 @@ def free_memory(device: torch.device) -> int:
 
 
 class _Meter(PackedContext):
-    """Notes what one token leaves in each layer."""
+    """Notes the shape of what one token stores in each layer."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__([1], device=device)
@@ -80,39 +92,32 @@ class _Meter(PackedContext):
 class PagedCache:
     """[blocks × block size, kv heads, head dim] of keys and of values for each layer, all in one piece of memory."""
 
-    def __init__(
-        self,
-        shape: CacheShape,
-        *,
-        num_blocks: int,
-        block_size: int,
-        routers: Routers | None = None,
-    ) -> None:
+    def __init__(self, shape: CacheShape, *, num_blocks: int, block_size: int, routers: Routers | None = None) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
         rows = num_blocks * block_size
         self.num_bytes = rows * shape.bytes_per_token
         self.memory = make_memory(self.num_bytes, shape.device)
         memory = self.memory.tensor.view(shape.dtype)
-        sizes = {heads * dim for heads, dim in (*shape.keys, *shape.values)}
-        self._whole = memory.view(2 * len(shape.keys), num_blocks, -1) if len(sizes) == 1 else None
-        """Every layer's blocks at once, where all are of one size."""
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         begin = 0
         for key, value in zip(shape.keys, shape.values, strict=True):
-            for (heads, dim), kept in ((key, self.keys), (value, self.values)):
+            for (heads, dim), tensors in ((key, self.keys), (value, self.values)):
                 end = begin + rows * heads * dim
-                kept.append(memory[begin:end].view(rows, heads, dim))
+                tensors.append(memory[begin:end].view(rows, heads, dim))
                 begin = end
         self.routing: Tensor | None = None
         """[blocks × block size, MoE layers, top k]: kept with the blocks, so that cached prompts keep theirs."""
         if routers is not None:
             size = (rows, routers.num_layers, routers.top_k)
             self.routing = torch.zeros(size, dtype=routers.dtype, device=shape.device)
-
-    @property
-    def _beside(self) -> list[Tensor]:
-        return [] if self.routing is None else [self.routing]
+        sizes = {heads * dim for heads, dim in (*shape.keys, *shape.values)}
+        kept = [*self.keys, *self.values] if len(sizes) > 1 else []
+        kept += [] if self.routing is None else [self.routing]
+        self._copied = [each.view(1, num_blocks, -1) for each in kept]
+        """[tensors, blocks, numbers]: all layers at once where their blocks are of one size."""
+        if len(sizes) == 1:
+            self._copied.append(memory.view(2 * len(shape.keys), num_blocks, -1))
 
     def write(self, layer: int, places: Tensor, key: Tensor, value: Tensor) -> None:
         """Store one key and value per row at flat places (block × block size + offset)."""
@@ -128,13 +133,20 @@ class PagedCache:
             values.index_select(0, flat).reshape(*shape, *values.shape[1:]),
         )
 
+    def recording(self, routers: Routers | None, places: Tensor) -> contextlib.AbstractContextManager[object]:
+        """Within it, the experts a forward pass routes its tokens to are kept at these places."""
+        routing = self.routing
+        if routers is None or routing is None:
+            return contextlib.nullcontext()
+
+        def keep(layer: int, indices: Tensor) -> None:
+            routing[:, layer].index_copy_(0, places, indices.to(routing.dtype))
+
+        return routers.recording(keep)
+
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Whole blocks, each (from, to)."""
-        if not pairs:
-            return
-        sources, targets = torch.tensor(pairs, device=self.keys[0].device).unbind(dim=1)
-        if self._whole is not None:
-            self._whole.index_copy_(1, targets, self._whole.index_select(1, sources))
-        for tensor in [*([] if self._whole is not None else [*self.keys, *self.values]), *self._beside]:
-            blocks = tensor.view(self.num_blocks, self.block_size, *tensor.shape[1:])
-            blocks.index_copy_(0, targets, blocks.index_select(0, sources))
+        if pairs:
+            sources, targets = torch.tensor(pairs, device=self.keys[0].device).unbind(dim=1)
+            for tensor in self._copied:
+                tensor.index_copy_(1, targets, tensor.index_select(1, sources))

@@ -1,7 +1,7 @@
-"""GPU memory at an address that stays: it can be given back and taken again while CUDA graphs keep pointing at it.
+"""Memory that can be released and restored while tensors, and CUDA graphs, keep pointing at it.
 
-An address range is reserved once; physical memory is mapped to it, unmapped (`give_back`) and mapped again (`take`) through
-the driver's virtual memory calls. What was there is lost in between.
+While it is released nobody may touch the tensor; once restored, what it holds is undefined. On a GPU an address range is
+reserved once; physical memory is mapped to it, unmapped and mapped again through the driver's virtual memory calls.
 """
 
 from __future__ import annotations
@@ -9,12 +9,27 @@ from __future__ import annotations
 import ctypes
 
 import torch
-from torch import Tensor
 
 from headrace.cuda_driver import Bytes, call
 
 _PINNED, _DEVICE, _READ_WRITE = 1, 1, 3
 """Of CUmemAllocationType, CUmemLocationType and CUmemAccess_flags."""
+
+
+class HostMemory:
+    """A CPU's: the tensors stay, their storage is emptied and filled."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes = num_bytes
+        self.tensor = torch.zeros(num_bytes, dtype=torch.uint8)
+        """[bytes] uint8, zero at first."""
+
+    def release(self) -> None:
+        self.tensor.untyped_storage().resize_(0)
+
+    def restore(self) -> None:
+        self.tensor.untyped_storage().resize_(self._num_bytes)
+        self.tensor.zero_()
 
 
 class _Location(ctypes.Structure):
@@ -35,8 +50,8 @@ class _Access(ctypes.Structure):
     _fields_ = [("location", _Location), ("flags", ctypes.c_int)]
 
 
-class Region:
-    """So many bytes of a GPU's memory, as a tensor of bytes."""
+class DeviceMemory:
+    """A GPU's, at an address that stays."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         torch.zeros(1, device=device)  # the driver wants a context
@@ -45,38 +60,37 @@ class Region:
         self._properties = _Properties(kind=_PINNED, location=self._location)
         granularity = ctypes.c_size_t()
         call("cuMemGetAllocationGranularity", ctypes.byref(granularity), ctypes.byref(self._properties), ctypes.c_int(0))
-        self.num_bytes = -(-max(num_bytes, 1) // granularity.value) * granularity.value
+        self._num_bytes = -(-max(num_bytes, 1) // granularity.value) * granularity.value
         self._address, self._handle = ctypes.c_uint64(), ctypes.c_uint64()
-        size, nothing = ctypes.c_size_t(self.num_bytes), ctypes.c_uint64(0)
+        size, nothing = ctypes.c_size_t(self._num_bytes), ctypes.c_uint64(0)
         call("cuMemAddressReserve", ctypes.byref(self._address), size, ctypes.c_size_t(0), nothing, nothing)
-        self.is_held = False
-        self.take()
-        self.tensor: Tensor = torch.as_tensor(Bytes(self._address.value, num_bytes), device=device)
+        self._is_mapped = False
+        self.restore()
+        self.tensor = torch.as_tensor(Bytes(self._address.value, num_bytes), device=device)
+        """[bytes] uint8, zero at first."""
         self.tensor.zero_()
 
-    def take(self) -> None:
-        """Map memory; what it holds is undefined."""
-        if self.is_held:
+    def restore(self) -> None:
+        if self._is_mapped:
             return
-        size, nothing = ctypes.c_size_t(self.num_bytes), ctypes.c_uint64(0)
+        size, nothing = ctypes.c_size_t(self._num_bytes), ctypes.c_uint64(0)
         call("cuMemCreate", ctypes.byref(self._handle), size, ctypes.byref(self._properties), nothing)
         call("cuMemMap", self._address, size, ctypes.c_size_t(0), self._handle, nothing)
         access = _Access(self._location, _READ_WRITE)
         call("cuMemSetAccess", self._address, size, ctypes.byref(access), ctypes.c_size_t(1))
-        self.is_held = True
+        self._is_mapped = True
 
-    def give_back(self) -> None:
-        """Unmap it; nobody may touch the tensor until it is taken again."""
-        if not self.is_held:
+    def release(self) -> None:
+        if not self._is_mapped:
             return
         torch.cuda.synchronize()
-        call("cuMemUnmap", self._address, ctypes.c_size_t(self.num_bytes))
+        call("cuMemUnmap", self._address, ctypes.c_size_t(self._num_bytes))
         call("cuMemRelease", self._handle)
-        self.is_held = False
+        self._is_mapped = False
 
-    def close(self) -> None:
-        """Give the address up too."""
-        self.give_back()
-        if self._address.value:
-            call("cuMemAddressFree", self._address, ctypes.c_size_t(self.num_bytes))
-            self._address = ctypes.c_uint64(0)
+
+ReleasableMemory = HostMemory | DeviceMemory
+
+
+def make_memory(num_bytes: int, device: torch.device) -> ReleasableMemory:
+    return DeviceMemory(num_bytes, device) if device.type == "cuda" else HostMemory(num_bytes)

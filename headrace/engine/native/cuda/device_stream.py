@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Queue:
+class DeviceStream:
     """A stream, its events, and host memory it can copy from and to while the host does something else."""
 
     def __init__(self, device: torch.device) -> None:
@@ -20,11 +20,11 @@ class Queue:
         self._free: dict[int, list[Tensor]] = {}
 
     def entered(self) -> contextlib.AbstractContextManager[object]:
-        """Within it, work is queued here."""
+        """Within it, work is queued on this stream."""
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def mark(self) -> torch.cuda.Event | None:
-        """A point that can be waited for: the end of what is queued now."""
+        """The end of what is queued now, to be waited for once."""
         if self._stream is None:
             return None
         event = self._events.pop() if self._events else torch.cuda.Event()
@@ -32,17 +32,16 @@ class Queue:
         return event
 
     def wait(self, mark: torch.cuda.Event | None) -> None:
-        """Until a mark is passed; once."""
         if mark is not None:
             mark.synchronize()
             self._events.append(mark)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         if self._stream is not None:
             self._stream.synchronize()
 
     def borrow(self, numbers: int) -> Tensor:
-        """At least so many int32 of host memory; lent until given back."""
+        """At least so many int32 of host memory, until they are given back."""
         size = 1 << (max(numbers, 1) - 1).bit_length()
         free = self._free.setdefault(size, [])
         return free.pop() if free else torch.empty(size, dtype=torch.int32, pin_memory=self._stream is not None)

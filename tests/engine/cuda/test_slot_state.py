@@ -1,4 +1,4 @@
-"""The kernels that keep the slots' lines on the GPU."""
+"""The kernels that keep the state of the slots on the GPU."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import pytest
 import torch
 from kernel_device import DEVICE, ints
 
-from headrace.engine.native.cuda import lines
-from headrace.engine.native.cuda.lines import LINE_FIELDS, feed, find_places, grow, set_lines
-from headrace.engine.native.cuda.state import SlotState
+from headrace.engine.native.cuda import slot_state
+from headrace.engine.native.cuda.slot_state import SLOT_FIELDS, SlotState
 
 SLOTS, BLOCKS, STOPS, BLOCK = 5, 7, 3, 4
 NOBODY = SLOTS
@@ -37,18 +36,18 @@ def test_a_slot_without_a_rollout_reads_scratch_and_costs_no_search() -> None:
 
 @pytest.mark.parametrize("width", [2, 256])
 def test_new_lines_reach_their_slots_and_no_others(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "_WIDTH", width)
+    monkeypatch.setattr(slot_state, "_WIDTH", width)
     state = make_state()
     before = copies(state)
     seeds = np.array([-(1 << 62) + 12345, (1 << 40) + (1 << 31) + 7], dtype=np.int64)  # the low half has its highest bit set
     sampling = np.array([[0.7, 20.0, 0.95, 0.01], [0.0, 0.0, 1.0, 0.0]], dtype=np.float32)
-    given = np.zeros((2, LINE_FIELDS + STOPS + 3), dtype=np.int32)
+    given = np.zeros((2, SLOT_FIELDS + STOPS + 3), dtype=np.int32)
     given[:, :4] = [[3, 11, 20, 13], [1, 5, 64, 0]]
     given[:, 4:6] = seeds.view(np.int32).reshape(2, 2)
     given[:, 6:10] = sampling.view(np.int32)
     given[:, 10:13] = [[2, -1, -1], [8, 9, 10]]
     given[:, 13:] = [[31, 32, 33], [21, 0, 0]]
-    set_lines(ints(given), state, num_blocks=3)
+    state.start(ints(given), num_blocks=3)
     at = [3, 1]
     assert state.lengths[at].tolist() == [11, 5]
     assert state.limits[at].tolist() == [20, 64]
@@ -67,28 +66,28 @@ def test_new_lines_reach_their_slots_and_no_others(width: int, monkeypatch: pyte
 
 @pytest.mark.parametrize("rows", [2, 128])
 def test_only_as_many_blocks_grow_as_are_counted(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "_ROWS", rows)
+    monkeypatch.setattr(slot_state, "_ROWS", rows)
     state = make_state()
     before = copies(state)
     triples = ints([4, 2, 77, 0, 6, 78, 4, 3, 79, 1, 1, 80])  # the last one is what an earlier step left behind
-    grow(triples, ints([3]), state, most=4)
+    state.add_blocks(triples, ints([3]), most=4)
     expected = before["table"]
     expected[4, 2], expected[0, 6], expected[4, 3] = 77, 78, 79
     assert torch.equal(state.table, expected)
-    grow(triples, ints([0]), state, most=4)
+    state.add_blocks(triples, ints([0]), most=4)
     assert torch.equal(state.table, expected)
 
 
 @pytest.mark.parametrize("rows", [2, 128])
 def test_a_row_is_fed_its_last_token_and_an_ended_one_is_nobodys(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "_ROWS", rows)
+    monkeypatch.setattr(slot_state, "_ROWS", rows)
     state = make_state()
     state.lengths[:SLOTS] = ints([1, 4, 5, 28, 9])
     state.alive[:SLOTS] = ints([1, 1, 1, 1, 0])
     slots = [3, 4, NOBODY, 0, 1, 2]
     row_slots, tokens, positions = ints([-5] * 8), ints([-5] * 8), ints([-5] * 8)
     places = ints([-5] * 8, torch.int64)
-    feed(ints(slots), state, row_slots, tokens, positions, places, block=BLOCK)
+    state.feed(ints(slots), row_slots, tokens, positions, places, block=BLOCK)
     table = state.table.tolist()
     assert row_slots.tolist() == [3, NOBODY, NOBODY, 0, 1, 2, -5, -5]
     assert tokens.tolist() == [*state.tokens[[3, NOBODY, NOBODY, 0, 1, 2]].tolist(), -5, -5]
@@ -99,11 +98,11 @@ def test_a_row_is_fed_its_last_token_and_an_ended_one_is_nobodys(rows: int, monk
 
 @pytest.mark.parametrize("rows", [2, 128])
 def test_tokens_of_prompts_find_their_places(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "_ROWS", rows)
+    monkeypatch.setattr(slot_state, "_ROWS", rows)
     state = make_state()
     state.table[2, 5] = (1 << 30) + 1  # a place past what 32 bits hold
     owners, positions = [2, 2, 0, NOBODY, 2], [3, 4, 27, 0, 22]
     places = ints([-5] * 6, torch.int64)
-    find_places(ints(owners), ints(positions), state, places, block=BLOCK)
+    state.find_places(ints(owners), ints(positions), places, block=BLOCK)
     table = state.table.tolist()
     assert places.tolist() == [table[2][0] * 4 + 3, table[2][1] * 4, table[0][6] * 4 + 3, 0, ((1 << 30) + 1) * 4 + 2, -5]

@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from headrace.records import Rollout, Sampling
 
 _SPARE_TOKENS = 8
-"""More than a stop string's characters are read again: a token may hold less than one."""
+"""Decoded in addition to one token per character of the stop string: a token may hold less than a character."""
 
 
 def window(rollout: Rollout, sampling: Sampling, length: int) -> int | None:
-    """From where on the first `length` tokens of a lengthened rollout are to be looked at; None if not at all: a string
-    completed within the first `min_tokens` is passed over, then and later, as a stop token is."""
+    """The first of the tokens to decode when the rollout has grown to `length`; None if no stop string can end it there. A
+    string completed within the first `min_tokens` is ignored, then and later, as a stop token is."""
     if not sampling.stop or length - len(rollout) <= sampling.min_tokens:
         return None
     return max(_start_of_text(rollout), length - max(map(len, sampling.stop)) - _SPARE_TOKENS)
@@ -29,20 +29,17 @@ def completes(stops: Sequence[str], token_ids: list[int], decode: Callable[[list
     found = [each for each in stops if each in text]
     if not found:
         return False
-    known = _num_alike(decode(token_ids[:-1]), text)
+    before = decode(token_ids[:-1])
+    # The last character of `before` may have been half of one, so count the characters both texts share.
+    known = next((at for at, (old, new) in enumerate(zip(before, text, strict=False)) if old != new), len(before))
     return any(text.find(each, max(0, known - len(each) + 1)) >= 0 for each in found)
 
 
 def _start_of_text(rollout: Rollout) -> int:
-    """Where the text began that the next call goes on with: what was interrupted is one text with what follows."""
+    """Where the text starts that the next call continues: an aborted call is one text with the call that resumes it."""
     start = len(rollout)
     for call in reversed(rollout.calls):
         if call.finish_reason is not FinishReason.ABORT or call.stop != start:
             break
         start = call.start
     return start
-
-
-def _num_alike(before: str, text: str) -> int:
-    """Characters that were known before the last token: the last of `before` may have been half of one."""
-    return next((at for at, (old, new) in enumerate(zip(before, text, strict=False)) if old != new), len(before))

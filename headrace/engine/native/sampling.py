@@ -1,4 +1,4 @@
-"""Drawing tokens: temperature, top-k, top-p, min-p, and a random number that depends on the request alone."""
+"""Sampling tokens: temperature, top-k, top-p, min-p, and a random number that depends on the request alone."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ class SamplingRows:
     top_p: Tensor
     min_p: Tensor
     forbidden: list[tuple[int, int]]
-    """(row, token id) pairs that cannot be drawn: stop tokens before min_tokens."""
-    is_cut: bool
+    """(row, token id) pairs that cannot be sampled: stop tokens before min_tokens."""
+    is_restricted: bool
     """Some row has top-k, top-p, min-p or a forbidden token."""
 
 
 @dataclass(frozen=True)
-class Draw:
-    """What was drawn."""
+class Sampled:
+    """What was sampled."""
 
     token_ids: Tensor
     logprobs: Tensor
-    """Under the distribution drawn from; 0 where the draw was greedy."""
+    """Under the distribution sampled from; 0 where the choice was greedy."""
     allowed: Tensor | None
-    """[rows, vocabulary] bool, where some row was cut."""
+    """[rows, vocabulary] bool, where some row was restricted."""
 
 
 def uniform(seeds: Array, positions: Array) -> Array:
@@ -50,26 +50,26 @@ def uniform(seeds: Array, positions: Array) -> Array:
     return numbers
 
 
-def draw(logits: Tensor, rows: SamplingRows, numbers: Tensor) -> Draw:
+def sample(logits: Tensor, rows: SamplingRows, numbers: Tensor) -> Sampled:
     """Invert the cumulative distribution of each row at its number."""
     is_greedy = rows.temperature == 0
     logits = logits / torch.where(is_greedy, 1.0, rows.temperature).unsqueeze(1)
     allowed = None
-    if rows.is_cut:
+    if rows.is_restricted:
         allowed = _allowed(logits, rows)
         logits = logits.masked_fill(~allowed, float("-inf"))
     logprobs = torch.log_softmax(logits, dim=-1)
     cumulative = logprobs.double().exp().cumsum(dim=-1)
     threshold = (numbers.to(cumulative) * cumulative[:, -1]).unsqueeze(1)
-    drawn = torch.searchsorted(cumulative, threshold, right=True).squeeze(1).clamp_max(logits.shape[1] - 1)
-    token_ids = torch.where(is_greedy, logits.argmax(dim=-1), drawn)
+    sampled = torch.searchsorted(cumulative, threshold, right=True).squeeze(1).clamp_max(logits.shape[1] - 1)
+    token_ids = torch.where(is_greedy, logits.argmax(dim=-1), sampled)
     chosen = logprobs.gather(1, token_ids.unsqueeze(1)).squeeze(1)
-    is_certain = is_greedy & ~chosen.isnan()  # a NaN stays one: whoever is drawn from it has failed
-    return Draw(token_ids=token_ids, logprobs=torch.where(is_certain, 0.0, chosen), allowed=allowed)
+    is_certain = is_greedy & ~chosen.isnan()  # a NaN stays one: it fails the rollout
+    return Sampled(token_ids=token_ids, logprobs=torch.where(is_certain, 0.0, chosen), allowed=allowed)
 
 
 def _allowed(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """Cut in the order users of other libraries know: forbidden tokens, top-k, top-p of what is left, min-p."""
+    """Restrict in the order other libraries use: forbidden tokens, top-k, top-p of what is left, min-p."""
     if rows.forbidden:
         index = torch.tensor(rows.forbidden, device=logits.device)
         logits = logits.index_put((index[:, 0], index[:, 1]), logits.new_tensor(float("-inf")))

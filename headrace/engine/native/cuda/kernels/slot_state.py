@@ -1,4 +1,4 @@
-"""The slots' lines: `cuda.lines` launches these and says what they are for."""
+"""The state of the slots: `cuda.slot_state` launches these and says what they are for."""
 
 from __future__ import annotations
 

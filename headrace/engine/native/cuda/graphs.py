@@ -1,0 +1,149 @@
+"""Captures the buckets' steps as CUDA graphs, on a thread next to the one that decodes; steps run eagerly meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from headrace.engine.native.cuda import compiled
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from transformers import PreTrainedModel
+
+    from headrace.engine.native.cuda.buckets import Bucket, Buckets
+    from headrace.engine.native.cuda.slot_state import SlotState
+
+log = logging.getLogger("headrace.engine")
+
+
+class GraphCapture:
+    """Graphs hold the twin, with its layers compiled where that works."""
+
+    def __init__(
+        self, buckets: Buckets, state: SlotState, twin: PreTrainedModel, *, compiles: bool, device: torch.device
+    ) -> None:
+        self._buckets, self._state, self._twin, self._compiles, self._device = buckets, state, twin, compiles, device
+        self._pool: Any = None
+        self._started: set[bool] = set()
+        self._thread: threading.Thread | None = None
+        self._turn = threading.Condition()
+        """Of the capturing thread and the decode thread, which may want the memory released."""
+        self._is_suspended = self._is_capturing = self._is_closing = False
+
+    @property
+    def is_started(self) -> bool:
+        return bool(self._started)
+
+    def start(self, *, is_restricted: bool = False) -> None:
+        """Compile the layers and capture the graphs, once. Those of steps with restricted rows wait for the first such step."""
+        before = self._thread
+        if is_restricted not in self._started:
+            self._started.add(is_restricted)
+            self._thread = threading.Thread(target=self._warm, args=(before, is_restricted), name="warm", daemon=True)
+            self._thread.start()
+
+    def restart(self) -> None:
+        """Capture anew what has been: the slot state has moved, and the graphs hold its old address."""
+        started, self._started = self._started, set()
+        for is_restricted in sorted(started):
+            self.start(is_restricted=is_restricted)
+
+    def wait(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+
+    def close(self) -> None:
+        """Capture no more."""
+        with self._turn:
+            self._is_closing = True
+            self._turn.notify_all()
+        self.wait()
+
+    def suspend(self) -> None:
+        """Waits for the capture in progress, the first of which compiles the model's layers; the next waits for `resume`."""
+        with self._turn:
+            self._is_suspended = True
+            self._turn.wait_for(lambda: not self._is_capturing)
+
+    def resume(self) -> None:
+        with self._turn:
+            self._is_suspended = False
+            self._turn.notify_all()
+
+    def _warm(self, before: threading.Thread | None, is_restricted: bool) -> None:
+        if before is not None:
+            before.join()
+        try:
+            with torch.no_grad():
+                self._capture_all(is_restricted=is_restricted)
+        except Exception:
+            log.warning("this model's steps could not be captured as CUDA graphs; it is served eagerly", exc_info=True)
+
+    def _capture_all(self, *, is_restricted: bool) -> None:
+        torch.cuda.set_device(self._device)
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+            if self._compiles:
+                compiled.compile_layers(self._twin)
+        decode = [self._buckets.decode(size) for size in reversed(self._buckets.decode_sizes)]
+        prompt = [self._buckets.prompt(shape) for shape in reversed(self._buckets.prompt_shapes)]
+        if is_restricted:
+            self._buckets.allowed_rows(0)  # made now, so that no graph makes it
+        # cuBLAS has a workspace for each stream, and a graph keeps that of the stream it was captured on: nothing else may run
+        # on it while the graph is replayed, or two products spoil each other's sums, or wait for each other for ever.
+        tried_on, captured_on = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)
+        began = time.perf_counter()
+        for bucket in (decode[0], prompt[0], *decode[1:], *prompt[1:]):
+            with self._capturing():
+                if self._is_closing:
+                    return
+                if is_restricted not in bucket.graphs:
+                    self._capture_compiled(bucket, tried_on, captured_on, is_restricted=is_restricted)
+        log.info("captured %d graphs in %.1f s", len(decode) + len(prompt), time.perf_counter() - began)
+
+    @contextlib.contextmanager
+    def _capturing(self) -> Iterator[None]:
+        """Within it weights and cache stay in place: it waits while they are released, and `suspend` waits for it."""
+        with self._turn:
+            self._turn.wait_for(lambda: self._is_closing or not self._is_suspended)
+            self._is_capturing = True
+        try:
+            yield
+        finally:
+            with self._turn:
+                self._is_capturing = False
+                self._turn.notify_all()
+
+    def _capture_compiled(self, bucket: Bucket, *streams: torch.cuda.Stream, is_restricted: bool) -> None:
+        try:
+            self._capture(bucket, *streams, is_restricted=is_restricted)
+        except Exception:
+            if not self._compiles:
+                raise
+            log.warning("this model's layers could not be compiled; its graphs hold them as they are", exc_info=True)
+            compiled.undo_compile(self._twin)
+            self._compiles = False
+            self._capture(bucket, *streams, is_restricted=is_restricted)
+
+    def _capture(
+        self, bucket: Bucket, tried_on: torch.cuda.Stream, captured_on: torch.cuda.Stream, *, is_restricted: bool
+    ) -> None:
+        """Run once in scratch buffers of the bucket's shape, with no rollout in any row; then capture with the real ones."""
+        scratch, stops = bucket.make_scratch(), self._state.stops
+        tried_on.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(tried_on):
+            scratch.run(self._twin, is_restricted)
+        tried_on.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=captured_on, capture_error_mode="thread_local"):
+            allowed = bucket.run(self._twin, is_restricted)
+        with self._buckets.lock:
+            if self._state.stops is stops:  # else it points at memory that was freed: it will be captured again
+                bucket.graphs[is_restricted] = (graph, allowed)

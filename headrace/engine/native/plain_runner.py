@@ -1,0 +1,184 @@
+"""Steps in plain torch, on any device: one forward pass over the chunks' tokens and one token of every decoding rollout.
+
+Slow and obvious: what the GPU's kernels are checked against.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from headrace.engine.native.sampling import SamplingRows, sample, uniform
+from headrace.engine.native.step import Runner, StepOutput
+from headrace.model import EXACT_ROWS, AttentionSpec, PackedContext, attend, causal, hidden_states, layer_of
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from transformers import PreTrainedModel
+
+    from headrace.engine.native.kv_cache import PagedCache
+    from headrace.engine.native.slots import Slots
+    from headrace.engine.native.step import Chunk, StepPlan
+    from headrace.model import Head, Routers
+    from headrace.records import Array
+
+
+@dataclass(frozen=True)
+class CachedRows:
+    """Rows that attend to what is cached, `batch` rollouts with as many rows each."""
+
+    positions: Tensor
+    """[batch, rows] of the tokens in their rollouts."""
+    places: Tensor
+    """[batch, keys] flat cache places of all tokens up to the last, padded to whole blocks with the place of the first."""
+
+
+class StepContext:
+    """Writes the step's keys and values, then attends."""
+
+    def __init__(
+        self,
+        cache: PagedCache,
+        *,
+        places: Tensor,
+        prompt_lengths: list[int],
+        cached: list[CachedRows],
+        device: torch.device,
+        exact: bool,
+    ) -> None:
+        self._cache = cache
+        self.places = places
+        self._num_prompt_rows = sum(prompt_lengths)
+        self._prompts = PackedContext(prompt_lengths, device=device, exact=exact) if prompt_lengths else None
+        self._cached = cached
+        self._exact = exact
+        self._allowed: dict[tuple[int, int | None], Tensor] = {}
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        layer = layer_of(module)
+        self._cache.write(layer, self.places, key, value)
+        done, parts = self._num_prompt_rows, []
+        if self._prompts is not None:
+            parts.append(self._prompts.attend(module, query[:done], key[:done], value[:done], spec))
+        for which, rows in enumerate(self._cached):
+            batch, each = rows.positions.shape
+            keys, values = self._cache.read(layer, rows.places)
+            queries = query[done : done + batch * each].reshape(batch, each, *query.shape[1:])
+            result = attend(queries, keys, values, spec, allowed=self._visible(which, spec.sliding_window), exact=self._exact)
+            parts.append(result.reshape(batch * each, *result.shape[2:]))
+            done += batch * each
+        if done < len(query):
+            parts.append(query.new_zeros(len(query) - done, query.shape[1], value.shape[2]))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _visible(self, which: int, window: int | None) -> Tensor:
+        if (which, window) not in self._allowed:
+            rows = self._cached[which]
+            keys = torch.arange(rows.places.shape[1], device=rows.places.device)
+            self._allowed[which, window] = causal(rows.positions, keys, window=window)
+        return self._allowed[which, window]
+
+
+class PlainRunner(Runner):
+    """Computes a step when it is launched: none is ever in flight."""
+
+    def __init__(
+        self, model: PreTrainedModel, head: Head, cache: PagedCache, slots: Slots, *, exact: bool, routers: Routers | None
+    ) -> None:
+        self._model, self._head, self._slots, self._exact, self._routers = model, head, slots, exact, routers
+        self.cache = cache
+        self._device = next(model.parameters()).device
+
+    @torch.no_grad()
+    def launch(self, plan: StepPlan) -> StepOutput:
+        self.cache.copy(plan.copies_before)
+        output = self._forward(plan)
+        self.cache.copy(plan.copies_after)
+        return output
+
+    def collect(self, launched: object) -> StepOutput:
+        assert isinstance(launched, StepOutput)
+        return launched
+
+    def routing(self, places: Array) -> Array:
+        assert self.cache.routing is not None
+        rows: Array = self.cache.routing.index_select(0, self._to_device(places)).cpu().numpy()
+        return rows
+
+    def _forward(self, plan: StepPlan) -> StepOutput:
+        slots, size = self._slots, self.cache.block_size
+        chunks = sorted(plan.chunks, key=lambda chunk: chunk.start > 0)  # whole prompts first
+        spans = [np.arange(chunk.start, chunk.stop) for chunk in chunks]
+        owner = np.concatenate([np.repeat([chunk.slot for chunk in chunks], [len(c) for c in chunks]), plan.decoding])
+        owner = owner.astype(np.int64)
+        position = np.concatenate([*spans, slots.length[plan.decoding] - 1]).astype(np.int64)
+        tokens = slots.tokens[owner, position].astype(np.int64)
+        places = slots.table[owner, position // size] * size + position % size
+        if self._exact:
+            padding = (0, -len(owner) % EXACT_ROWS)
+            tokens, position, places = np.pad(tokens, padding), np.pad(position, padding), np.pad(places, padding)
+        context = StepContext(
+            self.cache,
+            places=self._to_device(places),
+            prompt_lengths=[len(chunk) for chunk in chunks if chunk.start == 0],
+            cached=self._cached_rows([chunk for chunk in chunks if chunk.start > 0], plan.decoding),
+            device=self._device,
+            exact=self._exact,
+        )
+        with self.cache.recording(self._routers, context.places):
+            hidden = hidden_states(self._model, self._to_device(tokens), self._to_device(position), context)
+        return self._sample(hidden.index_select(0, self._to_device(_last_rows(chunks, plan))), plan.slots)
+
+    def _sample(self, hidden: Tensor, sampling: Array) -> StepOutput:
+        """One token for each row of `hidden`; `sampling` are their slots."""
+        slots = self._slots
+        numbers = torch.from_numpy(uniform(slots.seed[sampling], slots.length[sampling])).to(self._device)
+        sampled = sample(self._head.logits(hidden), self._sampling_rows(sampling), numbers)
+        allowed = None
+        if sampled.allowed is not None:
+            # A row that may sample anything is not restricted, whatever its neighbours are: it has no ids rather than all.
+            allowed = [np.flatnonzero(row & ~row.all()).astype(np.int32) for row in sampled.allowed.cpu().numpy()]
+        return StepOutput(sampled.token_ids.cpu().numpy(), sampled.logprobs.cpu().numpy(), allowed)
+
+    def _cached_rows(self, chunks: list[Chunk], decoding: Array) -> list[CachedRows]:
+        slots = self._slots
+        groups = [
+            (np.asarray([chunk.slot], dtype=np.int64), np.arange(chunk.start, chunk.stop).reshape(1, -1)) for chunk in chunks
+        ]
+        if len(decoding):
+            groups.append((decoding, (slots.length[decoding] - 1).reshape(-1, 1)))
+        size = self.cache.block_size
+        rows = []
+        for owners, positions in groups:
+            blocks = math.ceil((int(positions.max()) + 1) / size)
+            places = (slots.table[owners, :blocks, None] * size + np.arange(size)).reshape(len(owners), blocks * size)
+            # What lies after a rollout's last token is someone else's. It may be NaN, and no mask helps: 0 × NaN is NaN.
+            places = np.where(np.arange(blocks * size) <= positions[:, -1:], places, places[:, :1])
+            rows.append(CachedRows(self._to_device(positions), self._to_device(places)))
+        return rows
+
+    def _sampling_rows(self, sampling: Array) -> SamplingRows:
+        slots = self._slots
+        temperature, top_k, top_p, min_p = self._to_device(slots.sampling[sampling]).unbind(dim=1)
+        too_early = np.flatnonzero(slots.length[sampling] < slots.floor[sampling])
+        vocabulary = range(self._head.vocabulary)  # a tokenizer may have more ids than the head
+        forbidden = [
+            (int(row), int(stop)) for row in too_early for stop in slots.stops[sampling[row]] if int(stop) in vocabulary
+        ]
+        is_restricted = bool(forbidden) or bool(slots.is_truncated[sampling].any())
+        return SamplingRows(temperature, top_k, top_p, min_p, forbidden, is_restricted)
+
+    def _to_device(self, array: Array) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+
+
+def _last_rows(chunks: list[Chunk], plan: StepPlan) -> Array:
+    """The row of the forward pass, which holds `chunks` and then the decoding slots, that each of `plan.slots` samples from."""
+    ends = np.cumsum([len(chunk) for chunk in chunks], dtype=np.int64).tolist()
+    last = {chunk.slot: end - 1 for chunk, end in zip(chunks, ends, strict=True)}
+    rows = [last[chunk.slot] for chunk in plan.chunks for _ in chunk.sampling_slots]
+    return np.concatenate([np.asarray(rows, dtype=np.int64), plan.prompt_rows + np.arange(len(plan.decoding))])

@@ -1,0 +1,63 @@
+"""The state of every slot in flat arrays, so that a step's bookkeeping is a few vector operations."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from headrace.engine.native.blocks import SCRATCH
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from headrace.records import Array, Sampling
+
+
+class Slots:
+    """One row per rollout being generated."""
+
+    def __init__(self, *, slots: int, context: int, blocks: int) -> None:
+        self.tokens = np.zeros((slots, context), dtype=np.int32)
+        self.logprobs = np.zeros((slots, context), dtype=np.float32)
+        self.versions = np.zeros((slots, context), dtype=np.int32)
+        self.length = np.zeros(slots, dtype=np.int64)
+        self.limit = np.zeros(slots, dtype=np.int64)
+        """The length at which the call ends."""
+        self.floor = np.zeros(slots, dtype=np.int64)
+        """The length below which no stop token may be sampled."""
+        self.seed = np.zeros(slots, dtype=np.int64)
+        self.sampling = np.zeros((slots, 4), dtype=np.float32)
+        """Temperature, top-k, top-p, min-p."""
+        self.stops = np.full((slots, 1), -1, dtype=np.int64)
+        self.table = np.full((slots, blocks), SCRATCH, dtype=np.int64)
+        self.is_watched = np.zeros(slots, dtype=bool)
+        """Each of its tokens is looked at: it is streamed, records a sampling mask, or has a stop string."""
+        self.is_truncated = np.zeros(slots, dtype=bool)
+        """By top-k, top-p or min-p."""
+        self.in_flight = np.zeros(slots, dtype=np.int64)
+        """Tokens of steps that were launched and have not been collected."""
+        self.epoch = np.zeros(slots, dtype=np.int64)
+        """Counts the rollouts a slot has held: tokens sampled for an earlier one are dropped."""
+
+    def is_restricted(self, slots: Array) -> Array:
+        """Which slots cannot sample just any token next: they are truncated, or it is too early for a stop token."""
+        is_early = self.length[slots] + self.in_flight[slots] < self.floor[slots]
+        is_restricted: Array = self.is_truncated[slots] | is_early
+        return is_restricted
+
+    def start(self, slot: int, sampling: Sampling, *, length: int, start: int, limit: int, blocks: Sequence[int]) -> None:
+        """Fill a rollout's row; its tokens are there already. `start` is its length before this call."""
+        self.length[slot], self.limit[slot] = length, limit
+        self.floor[slot] = start + sampling.min_tokens if sampling.stop_ids else 0
+        self.seed[slot], self.in_flight[slot] = sampling.seed, 0
+        self.sampling[slot] = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+        self.is_truncated[slot] = sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0)
+        self.table[slot] = SCRATCH
+        self.table[slot, : len(blocks)] = blocks
+        if len(sampling.stop_ids) > self.stops.shape[1]:
+            wider = np.full((len(self.stops), len(sampling.stop_ids)), -1, dtype=np.int64)
+            wider[:, : self.stops.shape[1]] = self.stops
+            self.stops = wider
+        self.stops[slot] = -1
+        self.stops[slot, : len(sampling.stop_ids)] = sampling.stop_ids
