@@ -8,7 +8,7 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from headrace.engine.protocol import Increment
+from headrace.engine.protocol import Increment, PromptTooLong, UnusablePrompt
 from headrace.records import FinishReason, Rollout
 
 if TYPE_CHECKING:
@@ -64,6 +64,19 @@ class Request:
     """Sampled tokens that `growth` has reported."""
     lineage: str | None = None
     """The lineage its first token was sampled under, once the engine runs another; None until then."""
+
+    def check(self, *, context: int, vocabulary: int, has_tokenizer: bool) -> None:
+        """Raise if no engine with this context and vocabulary can generate it."""
+        rollout, length = self.rollout, len(self.rollout)
+        if length >= context:
+            raise PromptTooLong(f"rollout {rollout.id!r} has {length} tokens; the context is {context}")
+        if length == 0:
+            raise UnusablePrompt(f"rollout {rollout.id!r} is empty; a prompt has at least one token")
+        highest = int(rollout.token_ids.max())
+        if highest >= vocabulary:
+            raise UnusablePrompt(f"rollout {rollout.id!r} holds token {highest}; the vocabulary has {vocabulary}")
+        if self.sampling.stop and not has_tokenizer:
+            raise UnusablePrompt(f"rollout {rollout.id!r} has stop strings; this engine was given no tokenizer")
 
 
 @dataclass(frozen=True, slots=True)

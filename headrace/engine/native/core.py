@@ -23,7 +23,7 @@ from headrace.engine.native.releasable_memory import ReleasableMemory, make_memo
 from headrace.engine.native.scheduler import Scheduler
 from headrace.engine.native.slots import Slots
 from headrace.engine.native.step import Step
-from headrace.engine.protocol import EngineAsleep, Increment, InFlight, NotFinite, PromptTooLong, UnusablePrompt
+from headrace.engine.protocol import EngineAsleep, Increment, InFlight, NotFinite, PromptTooLong
 from headrace.engine.request import Growth
 from headrace.model import Arena, Head, ModelError, WeightError, find_readable_routers
 from headrace.records import Call, FinishReason, Rollout, unknown_routing
@@ -129,15 +129,6 @@ class EngineCore:
     # What it holds
 
     @property
-    def is_admitting(self) -> bool:
-        """Whether new requests are started; retracted ones always are."""
-        return self.scheduler.is_admitting
-
-    @is_admitting.setter
-    def is_admitting(self, value: bool) -> None:
-        self.scheduler.is_admitting = value
-
-    @property
     def num_running(self) -> int:
         return len(self.scheduler.running)
 
@@ -163,31 +154,22 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        is_wanted = bool(self.num_started or self._launched or (self.scheduler.num_waiting and self.is_admitting))
+        is_wanted = bool(self.num_started or self._launched or (self.scheduler.num_waiting and self.scheduler.is_admitting))
         return is_wanted and not self.is_asleep
 
     # Requests
 
     def submit(self, request: Request) -> None:
         """Queue a request; a later step admits it. Raises if it can never be generated."""
-        rollout = request.rollout
-        length = len(rollout)
-        if length >= self.context:
-            raise PromptTooLong(f"rollout {rollout.id!r} has {length} tokens; the context is {self.context}")
-        if length == 0:
-            raise UnusablePrompt(f"rollout {rollout.id!r} is empty; a prompt has at least one token")
+        request.check(context=self.context, vocabulary=self.head.vocabulary, has_tokenizer=self._decode is not None)
+        length = len(request.rollout)
         most = min(self.context, length + request.sampling.max_tokens)
         room = (self.cache.num_blocks - 1) * self.cache.block_size
         if most > room:
             raise PromptTooLong(
-                f"rollout {rollout.id!r} has {length} tokens and may come to have {most}; the whole KV cache holds {room}: "
-                f"raise engine.kv_blocks to {math.ceil(most / self.cache.block_size) + 1}, or lower sampling.max_tokens"
+                f"rollout {request.rollout.id!r} has {length} tokens and may come to have {most}; the whole KV cache holds "
+                f"{room}: raise engine.kv_blocks to {math.ceil(most / self.cache.block_size) + 1}, or lower sampling.max_tokens"
             )
-        highest = int(rollout.token_ids.max())
-        if highest >= self.head.vocabulary:
-            raise UnusablePrompt(f"rollout {rollout.id!r} holds token {highest}; the vocabulary has {self.head.vocabulary}")
-        if request.sampling.stop and self._decode is None:
-            raise UnusablePrompt(f"rollout {rollout.id!r} has stop strings; this engine was given no tokenizer")
         self.scheduler.submit(request)
 
     def cancel(self, request: Request) -> None:
@@ -230,7 +212,7 @@ class EngineCore:
         """Start nothing new, so that what is in flight drains."""
         if self.is_asleep and self.num_started:
             raise EngineAsleep(f"{self.name} sleeps with {self.num_started} rollouts in flight; wake it, then they can drain")
-        self.is_admitting = False
+        self.scheduler.is_admitting = False
 
     def abort_running(self) -> None:
         """End every started rollout where it is, with `ABORT`."""

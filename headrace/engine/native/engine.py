@@ -247,7 +247,7 @@ class NativeEngine:
             await self.between_steps(act)
             await asyncio.wrap_future(idle)
         except asyncio.CancelledError:
-            self.post(lambda: setattr(self.core, "is_admitting", True))
+            self.post(lambda: setattr(self.core.scheduler, "is_admitting", True))
             raise
 
     def _interrupt(self, interrupt: Interrupt) -> None:
@@ -261,7 +261,7 @@ class NativeEngine:
         await self.between_steps(self._resume)
 
     def _resume(self) -> None:
-        self.core.is_admitting, self._is_paused = True, False
+        self.core.scheduler.is_admitting, self._is_paused = True, False
 
     async def sleep(self, *, weights: bool = False) -> None:
         """Release memory until `wake`: the KV cache's, and with `weights` that of the weights and of their staging. Rollouts

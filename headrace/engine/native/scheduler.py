@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from headrace.engine.native.blocks import BlockPool
-from headrace.engine.native.pins import Computed, Pins
+from headrace.engine.native.blocks import BlockPool, Computed, Pins
 from headrace.engine.native.step import Chunk, StepPlan
 from headrace.engine.request import SampledTokens
 from headrace.records import FinishReason
@@ -49,6 +48,7 @@ class Scheduler:
         self.running: dict[int, Request] = {}
         """By slot, in the order of admission, with those still computing their prompt."""
         self.is_admitting = True
+        """Whether new requests are started; retracted ones always are."""
         self.num_retractions = 0
         self._root: Hashable = ("", 0)
         self._max_sampled, self._max_prompt_tokens = max_sampled, max_prompt_tokens

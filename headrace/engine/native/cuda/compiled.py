@@ -1,4 +1,4 @@
-"""A model's twin: the same parameters under modules of its own, made fast for one shape of work after another.
+"""A model's twin: the same parameters under modules of its own, whose layers are compiled.
 
 Linear layers that read the same input become one product over weights that lie next to each other in the arena, and each
 decoder layer is compiled once for all layers and all batch sizes. The model itself stays as it is and can be run meanwhile.
@@ -7,7 +7,6 @@ decoder layer is compiled once for all layers and all batch sizes. The model its
 from __future__ import annotations
 
 import copy
-import logging
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -24,15 +23,13 @@ if TYPE_CHECKING:
     from headrace.engine.native.kv_cache import PagedCache
     from headrace.model import Arena
 
-log = logging.getLogger("headrace.engine")
-
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Children of one module that are given the same input."""
 _RECOMPILES = 64
 
 
 def make_twin(model: PreTrainedModel, arena: Arena) -> PreTrainedModel:
-    """Modules of their own over the model's own tensors."""
+    """A copy of the model's modules over the model's own tensors."""
     shared = [*model.parameters(), *model.buffers()]
     twin = copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
     _join_projections(twin, arena)
@@ -40,7 +37,7 @@ def make_twin(model: PreTrainedModel, arena: Arena) -> PreTrainedModel:
 
 
 def attach_cache(model: PreTrainedModel, cache: PagedCache) -> None:
-    """Hang each layer's keys and values on its attention module, where the contexts look for them."""
+    """Set each layer's keys and values on its attention module, where the contexts look for them."""
     for module in model.modules():
         layer = getattr(module, "layer_idx", None)
         if isinstance(layer, int) and layer < len(cache.keys):
@@ -91,7 +88,7 @@ def _joined(arena: Arena, names: Sequence[str]) -> Tensor | None:
 
 
 class _Once(CustomGraphPass):
-    """Computes what is written several times once: the common product behind each `_Part`."""
+    """Common subexpression elimination: the product behind the `_Part`s is computed once."""
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         seen: dict[object, torch.fx.Node] = {}

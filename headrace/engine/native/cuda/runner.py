@@ -9,6 +9,7 @@ A step runs in the smallest bucket that holds it. Until the bucket's graph is ca
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,6 @@ import torch
 
 from headrace.engine.native.cuda import compiled
 from headrace.engine.native.cuda.buckets import PROMPT_BUCKETS, Buckets, split_chunks, tiles_of
-from headrace.engine.native.cuda.device_stream import DeviceStream
 from headrace.engine.native.cuda.graphs import GraphCapture
 from headrace.engine.native.cuda.slot_state import SLOT_FIELDS, SlotState
 from headrace.engine.native.step import Runner, StepOutput
@@ -60,6 +60,46 @@ class _Ticket:
     lent: list[Tensor]
 
 
+class _Stream:
+    """A CUDA stream, its events, and host memory it can copy from and to while the host does something else. On a CPU, where
+    tests run the kernels, everything is done at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        self._events: list[torch.cuda.Event] = []
+        self._free: dict[int, list[Tensor]] = {}
+
+    def entered(self) -> contextlib.AbstractContextManager[object]:
+        """Within it, work is queued on this stream."""
+        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def mark(self) -> torch.cuda.Event | None:
+        """The end of what is queued now, to be waited for once."""
+        if self._stream is None:
+            return None
+        event = self._events.pop() if self._events else torch.cuda.Event()
+        event.record(self._stream)
+        return event
+
+    def wait(self, mark: torch.cuda.Event | None) -> None:
+        if mark is not None:
+            mark.synchronize()
+            self._events.append(mark)
+
+    def synchronize(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def borrow(self, numbers: int) -> Tensor:
+        """At least so many int32 of host memory, until they are given back."""
+        size = 1 << (max(numbers, 1) - 1).bit_length()
+        free = self._free.setdefault(size, [])
+        return free.pop() if free else torch.empty(size, dtype=torch.int32, pin_memory=self._stream is not None)
+
+    def give_back(self, buffer: Tensor) -> None:
+        self._free[buffer.numel()].append(buffer)
+
+
 class CudaRunner(Runner):
     """A step is launched without waiting for the one before."""
 
@@ -88,7 +128,7 @@ class CudaRunner(Runner):
         self.graphs = GraphCapture(self.buckets, self._state, twin, compiles=routers is None, device=self._device)
         most = self.buckets.prompt_shapes[-1]
         self.max_prompt_tokens, self.max_sampled = most.tokens, most.sampled
-        self._stream = DeviceStream(self._device)
+        self._stream = _Stream(self._device)
         self._started: dict[int, None] = {}
         self._new_blocks: dict[int, list[tuple[int, int]]] = {}
         self._lent: list[Tensor] = []
