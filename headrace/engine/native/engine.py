@@ -64,8 +64,8 @@ class NativeEngine:
         """Decode on this event loop; cancel the task that runs this to stop the engine. Woken by actions."""
         while True:
             self._tell_if_idle()
-            if self._has_to_wait:
-                await self._timeline.wait(self._waiting_state, self._work)
+            if idle_state := self._idle_state:
+                await self._timeline.wait(idle_state, self._work)
                 self._work.clear()
                 continue
             self._step()
@@ -90,8 +90,8 @@ class NativeEngine:
             while not self._is_closing:
                 self._run_actions()
                 self._tell_if_idle()
-                if self._has_to_wait:
-                    self._timeline.enter(self._waiting_state)
+                if idle_state := self._idle_state:
+                    self._timeline.enter(idle_state)
                     self._bell.wait()
                     self._bell.clear()
                     continue
@@ -104,12 +104,11 @@ class NativeEngine:
             self.died.set_exception(error)
 
     @property
-    def _has_to_wait(self) -> bool:
-        return self._is_paused or not self.core.has_work
-
-    @property
-    def _waiting_state(self) -> str:
-        return "wait-weights" if self._is_paused or self.core.is_asleep else "wait-gate"
+    def _idle_state(self) -> str | None:
+        """What it waits for, as the timeline calls it; None if there is a step to take."""
+        if self._is_paused or self.core.is_asleep:
+            return "wait-weights"
+        return None if self.core.has_work else "wait-gate"
 
     def _step(self) -> int:
         self._timeline.enter("decode")
@@ -274,6 +273,7 @@ class NativeEngine:
             self.core.sleep(weights=weights)
             if weights:
                 self._spare.release()
+        self._timeline.enter("wait-weights")  # the decode loop may get no turn to enter it before the trainer computes
 
     async def wake(self) -> None:
         await self.between_steps(self._wake)

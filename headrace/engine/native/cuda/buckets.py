@@ -101,31 +101,26 @@ class Buckets:
         self.prompt_shapes = [PromptShape(size) for size in prompt_buckets]
         self.lock = threading.Lock()
         """Of the buckets and their graphs, which the decode thread and the capturing one share."""
-        self._decode: dict[int, Bucket] = {}
-        self._prompt: dict[int, Bucket] = {}
+        self._made: dict[tuple[str, int], Bucket] = {}
         self._allowed: Tensor | None = None
 
     def all(self) -> list[Bucket]:
         """Those made so far."""
-        return [*self._decode.values(), *self._prompt.values()]
+        return list(self._made.values())
 
     def decode(self, size: int) -> Bucket:
-        with self.lock:
-            if size not in self._decode:
-                self._decode[size] = self._make_decode(size)
-                self._wait_for_device()  # another thread may use it next, on another stream
-            return self._decode[size]
+        return self._get(("decode", size), lambda: self._make_decode(size))
 
     def prompt(self, shape: PromptShape) -> Bucket:
-        with self.lock:
-            if shape.tokens not in self._prompt:
-                self._prompt[shape.tokens] = self._make_prompt(shape)
-                self._wait_for_device()
-            return self._prompt[shape.tokens]
+        return self._get(("prompt", shape.tokens), lambda: self._make_prompt(shape))
 
-    def _wait_for_device(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+    def _get(self, key: tuple[str, int], make: Callable[[], Bucket]) -> Bucket:
+        with self.lock:
+            if key not in self._made:
+                self._made[key] = make()
+                if self._device.type == "cuda":
+                    torch.cuda.current_stream(self._device).synchronize()  # another thread, on another stream, may use it next
+            return self._made[key]
 
     def _ints(self, *shape: int, fill: int = 0, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.full(shape, fill, dtype=dtype, device=self._device)
