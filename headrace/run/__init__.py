@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from headrace.run.collector import few_collections as few_collections
     from headrace.run.evaluate import Evaluator as Evaluator
     from headrace.run.failures import first_failure as first_failure
+    from headrace.run.in_flight import EpisodeInFlight as EpisodeInFlight
     from headrace.run.loops import leg as leg, run_loops as run_loops
     from headrace.run.policy import PolicyState as PolicyState
     from headrace.run.publishing import make_canary as make_canary
@@ -29,6 +30,6 @@ if TYPE_CHECKING:
         WarmupSettings as WarmupSettings,
     )
     from headrace.run.state import Run as Run
-    from headrace.run.work import StartedBatch as StartedBatch, Work as Work
+    from headrace.run.work import StartedBatch as StartedBatch
 else:
     __getattr__ = front_door(__name__)
