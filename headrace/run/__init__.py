@@ -1,6 +1,11 @@
-"""Puts the rooms together: four loops (`loops`) over one run's state (`pipeline`), and everything around them.
+"""What a run does while it trains, and when. The other rooms say what; this one calls them.
 
-This is the only room that knows the others; each of them is handed what it needs and asks nobody.
+- `loops`: feed, generate, score and train. Start here.
+- `state`, `policy`, `in_flight`: what the loops share, what is kept per policy, and the record of each episode in flight.
+- `batches`, `publishing`: groups into batches for the trainer, new weights to the engines.
+- `session`, `evaluate`, `checkpoint`, `metrics`, `ledger`: what happens between versions, and what is left behind.
+
+`launch` makes the `Roles` (who does the work, in which process) and the `Session`.
 """
 
 from typing import TYPE_CHECKING
