@@ -22,9 +22,8 @@ if TYPE_CHECKING:
     )
     from headrace.run.collector import few_collections as few_collections
     from headrace.run.evaluate import Evaluator as Evaluator
-    from headrace.run.failures import first_failure as first_failure
     from headrace.run.in_flight import EpisodeInFlight as EpisodeInFlight
-    from headrace.run.loops import leg as leg, run_loops as run_loops
+    from headrace.run.loops import first_failure as first_failure, leg as leg, run_loops as run_loops
     from headrace.run.policy import PolicyState as PolicyState
     from headrace.run.publishing import make_canary as make_canary
     from headrace.run.roles import POLICY as POLICY, Roles as Roles

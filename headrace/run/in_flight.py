@@ -104,7 +104,7 @@ class InFlightTable:
 
     async def over_age(self, *, next_version: int, max_lag: int) -> dict[str, int]:
         """The groups that would be rejected whenever they finished, and the tokens sampled for each. A group is as old as its
-        oldest token that may be trained; what is only known to the engine's process does not count yet."""
+        oldest token that may be trained; tokens that an engine process has not reported yet do not count."""
         ages = {rollout.id: (rollout.group, age, rollout.num_sampled) for rollout, age in self._rollouts()}
         for call in await self._engine.in_flight():
             if call.oldest is not None:
@@ -152,21 +152,12 @@ class InFlightTable:
 
     async def entries(self) -> list[dict[str, Any]]:
         """The groups for a checkpoint: the episodes that have ended, and the partial rollouts of the others."""
-        partials = await self._partial_rollouts()
-        return [
-            {
-                "number": group.number,
-                "episodes": group.ended,
-                "rollouts": [
-                    rollout
-                    for each in group.episodes
-                    if each.ended is None
-                    for rollout in partials.get(each.id, ())
-                    if is_resumable(rollout)
-                ],
-            }
-            for group in self.groups.values()
-        ]
+        partials, entries = await self._partial_rollouts(), []
+        for group in self.groups.values():
+            unfinished = [rollout for each in group.episodes if each.ended is None for rollout in partials.get(each.id, ())]
+            resumable = [rollout for rollout in unfinished if is_resumable(rollout)]
+            entries.append({"number": group.number, "episodes": group.ended, "rollouts": resumable})
+        return entries
 
     async def _partial_rollouts(self) -> dict[str, list[Rollout]]:
         """By the id of their episode."""

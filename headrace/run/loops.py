@@ -16,7 +16,6 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING
 
-from headrace.run.failures import first_failure
 from headrace.run.publishing import publish
 from headrace.run.work import run_episode
 
@@ -152,3 +151,9 @@ async def run_loops(run: Run) -> None:
         run.spawn(loop(run))
     for training in [run.spawn(train(run, policy)) for policy in run.policies.values()]:
         await training
+
+
+def first_failure(failures: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The failure that came first; the others are its consequence."""
+    inner = failures.exceptions[0]
+    return first_failure(inner) if isinstance(inner, BaseExceptionGroup) else inner
