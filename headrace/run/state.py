@@ -12,7 +12,7 @@ from headrace.algorithms import ADVANTAGES
 from headrace.envs import CallLimit, EngineClient
 from headrace.observe import Signal
 from headrace.partial import engines_take_turns, pauses_unfinished
-from headrace.records import InfraAbort, Sampling
+from headrace.records import Sampling
 from headrace.run.policy import PolicyState, max_generate_calls
 from headrace.settings import ConfigError
 
@@ -184,7 +184,7 @@ class Run:
                 f"train.advantage = '{kind}': episode {episode.id!r} has step_rewards, which only 'gae' looks at; set it to "
                 f"'gae' and train.loss to 'ppo', or have the environment leave them out"
             )
-        if not isinstance(episode.outcome, InfraAbort):  # one that failed runs again if the leg ends before it is retried
+        if episode.outcome is None:  # one that failed runs again if the leg ends before `score` has seen it
             record.ended = episode
         self.finished.append((record, episode))
         self.has_finished.set()
