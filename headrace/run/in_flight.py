@@ -36,7 +36,7 @@ class EpisodeInFlight:
     running: asyncio.Task[None] | None = None
     """Runs the environment; None while the episode is queued."""
     ended: Episode | None = None
-    """What the environment returned; `score` adds the outcome. None while it runs, and if it failed and is not collected yet."""
+    """What the environment returned; `score` adds the outcome. None while it runs, or if it failed and is not collected."""
     partials: dict[str, Rollout] = field(default_factory=dict)
     """Interrupted rollouts by their id, until a generate call has finished them."""
 
