@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from headrace.config import Recipe
     from headrace.envs import EngineClient
     from headrace.records import Array, Batch, Episode, Rollout, WeightUpdate
-    from headrace.run import PolicyState, StartedBatch, Work
+    from headrace.run import EpisodeInFlight, PolicyState, StartedBatch
 
 _WARM_VERSIONS = 2
 _SWITCH_SECONDS = 0.0002
@@ -211,9 +211,9 @@ class LongTail(Run):
     lengths: tuple[int, ...] = ()
     turn = 0
 
-    def client(self, work: Work) -> EngineClient:
-        client = super().client(work)
-        place = (work.number * self.recipe.train.group_size + work.index + 977 * self.turn) % len(self.lengths)
+    def client(self, record: EpisodeInFlight) -> EngineClient:
+        client = super().client(record)
+        place = (record.group.number * self.recipe.train.group_size + record.index + 977 * self.turn) % len(self.lengths)
         client.limit(self.lengths[place])
         return client
 

@@ -1,6 +1,11 @@
-"""Puts the rooms together: four loops (`loops`) over one run's state (`pipeline`), and everything around them.
+"""What a run does while it trains, and when. The other rooms say what; this one calls them.
 
-This is the only room that knows the others; each of them is handed what it needs and asks nobody.
+- `loops`: feed, generate, score and train. Start here.
+- `state`, `policy`, `in_flight`: what the loops share, what is kept per policy, and the record of each episode in flight.
+- `batches`, `publishing`: groups into batches for the trainer, new weights to the engines.
+- `session`, `evaluate`, `checkpoint`, `metrics`, `ledger`: what happens between versions, and what is left behind.
+
+`launch` makes the `Roles` (who does the work, in which process) and the `Session`.
 """
 
 from typing import TYPE_CHECKING
@@ -17,8 +22,8 @@ if TYPE_CHECKING:
     )
     from headrace.run.collector import few_collections as few_collections
     from headrace.run.evaluate import Evaluator as Evaluator
-    from headrace.run.failures import first_failure as first_failure
-    from headrace.run.loops import leg as leg, run_loops as run_loops
+    from headrace.run.in_flight import EpisodeInFlight as EpisodeInFlight
+    from headrace.run.loops import first_failure as first_failure, leg as leg, run_loops as run_loops
     from headrace.run.policy import PolicyState as PolicyState
     from headrace.run.publishing import make_canary as make_canary
     from headrace.run.roles import POLICY as POLICY, Roles as Roles
@@ -29,6 +34,6 @@ if TYPE_CHECKING:
         WarmupSettings as WarmupSettings,
     )
     from headrace.run.state import Run as Run
-    from headrace.run.work import StartedBatch as StartedBatch, Work as Work
+    from headrace.run.work import StartedBatch as StartedBatch
 else:
     __getattr__ = front_door(__name__)

@@ -142,7 +142,7 @@ def _estimated(rollout: Rollout, recipe: Recipe) -> tuple[Array, Array]:
 
 
 def _distilled(rollout: Rollout) -> Array:
-    """[T]: log π_T − log μ, how much likelier the teacher finds what was drawn."""
+    """[T]: log π_T − log μ, how much likelier the teacher finds what was sampled."""
     return np.where(rollout.loss_mask, rollout.columns[TEACHER] - rollout.logprobs, np.float32(0)).astype(np.float32)
 
 

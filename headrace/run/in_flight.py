@@ -22,40 +22,51 @@ if TYPE_CHECKING:
 
     from headrace.engine import Engine
     from headrace.records import Episode, Plain, Rollout
-    from headrace.run.work import Work
     from headrace.sync import Lineage
 
 
-@dataclass
+@dataclass(eq=False)
 class EpisodeInFlight:
-    """How far one episode has come."""
+    """One episode, and how far it has come."""
 
-    work: Work
+    group: GroupInFlight
+    index: int
+    """In its group."""
+    attempt: int = 1
     running: asyncio.Task[None] | None = None
-    """Runs the environment; None while the work is queued."""
+    """Runs the environment; None while the episode is queued."""
     ended: Episode | None = None
-    """What the environment returned, with an outcome once it is scored. None before, and if the episode is to be retried."""
+    """What the environment returned; `score` adds the outcome. None while it runs, or if it failed and is not collected."""
     partials: dict[str, Rollout] = field(default_factory=dict)
     """Interrupted rollouts by their id, until a generate call has finished them."""
 
+    @property
+    def id(self) -> str:
+        return f"{self.group.name}/{self.index}"
 
-@dataclass
+
+@dataclass(eq=False)
 class GroupInFlight:
     """The episodes of one task."""
 
+    policy: str
+    """The policy that samples them, and that they train."""
+    name: str
     number: int
+    """In the order its policy submits them."""
     task: dict[str, Plain]
-    episodes: dict[str, EpisodeInFlight]
-    """By their id, in the order of their index."""
+    episodes: list[EpisodeInFlight] = field(default_factory=list)
+    is_cancelled: bool = False
+    """It has left the table, though parts of it may still be on their way."""
 
     @property
     def ended(self) -> list[Episode]:
         """Scored or not."""
-        return [record.ended for record in self.episodes.values() if record.ended is not None]
+        return [record.ended for record in self.episodes if record.ended is not None]
 
     @property
     def is_complete(self) -> bool:
-        return all(record.ended is not None and record.ended.outcome is not None for record in self.episodes.values())
+        return all(record.ended is not None and record.ended.outcome is not None for record in self.episodes)
 
 
 class InFlightTable:
@@ -69,33 +80,31 @@ class InFlightTable:
     def __len__(self) -> int:
         return len(self.groups)
 
+    def episodes(self) -> Iterator[EpisodeInFlight]:
+        return (record for group in self.groups.values() for record in group.episodes)
+
     @property
     def num_partials(self) -> int:
         """Interrupted rollouts that no engine is at."""
-        return sum(len(record.partials) for group in self.groups.values() for record in group.episodes.values())
+        return sum(len(record.partials) for record in self.episodes())
 
-    def add(self, works: list[Work]) -> None:
-        """A group is submitted."""
-        first = works[0]
-        episodes = {work.episode: EpisodeInFlight(work) for work in works}
-        self.groups[first.group] = GroupInFlight(first.number, first.task, episodes)
-
-    def find(self, work: Work) -> EpisodeInFlight | None:
-        """None if the group was cancelled, though a part of it may still be on its way."""
-        group = self.groups.get(work.group)
-        return None if group is None else group.episodes[work.episode]
+    def add(self, group: GroupInFlight, *, size: int) -> None:
+        """A group of so many episodes is submitted."""
+        group.episodes = [EpisodeInFlight(group, index) for index in range(size)]
+        self.groups[group.name] = group
 
     def cancel(self, name: str) -> GroupInFlight:
         """Take a group out; its tasks end, and with them their generate calls."""
         group = self.groups.pop(name)
-        for record in group.episodes.values():
+        group.is_cancelled = True
+        for record in group.episodes:
             if record.running is not None:
                 record.running.cancel()
         return group
 
     async def over_age(self, *, next_version: int, max_lag: int) -> dict[str, int]:
         """The groups that would be rejected whenever they finished, and the tokens sampled for each. A group is as old as its
-        oldest token that may be trained; what is only known to the engine's process does not count yet."""
+        oldest token that may be trained; tokens that an engine process has not reported yet do not count."""
         ages = {rollout.id: (rollout.group, age, rollout.num_sampled) for rollout, age in self._rollouts()}
         for call in await self._engine.in_flight():
             if call.oldest is not None:
@@ -115,13 +124,12 @@ class InFlightTable:
 
     def _rollouts(self) -> Iterator[tuple[Rollout, int | None]]:
         """Every rollout with sampled tokens that no engine is at, and its oldest version, or None if it will not be trained."""
-        for group in self.groups.values():
-            for record in group.episodes.values():
-                ended = record.ended
-                is_trained = ended is None or ended.outcome is None or isinstance(ended.outcome, Scored)
-                for rollout in record.partials.values() if ended is None else ended.rollouts:
-                    if rollout.num_sampled:
-                        yield rollout, rollout.oldest_version if is_trained else None
+        for record in self.episodes():
+            ended = record.ended
+            is_trained = ended is None or ended.outcome is None or isinstance(ended.outcome, Scored)
+            for rollout in record.partials.values() if ended is None else ended.rollouts:
+                if rollout.num_sampled:
+                    yield rollout, rollout.oldest_version if is_trained else None
 
     # Legs and checkpoints
 
@@ -131,47 +139,37 @@ class InFlightTable:
             return
         partials = await self._partial_rollouts()
         self._is_closed = True
-        for group in self.groups.values():
-            for record in group.episodes.values():
-                record.partials = {}  # a new dict: as it is cancelled, the client removes its rollout from the old one
-        for rollout in partials:
-            if rollout.group in self.groups:
-                self.groups[rollout.group].episodes[rollout.episode].partials[rollout.id] = rollout
+        for record in self.episodes():  # new dicts: as they are cancelled, clients remove their rollouts from the old ones
+            record.partials = {rollout.id: rollout for rollout in partials.get(record.id, ())}
 
-    def reopen(self) -> tuple[list[Work], list[tuple[Work, Episode]]]:
+    def reopen(self) -> tuple[list[EpisodeInFlight], list[tuple[EpisodeInFlight, Episode]]]:
         """The tasks have ended: what must run again, partial rollouts first, and what has ended and must be scored. Ids, and
         so random numbers, stay the same."""
         self._is_closed = False
-        records = [record for group in self.groups.values() for record in group.episodes.values()]
-        for record in records:
-            record.running = None
-        queued = sorted((r for r in records if r.ended is None), key=lambda record: not record.partials)
-        ended = [(r.work, r.ended) for r in records if r.ended is not None and r.ended.outcome is None]
-        return [record.work for record in queued], ended
+        queued = sorted((each for each in self.episodes() if each.ended is None), key=lambda each: not each.partials)
+        ended = [(each, each.ended) for each in self.episodes() if each.ended is not None and each.ended.outcome is None]
+        return queued, ended
 
     async def entries(self) -> list[dict[str, Any]]:
         """The groups for a checkpoint: the episodes that have ended, and the partial rollouts of the others."""
-        partials: dict[str, list[Rollout]] = {}
-        for rollout in await self._partial_rollouts():
-            if is_resumable(rollout):
-                partials.setdefault(rollout.episode, []).append(rollout)
-        return [
-            {
-                "number": group.number,
-                "episodes": group.ended,
-                "rollouts": [r for id, each in group.episodes.items() if each.ended is None for r in partials.get(id, ())],
-            }
-            for group in self.groups.values()
-        ]
+        partials, entries = await self._partial_rollouts(), []
+        for group in self.groups.values():
+            unfinished = [rollout for each in group.episodes if each.ended is None for rollout in partials.get(each.id, ())]
+            resumable = [rollout for rollout in unfinished if is_resumable(rollout)]
+            entries.append({"number": group.number, "episodes": group.ended, "rollouts": resumable})
+        return entries
 
-    async def _partial_rollouts(self) -> Iterable[Rollout]:
-        records = [record for group in self.groups.values() for record in group.episodes.values()]
-        found = {id: rollout for record in records for id, rollout in record.partials.items()}
+    async def _partial_rollouts(self) -> dict[str, list[Rollout]]:
+        """By the id of their episode."""
+        found = {id: rollout for record in self.episodes() for id, rollout in record.partials.items()}
         if not self._is_closed:
             for call in await self._engine.in_flight():
                 if call.oldest is not None and call.rollout.group in self.groups:
                     found[call.rollout.id] = call.partial()
-        return found.values()
+        by_episode: dict[str, list[Rollout]] = {}
+        for rollout in found.values():
+            by_episode.setdefault(rollout.episode, []).append(rollout)
+        return by_episode
 
     def restore(self, entries: list[dict[str, Any]], *, version: int, lineage: Lineage, max_lag: int | None) -> int:
         """Continue a checkpoint's groups, which were added again under their old numbers; the number of tokens that are lost.
@@ -179,7 +177,7 @@ class InFlightTable:
         by_number = {group.number: group for group in self.groups.values()}
         lost = 0
         for entry in entries:
-            records = by_number[entry["number"]].episodes
+            records = {record.id: record for record in by_number[entry["number"]].episodes}
             for episode in entry["episodes"]:
                 if too_old([episode], version=version, max_lag=max_lag, lineage=lineage):
                     lost += num_sampled([episode])

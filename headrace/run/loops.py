@@ -16,7 +16,6 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING
 
-from headrace.run.failures import first_failure
 from headrace.run.publishing import publish
 from headrace.run.work import run_episode
 
@@ -25,9 +24,10 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
     from headrace.records import Episode
+    from headrace.run.in_flight import EpisodeInFlight
     from headrace.run.policy import PolicyState
     from headrace.run.state import Run
-    from headrace.run.work import StartedBatch, Work
+    from headrace.run.work import StartedBatch
 
 
 async def feed(run: Run) -> NoReturn:
@@ -47,16 +47,17 @@ async def feed(run: Run) -> NoReturn:
 async def generate(run: Run) -> NoReturn:
     """Starts a task for each episode. Its generate calls wait for a place at the engines (`run.generate_calls`).
 
-    Waits for work. Woken by `feed`, and by `score` when an episode is to be retried.
+    Waits for queued episodes. Woken by `feed`, and by `score` when an episode is to be retried.
     """
     while True:
-        work = await run.work.get()
-        run.start_episode(work, _run_episode(run, work))
+        record = await run.queued.get()
+        if not record.group.is_cancelled:
+            record.running = run.spawn(_run_episode(run, record))
 
 
-async def _run_episode(run: Run, work: Work) -> None:
-    episode = await run_episode(run.roles.environment, work.task, run.client(work))
-    run.finish(work, episode if episode.attempts == work.attempt else episode.replace(attempts=work.attempt))
+async def _run_episode(run: Run, record: EpisodeInFlight) -> None:
+    episode = await run_episode(run.roles.environment, record.group.task, run.client(record))
+    run.finish(record, episode if episode.attempts == record.attempt else episode.replace(attempts=record.attempt))
 
 
 async def score(run: Run) -> NoReturn:
@@ -72,15 +73,15 @@ async def score(run: Run) -> NoReturn:
         run.spawn(_score(run, finished))
 
 
-async def _score(run: Run, finished: list[tuple[Work, Episode]]) -> None:
-    finished = [(work, each) for work, each in finished if run.policies[work.policy].in_flight.find(work) is not None]
+async def _score(run: Run, finished: list[tuple[EpisodeInFlight, Episode]]) -> None:
+    finished = [(record, episode) for record, episode in finished if not record.group.is_cancelled]
     unscored = [episode for _, episode in finished if episode.outcome is None]
     run.num_scoring += len(unscored)
     with run.observer.timeline("scorer").during("score"):
         scored = iter(await run.roles.scorer.score(unscored) if unscored else ())
     run.num_scoring -= len(unscored)
-    for work, episode in finished:
-        run.collect(work, next(scored) if episode.outcome is None else episode)
+    for record, episode in finished:
+        run.collect(record, next(scored) if episode.outcome is None else episode)
     run.note_progress()
 
 
@@ -150,3 +151,9 @@ async def run_loops(run: Run) -> None:
         run.spawn(loop(run))
     for training in [run.spawn(train(run, policy)) for policy in run.policies.values()]:
         await training
+
+
+def first_failure(failures: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The failure that came first; the others are its consequence."""
+    inner = failures.exceptions[0]
+    return first_failure(inner) if isinstance(inner, BaseExceptionGroup) else inner

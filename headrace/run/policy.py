@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from headrace.buffer import Group, make_buffer
 from headrace.records import InfraAbort, Invalid, Scored
 from headrace.run.batches import columns_first, make_batches, with_column, with_token_advantages
-from headrace.run.in_flight import InFlightTable, num_sampled
+from headrace.run.in_flight import EpisodeInFlight, GroupInFlight, InFlightTable, num_sampled
 from headrace.run.ledger import Ledger
 from headrace.run.roles import POLICY
 from headrace.run.skipped_steps import NotFiniteGradient, SkippedSteps
-from headrace.run.work import StartedBatch, Work
+from headrace.run.work import StartedBatch
 from headrace.staleness import make_gate, too_old
 from headrace.trainer import learning_rate
 
@@ -86,38 +86,35 @@ class PolicyState:
             return False
         return self.gate.is_open(version=self.held_version, submitted=self.submitted_groups, dropped=self.dropped_groups)
 
-    def submit(self, task: dict[str, Plain]) -> list[Work]:
-        """A new group, in flight from now on."""
-        works = self._works(self.submitted_groups, task)
+    def submit(self, task: dict[str, Plain]) -> list[EpisodeInFlight]:
+        """The episodes of a new group, in flight from now on."""
+        group = self._add_group(self.submitted_groups, task)
         self.submitted_groups += 1
-        self.in_flight.add(works)
-        self.ledger.submit(work.episode for work in works)
-        return works
+        self.ledger.submit(record.id for record in group.episodes)
+        return group.episodes
 
-    def _works(self, number: int, task: dict[str, Plain]) -> list[Work]:
-        """Random numbers follow from these names."""
-        group = f"g{number}" if self.name == POLICY else f"{self.name}.g{number}"
-        return [Work(self.name, task, group, number, index) for index in range(self.recipe.train.group_size)]
+    def _add_group(self, number: int, task: dict[str, Plain]) -> GroupInFlight:
+        name = f"g{number}" if self.name == POLICY else f"{self.name}.g{number}"  # random numbers follow from it
+        group = GroupInFlight(self.name, name, number, task)
+        self.in_flight.add(group, size=self.recipe.train.group_size)
+        return group
 
     # Collecting
 
-    def retry(self, work: Work, episode: Episode) -> Work | None:
-        """The work once more, if a failure that is not the policy's ended the episode and attempts are left."""
-        if not isinstance(episode.outcome, InfraAbort) or work.attempt >= MAX_ATTEMPTS:
-            return None
+    def is_retried(self, record: EpisodeInFlight, episode: Episode) -> bool:
+        """Whether the episode is to run again: a failure that is not the policy's ended it, and attempts are left."""
+        if not isinstance(episode.outcome, InfraAbort) or record.attempt >= MAX_ATTEMPTS:
+            return False
         self.wasted_tokens += num_sampled([episode])
-        record = self.in_flight.find(work)
-        assert record is not None
-        record.work, record.ended = dataclasses.replace(work, attempt=work.attempt + 1), None
-        return record.work
+        record.attempt, record.ended = record.attempt + 1, None
+        return True
 
-    def collect(self, work: Work, episode: Episode) -> None:
+    def collect(self, record: EpisodeInFlight, episode: Episode) -> None:
         """Note an episode's outcome. The last of a group sends it to the buffer, or drops it if too few were scored."""
-        group = self.in_flight.groups[work.group]
-        group.episodes[work.episode].ended = episode
+        group, record.ended = record.group, episode
         if not group.is_complete:
             return
-        del self.in_flight.groups[work.group]
+        del self.in_flight.groups[group.name]
         self._room.set()
         for member in group.ended:
             self._settle_unscored(member)
@@ -174,7 +171,7 @@ class PolicyState:
     def cancel(self, name: str, tokens: int) -> None:
         """Give up a group in flight for which `tokens` were sampled; another may be submitted in its place."""
         group = self.in_flight.cancel(name)
-        self.ledger.settle(list(group.episodes), "rejected", "lag, cancelled in flight")
+        self.ledger.settle((record.id for record in group.episodes), "rejected", "lag, cancelled in flight")
         self._drop(group.number, tokens)
 
     # Training
@@ -264,11 +261,11 @@ class PolicyState:
         self.submitted_groups, self.dropped_groups = manifest["submitted_groups"], manifest["dropped_groups"]
         self.buffer.restore(next_number=manifest["buffer"]["next"], skipped=manifest["buffer"]["skipped"], groups=groups)
         for number, task in manifest["in_flight"]:
-            self.in_flight.add(self._works(number, task))
+            self._add_group(number, task)
         self.ledger.restore(
             manifest["ledger"],
             buffered=[id for group in groups for id in group.ids],
-            in_flight=[id for group in self.in_flight.groups.values() for id in group.episodes],
+            in_flight=[record.id for record in self.in_flight.episodes()],
         )
         self.wasted_tokens += self.in_flight.restore(
             checkpoint.in_flight(), version=self.version, lineage=self.lineage, max_lag=self._max_lag

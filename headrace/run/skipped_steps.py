@@ -42,9 +42,9 @@ class SkippedSteps:
             if self._failure is None and self._in_a_row == self._limit > 0:
                 look = f"`{command()} inspect {kept.parents[1]} --step {version}` shows them; " if kept is not None else ""
                 self._failure = NotFiniteGradient(
-                    f"the gradient was not finite in {self._limit} optimizer steps in a row, the last of version "
-                    f"{version} (train.max_skipped = {self._limit}). Weights and optimizer are as before the first of "
-                    f"them. The last rollouts {where}; {look}look for a loss that divides by zero or overflows, or lower "
+                    f"the gradient was not finite in {self._limit} optimizer steps in a row, the last of version {version} "
+                    f"(train.max_skipped = {self._limit}). Weights and optimizer are as they were before the first of them. "
+                    f"The last rollouts {where}; {look}look for a loss that divides by zero or overflows, or lower "
                     f"train.learning_rate"
                 )
         steps = f"{len(offending)} of {len(seen)} steps" if len(seen) > 1 else "the step"

@@ -12,7 +12,7 @@ from headrace.algorithms import ADVANTAGES
 from headrace.envs import CallLimit, EngineClient
 from headrace.observe import Signal
 from headrace.partial import engines_take_turns, pauses_unfinished
-from headrace.records import InfraAbort, Sampling
+from headrace.records import Sampling
 from headrace.run.policy import PolicyState, max_generate_calls
 from headrace.settings import ConfigError
 
@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from headrace.observe import Observer
     from headrace.partial import Interrupt
     from headrace.records import Episode, Plain
+    from headrace.run.in_flight import EpisodeInFlight
     from headrace.run.roles import Roles
-    from headrace.run.work import StartedBatch, Work
+    from headrace.run.work import StartedBatch
     from headrace.sync import Lineage
 
 T = TypeVar("T")
@@ -55,9 +56,9 @@ class Run:
         self.on_trained, self.after_version, self.rests_at = on_trained, after_version, rests_at
         self.room = Signal()
         """A group or a batch made room: `feed` looks whether it may submit."""
-        self.work: asyncio.Queue[Work] = asyncio.Queue()
+        self.queued: asyncio.Queue[EpisodeInFlight] = asyncio.Queue()
         """Episodes to run, for `generate`."""
-        self.finished: list[tuple[Work, Episode]] = []
+        self.finished: list[tuple[EpisodeInFlight, Episode]] = []
         """Episodes that have ended, for `score`, which takes all of them at once."""
         self.has_finished = Signal()
         self.generate_calls = CallLimit(max_generate_calls(recipe))
@@ -80,14 +81,15 @@ class Run:
     def start_leg(self, tasks: asyncio.TaskGroup) -> None:
         """Tasks spawned from now on belong to this group; a failure of one ends them all. Queues what is in flight already."""
         self._task_group = tasks
-        self.work, self.finished, self.num_scoring = asyncio.Queue(), [], 0
+        self.queued, self.finished, self.num_scoring = asyncio.Queue(), [], 0
         for policy in self.policies.values():
             policy.publication = None
             queued, ended = policy.in_flight.reopen()
-            for work in queued:
-                self.work.put_nowait(work)
-            for work, episode in ended:
-                self.leave_to_score(work, episode)
+            for record in queued:
+                self.queued.put_nowait(record)
+            self.finished += ended
+        if self.finished:
+            self.has_finished.set()
         self.note_progress()
 
     async def end_leg(self) -> None:
@@ -157,33 +159,24 @@ class Run:
         return policy.version < self.leg_end and not self.is_stopping and policy.has_room()
 
     def submit(self, policy: PolicyState, task: dict[str, Plain]) -> None:
-        for work in policy.submit(task):
-            self.work.put_nowait(work)
+        for record in policy.submit(task):
+            self.queued.put_nowait(record)
 
-    def start_episode(self, work: Work, episode: Coroutine[None, None, None]) -> None:
-        """Run an episode in a task of its own."""
-        record = self.policies[work.policy].in_flight.find(work)
-        if record is None:  # cancelled while it was queued
-            episode.close()
-        else:
-            record.running = self.spawn(episode)
-
-    def client(self, work: Work) -> EngineClient:
-        record = self.policies[work.policy].in_flight.find(work)
+    def client(self, record: EpisodeInFlight) -> EngineClient:
         return EngineClient(
             self.roles.engine,
             self.roles.encoder,
-            policy=work.policy,
-            episode=work.episode,
-            group=work.group,
-            index=work.index,
+            policy=record.group.policy,
+            episode=record.id,
+            group=record.group.name,
+            index=record.index,
             sampling=self._sampling,
             seed=self.recipe.seed,
-            partials=None if record is None else record.partials,
+            partials=record.partials,
             limit=self.generate_calls,
         )
 
-    def finish(self, work: Work, episode: Episode) -> None:
+    def finish(self, record: EpisodeInFlight, episode: Episode) -> None:
         """An episode has ended; leave it to `score`."""
         kind = self.recipe.train.advantage
         if not ADVANTAGES[kind].learns_values and any(rollout.step_rewards for rollout in episode.rollouts):
@@ -191,28 +184,21 @@ class Run:
                 f"train.advantage = '{kind}': episode {episode.id!r} has step_rewards, which only 'gae' looks at; set it to "
                 f"'gae' and train.loss to 'ppo', or have the environment leave them out"
             )
-        record = self.policies[work.policy].in_flight.find(work)
-        if record is not None:
-            record.running = None
-            if not isinstance(episode.outcome, InfraAbort):  # a failed one runs again if the leg ends before it is retried
-                record.ended = episode
-            self.leave_to_score(work, episode)
+        if episode.outcome is None:  # one that failed runs again if the leg ends before `score` has seen it
+            record.ended = episode
+        self.finished.append((record, episode))
+        self.has_finished.set()
         self.note_progress()
 
-    def leave_to_score(self, work: Work, episode: Episode) -> None:
-        self.finished.append((work, episode))
-        self.has_finished.set()
-
-    def collect(self, work: Work, episode: Episode) -> None:
+    def collect(self, record: EpisodeInFlight, episode: Episode) -> None:
         """An episode has an outcome: retry it, or add it to its group."""
-        policy = self.policies[work.policy]
-        if policy.in_flight.find(work) is None:
-            return  # cancelled while it was scored
-        again = policy.retry(work, episode)
-        if again is None:
-            policy.collect(work, episode)
+        policy = self.policies[record.group.policy]
+        if record.group.is_cancelled:
+            return
+        if policy.is_retried(record, episode):
+            self.queued.put_nowait(record)
         else:
-            self.work.put_nowait(again)
+            policy.collect(record, episode)
 
     # Moves of train
 

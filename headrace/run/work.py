@@ -1,4 +1,4 @@
-"""What passes between the loops: episodes to run, and batches in training."""
+"""One episode run, and one batch in training."""
 
 from __future__ import annotations
 
@@ -16,25 +16,6 @@ if TYPE_CHECKING:
     from headrace.envs import EngineClient, Environment
     from headrace.records import Batch, Outcome, Plain
     from headrace.trainer import Published
-
-
-@dataclass(frozen=True)
-class Work:
-    """One episode to run."""
-
-    policy: str
-    """The policy that samples it, and that it trains."""
-    task: dict[str, Plain]
-    group: str
-    number: int
-    """Of the group, in the order its policy submits them."""
-    index: int
-    """Of the episode in its group."""
-    attempt: int = 1
-
-    @property
-    def episode(self) -> str:
-        return f"{self.group}/{self.index}"
 
 
 @dataclass(eq=False)

@@ -18,11 +18,10 @@ from headrace.envs import EngineClient, SingleTurn
 from headrace.launch.stop import StopRequest
 from headrace.observe.inspect import read_rollouts
 from headrace.records import Episode, FinishReason, InfraAbort, Invalid, Rollout, Scored, Source, frames
-from headrace.run.in_flight import InFlightTable
+from headrace.run.in_flight import GroupInFlight, InFlightTable
 from headrace.run.ledger import Ledger
 from headrace.run.policy import PolicyState, max_generate_calls
 from headrace.run.state import Run
-from headrace.run.work import Work
 from headrace.staleness.gate import gate_depth
 from headrace.trainer.local import LocalTrainer
 
@@ -151,12 +150,12 @@ def test_a_group_is_as_old_as_its_oldest_token_that_may_be_trained():
 
     table = InFlightTable(Engine())  # type: ignore[arg-type]
     for number, name in enumerate(("young", "grown", "unknown", "scored", "invalid", "unscored", "failed", "resumed", "empty")):
-        table.add([Work("policy", {}, name, number, index) for index in range(2)])
+        table.add(GroupInFlight("policy", name, number, {}), size=2)
     outcomes = {"scored/0": Scored(1.0), "scored/1": Invalid("no answer"), "invalid/0": Invalid("no answer")}
     for id, outcome in {**outcomes, "unscored/0": None, "failed/0": InfraAbort("")}.items():
-        table.groups[id.partition("/")[0]].episodes[id].ended = episode(id, 3, outcome)
+        table.groups[id[:-2]].episodes[int(id[-1])].ended = episode(id, 3, outcome)
     resumed = answer(0, version=3).replace(id="resumed/0", group="resumed")
-    table.groups["resumed"].episodes["resumed/0"].partials["resumed/0"] = resumed
+    table.groups["resumed"].episodes[0].partials["resumed/0"] = resumed
     found = asyncio.run(table.over_age(next_version=6, max_lag=2))
     assert found == {"grown": 7, "scored": 20, "unscored": 10, "resumed": 10}, "what will not be trained is lost too"
     assert asyncio.run(table.over_age(next_version=5, max_lag=2)) == {}
@@ -394,7 +393,7 @@ def test_an_environment_with_turns_is_run_again_from_its_start(tmp_path, monkeyp
 
     async def noting(self):
         found = await partial_rollouts(self)
-        unfinished[:] = [rollout.id for rollout in found if (rollout.source == Source.TOOL).any()]
+        unfinished[:] = [rollout.id for each in found.values() for rollout in each if (rollout.source == Source.TOOL).any()]
         return found
 
     with monkeypatch.context() as patch:
