@@ -94,7 +94,7 @@ def _read_bare(port: int, num_bytes: int) -> None:
 def _send(num_bytes: int) -> None:
     """The other process: both ways from the same bytes, until it is killed."""
     transport = HttpTransport(token=sys.stdin.readline().strip())
-    content = transport.room("parcel", num_bytes).random_()
+    content = transport.allocate("parcel", num_bytes).random_()
     began = time.perf_counter()
     place = transport.post("parcel", {})
     passed = time.perf_counter() - began

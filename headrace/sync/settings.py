@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from headrace.settings import check
+from headrace.sync.table import PAYLOADS, TRANSPORTS
+
+if TYPE_CHECKING:
+    PayloadName = TransportName = str
+else:
+    PayloadName = Literal[tuple(PAYLOADS)]
+    TransportName = Literal[("auto", *TRANSPORTS)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyncSettings:
     """How weights reach the engines."""
 
-    payload: Literal["full", "delta"] = "full"
+    payload: PayloadName = "full"
     """`full`: all weights. `delta`: what has changed since the version the engines hold, without loss; a hundredth of the
     bytes at RL's learning rates, for the time to find it."""
-    transport: Literal["auto", "memory", "shared_memory", "cuda_ipc", "collective", "files", "http"] = "auto"
+    transport: TransportName = "auto"
     """`memory`: inside one process. `shared_memory`: between processes of one host. `cuda_ipc`: between processes that share a
     GPU. `collective`: NCCL or gloo. `files`: any shared filesystem. `http`: anywhere, relayed from engine to engine. `auto`:
     memory in one process, cuda_ipc where trainer and engine share the only GPU, otherwise shared_memory."""

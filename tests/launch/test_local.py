@@ -24,7 +24,7 @@ from headrace.observe.sinks import read_metrics
 from headrace.observe.spans import STATES
 from headrace.rpc import RemoteError
 from headrace.run.checkpoint import CheckpointError
-from headrace.sync.shared import shared_folder
+from headrace.sync.folder import shared_folder
 from headrace.trainer.remote import RemoteTrainer
 
 

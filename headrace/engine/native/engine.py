@@ -15,7 +15,6 @@ from headrace.engine.protocol import EngineState
 from headrace.model import SpareWeights, WeightError, check_order, score as score_packed
 from headrace.observe import Signal, peak_memory
 from headrace.partial import Interrupt
-from headrace.records import Payload
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -170,8 +169,6 @@ class NativeEngine:
 
     def _stage(self, update: WeightUpdate) -> None:
         """Beside the weights that run; what differs from its manifest goes no further."""
-        if update.payload is Payload.ADAPTER:
-            raise WeightError(f"version {update.version} is an adapter, and this engine runs none")
         check_order(update, lineage=self.core.lineage, version=self.core.version)
         with self._timeline.beside(f"receive {update.version}"):
             self._spare.receive(update, lambda incoming: self._sync.receive(update, incoming))

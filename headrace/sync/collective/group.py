@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from headrace.errors import SyncError
+from headrace.sync.sockets import TICK
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
 
 CPU_DEPTH, GPU_DEPTH = 4, 2
 """Buckets on their way at a time. gloo is woken for each at every rank, and two do not hide that."""
-_SLICE = 0.1
-"""Seconds between two looks at whether to go on."""
 _POLL = 0.0005
 """Seconds between two looks at a GPU's work, which cannot be waited for with a limit."""
 _ENDING = 0.25
@@ -90,7 +89,7 @@ class Mailbox(Store):
             while not self._values.keys() >= set(keys):
                 if self._stopped or time.monotonic() > until:
                     raise RuntimeError(self._stopped or f"no word of {', '.join(keys)}")
-                self._changed.wait(_SLICE)
+                self._changed.wait(TICK)
 
     def check(self, keys: list[str]) -> bool:
         with self._changed:
@@ -100,7 +99,7 @@ class Mailbox(Store):
         return False
 
 
-class Move:
+class Broadcast:
     """A broadcast that was begun. Its group can take back what it is to the backend, so that whoever keeps an error, and with
     it the frames that waited, does not keep a dead group's connections open."""
 
@@ -135,7 +134,7 @@ class Group:
         """Between who forms and who aborts."""
         self._failure: Exception | None = None
         self._forming: threading.Thread | None = None
-        self._moves: list[Move] = []
+        self._running: list[Broadcast] = []
         self._staging: list[Tensor] = []
 
     def form(self, pump: Callable[[float], None], *, key: str) -> None:
@@ -144,7 +143,7 @@ class Group:
         self._forming = threading.Thread(target=self._form, name="headrace-collective-form", daemon=True)
         self._forming.start()
         while self._forming.is_alive():
-            pump(_SLICE)
+            pump(TICK)
         if self._failure is not None:
             raise SyncError(f"{key}: the group did not form: {self._failure}") from self._failure
 
@@ -154,7 +153,7 @@ class Group:
         self._forming.join(seconds)
         return not self._forming.is_alive()
 
-    def broadcast(self, piece: Tensor) -> Move:
+    def broadcast(self, piece: Tensor) -> Broadcast:
         """Begin; `done` says when it has ended. At rank 0 `piece` is read, elsewhere it is written."""
         assert piece.device.type == self.device.type, "gloo is never given a GPU's memory, NCCL never the host's"
         options = dist.BroadcastOptions()
@@ -163,22 +162,22 @@ class Group:
         if backend is None:
             raise SyncError("the group was thrown away")
         with self.on_stream():
-            move = Move(backend.broadcast([piece], options))
-        self._moves.append(move)
-        return move
+            started = Broadcast(backend.broadcast([piece], options))
+        self._running.append(started)
+        return started
 
-    def done(self, move: Move, seconds: float) -> bool:
+    def done(self, broadcast: Broadcast, seconds: float) -> bool:
         """Whether it has ended within so long. Raises RuntimeError if it failed."""
         failure = ""
         try:
-            is_done = self._is_over(move.work, seconds)
+            is_done = self._is_over(broadcast.work, seconds)
         except RuntimeError as error:
             failure = str(error)
         if failure:  # raised anew: the frames of the first one hold the work
             raise RuntimeError(failure)
         if is_done:
-            self._moves.remove(move)
-            move.work = None
+            self._running.remove(broadcast)
+            broadcast.work = None
         return is_done
 
     def _is_over(self, work: Any, seconds: float) -> bool:  # noqa: ANN401
@@ -215,9 +214,9 @@ class Group:
             self._is_aborted = True
             last = [self._backend]
             self._backend = None
-        moves, self._moves = self._moves, []
-        for move in moves:
-            move.work = None
+        running, self._running = self._running, []
+        for broadcast in running:
+            broadcast.work = None
         self._end(last)
 
     def join(self, seconds: float) -> None:
@@ -235,7 +234,7 @@ class Group:
                 self._end(made)
             elif self.stream is not None:  # NCCL's communicator is made by the first call, which waits for the others
                 first = self.broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device))
-                while not self._is_aborted and not self.done(first, _SLICE):
+                while not self._is_aborted and not self.done(first, TICK):
                     pass
         except Exception as error:  # noqa: BLE001 - any failure of the backend is the group's, told in `form`
             self._failure = error

@@ -20,7 +20,7 @@ from headrace.errors import SyncError
 from headrace.sync.http.client import Fetch, Place
 from headrace.sync.http.parcels import Memory, Parcel, Shelf, piece_sum
 from headrace.sync.http.server import ParcelServer
-from headrace.sync.transport import ANY_HOST
+from headrace.sync.transport import Transport
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace.records import Plain
-    from headrace.sync.transport import Target
+    from headrace.sync.transport import Target, TransportConfig
 
 PIECE_BYTES = 4 << 20
 
@@ -57,7 +57,7 @@ def _sources(place: Mapping[str, Plain]) -> Sequence[str]:
     return [str(source) for source in sources]
 
 
-class HttpTransport:
+class HttpTransport(Transport):
     """A `Transport` between hosts. The sender's end serves once a parcel is posted; a receiver's serves if it is a relay.
 
     `host` and `port` are where it listens (0 takes a free port), `advertise` the name that others reach it by where that is
@@ -65,6 +65,8 @@ class HttpTransport:
     """
 
     name = "http"
+    crosses_hosts = True
+    listens = True
 
     def __init__(
         self,
@@ -79,7 +81,7 @@ class HttpTransport:
     ) -> None:
         if not token:
             raise ValueError("token is empty: parcels are only given to who knows the run's token")
-        if host in ANY_HOST and not advertise:
+        if host in ("", "0.0.0.0", "::") and not advertise:
             raise ValueError(f"host = {host!r}: say in `advertise` which address others reach this host by")
         self._token, self._host, self._port, self._advertise = token, host, port, advertise
         self._deadline, self._is_relay, self._piece_bytes = deadline, is_relay, piece_bytes
@@ -94,8 +96,16 @@ class HttpTransport:
         if is_relay:
             self._serve()
 
+    @classmethod
+    def make(cls, config: TransportConfig, *, is_sender: bool, device: str) -> HttpTransport:
+        return cls(token=config.token, host=config.host, deadline=config.deadline, is_relay=not is_sender)
+
+    @classmethod
+    def routes(cls, place: Mapping[str, Plain], relays: Sequence[str]) -> list[Mapping[str, Plain]]:
+        return list(relay_places(place, relays))
+
     @property
-    def url(self) -> str:
+    def relay_url(self) -> str:
         """Where others get what this end has; empty while it serves nothing."""
         return "" if self._server is None else self._server.url
 
@@ -106,7 +116,7 @@ class HttpTransport:
 
     # The sender's end
 
-    def room(self, key: str, num_bytes: int) -> Tensor:
+    def allocate(self, key: str, num_bytes: int) -> Tensor:
         return self._shelf.add(key, num_bytes, is_offered=False).bytes
 
     def post(self, key: str, views: Mapping[str, Tensor]) -> dict[str, Plain]:
