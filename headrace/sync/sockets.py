@@ -21,9 +21,10 @@ _MOST_CONNECTIONS = 256
 
 
 class Server:
-    """Accepts in one thread and runs `serve(connection)` in another for each connection, which is closed afterwards."""
+    """Accepts in one thread, and in another for each connection runs `serve(connection, is_closed)`, which returns within a few
+    `TICK`s of that event."""
 
-    def __init__(self, host: str, *, serve: Callable[[socket.socket], None], name: str) -> None:
+    def __init__(self, host: str, *, serve: Callable[[socket.socket, threading.Event], None], name: str) -> None:
         self._serve, self._name = serve, name
         try:
             self._listening = socket.create_server((host, 0), family=_family(host), backlog=_MOST_CONNECTIONS)
@@ -31,8 +32,7 @@ class Server:
             raise SyncError(f"cannot listen on {host}: {error.strerror or error}") from error
         self._listening.settimeout(TICK)
         self.port: int = self._listening.getsockname()[1]
-        self.is_closed = threading.Event()
-        """`serve` looks at this at least every `TICK`."""
+        self._is_closed = threading.Event()
         self._threads: set[threading.Thread] = set()
         """Of connections; until it has ended, only the accepting thread touches this."""
         self._accepting = threading.Thread(target=self._accept, name=f"{name}-accept", daemon=True)
@@ -40,7 +40,7 @@ class Server:
 
     def close(self) -> None:
         """Returns when all its threads have ended."""
-        self.is_closed.set()
+        self._is_closed.set()
         with contextlib.suppress(OSError):  # on some systems this wakes the accepting thread, on others TICK does
             self._listening.shutdown(socket.SHUT_RDWR)
         self._accepting.join()
@@ -49,13 +49,13 @@ class Server:
             thread.join()
 
     def _accept(self) -> None:
-        while not self.is_closed.is_set():
+        while not self._is_closed.is_set():
             try:
                 connection, _ = self._listening.accept()
             except TimeoutError:
                 continue
             except OSError:  # out of file descriptors, or the peer has gone again
-                self.is_closed.wait(TICK)
+                self._is_closed.wait(TICK)
                 continue
             self._threads = {thread for thread in self._threads if thread.is_alive()}
             if len(self._threads) >= _MOST_CONNECTIONS:
@@ -68,7 +68,7 @@ class Server:
     def _run(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError):
             _prepare(connection)
-            self._serve(connection)
+            self._serve(connection, self._is_closed)
 
 
 def connect(host: str, port: int, *, check: Callable[[], None]) -> socket.socket:

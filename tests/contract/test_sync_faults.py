@@ -93,7 +93,7 @@ class Ended:
         if self.transport == "files":
             return self.folder / str(part.place["file"])
         if self.transport == "http":
-            return transport._shelf.find(part.key).bytes  # type: ignore[attr-defined]
+            return transport._buffers.find(part.key).bytes  # type: ignore[attr-defined]
         if self.transport == "collective":
             return transport._sender._outgoing[part.key].bytes  # type: ignore[attr-defined]
         return transport.bytes_of(part.key)  # type: ignore[attr-defined]

@@ -29,10 +29,10 @@ class Open:
         self.heard: list[dict[str, Any]] = []
         self.server = Server("127.0.0.1", serve=self.serve, name="test-channel")
 
-    def serve(self, connection: socket.socket) -> None:
-        channel = channels.accept(connection, token=TOKEN, is_closed=self.server.is_closed)
+    def serve(self, connection: socket.socket, is_closed: threading.Event) -> None:
+        channel = channels.accept(connection, token=TOKEN, is_closed=is_closed)
         with contextlib.suppress(TypeError, ValueError):
-            while channel is not None and not self.server.is_closed.is_set():
+            while channel is not None and not is_closed.is_set():
                 message = channel.receive(0.1)
                 if message is not None:
                     self.heard.append({**message, "number": int(message["number"])})

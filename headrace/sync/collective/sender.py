@@ -250,11 +250,8 @@ class Sender:
 
     # Receivers
 
-    def _serve(self, connection: socket.socket) -> None:
+    def _serve(self, connection: socket.socket, is_closed: threading.Event) -> None:
         """One receiver's connection, in a thread of its own."""
-        with self._changed:  # held while the server is made
-            assert self._server is not None
-            is_closed = self._server.is_closed
         channel = accept(connection, token=self._token, is_closed=is_closed)
         if channel is None:
             return
@@ -296,7 +293,7 @@ class Sender:
         return visit
 
     def _tell(self) -> None:
-        """Something has changed: wake the threads that wait, and tell each receiver what is new for it. Any thread calls this."""
+        """Something has changed: wake waiting threads, and tell each receiver what is new to it. Any thread may call this."""
         with self._changed:
             self._changed.notify_all()
             for channel, visit in self._visits.items():

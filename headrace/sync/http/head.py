@@ -1,4 +1,4 @@
-"""Heads of requests and answers: bounded in size and strict in form."""
+"""HTTP heads (the first line and the headers): bounded in size and strict in form."""
 
 from __future__ import annotations
 
@@ -8,29 +8,25 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-TICK = 0.1
-"""Seconds; whoever waits on a socket looks up this often."""
 MAX_HEAD = 8192
-"""Bytes of a request's or an answer's first line and headers."""
+"""Bytes."""
 _END = b"\r\n\r\n"
 
 
 class BadHead(ValueError):
-    """What came is no head, or none of ours."""
+    """These bytes are no head, or none that our peers send."""
 
 
 class LongHead(BadHead):
-    """It goes on for longer than is read."""
+    """It is longer than `MAX_HEAD`."""
 
 
-def read_head(connection: socket.socket, look: Callable[[], None]) -> tuple[str, dict[str, str]]:
-    """The first line, and the headers by name in lower case; nothing past them is taken from the socket.
-
-    `look` is called while nothing comes and ends the wait by raising.
-    """
+def read_head(connection: socket.socket, check: Callable[[], None]) -> tuple[str, dict[str, str]]:
+    """The first line, and the headers by lower-case name; reads nothing past them. `check` is called while nothing comes, and
+    raises to give up."""
     head = bytearray()
     while not head.endswith(_END):
-        look()
+        check()
         try:
             ahead = connection.recv(MAX_HEAD - len(head), socket.MSG_PEEK)
         except TimeoutError:
