@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headrace.errors import SyncError
 from headrace.sync.buffers import BufferedTransport
@@ -40,7 +40,7 @@ class Place:
     gpu: int
 
 
-class CudaIpcTransport(BufferedTransport["ExportedMemory"]):
+class CudaIpcTransport(BufferedTransport[Any]):
     """Between processes of one host. The sender's process must live as long as anyone reads."""
 
     name = "cuda_ipc"

@@ -33,13 +33,16 @@ RESERVED_PAYLOADS = ("adapter",)
 
 
 def transport_class(name: str) -> type[Transport]:
-    return _find(TRANSPORTS, name, "transport")
+    """A transport's class: what it can do and what it needs."""
+    found: type[Transport] = _find(TRANSPORTS, name, "transport")
+    return found
 
 
 def payload_class(name: str) -> type[FullPayload]:
     if name in RESERVED_PAYLOADS:
         raise SyncError(f"payload {name!r}: no engine takes one yet")
-    return _find(PAYLOADS, name, "payload")
+    found: type[FullPayload] = _find(PAYLOADS, name, "payload")
+    return found
 
 
 def _find(table: dict[str, str], name: str, what: str) -> Any:  # noqa: ANN401  (a class of the table's kind)
@@ -70,8 +73,10 @@ def is_pushed(update: WeightUpdate) -> bool:
 
 def routed(update: WeightUpdate, relays: Sequence[str]) -> list[WeightUpdate]:
     """The update as each receiver is to get it, given the address that each relays at."""
-    by_part = [
-        [replace(part, place=dict(place)) for place in transport_class(part.transport).routes(part.place, relays)]
-        for part in update.parts
+    routes = [transport_class(part.transport).routes(part.place, relays) for part in update.parts]
+    return [
+        replace(
+            update, parts=[replace(part, place=dict(places[row])) for part, places in zip(update.parts, routes, strict=True)]
+        )
+        for row in range(len(relays))
     ]
-    return [replace(update, parts=parts) for parts in zip(*by_part, strict=True)]

@@ -95,8 +95,6 @@ class Transport(ABC):
     """The sender listens on `sync.host`."""
     keeps_buffers: ClassVar[bool] = True
     """Receivers read the buffer that `allocate` gave, so a model's own weights may live in it."""
-    relay_url = ""
-    """Where this end serves to others what it has received, if it does."""
 
     @classmethod
     @abstractmethod
@@ -130,6 +128,11 @@ class Transport(ABC):
     def routes(cls, place: Mapping[str, Plain], relays: Sequence[str]) -> list[Mapping[str, Plain]]:
         """The place that each receiver is told, given their `relay_url`s."""
         return [place] * len(relays)
+
+    @property
+    def relay_url(self) -> str:
+        """Where this end serves to others what it has received, if it does."""
+        return ""
 
     # The sender's end
 
