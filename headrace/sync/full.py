@@ -61,14 +61,9 @@ class FullPayload:
         """Earlier updates that must stay available."""
         return []
 
-    def missed(self, version: int | None, newest: WeightUpdate) -> list[WeightUpdate] | None:
-        """What brings an engine from `version` to the newest; None if it must get all weights, out of `held`."""
+    def missed(self, version: int | None, newest: WeightUpdate) -> list[WeightUpdate] | Arena:
+        """What brings an engine from `version` to the newest, or the image of the newest if the engine needs all of it."""
         return [newest]
-
-    @property
-    def held(self) -> Arena:
-        """The image that the engines hold, for payloads whose `missed` may be None."""
-        raise NotImplementedError
 
     # At the receiver
 

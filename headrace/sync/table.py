@@ -11,7 +11,7 @@ from headrace.errors import SyncError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from headrace.records import WeightUpdate
+    from headrace.records import Part, WeightUpdate
     from headrace.sync.full import FullPayload
     from headrace.sync.transport import Transport, TransportConfig
 
@@ -74,9 +74,8 @@ def is_pushed(update: WeightUpdate) -> bool:
 def routed(update: WeightUpdate, relays: Sequence[str]) -> list[WeightUpdate]:
     """The update as each receiver is to get it, given the address that each relays at."""
     routes = [transport_class(part.transport).routes(part.place, relays) for part in update.parts]
-    return [
-        replace(
-            update, parts=[replace(part, place=dict(places[row])) for part, places in zip(update.parts, routes, strict=True)]
-        )
-        for row in range(len(relays))
-    ]
+
+    def parts(row: int) -> tuple[Part, ...]:
+        return tuple(replace(part, place=dict(places[row])) for part, places in zip(update.parts, routes, strict=True))
+
+    return [replace(update, parts=parts(row)) for row in range(len(relays))]

@@ -158,16 +158,15 @@ class WeightSync:
             if newest is None or version == newest.version:
                 return []
             missed = self._payload.missed(version, newest)
-            if missed is not None:
+            if not isinstance(missed, Arena):
                 return missed
             made = self._caught_up
             if made is None or made.version != newest.version or not self._own_key(made):
-                key, held = f"{newest.version}-{next(self._attempts)}", self._payload.held
-                with self._side_stream(held.device):
-                    buffer = self._copied(key, held.memory)
-                made = self._caught_up = self._post(
-                    key, buffer, version=newest.version, base=None, manifest=newest.manifest, slots=held.slots
-                )
+                key = f"{newest.version}-{next(self._attempts)}"
+                with self._side_stream(missed.device):
+                    buffer = self._copied(key, missed.memory)
+                made = self._post(key, buffer, version=newest.version, base=None, manifest=newest.manifest, slots=missed.slots)
+                self._caught_up = made
             return [made]
 
     def close(self) -> None:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 DEADLINE = 2.0
 HAS_GPU = torch.cuda.is_available()
-TRANSPORTS = ["memory", "shared_memory", "files", "http", "collective", "cuda_ipc"]
+TRANSPORTS = list(sync_table.TRANSPORTS)
 BETWEEN = TRANSPORTS[1:]
 PAYLOADS = list(sync_table.PAYLOADS)
 FOUND: dict[tuple[str, str, str], str] = {}

@@ -4,6 +4,7 @@ comes."""
 from __future__ import annotations
 
 import collections
+import contextlib
 import itertools
 import threading
 import time
@@ -142,7 +143,8 @@ class _Fetch:
                 self._exchange(TICK)
         except BaseException as error:
             if self._end.channel is not None:  # before the group breaks, so that the sender hears why
-                self._say_last({**self._progress(), "gave_up": str(error) or type(error).__name__})
+                with contextlib.suppress(OSError):
+                    self._end.channel.send({**self._progress(), "gave_up": str(error) or type(error).__name__})
             self._end.hang_up(str(error))
             raise
 
@@ -238,13 +240,6 @@ class _Fetch:
             self._channel.send(self._progress())
         except OSError as error:  # a full socket too: the sender has read nothing of many small messages
             raise self._failed(f"the sender is gone: {error.strerror or error}") from error
-
-    def _say_last(self, message: Message) -> None:
-        try:
-            assert self._end.channel is not None
-            self._end.channel.send(message)
-        except OSError:
-            return  # nobody is there to hear it
 
     def _progress(self) -> Message:
         new = self._new_values()

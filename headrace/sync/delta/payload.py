@@ -71,15 +71,13 @@ class DeltaPayload(FullPayload):
     def kept(self) -> list[WeightUpdate]:
         return self._chain
 
-    def missed(self, version: int | None, newest: WeightUpdate) -> list[WeightUpdate] | None:
+    def missed(self, version: int | None, newest: WeightUpdate) -> list[WeightUpdate] | Arena:
         if newest.base_version is None:
             return [newest]
         missed = [update for update in self._chain if version is not None and update.version > version]
-        return missed if missed and missed[0].base_version == version else None
-
-    @property
-    def held(self) -> Arena:
-        assert self._held is not None, "an update was released"
+        if missed and missed[0].base_version == version:
+            return missed
+        assert self._held is not None, "a difference was released"
         return self._held
 
     @staticmethod

@@ -58,31 +58,28 @@ class Place:
     @classmethod
     def read(cls, place: Mapping[str, Plain]) -> Place:
         read = read_place(cls, place)
-        if read.piece_bytes < 1 or len(read.sums) != -(-read.bytes // read.piece_bytes) or not read.sources:
-            raise SyncError("this is no place of this transport: its pieces and checksums do not match")
+        has_sums = read.piece_bytes > 0 and len(read.sums) == -(-read.bytes // read.piece_bytes)
+        if not has_sums or not read.sources or not all(isinstance(source, str) for source in read.sources):
+            raise SyncError("this is no place of this transport: it lacks sources, or a checksum for each piece")
         return read
 
 
+@dataclass(eq=False, kw_only=True)
 class Fetch:
     """One buffer on its way to one target. `give_up` may come from any thread.
 
     `memory` takes one piece at a time, or, where others read what arrives here, is all of `into`.
     """
 
-    def __init__(
-        self,
-        place: Place,
-        target: Target,
-        *,
-        receiver: str,
-        token: str,
-        deadline: float,
-        into: ServedBuffer | None,
-        memory: Tensor,
-    ) -> None:
-        self.place, self._target, self._receiver = place, target, receiver
-        self._token, self._deadline = token, deadline
-        self._into, self._memory = into, memory
+    place: Place
+    target: Target
+    receiver: str
+    token: str
+    deadline: float
+    into: ServedBuffer | None
+    memory: Tensor
+
+    def __post_init__(self) -> None:
         self._is_given_up = threading.Event()
         self._at = 0
         """Bytes that have come."""
@@ -122,7 +119,7 @@ class Fetch:
             raise self._failed("the sender has freed it")
         if len(self._refused) == num_sources:
             raise self._failed("no source is left: it " + self._refused[failed])
-        if time.monotonic() - self._moved > self._deadline:
+        if time.monotonic() - self._moved > self.deadline:
             raise self._failed(self._last_word)
         self._source = next(
             i % num_sources for i in range(failed + 1, failed + 1 + num_sources) if i % num_sources not in self._refused
@@ -131,18 +128,18 @@ class Fetch:
     def _failed(self, reason: str) -> SyncError:
         passed, size = time.monotonic() - self._moved, self.place.bytes
         return SyncError(
-            f"{self._receiver}: {self.place.key!r} from {self.place.sources[self._source]}: {reason}; {self._at:,} of "
+            f"{self.receiver}: {self.place.key!r} from {self.place.sources[self._source]}: {reason}; {self._at:,} of "
             f"{size:,} bytes had come, the last of them {passed:.1f} s ago"
         )
 
     def _check(self) -> None:
         """Raise if the fetch cannot go on, or not with this source. Called a few times a second."""
-        self._target.check()
-        if self._is_given_up.is_set() or (self._into is not None and self._into.is_over):
+        self.target.check()
+        if self._is_given_up.is_set() or (self.into is not None and self.into.is_over):
             raise self._failed("it was given up here")
         now = time.monotonic()
         silent = now - max(self._moved, self._began)
-        if now - self._moved > self._deadline:
+        if now - self._moved > self.deadline:
             raise self._failed(f"it has sent nothing for {silent:.1f} s")
         if silent > self._patience():
             raise _Late(f"has sent nothing for {silent:.1f} s")
@@ -152,17 +149,17 @@ class Fetch:
         num_left = len(self.place.sources) - len(self._refused)
         spent = max(0.0, self._began - self._moved)
         if num_left == 1:
-            return self._deadline
-        if spent < self._deadline * self.place.share / 2:
-            return self._deadline * self.place.share
-        return (self._deadline - spent) / num_left
+            return self.deadline
+        if spent < self.deadline * self.place.share / 2:
+            return self.deadline * self.place.share
+        return (self.deadline - spent) / num_left
 
     def _pause(self, seconds: float) -> None:
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             self._is_given_up.wait(min(left, TICK))
-            self._target.check()
-            if self._is_given_up.is_set() or time.monotonic() - self._moved > self._deadline:
+            self.target.check()
+            if self._is_given_up.is_set() or time.monotonic() - self._moved > self.deadline:
                 raise self._failed("it was given up here" if self._is_given_up.is_set() else self._last_word)
 
     def _read_from(self, source: str) -> None:
@@ -189,13 +186,13 @@ class Fetch:
         if status != "401" or scheme != "Headrace" or answer.get("content-length") != "0":
             raise _Refused("does not speak as this run does")
         nonce = secrets.token_hex(16)
-        headers["Authorization"] = authorization(self._token, challenge, nonce, path, wanted)
+        headers["Authorization"] = authorization(self.token, challenge, nonce, path, wanted)
         connection.sendall(write_head(f"GET {path} HTTP/1.1", headers))
         status, answer = self._read_status(connection)
         if status == "401":
             raise _Refused("does not know this run's token")
         length, span = answer.get("content-length", ""), answer.get("content-range", "")
-        if not is_proven(answer.get("headrace-proof"), self._token, "weights", "answer", nonce, path, status, length, span):
+        if not is_proven(answer.get("headrace-proof"), self.token, "weights", "answer", nonce, path, status, length, span):
             raise _Refused("does not prove this run's token")
         self._check_answer(status, length, span)
 
@@ -224,7 +221,7 @@ class Fetch:
         while self._at < size:
             start = self._at // piece_bytes * piece_bytes
             stop = min(start + piece_bytes, size)
-            piece = self._memory[: stop - start] if self._into is None else self._memory[start:stop]
+            piece = self.memory[: stop - start] if self.into is None else self.memory[start:stop]
             view = piece.numpy().data
             while self._at < stop:
                 try:
@@ -247,10 +244,10 @@ class Fetch:
             faults = self._faults[self._source] = self._faults.get(self._source, 0) + 1
             reason = f"sent damaged bytes from {start:,} on"
             raise _Refused(reason) if faults >= _MOST_FAULTS else ConnectionError(reason)
-        if self._into is not None:
-            self._into.advance(start + len(piece))
+        if self.into is not None:
+            self.into.advance(start + len(piece))
         try:
-            self._target.write(start, piece)
+            self.target.write(start, piece)
         except OSError as error:  # not the source's fault
             raise self._failed(f"it cannot be written: {error}") from error
         self._moved = time.monotonic()

@@ -194,7 +194,15 @@ class HttpTransport(Transport):
 
         piece = self._pieces.take(min(place.piece_bytes, place.bytes)) if into is None else into.buffer
         memory = piece.tensor if into is None else into.bytes
-        fetch = Fetch(place, target, receiver=receiver, token=self._token, deadline=self._deadline, into=into, memory=memory)
+        fetch = Fetch(
+            place=place,
+            target=target,
+            receiver=receiver,
+            token=self._token,
+            deadline=self._deadline,
+            into=into,
+            memory=memory,
+        )
         with self._changed:
             if self._is_closed:
                 raise SyncError("the transport is closed")
