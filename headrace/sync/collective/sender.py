@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 _VERDICT_SECONDS = 1.0
 """How long a failed group waits to hear which receiver's fault it was."""
 
+_GONE = "is gone: its connection closed"
+
 
 class Sender:
     """One lock guards what callers and the connections' threads share; its condition is notified of every change."""
@@ -267,8 +269,8 @@ class Sender:
         finally:
             with self._changed:
                 lost = self._visits.pop(channel, None)
-                if lost is not None and not lost.lost:
-                    lost.lost = "is gone: its connection closed"
+                if lost is not None:
+                    lost.lost = lost.lost or _GONE
                 self._changed.notify_all()
 
     def _hear(self, channel: Channel, message: Message) -> Visit:
@@ -299,8 +301,10 @@ class Sender:
             for channel, visit in self._visits.items():
                 news = self._news(visit)
                 if news:
-                    with contextlib.suppress(OSError):  # its own thread sees that it is gone
+                    try:
                         channel.send({"visit": visit.number, **news})
+                    except OSError:  # closed, or full: it reads nothing
+                        visit.lost = visit.lost or _GONE
 
     def _news(self, visit: Visit) -> Message:
         """What this receiver has not been told yet. Each thing is told once."""

@@ -64,7 +64,7 @@ class Place:
         return read
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False)
 class Fetch:
     """One buffer on its way to one target. `give_up` may come from any thread.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,9 +17,9 @@ _END = b"\r\n\r\n"
 class BadHead(ValueError):
     """These bytes are no head, or none that our peers send."""
 
-
-class LongHead(BadHead):
-    """It is longer than `MAX_HEAD`."""
+    def __init__(self, message: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 def read_head(connection: socket.socket, check: Callable[[], None]) -> tuple[str, dict[str, str]]:
@@ -37,7 +38,7 @@ def read_head(connection: socket.socket, check: Callable[[], None]) -> tuple[str
         num_ours = len(ahead) if found < 0 else found + len(_END) - len(head)
         head += connection.recv(num_ours)
         if len(head) >= MAX_HEAD and not head.endswith(_END):
-            raise LongHead(f"sent more than {MAX_HEAD} bytes of headers")
+            raise BadHead(f"sent more than {MAX_HEAD} bytes of headers", HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
     return _parse(bytes(head[: -len(_END)]))
 
 

@@ -18,7 +18,7 @@ from urllib.parse import quote, unquote
 
 from headrace.errors import SyncError
 from headrace.proof import is_proven, proof
-from headrace.sync.http.head import BadHead, LongHead, read_head, write_head
+from headrace.sync.http.head import BadHead, read_head, write_head
 from headrace.sync.sockets import TICK, Server
 
 if TYPE_CHECKING:
@@ -40,22 +40,31 @@ def path_of(key: str) -> str:
     return _ROOT + quote(key, safe="")
 
 
-def url_of(host: str, port: int) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
 def authorization(token: str, challenge: str, nonce: str, path: str, wanted: str) -> str:
     """The header that answers a challenge."""
     return f"{_SCHEME} {nonce} {proof(token, 'weights', 'GET', challenge, nonce, path, wanted)}"
 
 
 @dataclass(frozen=True)
-class _Request:
-    method: str
-    path: str
-    headers: dict[str, str]
-    nonce: str
-    """What the answer's proof must contain; empty if the request itself proves nothing."""
+class _Exchange:
+    """One request and its answer. The answer carries a proof if the request did: `nonce` is what it must contain."""
+
+    connection: socket.socket
+    token: str
+    method: str = ""
+    path: str = ""
+    headers: dict[str, str] | None = None
+    nonce: str = ""
+
+    def answer(self, status: HTTPStatus, *, length: int = 0, is_last: bool = False, **headers: str) -> bool:
+        """Send the head of an answer; whether another request may follow."""
+        sent: dict[str, str | int] = {name.replace("_", "-"): value for name, value in headers.items()}
+        sent |= {"Content-Length": length, "Connection": "close" if is_last else "keep-alive"}
+        if self.nonce:
+            parts = (str(status.value), str(length), headers.get("Content_Range", ""))
+            sent[f"{_SCHEME}-Proof"] = proof(self.token, "weights", "answer", self.nonce, self.path, *parts)
+        self.connection.sendall(write_head(f"HTTP/1.1 {status.value} {status.phrase}", sent))
+        return not is_last
 
 
 class BufferServer:
@@ -66,7 +75,7 @@ class BufferServer:
         self.bytes_served = 0
         self._lock = threading.Lock()
         self._server = Server(host, serve=self._converse, name="headrace-http")
-        self.url = url_of(host, self._server.port)
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self._server.port}"
 
     def close(self) -> None:
         """Running answers are cut off. The buffers are closed first, so no answer waits for more bytes."""
@@ -75,43 +84,15 @@ class BufferServer:
     def _converse(self, connection: socket.socket, is_closed: threading.Event) -> None:
         challenge = secrets.token_hex(16)
         for _ in range(_MOST_REQUESTS):
-            if not self._answer(connection, challenge, is_closed):
+            try:
+                exchange = self._read(connection, challenge, is_closed)
+            except BadHead as error:
+                _Exchange(connection, self._token).answer(error.status, is_last=True)
+                return
+            if not self._answer(exchange, challenge):
                 return
 
-    def _answer(self, connection: socket.socket, challenge: str, is_closed: threading.Event) -> bool:
-        """One request; whether another may follow."""
-        try:
-            request = self._read(connection, challenge, is_closed)
-        except LongHead:
-            return self._say(connection, HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
-        except BadHead:
-            return self._say(connection, HTTPStatus.BAD_REQUEST)
-        if not request.nonce:
-            asked = {"WWW-Authenticate": f"{_SCHEME} {challenge}"}
-            return self._say(connection, HTTPStatus.UNAUTHORIZED, asked, is_last=False)
-        if request.method != "GET":
-            return self._say(connection, HTTPStatus.METHOD_NOT_ALLOWED, request=request)
-        key = unquote(request.path.removeprefix(_ROOT))
-        waits = _WAIT.fullmatch(request.headers.get("prefer", ""))
-        buffer = self._buffers.find(key, wait=min(float(waits[1]), self._deadline) if waits else 0.0)
-        if buffer is None or not request.path.startswith(_ROOT):
-            status = HTTPStatus.GONE if self._buffers.was_freed(key) else HTTPStatus.NOT_FOUND
-            return self._say(connection, status, request=request, is_last=False)
-        span = _span(request.headers.get("range", "bytes=0-"), buffer.num_bytes)
-        if span is None:
-            size = {"Content-Range": f"bytes */{buffer.num_bytes}"}
-            return self._say(connection, HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, size, request=request, is_last=False)
-        start, stop = span
-        content = {"Content-Type": "application/octet-stream"}
-        if "range" in request.headers:
-            content["Content-Range"] = f"bytes {start}-{stop - 1}/{buffer.num_bytes}"
-        status = HTTPStatus.PARTIAL_CONTENT if "range" in request.headers else HTTPStatus.OK
-        self._say(connection, status, content, request=request, length=stop - start)
-        with contextlib.suppress(SyncError), buffer.in_use():  # freed meanwhile: the answer ends early
-            self._send(connection, buffer, start, stop)
-        return False
-
-    def _read(self, connection: socket.socket, challenge: str, is_closed: threading.Event) -> _Request:
+    def _read(self, connection: socket.socket, challenge: str, is_closed: threading.Event) -> _Exchange:
         until = time.monotonic() + min(_HEAD_SECONDS, self._deadline)
 
         def check() -> None:
@@ -127,26 +108,30 @@ class BufferServer:
         nonce, _, claim = given.partition(" ")
         parts = ("weights", method, challenge, nonce, path, headers.get("range", ""))
         is_ours = scheme == _SCHEME and bool(nonce) and is_proven(claim, self._token, *parts)
-        return _Request(method, path, headers, nonce if is_ours else "")
+        return _Exchange(connection, self._token, method, path, headers, nonce if is_ours else "")
 
-    def _say(
-        self,
-        connection: socket.socket,
-        status: HTTPStatus,
-        headers: dict[str, str] | None = None,
-        *,
-        request: _Request | None = None,
-        length: int = 0,
-        is_last: bool = True,
-    ) -> bool:
-        """Send a head; whether another request may follow."""
-        answer: dict[str, str | int] = {**(headers or {}), "Content-Length": length}
-        answer["Connection"] = "close" if is_last else "keep-alive"
-        if request is not None:
-            parts = (str(status.value), str(length), str(answer.get("Content-Range", "")))
-            answer[f"{_SCHEME}-Proof"] = proof(self._token, "weights", "answer", request.nonce, request.path, *parts)
-        connection.sendall(write_head(f"HTTP/1.1 {status.value} {status.phrase}", answer))
-        return not is_last
+    def _answer(self, exchange: _Exchange, challenge: str) -> bool:
+        """Whether another request may follow."""
+        headers, path = exchange.headers or {}, exchange.path
+        if not exchange.nonce:
+            return exchange.answer(HTTPStatus.UNAUTHORIZED, WWW_Authenticate=f"{_SCHEME} {challenge}")
+        if exchange.method != "GET":
+            return exchange.answer(HTTPStatus.METHOD_NOT_ALLOWED, is_last=True)
+        key, waits = unquote(path.removeprefix(_ROOT)), _WAIT.fullmatch(headers.get("prefer", ""))
+        buffer = self._buffers.find(key, wait=min(float(waits[1]), self._deadline) if waits else 0.0)
+        if buffer is None or not path.startswith(_ROOT):
+            return exchange.answer(HTTPStatus.GONE if self._buffers.was_freed(key) else HTTPStatus.NOT_FOUND)
+        size, has_range = buffer.num_bytes, "range" in headers
+        span = _span(headers.get("range", "bytes=0-"), size)
+        if span is None:
+            return exchange.answer(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, Content_Range=f"bytes */{size}")
+        start, stop = span
+        content = {"Content_Range": f"bytes {start}-{stop - 1}/{size}"} if has_range else {}
+        status = HTTPStatus.PARTIAL_CONTENT if has_range else HTTPStatus.OK
+        exchange.answer(status, length=stop - start, is_last=True, Content_Type="application/octet-stream", **content)
+        with contextlib.suppress(SyncError), buffer.in_use():  # freed meanwhile: the answer ends early
+            self._send(exchange.connection, buffer, start, stop)
+        return False
 
     def _send(self, connection: socket.socket, buffer: ServedBuffer, start: int, stop: int) -> None:
         """As the bytes arrive; ends early when the buffer is freed, or nothing has moved for the deadline."""

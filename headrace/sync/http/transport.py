@@ -42,20 +42,14 @@ def relay_places(place: Mapping[str, Plain], urls: Sequence[str], *, fan_out: in
     """
     if fan_out < 1:
         raise ValueError(f"fan_out = {fan_out}: must be at least 1")
-    origin = list(_sources(place))
-    lines: list[list[str]] = []
+    origin = place["sources"]
+    assert isinstance(origin, list), "as `post` gave it"
+    lines: list[list[Plain]] = []
     for index in range(len(urls)):
         parent = index // fan_out - 1
         lines.append(origin if parent < 0 else [urls[parent], *lines[parent]])
     deepest = len(lines[-1]) if lines else 1
     return [{**place, "sources": list(line), "share": len(line) / (deepest + 1)} for line in lines]
-
-
-def _sources(place: Mapping[str, Plain]) -> Sequence[str]:
-    sources = place.get("sources")
-    if not isinstance(sources, list | tuple) or not sources:
-        raise SyncError("sources: this is no place of this transport")
-    return [str(source) for source in sources]
 
 
 class HttpTransport(Transport):
@@ -194,15 +188,7 @@ class HttpTransport(Transport):
 
         piece = self._pieces.take(min(place.piece_bytes, place.bytes)) if into is None else into.buffer
         memory = piece.tensor if into is None else into.bytes
-        fetch = Fetch(
-            place=place,
-            target=target,
-            receiver=receiver,
-            token=self._token,
-            deadline=self._deadline,
-            into=into,
-            memory=memory,
-        )
+        fetch = Fetch(place, target, receiver, self._token, self._deadline, into=into, memory=memory)
         with self._changed:
             if self._is_closed:
                 raise SyncError("the transport is closed")
