@@ -1,6 +1,6 @@
-"""Parcels over HTTP between two processes, against bare sockets in the same run: a part of `headrace bench sync`.
+"""Weights over HTTP between two processes, against bare sockets in the same run: a part of `headrace bench sync`.
 
-The bare socket is read into one buffer again and again and its bytes go nowhere. A parcel is checked, and copied to where it
+The bare socket is read into one buffer again and again and its bytes go nowhere. A buffer is checked, and copied to where it
 is wanted. Both ways take turns, and the figures are medians.
 """
 

@@ -88,7 +88,7 @@ class Fetch:
         """When bytes came last; when the present source was first asked."""
         self._refused: dict[int, str] = {}
         self._faults: dict[int, int] = {}
-        self._last_word = "nothing was tried"
+        self._last_failure = "nothing was tried"
 
     def give_up(self) -> None:
         """Have the fetch fail with a `SyncError`, shortly."""
@@ -96,22 +96,22 @@ class Fetch:
 
     def run(self) -> None:
         """Until everything is written. Raises `SyncError`."""
-        num_tries_in_vain = 0
+        num_failures = 0
         while self._at < self.place.bytes:
             was_at, self._began = self._at, time.monotonic()
             try:
                 self._read_from(self.place.sources[self._source])
             except _Refused as error:
-                self._refused[self._source] = self._last_word = str(error)
+                self._refused[self._source] = self._last_failure = str(error)
             except (OSError, BadHead) as error:
                 reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-                self._last_word = reason or type(error).__name__
+                self._last_failure = reason or type(error).__name__
             else:
                 continue
             self._turn_to_next()
-            num_tries_in_vain = 0 if self._at > was_at else num_tries_in_vain + 1
-            if num_tries_in_vain >= len(self.place.sources) - len(self._refused):
-                self._pause(min(_LONGEST_PAUSE, TICK * num_tries_in_vain))
+            num_failures = 0 if self._at > was_at else num_failures + 1
+            if num_failures >= len(self.place.sources) - len(self._refused):
+                self._pause(min(_LONGEST_PAUSE, TICK * num_failures))
 
     def _turn_to_next(self) -> None:
         num_sources, failed = len(self.place.sources), self._source
@@ -120,7 +120,7 @@ class Fetch:
         if len(self._refused) == num_sources:
             raise self._failed("no source is left: it " + self._refused[failed])
         if time.monotonic() - self._moved > self.deadline:
-            raise self._failed(self._last_word)
+            raise self._failed(self._last_failure)
         self._source = next(
             i % num_sources for i in range(failed + 1, failed + 1 + num_sources) if i % num_sources not in self._refused
         )
@@ -160,7 +160,7 @@ class Fetch:
             self._is_given_up.wait(min(left, TICK))
             self.target.check()
             if self._is_given_up.is_set() or time.monotonic() - self._moved > self.deadline:
-                raise self._failed("it was given up here" if self._is_given_up.is_set() else self._last_word)
+                raise self._failed("it was given up here" if self._is_given_up.is_set() else self._last_failure)
 
     def _read_from(self, source: str) -> None:
         try:
