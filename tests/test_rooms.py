@@ -63,7 +63,7 @@ def test_few_rooms_know_more_than_two_others() -> None:
 
 
 def test_imports_go_through_front_doors() -> None:
-    """`from headrace.sync import X` and never `from headrace.sync.shared import X`, but inside the room itself."""
+    """`from headrace.sync import X` and never `from headrace.sync.memory import X`, but inside the room itself."""
     inside = []
     for path in PACKAGE.rglob("*.py"):
         room = path.relative_to(PACKAGE).parts[0]
