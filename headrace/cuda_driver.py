@@ -1,4 +1,4 @@
-"""Calls of the CUDA driver that torch has no words for."""
+"""Calls of the CUDA driver that torch does not offer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _driver() -> ctypes.CDLL:
 
 
 def call(name: str, *arguments: object) -> None:
-    """Arguments are ctypes values; anything but success is raised."""
+    """Arguments are ctypes values. Raises unless the call succeeds."""
     status = getattr(_driver(), name)(*arguments)
     if status == _OUT_OF_MEMORY:
         raise torch.OutOfMemoryError("the GPU has too little free memory; lower engine.kv_blocks or model.context")
@@ -25,7 +25,7 @@ def call(name: str, *arguments: object) -> None:
 
 
 class Bytes:
-    """So many bytes of GPU memory at an address, for `torch.as_tensor`; whoever made them keeps them."""
+    """GPU memory at an address, for `torch.as_tensor`. Does not own it."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {"shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 3}

@@ -1,9 +1,9 @@
-"""What a run keeps outside its folder (shared memory, sockets, files of weights), and how it goes when the run was killed.
+"""What a run keeps outside its folder (shared memory, sockets, files of weights), and how it is removed if the run is killed.
 
-Whatever a run makes in a place that others use too is named PREFIX-…, and PREFIX.lock lies beside it, which the launcher keeps
-locked (flock) as long as it lives. The system releases that lock when the process ends, however it ends. So what lies beside a
-lock that can be taken belongs to nobody, and the next run that starts removes it. Neither age nor a process number would prove
-that: other users, containers and hosts may share the place.
+Everything a run makes in a shared place is named PREFIX-…. Beside it lies PREFIX.lock, which the launcher keeps locked (flock)
+while it lives; the system releases the lock when the process ends, however it ends. So whatever lies beside a lock that can be
+taken belongs to no live run, and the next run removes it. Neither age nor a process id would prove that: other users,
+containers and hosts may share the place.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LOCK = re.compile(r"headrace-\d+-\w+\.lock")
 
 
 class Claim:
-    """What is named PREFIX-… in a place belongs to this process."""
+    """Marks everything named PREFIX-… in a place as this process's."""
 
     def __init__(self, place: Path, prefix: str) -> None:
         self._place, self._prefix = place, prefix
@@ -34,8 +34,8 @@ class Claim:
             self._descriptor = _locked(place / f"{prefix}.lock")
             os.write(self._descriptor, "\n".join(_this_host()).encode())
         except OSError as error:  # a file system without locks
-            words = "%s cannot be locked (%s): if this run is killed, remove %s-* there by hand"
-            logging.getLogger("headrace").warning(words, place, error, prefix)
+            message = "%s cannot be locked (%s): if this run is killed, remove %s-* there by hand"
+            logging.getLogger("headrace").warning(message, place, error, prefix)
 
     def release(self) -> None:
         """Remove all of it."""
@@ -56,31 +56,30 @@ def _locked(path: Path) -> int:
             raise
         if os.fstat(descriptor).st_nlink:
             return descriptor
-        os.close(descriptor)  # a sweep came between the two calls and removed it
+        os.close(descriptor)  # a sweep removed it between the two calls
 
 
 def _this_host() -> list[str]:
-    """Its name, and which boot of it: containers have names of their own, and share the latter."""
+    """Its name and the id of its boot, which containers share."""
     names = [platform.node()]
-    with contextlib.suppress(OSError):  # Linux alone tells
+    with contextlib.suppress(OSError):  # only Linux has it
         names.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
     return names
 
 
 def _is_this_host(names: list[str]) -> bool:
-    """By the boot, where both sides know theirs: hosts that share a file system may have the same name."""
+    """By the boot, where both are known: hosts that share a file system may have the same name."""
     ours = _this_host()
     return names[1:] == ours[1:] if names[1:] and ours[1:] else names[:1] == ours[:1]
 
 
 def orphans(place: Path) -> Iterator[str]:
-    """The prefixes of what runs of this user on this host, none of whose launchers lives, left in a place; each is locked until
-    the next is asked for. Some file systems keep the locks of each host to themselves, so that those of other hosts prove
-    nothing."""
+    """Prefixes of what dead runs of this user on this host left in a place; each stays locked until the next is asked for. The
+    locks of other hosts prove nothing: some file systems keep each host's locks to itself."""
     for lock in sorted(place.glob("headrace-*.lock")):
         if not _LOCK.fullmatch(lock.name):
             continue
-        with contextlib.suppress(OSError):  # its run is alive, it is another user's, or somebody else has just swept it
+        with contextlib.suppress(OSError):  # its run is alive, it is another user's, or another run has just swept it
             descriptor = os.open(lock, os.O_RDWR | os.O_NOFOLLOW)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -92,14 +91,14 @@ def orphans(place: Path) -> Iterator[str]:
 
 
 def sweep(place: Path) -> None:
-    """Remove what belongs to nobody."""
+    """Remove what dead runs left."""
     for prefix in orphans(place):
         with contextlib.suppress(OSError):  # part of it cannot be removed
             remove(place, prefix)
 
 
 def remove(place: Path, prefix: str) -> None:
-    """All that bears a prefix, and then its lock."""
+    """Everything with a prefix, and then its lock."""
     for path in place.glob(f"{prefix}-*"):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)

@@ -28,20 +28,18 @@ import torch
 
 from headrace.errors import SyncError
 from headrace.model.weights import SpareWeights, check_order, make_manifest, named_tensors
-from headrace.records import Payload, WeightUpdate, frames
-from headrace.sync import Ends, Lineage, WeightSync, weight_sync as weight_sync_module
+from headrace.records import WeightUpdate, frames
+from headrace.sync import Lineage, TransportConfig, WeightSync, make_transport, weight_sync as weight_sync_module
 
 LIFE = "life"
-ADAPTER = {"r": 8, "target_modules": ["up"]}
 
 
 class Weights(torch.nn.Module):
     """Two dtypes, odd sizes, more than one piece of any transport's."""
 
-    def __init__(self, *, is_adapter: bool = False, device: str = "cpu") -> None:
+    def __init__(self, *, device: str = "cpu") -> None:
         super().__init__()
-        shapes = {"up": (8, 640), "down": (640, 8)} if is_adapter else {"embed": (701, 513), "up": (640, 511)}
-        for name, shape in shapes.items():
+        for name, shape in {"embed": (701, 513), "up": (640, 511)}.items():
             generator = torch.Generator().manual_seed(len(name))
             matrix = torch.randn(shape, generator=generator).mul_(0.02)
             self.register_parameter(name, torch.nn.Parameter(matrix.bfloat16()))
@@ -60,8 +58,8 @@ class Weights(torch.nn.Module):
 class Receiver:
     """What an engine does about weights, and nothing else."""
 
-    def __init__(self, sync: WeightSync, *, is_adapter: bool = False, device: str = "cpu") -> None:
-        self.sync, self.weights = sync, Weights(is_adapter=is_adapter, device=device)
+    def __init__(self, sync: WeightSync, *, device: str = "cpu") -> None:
+        self.sync, self.weights = sync, Weights(device=device)
         self.spare = SpareWeights(self.weights)
         self.lineage, self.version = "", 0
 
@@ -80,23 +78,21 @@ class Receiver:
 class Sender:
     """What a trainer does about weights."""
 
-    def __init__(self, sync: WeightSync, *, is_adapter: bool = False, device: str = "cpu") -> None:
-        self.sync, self.weights = sync, Weights(is_adapter=is_adapter, device=device)
-        self._adapter = ADAPTER if is_adapter else None
+    def __init__(self, sync: WeightSync, *, device: str = "cpu") -> None:
+        self.sync, self.weights = sync, Weights(device=device)
 
     def offer(self, version: int, **how: Any) -> WeightUpdate:
         self.weights.step(version)
-        return self.sync.offer(version, named_tensors(self.weights), adapter=self._adapter, **how)
+        return self.sync.offer(version, named_tensors(self.weights), **how)
 
     @property
     def sums(self) -> list[str]:
         return [str(each) for each in make_manifest(named_tensors(self.weights)).checksums]
 
 
-def make_sync(ends: Ends, *, payload: str, is_sender: bool, name: str, device: str = "cpu") -> WeightSync:
-    is_delta = payload == Payload.DELTA
-    transport = ends.make(is_sender=is_sender, device=device)
-    return WeightSync(Lineage(LIFE), transport, payload=Payload.DELTA if is_delta else Payload.FULL, name=name)
+def make_sync(ends: TransportConfig, *, payload: str, is_sender: bool, name: str, device: str = "cpu") -> WeightSync:
+    transport = make_transport(ends, is_sender=is_sender, device=device)
+    return WeightSync(Lineage(LIFE), transport, payload=payload, name=name)
 
 
 @functools.cache
@@ -118,7 +114,9 @@ def _forking() -> str:
 class Far:
     """The near end of such a process."""
 
-    def __init__(self, role: str, ends: Ends, *, payload: str, name: str, slow: float = 0.0, device: str = "cpu") -> None:
+    def __init__(
+        self, role: str, ends: TransportConfig, *, payload: str, name: str, slow: float = 0.0, device: str = "cpu"
+    ) -> None:
         settings = {"role": role, "ends": asdict(ends), "payload": payload, "name": name, "slow": slow, "device": device}
         self._socket = socket.socket(socket.AF_UNIX)
         until = time.monotonic() + 60
@@ -176,7 +174,7 @@ def unpacked(text: str) -> WeightUpdate:
 def _slow_down(seconds: float, say: Any) -> None:
     """Every look at whether an update is still wanted, and every pack, takes a while, and the first of them is told."""
     is_told = threading.Event()
-    check, pack = SpareWeights._check_wanted, weight_sync_module._pack
+    check, pack = SpareWeights._check_wanted, weight_sync_module._copy
 
     def midway() -> None:
         if not is_told.is_set():
@@ -193,7 +191,7 @@ def _slow_down(seconds: float, say: Any) -> None:
         midway()
 
     SpareWeights._check_wanted = slow_check  # type: ignore[method-assign]
-    weight_sync_module._pack = slow_pack
+    weight_sync_module._copy = slow_pack
 
 
 def serve(lines: IO[str]) -> None:
@@ -209,14 +207,13 @@ def serve(lines: IO[str]) -> None:
     if settings["slow"]:
         _slow_down(settings["slow"], say)
     sync = make_sync(
-        Ends(**settings["ends"]),
+        TransportConfig(**settings["ends"]),
         payload=settings["payload"],
         is_sender=role == "sender",
         name=settings["name"],
         device=settings["device"],
     )
-    is_adapter = settings["payload"] == Payload.ADAPTER
-    end = (Sender if role == "sender" else Receiver)(sync, is_adapter=is_adapter, device=settings["device"])
+    end = (Sender if role == "sender" else Receiver)(sync, device=settings["device"])
     say({"ready": True})
     for line in lines:
         order = json.loads(line)

@@ -133,7 +133,7 @@ class Pooled:
 
 def parcel_of(sync: WeightSync, update: WeightUpdate) -> Tensor:
     """The bytes of an update at its sender, of transports that keep them in rooms."""
-    parcel = sync._transport._rooms.parcel(str(update.place["offer"]))  # type: ignore[attr-defined]
+    parcel = sync._transport.bytes_of(update.parts[0].key)  # type: ignore[attr-defined]
     assert parcel is not None
     return parcel
 

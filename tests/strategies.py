@@ -16,7 +16,7 @@ from headrace.records import (
     FinishReason,
     InfraAbort,
     Invalid,
-    Payload,
+    Part,
     Rollout,
     Sampling,
     SamplingMask,
@@ -192,7 +192,7 @@ def batches(draw: st.DrawFn) -> Batch:
 
 @st.composite
 def weight_updates(draw: st.DrawFn) -> WeightUpdate:
-    payload = draw(st.sampled_from(list(Payload)))
+    payload = draw(st.sampled_from(["full", "adapter", "delta"]))
     version = draw(st.integers(1, 10**6))
     tensor = st.builds(
         TensorInfo,
@@ -202,15 +202,25 @@ def weight_updates(draw: st.DrawFn) -> WeightUpdate:
         num_bytes=st.integers(0, 2**40),
         checksum=st.integers(0, 2**64 - 1),
     )
+    part = st.builds(
+        Part,
+        transport=names,
+        key=names,
+        place=tasks,
+        num_bytes=st.integers(0, 2**40),
+        ranges=st.lists(
+            st.tuples(names, st.integers(0, 9), st.integers(10, 10**9)), min_size=1, max_size=3, unique_by=lambda each: each[0]
+        ).map(tuple),
+    )
     return WeightUpdate(
         policy=draw(names),
         lineage=draw(names),
         version=version,
-        base_version=draw(st.integers(0, version - 1)) if payload is Payload.DELTA else None,
+        base_version=draw(st.integers(0, version - 1)) if payload == "delta" else None,
         payload=payload,
-        adapter=draw(tasks) if payload is Payload.ADAPTER else None,
-        transport=draw(names),
+        adapter=draw(tasks) if payload == "adapter" else None,
         manifest=tuple(draw(st.lists(tensor, max_size=3))),
+        parts=tuple(draw(st.lists(part, min_size=2, max_size=3))),
     )
 
 

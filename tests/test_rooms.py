@@ -63,7 +63,7 @@ def test_few_rooms_know_more_than_two_others() -> None:
 
 
 def test_imports_go_through_front_doors() -> None:
-    """`from headrace.sync import X` and never `from headrace.sync.shared import X`, but inside the room itself."""
+    """`from headrace.sync import X` and never `from headrace.sync.memory import X`, but inside the room itself."""
     inside = []
     for path in PACKAGE.rglob("*.py"):
         room = path.relative_to(PACKAGE).parts[0]
@@ -109,20 +109,16 @@ def choices(section: type, prefix: str = "") -> dict[str, tuple[set[str], set[st
 ALL_CHOICES = choices(Recipe) | {"train.loss": (set(LOSSES), {"trainer", "algorithms"})}
 STILL_SPELLED = {
     "bench/partial.py: partial.interrupt or partial.kv",  # the name of the row that the others are compared with
-    # Until engines and transports say these of themselves:
-    "bench/sync.py: sync.transport",
+    # Until engines say these of themselves:
+    "bench/sync.py: sync.transport",  # the rows that it compares
     "config/across_rooms.py: engine.kind",
-    "config/across_rooms.py: sync.transport",
     "launch/build.py: engine.kind",
     "launch/build.py: engine.vllm.handover",
-    "launch/build.py: sync.transport",
     "launch/child.py: engine.kind",
     "launch/forecast.py: engine.kind",
     "launch/forecast.py: engine.vllm.handover",
-    "launch/forecast.py: sync.transport",
     "launch/placement.py: engine.kind",
     "launch/placement.py: engine.vllm.handover",
-    "launch/source.py: sync.transport",
     "launch/vllm.py: engine.vllm.handover",
     "launch/vllm.py: partial.interrupt",
     "launch/vllm.py: partial.interrupt or partial.kv",

@@ -27,7 +27,7 @@ from headrace.bench.sync_shapes import make_model
 from headrace.bench.table import Row, report
 from headrace.model import Arena, named_tensors
 from headrace.records import frames
-from headrace.sync import Ends, Lineage, WeightSync, shared_folder
+from headrace.sync import Lineage, TransportConfig, WeightSync, is_pushed, make_transport, shared_folder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -109,7 +109,7 @@ class Paths:
         self._folder = tempfile.TemporaryDirectory(prefix="headrace-bench-", dir=shared_folder())
         self.model = make_model(self._shape, self._device)
         for name in self._transports:
-            ends = Ends(
+            ends = TransportConfig(
                 transport=name,
                 folder=self._folder.name,
                 prefix=f"bench-{name}",
@@ -117,7 +117,7 @@ class Paths:
                 token=secrets.token_hex(16),
                 deadline=_DEADLINE,
             )
-            sync = WeightSync(Lineage("life"), ends.make(is_sender=True, device=str(self._device)))
+            sync = WeightSync(Lineage("life"), make_transport(ends, is_sender=True, device=str(self._device)))
             self._ends[name] = sync, _There(ends, self._shape, self._device)
         if self._is_home:  # the weights lie where the other process can read them
             self._arena = self._ends["cuda_ipc"][0].adopt(self.model)
@@ -190,7 +190,7 @@ class Paths:
 class _There:
     """The process that receives."""
 
-    def __init__(self, ends: Ends, shape: str, device: torch.device) -> None:
+    def __init__(self, ends: TransportConfig, shape: str, device: torch.device) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "headrace.bench.sync_receiver"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
@@ -210,7 +210,7 @@ class _There:
     def load(self, sync: WeightSync, update: WeightUpdate) -> dict[str, float]:
         """What it took there."""
         pushing = None
-        if update.transport == "collective":
+        if is_pushed(update):
             pushing = threading.Thread(target=sync.send, args=(update, [_NAME]))
             pushing.start()
         parts = self.ask({"do": "load", "update": update})

@@ -93,7 +93,7 @@ class _Ways:
     def __init__(self, receivers: _Receivers, sizes: list[int], *, bucket: int | None) -> None:
         self._receivers, self._sizes = receivers, sizes
         self._transport = CollectiveTransport(token=TOKEN, deadline=DEADLINE, bucket=bucket)
-        self.buffer = self._transport.room("weights", sum(sizes))
+        self.buffer = self._transport.allocate("weights", sum(sizes))
         self.buffer.view(torch.int64).random_()
         store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=DEADLINE), wait_for_workers=False)
         with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -1,6 +1,6 @@
-"""Parcels over HTTP between two processes, against bare sockets in the same run: a part of `headrace bench sync`.
+"""Weights over HTTP between two processes, against bare sockets in the same run: a part of `headrace bench sync`.
 
-The bare socket is read into one buffer again and again and its bytes go nowhere. A parcel is checked, and copied to where it
+The bare socket is read into one buffer again and again and its bytes go nowhere. A buffer is checked, and copied to where it
 is wanted. Both ways take turns, and the figures are medians.
 """
 
@@ -94,7 +94,7 @@ def _read_bare(port: int, num_bytes: int) -> None:
 def _send(num_bytes: int) -> None:
     """The other process: both ways from the same bytes, until it is killed."""
     transport = HttpTransport(token=sys.stdin.readline().strip())
-    content = transport.room("parcel", num_bytes).random_()
+    content = transport.allocate("parcel", num_bytes).random_()
     began = time.perf_counter()
     place = transport.post("parcel", {})
     passed = time.perf_counter() - began

@@ -13,7 +13,7 @@ import torch
 from headrace.bench.sync_shapes import make_model
 from headrace.model import SpareWeights
 from headrace.records import frames
-from headrace.sync import Ends, Lineage, WeightSync
+from headrace.sync import Lineage, TransportConfig, WeightSync, make_transport
 
 if TYPE_CHECKING:
     from headrace.model import Arena, Incoming
@@ -43,7 +43,7 @@ class Receiver:
     def __init__(self, settings: dict[str, Any]) -> None:
         torch.set_num_threads(settings["threads"])
         self.device = torch.device(settings["device"])
-        transport = Ends(**settings["ends"]).make(is_sender=False, device=settings["device"])
+        transport = make_transport(TransportConfig(**settings["ends"]), is_sender=False, device=settings["device"])
         self.sync = WeightSync(Lineage("life"), transport, payload=settings["payload"], name=settings["name"])
         self.spare = SpareWeights(make_model(settings["shape"], self.device))
         self._other = self.spare.arena.like()

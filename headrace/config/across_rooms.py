@@ -9,6 +9,7 @@ from headrace.engine import VllmSettings
 from headrace.partial import check_unfinished, pauses_unfinished
 from headrace.settings import ConfigError, to_dict
 from headrace.staleness import check_correction
+from headrace.sync import transport_class
 
 if TYPE_CHECKING:
     from headrace.config.recipe import Recipe
@@ -83,12 +84,12 @@ def _check_sleep(recipe: Recipe) -> None:
 
 def _check_processes(recipe: Recipe) -> None:
     transport = recipe.sync.transport
-    if transport != "auto" and (transport == "memory") != recipe.is_inline:
-        raise ConfigError(
-            f"sync.transport = '{transport}': does not go with orchestrate = '{recipe.orchestrate}'; leave it auto"
-        )
-    if transport == "cuda_ipc" and recipe.device == "cpu":
-        raise ConfigError("sync.transport = 'cuda_ipc': device = 'cpu' has no GPU memory to share; leave it auto")
+    if transport != "auto":
+        chosen, setting = transport_class(transport), f"sync.transport = '{transport}'"
+        if chosen.crosses_processes == recipe.is_inline:
+            raise ConfigError(f"{setting}: does not go with orchestrate = '{recipe.orchestrate}'; leave it auto")
+        if chosen.needs_gpu and recipe.device == "cpu":
+            raise ConfigError(f"{setting}: device = 'cpu' has no GPU memory to share; leave it auto")
     if recipe.engine.count > 1 and recipe.is_inline:
         raise ConfigError(f"engine.count = {recipe.engine.count}: orchestrate = 'inline' has one engine; set it to 'local'")
 

@@ -38,7 +38,7 @@ from headrace.run import POLICY, Roles, make_canary
 from headrace.score import RewardScorer
 from headrace.settings import ConfigError
 from headrace.staleness import correction_of
-from headrace.sync import MemoryTransport, WeightSync, check_place
+from headrace.sync import MemoryTransport, WeightSync, check_host, transport_class
 from headrace.trainer import DeviceTrainer, FrozenModel, LocalTrainer
 
 if TYPE_CHECKING:
@@ -76,25 +76,23 @@ def check_sync(recipe: Recipe) -> None:
     """This machine has what the transport between processes needs."""
     if recipe.is_inline:
         return
-    transport = choose_transport(recipe)
-    if transport == "cuda_ipc" and choose_device(recipe) != "cuda":
-        raise ConfigError("sync.transport = 'cuda_ipc': the run is on the CPU and has no GPU memory to share; leave it auto")
-    if recipe.engine.kind == "vllm" and transport == "collective":
-        _check_collective(recipe)
+    transport = transport_class(choose_transport(recipe))
+    if recipe.engine.kind == "vllm" and transport.needs_gpu_per_end:
+        _check_gpu_per_end(recipe)
     try:
-        check_place(transport, folder=recipe.sync.folder, host=recipe.sync.host)
+        transport.check(folder=recipe.sync.folder, host=recipe.sync.host, on_gpu=choose_device(recipe) == "cuda")
     except SyncError as error:
         raise ConfigError(str(error)) from error
 
 
-def _check_collective(recipe: Recipe) -> None:
+def _check_gpu_per_end(recipe: Recipe) -> None:
     """Both ends are gloo's, or both NCCL's with a GPU each."""
     device = choose_device(recipe)
     places = {receiving_place(recipe, index) for index in range(recipe.engine.num_engines)}
     if device == "cuda" and places & {"cpu", place_of(device, "trainer")}:
         raise ConfigError(
-            f"sync.transport = 'collective': with engine.vllm.handover = '{choose_handover(recipe)}' the engine receives on "
-            f"{', '.join(sorted(places))}, and NCCL wants a GPU of its own there; leave it auto"
+            f"sync.transport = '{recipe.sync.transport}': with engine.vllm.handover = '{choose_handover(recipe)}' the engine "
+            f"receives on {', '.join(sorted(places))}, and NCCL wants a GPU of its own there; leave it auto"
         )
 
 
@@ -113,7 +111,7 @@ def check_engine(recipe: Recipe) -> None:
 def _check_host(recipe: Recipe) -> None:
     """The address that a server's workers are told is one of this machine's."""
     try:
-        check_place("collective", folder="", host=recipe.sync.host)
+        check_host(recipe.sync.host)
     except SyncError as error:
         raise ConfigError(f"{error} (engine.vllm.handover = 'nccl')") from error
 

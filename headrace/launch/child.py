@@ -30,7 +30,7 @@ from headrace.launch.placement import Order
 from headrace.model import load_tokenizer
 from headrace.observe import ProcessTimeline
 from headrace.rpc import Peer, Stream, StreamClosed, connect, describe_error
-from headrace.sync import Ends, Lineage, WeightSync
+from headrace.sync import Lineage, TransportConfig, WeightSync, make_transport
 from headrace.trainer import LocalTrainer
 
 if TYPE_CHECKING:
@@ -154,14 +154,14 @@ class RoleWorker:
         self, recipe: dict[str, Any], model: str, lineage: dict[str, Any], ends: dict[str, Any], index: int, most_blocks: int
     ) -> dict[str, Any]:
         """Load the model and take up the role. The answer is what the launcher needs to know of it."""
-        settings, placement, known = make_recipe(recipe), self._order.placement, Ends(**ends)
+        settings, placement, config = make_recipe(recipe), self._order.placement, TransportConfig(**ends)
         torch.set_num_threads(placement.threads)
-        transport = known.make(is_sender=self.role == "trainer", device=placement.receives_on)
+        transport = make_transport(config, is_sender=self.role == "trainer", device=placement.receives_on)
         life = Lineage(lineage["id"], lineage["ancestors"])
         self._sync = WeightSync(life, transport, payload=settings.sync.payload, name=self.name)
         log.info("%s on %s, model %s, process %d", self.name, placement.device, model, os.getpid())
         if self.role == "engine":
-            handover = known.handover(self.name)
+            handover = config.handover(self.name)
             return await self._build_engine(settings, model, placement.device, self._sync, index, handover, most_blocks)
         trainer = await asyncio.to_thread(build_trainer, settings, model, device=placement.device)
         frees_memory = settings.engine.sleeps

@@ -13,6 +13,7 @@ from headrace.engine import EngineMemory, blocks_for, free_memory, predict_engin
 from headrace.launch.placement import choose_device, choose_handover, choose_transport, cpu_cache_gigabytes, gpu_share, place_of
 from headrace.settings import ConfigError
 from headrace.staleness import max_untrained_groups
+from headrace.sync import transport_class
 from headrace.trainer import TrainerMemory, predict_memory
 
 if TYPE_CHECKING:
@@ -30,8 +31,6 @@ LOOKED_AT = 64
 _FEWEST_ROLLOUTS = 16
 """That the KV cache has room for, however few the slots: a prompt much longer than those looked at fits too, though others may
 have to wait."""
-_COPIES = 2
-"""Of the weights that a transport holds: the newest, and the one being written."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ def forecast(
 ) -> Forecast:
     """`context`: the most tokens a rollout may have; `free`: the memory there is when the engine begins; `most_blocks`: what
     `most_kv_blocks` gives; `total`: of the GPU of a vLLM server."""
-    dtype, is_exported = recipe.model.dtype, transport == "cuda_ipc"
+    dtype = recipe.model.dtype
     engine = predict_engine_memory(
         shape, recipe.engine, dtype=dtype, context=context, free=free, most_blocks=most_blocks, on_gpu=on_gpu
     )
@@ -94,8 +93,7 @@ def forecast(
         is_here = not on_gpu or choose_handover(recipe) != "folder"  # otherwise it holds them in the host's memory
         held = engine.weights if is_here else 0
         engine = EngineMemory(weights=held, staging=held, cache=0, steps=0, process=engine.process)
-    is_inside = not on_gpu or transport == "memory"
-    copies = _COPIES if is_inside else 1  # on a GPU the transports of a host's memory take one image, and carry it over
+    published = transport_class(transport).memory(engine.weights, on_gpu=on_gpu)
     longest = min(context, longest_prompt + recipe.sampling.max_tokens)
     trainer = predict_memory(
         shape,
@@ -105,15 +103,15 @@ def forecast(
         on_gpu=on_gpu,
         num_parameters=num_parameters,
         num_references=bool(recipe.train.kl) + bool(recipe.train.teacher),
-        publishing=0 if is_exported else copies * engine.weights,
+        publishing=published.trainer,
     )
     return Forecast(
         trainer=trainer,
         engine=engine,
-        exported=_COPIES * engine.weights if is_exported else 0,
+        exported=published.exported,
         is_one_process=recipe.is_inline,
         sleep=recipe.engine.sleep,
-        mapped=0 if on_gpu or transport == "memory" else _COPIES * engine.weights,
+        mapped=published.engine,
         server=server,
     )
 
@@ -146,7 +144,7 @@ def forecast_here(
         context=context,
         longest_prompt=longest_prompt,
         on_gpu=choose_device(recipe) == "cuda",
-        transport=choose_transport(recipe) if not recipe.is_inline else "memory",
+        transport=choose_transport(recipe),
         free=free,
         most_blocks=most_blocks,
         num_parameters=num_parameters,

@@ -26,7 +26,7 @@ from headrace.leftovers import Claim, sweep
 from headrace.rpc import Listener, socket_place
 from headrace.score import RewardWorkers
 from headrace.settings import to_dict
-from headrace.sync import Ends, shared_folder
+from headrace.sync import TransportConfig, shared_folder, transport_class
 from headrace.trainer import RemoteTrainer
 
 if TYPE_CHECKING:
@@ -137,10 +137,10 @@ class LocalProcesses(Orchestration):
 
     def build_arguments(self, process: RoleProcess) -> dict[str, Any]:
         """What its `build` call takes."""
-        return {**self._build_arguments, "index": process.index, "ends": asdict(self._ends(process))}
+        return {**self._build_arguments, "index": process.index, "ends": asdict(self._transport_config(process))}
 
-    def _ends(self, process: RoleProcess) -> Ends:
-        return Ends(
+    def _transport_config(self, process: RoleProcess) -> TransportConfig:
+        return TransportConfig(
             transport=choose_transport(self._recipe),
             folder=process.placement.shared_folder,
             prefix=self.prefix,
@@ -158,7 +158,8 @@ class LocalProcesses(Orchestration):
         """Connect all processes and load their models at once; the first that fails is what is raised. Afterwards they end by
         themselves, unless the run was interrupted: then they are killed on exit."""
         recipe = self._recipe
-        self._ends(self.trainer).check(_weight_bytes(model_path, recipe))
+        config = self._transport_config(self.trainer)
+        transport_class(config.transport).check_space(config, _weight_bytes(model_path, recipe))
         self._build_arguments = {
             "recipe": to_dict(recipe),
             "model": model_path,

@@ -13,6 +13,7 @@ import torch
 from headrace.engine import PARALLEL
 from headrace.launch.threads import threads_of
 from headrace.settings import ConfigError
+from headrace.sync import resolve_transport
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -137,12 +138,11 @@ def receiving_place(recipe: Recipe, index: int) -> str:
 
 
 def choose_transport(recipe: Recipe) -> str:
-    """`sync.transport` between processes, with `auto` resolved: engines that receive on the trainer's GPU open its memory."""
-    if recipe.sync.transport != "auto":
-        return recipe.sync.transport
+    """`sync.transport`, with `auto` resolved."""
     trainer = place_of(choose_device(recipe), "trainer")
-    is_shared = all(receiving_place(recipe, index) == trainer for index in range(recipe.engine.num_engines))
-    return "cuda_ipc" if is_shared and trainer != "cpu" else "shared_memory"
+    places = {receiving_place(recipe, index) for index in range(recipe.engine.num_engines)}
+    shares_gpu = trainer != "cpu" and places == {trainer}
+    return resolve_transport(recipe.sync.transport, is_one_process=recipe.is_inline, shares_gpu=shares_gpu)
 
 
 def choose_handover(recipe: Recipe) -> str:

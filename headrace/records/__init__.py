@@ -24,7 +24,7 @@ from headrace.records.read_columns import unpack_batch, unpack_rollouts, unpack_
 from headrace.records.rollout import Rollout
 from headrace.records.sampling import Call, FinishReason, InfraAbort, Invalid, Outcome, Sampling, SamplingMask, Scored, Source
 from headrace.records.validate import Array, Plain, check_messages, check_plain
-from headrace.records.weight_update import Payload, WeightUpdate
+from headrace.records.weight_update import Part, WeightUpdate
 
 __all__ = [
     "Array",
@@ -36,7 +36,7 @@ __all__ = [
     "Invalid",
     "Manifest",
     "Outcome",
-    "Payload",
+    "Part",
     "Plain",
     "Rollout",
     "Sampling",

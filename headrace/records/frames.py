@@ -27,7 +27,7 @@ from headrace.records.episode import Episode
 from headrace.records.manifest import Manifest, TensorInfo
 from headrace.records.rollout import Rollout
 from headrace.records.sampling import Call, InfraAbort, Invalid, Sampling, SamplingMask, Scored
-from headrace.records.weight_update import WeightUpdate
+from headrace.records.weight_update import Part, WeightUpdate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -55,6 +55,7 @@ _RECORDS: dict[str, type[Any]] = {
         Episode,
         Batch,
         WeightUpdate,
+        Part,
         TensorInfo,
         Manifest,
         Call,
@@ -67,7 +68,7 @@ _RECORDS: dict[str, type[Any]] = {
 }
 _NAMES = {record: name for name, record in _RECORDS.items()}
 _FIELDS = {name: tuple(f.name for f in dataclasses.fields(record)) for name, record in _RECORDS.items()}
-_LATER: dict[str, dict[str, object]] = {"Sampling": {"stop": ()}, "WeightUpdate": {"place": {}}}
+_LATER: dict[str, dict[str, object]] = {"Sampling": {"stop": ()}}
 """Fields that records have got since the schema was fixed, and what they hold in most. Where they hold it they do not
 travel: they cost nothing, and frames from before can still be read."""
 _REQUIRED = {name: frozenset(fields) - _LATER.get(name, {}).keys() for name, fields in _FIELDS.items()}

@@ -1,12 +1,11 @@
-"""What a weight update consists of, tensor by tensor: hundreds of them, and nearly always the same."""
+"""What a weight update consists of, tensor by tensor. There are hundreds, and from version to version only checksums change."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -32,20 +31,33 @@ class TensorInfo:
             raise ValueError(f"tensor {self.name!r}: {self.num_bytes} bytes")
 
 
+@dataclass(frozen=True)
+class TensorColumns:
+    """The tensors of a layout, as columns."""
+
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    num_bytes: tuple[int, ...]
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Manifest(Sequence[TensorInfo]):
-    """A sequence of `TensorInfo`, each made when it is looked at. Two are equal if all they say is."""
+class Manifest:
+    """`TensorInfo`s in order. Iterating makes them one by one; nothing is made for an update that is only passed on."""
 
     layout: str
-    """All but the checksums, as JSON: [[name, dtype, shape, bytes], …]. The same for every version of a model; read once."""
+    """All but the checksums, as JSON: [[name, dtype, shape, bytes], …]. The same for every version of a model; parsed once."""
     checksums: Array
     """[tensors] uint64"""
 
     def __post_init__(self) -> None:
         check_kind(self.layout, str, "manifest: layout")
-        object.__setattr__(self, "checksums", _whole_numbers(self.checksums))
-        if len(self.checksums) != len(self.tensors.names):
-            raise ValueError(f"manifest: {len(self.checksums)} checksums of {len(self.tensors.names)} tensors")
+        sums = np.asarray(self.checksums)
+        if sums.ndim != 1 or sums.dtype.kind not in "iu" or (sums.dtype.kind == "i" and (sums < 0).any()):
+            raise ValueError("manifest: checksums are whole numbers ≥ 0 in one dimension")
+        object.__setattr__(self, "checksums", frozen(sums, np.uint64, "manifest: checksums"))
+        if len(self.checksums) != len(self.names):
+            raise ValueError(f"manifest: {len(self.checksums)} checksums of {len(self.names)} tensors")
 
     @classmethod
     def of(cls, infos: Iterable[TensorInfo]) -> Manifest:
@@ -56,7 +68,7 @@ class Manifest(Sequence[TensorInfo]):
         return cls(layout=json.dumps(layout), checksums=np.asarray([info.checksum for info in infos], dtype=np.uint64))
 
     @property
-    def tensors(self) -> Tensors:
+    def tensors(self) -> TensorColumns:
         return _read(self.layout)
 
     @property
@@ -68,7 +80,7 @@ class Manifest(Sequence[TensorInfo]):
         return sum(self.tensors.num_bytes)
 
     def is_like(self, other: Manifest) -> bool:
-        """Whether it names the same tensors in the same order, whatever they hold."""
+        """Whether it has the same tensors in the same order, whatever they hold."""
         return self.layout == other.layout
 
     def with_checksums(self, checksums: Array) -> Manifest:
@@ -87,40 +99,15 @@ class Manifest(Sequence[TensorInfo]):
         return len(self.checksums)
 
     def __iter__(self) -> Iterator[TensorInfo]:
-        return (self._info(index) for index in range(len(self)))
-
-    @overload
-    def __getitem__(self, index: int) -> TensorInfo: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[TensorInfo, ...]: ...
-    def __getitem__(self, index: int | slice) -> TensorInfo | tuple[TensorInfo, ...]:
-        if isinstance(index, slice):
-            return tuple(self._info(place) for place in range(*index.indices(len(self))))
-        return self._info(range(len(self))[index])
-
-    def _info(self, index: int) -> TensorInfo:
-        tensors = self.tensors
-        return TensorInfo(
-            name=tensors.names[index],
-            shape=tensors.shapes[index],
-            dtype=tensors.dtypes[index],
-            num_bytes=tensors.num_bytes[index],
-            checksum=int(self.checksums[index]),
-        )
-
-
-@dataclass(frozen=True)
-class Tensors:
-    """What a layout says, as columns."""
-
-    names: tuple[str, ...]
-    dtypes: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    num_bytes: tuple[int, ...]
+        each = self.tensors
+        for name, dtype, shape, size, checksum in zip(
+            each.names, each.dtypes, each.shapes, each.num_bytes, self.checksums.tolist(), strict=True
+        ):
+            yield TensorInfo(name=name, shape=shape, dtype=dtype, num_bytes=size, checksum=checksum)
 
 
 @lru_cache(maxsize=32)
-def _read(layout: str) -> Tensors:
+def _read(layout: str) -> TensorColumns:
     try:
         rows = json.loads(layout)
     except (ValueError, RecursionError) as error:
@@ -128,7 +115,7 @@ def _read(layout: str) -> Tensors:
     if not isinstance(rows, list) or not all(map(_is_row, rows)):
         raise ValueError("manifest: its layout is a list of name, dtype, shape and bytes")
     names, dtypes, shapes, num_bytes = zip(*rows, strict=True) if rows else ((), (), (), ())
-    return Tensors(names, dtypes, tuple(map(tuple, shapes)), num_bytes)
+    return TensorColumns(names, dtypes, tuple(map(tuple, shapes)), num_bytes)
 
 
 def _is_row(row: object) -> bool:
@@ -137,13 +124,6 @@ def _is_row(row: object) -> bool:
     name, dtype, shape, num_bytes = row
     numbers = [*shape, num_bytes] if isinstance(shape, list) else [-1]
     return isinstance(name, str) and isinstance(dtype, str) and all(type(n) is int and n >= 0 for n in numbers)
-
-
-def _whole_numbers(column: object) -> Array:
-    array = np.asarray(column)
-    if array.ndim != 1 or array.dtype.kind not in "iu" or (array.dtype.kind == "i" and (array < 0).any()):
-        raise ValueError("manifest: checksums are whole numbers ≥ 0 in one dimension")
-    return frozen(array, np.uint64, "manifest: checksums")
 
 
 NOTHING = Manifest.of(())

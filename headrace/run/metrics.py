@@ -119,7 +119,7 @@ def sync_metrics(policy: PolicyState) -> dict[str, Any]:
     """Of the last update the engines loaded: the bytes that travelled, and those of all the weights."""
     update = policy.last_update
     metrics: dict[str, Any] = {"canary": policy.canary_difference, "failed_syncs": policy.failed_updates}
-    if update is not None and "parcel" in update.place:
-        metrics["sync_bytes"] = float(str(update.place["parcel"]))
+    if update is not None and update.parts:
+        metrics["sync_bytes"] = float(update.num_bytes)
         metrics["sync_full_bytes"] = float(update.manifest.total_bytes)
     return metrics

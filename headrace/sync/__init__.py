@@ -1,8 +1,11 @@
-"""How weights reach the engines: a payload over a transport, held only once the receipt matches.
+"""How weights reach the engines: a payload (what travels) over a transport (how it travels).
 
-The trainer's side takes its weights (`offer`), moves them where receivers do not come for them (`send`) and frees what they
-travelled in (`release`); the engine's side writes them into its second set of weights (`receive`), where it computes the
-checksums of what it now holds. A version counts as held only if they are the manifest's.
+The trainer's side reads its weights (`WeightSync.offer`), pushes them where receivers cannot fetch by themselves (`send`) and
+frees their memory (`release`, `abort`). An engine writes them into its second set of weights (`receive`) and computes the
+checksums of what it now holds: a version counts as held only if they are the manifest's.
+
+`table.py` lists the choices. To add a transport: a file with a subclass of `Transport`, a line in the table, a line in
+`docs/sync.md`. To add a payload: the same with `FullPayload`.
 """
 
 from typing import TYPE_CHECKING
@@ -10,17 +13,21 @@ from typing import TYPE_CHECKING
 from headrace.front_door import front_door
 
 if TYPE_CHECKING:
-    from headrace.sync.choose import Ends as Ends, check_place as check_place
     from headrace.sync.collective.transport import CollectiveTransport as CollectiveTransport
-    from headrace.sync.http.transport import (
-        PIECE_BYTES as PIECE_BYTES,
-        HttpTransport as HttpTransport,
-        relay_places as relay_places,
-    )
+    from headrace.sync.folder import shared_folder as shared_folder
+    from headrace.sync.http.transport import PIECE_BYTES as PIECE_BYTES, HttpTransport as HttpTransport
     from headrace.sync.lineage import Lineage as Lineage
     from headrace.sync.memory import MemoryTransport as MemoryTransport
     from headrace.sync.settings import SyncSettings as SyncSettings
-    from headrace.sync.shared import SharedMemoryTransport as SharedMemoryTransport, shared_folder as shared_folder
+    from headrace.sync.shared_memory import SharedMemoryTransport as SharedMemoryTransport
+    from headrace.sync.table import (
+        is_pushed as is_pushed,
+        make_transport as make_transport,
+        resolve_transport as resolve_transport,
+        routed as routed,
+        transport_class as transport_class,
+    )
+    from headrace.sync.transport import TransportConfig as TransportConfig, check_host as check_host
     from headrace.sync.weight_sync import WeightSync as WeightSync
 else:
     __getattr__ = front_door(__name__)

@@ -1,18 +1,21 @@
-"""Rooms by key, kept for the next parcel when one is freed: memory that was touched before is cheaper than new memory."""
+"""A transport's buffers by key. A freed one is kept for the next key: memory that was touched before is faster than new."""
 
 from __future__ import annotations
 
 import threading
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
+from headrace.sync.transport import Transport
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import torch
     from torch import Tensor
 
 
-class Room(Protocol):
-    """Memory on a transport's medium."""
+class Buffer(Protocol):
+    """Memory of a transport."""
 
     tensor: Tensor
     """All of it: one dimension of uint8."""
@@ -21,61 +24,90 @@ class Room(Protocol):
         """Give it back."""
 
 
-R = TypeVar("R", bound=Room)
+class TorchBuffer:
+    """From torch's own memory, on any device."""
+
+    def __init__(self, num_bytes: int, device: torch.device | str = "cpu") -> None:
+        import torch
+
+        from headrace.model import allocate_bytes
+
+        self.tensor = allocate_bytes(num_bytes, torch.device(device))
+
+    def drop(self) -> None:
+        """Freed with the last reference."""
 
 
-class Rooms(Generic[R]):
-    """At most one is kept spare: the next parcel is written while the last may still be read, and no more."""
+B = TypeVar("B", bound=Buffer)
 
-    def __init__(self, make: Callable[[int], R]) -> None:
+
+class Spare(Generic[B]):
+    """Makes buffers, and keeps at most one that was given back: the next update is written while the last may still be read,
+    and no more are needed."""
+
+    def __init__(self, make: Callable[[int], B]) -> None:
         self._make = make
-        self._held: dict[str, tuple[R, int]] = {}
-        self._spare: R | None = None
+        self._spare: B | None = None
         self._lock = threading.Lock()
 
-    def take(self, key: str, num_bytes: int) -> R:
+    def take(self, num_bytes: int) -> B:
         """The spare one if it is large enough, or a new one."""
-        self.free(key)
         with self._lock:
-            room, self._spare = self._spare, None
-            if room is not None and len(room.tensor) < num_bytes:
-                room.drop()
-                room = None
-            room = room or self._make(num_bytes)
-            self._held[key] = room, num_bytes
-            return room
+            buffer, self._spare = self._spare, None
+        if buffer is not None and len(buffer.tensor) >= num_bytes:
+            return buffer
+        if buffer is not None:
+            buffer.drop()
+        return self._make(num_bytes)
 
-    def find(self, key: str) -> tuple[R, int] | None:
-        """The room and how many of its bytes are the parcel's."""
+    def give(self, buffer: B) -> None:
+        """Keep it for the next, unless a larger one is kept already."""
         with self._lock:
-            return self._held.get(key)
-
-    def parcel(self, key: str) -> Tensor | None:
-        found = self.find(key)
-        return None if found is None else found[0].tensor[: found[1]]
-
-    def free(self, key: str) -> None:
-        """Keep it for the next parcel, unless a larger one is kept already."""
-        with self._lock:
-            room, _ = self._held.pop(key, (None, 0))
-            if room is None:
-                return
             if self._spare is not None:
-                small, room = sorted((self._spare, room), key=lambda each: len(each.tensor))
-                small.drop()
-            self._spare = room
+                smaller, buffer = sorted((self._spare, buffer), key=lambda each: len(each.tensor))
+                smaller.drop()
+            self._spare = buffer
 
-    def close(self) -> None:
-        """Give back all of them."""
-        with self._lock:
-            for room, _ in self._held.values():
-                room.drop()
-            self._held.clear()
-        self.close_spare()
-
-    def close_spare(self) -> None:
-        """Keep nothing for the next parcel."""
+    def clear(self) -> None:
         with self._lock:
             if self._spare is not None:
                 self._spare.drop()
                 self._spare = None
+
+
+class BufferedTransport(Transport, Generic[B]):
+    """A transport that holds what it offers in buffers of one kind."""
+
+    def __init__(self, make: Callable[[int], B]) -> None:
+        self._spare = Spare(make)
+        self._held: dict[str, tuple[B, int]] = {}
+        """By key, with the number of bytes in use."""
+        self._lock = threading.Lock()
+
+    def allocate(self, key: str, num_bytes: int) -> Tensor:
+        self.free(key)
+        buffer = self._spare.take(num_bytes)
+        with self._lock:
+            self._held[key] = buffer, num_bytes
+        return buffer.tensor[:num_bytes]
+
+    def find(self, key: str) -> tuple[B, int] | None:
+        with self._lock:
+            return self._held.get(key)
+
+    def bytes_of(self, key: str) -> Tensor | None:
+        found = self.find(key)
+        return None if found is None else found[0].tensor[: found[1]]
+
+    def free(self, key: str) -> None:
+        with self._lock:
+            buffer, _ = self._held.pop(key, (None, 0))
+        if buffer is not None:
+            self._spare.give(buffer)
+
+    def close(self) -> None:
+        with self._lock:
+            held, self._held = self._held, {}
+        for buffer, _ in held.values():
+            buffer.drop()
+        self._spare.clear()

@@ -1,4 +1,4 @@
-"""The lives of a trainer."""
+"""Which life of a trainer weights come from."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Lineage:
-    """One life of a trainer. Weights are identified by (policy, lineage, version).
+    """One life of a trainer, from its start or restart to its end. Weights are identified by (policy, lineage, version).
 
-    A trainer that restarts from version 40 of life A is life B, and of A only versions up to 40 are still history:
+    A trainer that restarts from version 40 of lineage A gets lineage B, and of A only versions up to 40 are still history:
     `ancestors` is then {A: 40}.
     """
 
@@ -22,10 +22,10 @@ class Lineage:
         return cls(id=secrets.token_hex(4))
 
     def after_restart(self, version: int) -> Lineage:
-        """The next life, begun from `version` of this one."""
-        history = {life: min(last, version) for life, last in self.ancestors.items()}
+        """Of a trainer that restarts from `version` of this one."""
+        history = {lineage: min(last, version) for lineage, last in self.ancestors.items()}
         return Lineage(id=secrets.token_hex(4), ancestors={**history, self.id: version})
 
     def contains(self, lineage: str, version: int) -> bool:
-        """Whether those weights are this life's own or its history."""
+        """Whether those weights are this lineage's own or its history."""
         return lineage == self.id or version <= self.ancestors.get(lineage, -1)

@@ -1,60 +1,46 @@
-"""The transport inside one process: the engine copies out of the room that the trainer's weights were packed into."""
+"""The transport inside one process: the engine copies out of the buffer that the trainer's weights were packed into."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from headrace.errors import SyncError
-from headrace.model import allocate_bytes
-from headrace.sync.buffers import Rooms
+from headrace.sync.buffers import BufferedTransport, TorchBuffer
+from headrace.sync.folder import COPIES
+from headrace.sync.transport import TransportMemory
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
+    import torch
     from torch import Tensor
 
     from headrace.records import Plain
-    from headrace.sync.transport import Target
+    from headrace.sync.transport import Target, TransportConfig
 
 
-class MemoryRoom:
-    """In torch's own memory, on any device."""
-
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
-        self.tensor = allocate_bytes(num_bytes, device)
-
-    def drop(self) -> None:
-        """It goes when nobody holds it."""
-
-
-class MemoryTransport:
+class MemoryTransport(BufferedTransport[TorchBuffer]):
     """Both ends are the same object."""
 
     name = "memory"
+    crosses_processes = False
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
-        place = torch.device(device)
-        self._rooms = Rooms(lambda num_bytes: MemoryRoom(num_bytes, place))
+        super().__init__(lambda num_bytes: TorchBuffer(num_bytes, device))
 
-    def room(self, key: str, num_bytes: int) -> Tensor:
-        return self._rooms.take(key, num_bytes).tensor[:num_bytes]
+    @classmethod
+    def make(cls, config: TransportConfig, *, is_sender: bool, device: str) -> MemoryTransport:
+        return cls(device)
+
+    @classmethod
+    def memory(cls, weights: int, *, on_gpu: bool) -> TransportMemory:
+        return TransportMemory(trainer=COPIES * weights)
 
     def post(self, key: str, views: Mapping[str, Tensor]) -> dict[str, Plain]:
         return {"key": key}
 
-    def push(self, key: str, receivers: Sequence[str]) -> None:
-        """The receiver comes for it."""
-
     def fetch(self, place: Mapping[str, Plain], target: Target, *, receiver: str) -> None:
-        parcel = self._rooms.parcel(str(place.get("key")))
-        if parcel is None:
+        found = self.bytes_of(str(place.get("key")))
+        if found is None:
             raise SyncError("it is not on offer any more, or never was")
-        target.write(0, parcel)
-
-    def free(self, key: str) -> None:
-        self._rooms.free(key)
-
-    def close(self) -> None:
-        self._rooms.close()
+        target.write(0, found)

@@ -4,30 +4,38 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from headrace.settings import check
+from headrace.sync.table import PAYLOADS, TRANSPORTS
+
+if TYPE_CHECKING:
+    PayloadName: TypeAlias = str
+    TransportName: TypeAlias = str
+else:
+    PayloadName = Literal[tuple(PAYLOADS)]
+    TransportName = Literal[("auto", *TRANSPORTS)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyncSettings:
     """How weights reach the engines."""
 
-    payload: Literal["full", "delta"] = "full"
-    """`full`: all weights. `delta`: what has changed since the version the engines hold, without loss; a hundredth of the
-    bytes at RL's learning rates, for the time to find it."""
-    transport: Literal["auto", "memory", "shared_memory", "cuda_ipc", "collective", "files", "http"] = "auto"
+    payload: PayloadName = "full"
+    """`full`: all weights. `delta`: what has changed since the version that the engines hold, without loss; a hundredth of the
+    bytes at RL's learning rates, for the time it takes to find."""
+    transport: TransportName = "auto"
     """`memory`: inside one process. `shared_memory`: between processes of one host. `cuda_ipc`: between processes that share a
     GPU. `collective`: NCCL or gloo. `files`: any shared filesystem. `http`: anywhere, relayed from engine to engine. `auto`:
     memory in one process, cuda_ipc where trainer and engine share the only GPU, otherwise shared_memory."""
     folder: str = ""
-    """Where shared memory or files lie; empty takes /dev/shm."""
+    """Where shared memory and files lie; empty means /dev/shm."""
     host: str = "127.0.0.1"
-    """The address that `collective` and `http` listen on, and engine.vllm.handover = "nccl"."""
+    """The address that `collective`, `http` and engine.vllm.handover = "nccl" listen on."""
     deadline: float = 60.0
-    """Seconds an update may go without progress before it is given up and sent again."""
+    """Seconds without progress after which an update is aborted and sent again."""
     patience: float = 5.0
-    """Seconds that engines which hold an update wait for slower ones to hold it; those then begin nothing new until they do."""
+    """How many seconds updated engines wait for slow ones, which then get no new work until they catch up."""
     canary_limit: float = 0.0
     """The run stops when engine and trainer, holding the same version, differ by more than this on a fixed prompt (mean
     |Δ logprob| per token); 0 takes 0.01 in float32 and 0.3 in bfloat16."""

@@ -1,4 +1,4 @@
-"""A payload over a transport: what a trainer's weights travel as, and how they become an engine's.
+"""A payload over a transport: how a trainer's weights become an engine's.
 
 The sender reads the weights once, into an image: all tensors in one run of bytes, in the layout of an engine's own arena.
 From then on they may change. The image is hashed where it lies, and travels whole, or as its difference from the image that
@@ -10,15 +10,15 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from headrace.errors import SyncError
 from headrace.model import Arena, Inspector, allocate_bytes, arena_bytes, describe, lay_out
-from headrace.records import Payload, WeightUpdate
-from headrace.sync import delta
+from headrace.records import Part, WeightUpdate
+from headrace.sync.full import FullPayload
+from headrace.sync.table import payload_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,74 +26,64 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from headrace.model import Incoming, Slot
-    from headrace.records import Manifest, Plain
+    from headrace.records import Manifest
     from headrace.sync.lineage import Lineage
-    from headrace.sync.transport import Transport
+    from headrace.sync.transport import Target, Transport
 
-_MOST_DELTAS = 16
-"""Kept for an engine that comes late."""
+    Weights = Mapping[str, Tensor] | Arena
+
+_ADOPTED = "adopted"
+"""The transport's key of an adopted arena."""
 
 
 class WeightSync:
     """Both ends of a sync; a process uses one of them. Calls block, and may come from any thread."""
 
     def __init__(
-        self,
-        lineage: Lineage,
-        transport: Transport,
-        *,
-        payload: Payload | str = Payload.FULL,
-        policy: str = "policy",
-        name: str = "",
+        self, lineage: Lineage, transport: Transport, *, payload: str = "full", policy: str = "policy", name: str = ""
     ) -> None:
+        """`name`: the receiver's, which a transport that pushes knows it by."""
         self.lineage = lineage
-        self._transport, self._payload, self._policy = transport, Payload(payload), policy
-        self._name = name
-        """Of the receiver, where a transport must tell them apart."""
+        self._transport, self._policy, self._name = transport, policy, name
+        self._payload = payload_class(payload)()
         self._attempts = itertools.count()
         self._layout: _Layout | None = None
         self._offered: dict[str, WeightUpdate] = {}
-        """By key: what is on the transport and not freed."""
-        self._held, self._next = _Image(), _Image()
-        """For differences: the image that the engines hold, and the one on its way."""
-        self._is_held_by_all = True
-        """No engine holds something that was given up: a difference from what is held is good for every one of them."""
-        self._chain: list[WeightUpdate] = []
-        """Differences one on top of the other, the last of them held."""
+        """By key: on the transport, and not freed."""
         self._newest: WeightUpdate | None = None
-        """The last that was released; an engine that comes late is brought there."""
+        """The last that was released; an engine that comes late is brought to it."""
         self._caught_up: WeightUpdate | None = None
-        """All of it, made for an engine that came late: the next that does gets the same."""
-        self._home: Arena | None = None
+        """All weights, made for an engine that came late; others get the same."""
+        self._adopted: Arena | None = None
         """Weights that receivers read where they are."""
-        self._when_over: dict[str, Callable[[], None]] = {}
-        """By key: what to call when nobody reads them any more."""
+        self._when_read: dict[str, Callable[[], None]] = {}
+        """By key: what to call when receivers have stopped reading adopted weights."""
         self._lock = threading.RLock()
-        self._beside = _Beside()
+        self._stream: torch.cuda.Stream | None = None
 
     @property
     def relay(self) -> str:
-        """Where this end hands on what it receives, if it does."""
-        return str(getattr(self._transport, "url", ""))
+        """Where this end serves to others what it has received, if it does."""
+        return self._transport.relay_url
 
     # The sender's end
 
     def adopt(self, model: nn.Module) -> Arena:
-        """Lay a model's weights into memory that receivers can read themselves, where the transport has such on the model's
-        device: offered from there, no byte of them is copied here."""
-        is_home = False
+        """Move a model's weights into memory that receivers can read, where the transport has such memory on the model's
+        device: publishing them then copies nothing here."""
+        is_readable = False
 
         def allocate(num_bytes: int, device: torch.device) -> Tensor:
-            nonlocal is_home
-            room = self._transport.room(_HOME, num_bytes)
-            is_home = room.device == device and getattr(self._transport, "keeps_rooms", True)
-            return room if is_home else allocate_bytes(num_bytes, device)
+            nonlocal is_readable
+            buffer = self._transport.allocate(_ADOPTED, num_bytes)
+            is_readable = buffer.device == device and self._transport.keeps_buffers
+            return buffer if is_readable else allocate_bytes(num_bytes, device)
 
         arena = Arena.adopt(model, allocate)
-        if is_home:
-            self._home = arena
+        if is_readable:
+            self._adopted = arena
         else:
-            self._transport.free(_HOME)
+            self._transport.free(_ADOPTED)
         return arena
 
     @torch.no_grad()
@@ -102,232 +92,193 @@ class WeightSync:
         version: int,
         tensors: Iterable[tuple[str, Tensor]] | Arena,
         *,
-        adapter: dict[str, Plain] | None = None,
         whole: bool = False,
         on_read: Callable[[], None] = lambda: None,
     ) -> WeightUpdate:
-        """Take the weights as they are now and have them ready to be fetched. `on_read` is called as soon as they may change:
-        before this returns, or, where receivers read an adopted arena itself, when the update is released or given up.
+        """Read the weights as they are now and make them ready to be fetched. Called at the trainer when a version is trained.
 
-        Called by the trainer's side when a version has been trained. An adapter is a shorter iterator, with its
-        configuration. `whole`: no difference, whatever the setting; a second attempt is always so.
+        `on_read` is called as soon as they may change: before this returns, or, where receivers read an adopted arena itself,
+        when the update is released or given up. `whole`: no difference, whatever the setting, as for every second attempt.
         """
         key = f"{version}-{next(self._attempts)}"
         weights = tensors if isinstance(tensors, Arena) else dict(tensors)
+        device = _device(weights)
         try:
-            with self._lock, self._beside.working(_device(weights)):
+            with self._lock, self._side_stream(device):
                 layout = self._lay_out(weights)
-                image, room = self._take(layout, weights, key)
+                image, buffer = self._pack(layout, weights, key)
                 if image is not weights:
-                    self._beside.settle()
+                    _settle(device)
                     on_read()
                 manifest = layout.hash(image)
-                body, base = image.memory, None
-                if self._payload is Payload.DELTA and adapter is None:
-                    self._next.key = key
-                    if not whole:
-                        body, base = self._difference(image, version)
-                if room is None:
-                    room = self._transport.room(key, len(body))
-                    room.copy_(body)
-                    self._beside.settle()
+                body, base = self._payload.encode(image, version=version, key=key, whole=whole)
+                if buffer is None:
+                    buffer = self._copied(key, body)
                     if image is weights:
                         on_read()
-                elif image is self._home:
-                    self._when_over[key] = on_read
-                update = WeightUpdate(
-                    policy=self._policy,
-                    lineage=self.lineage.id,
-                    version=version,
-                    base_version=base,
-                    payload=Payload.DELTA if base is not None else Payload.FULL if adapter is None else Payload.ADAPTER,
-                    adapter=adapter,
-                    transport=self._transport.name,
-                    manifest=manifest,
-                )
-                return self._post(update, key, room, layout.slots)
+                elif image is self._adopted:
+                    self._when_read[key] = on_read
+                return self._post(key, buffer, version=version, base=base, manifest=manifest, slots=layout.slots)
         except BaseException:
             self._free(key)
             raise
 
     def send(self, update: WeightUpdate, receivers: Sequence[str]) -> None:
-        """Move the update to these receivers while they receive it; nothing to do where they come for it."""
-        if _key(update) not in self._offered:
+        """Move the update to these receivers while they receive it; returns at once where they fetch it by themselves."""
+        key = self._own_key(update)
+        if not key:
             raise SyncError(f"version {update.version} is not on offer any more")
-        self._transport.push(_key(update), receivers)
+        self._transport.push(key, receivers)
 
     def release(self, update: WeightUpdate) -> None:
-        """Called when the engines hold it. It stays to be had, for those that come late, until a newer one is held."""
+        """Called when the engines hold it. It stays available to engines that come late until a newer one is held."""
         with self._lock:
-            key = _key(update)
-            if key not in self._offered:
+            key = self._own_key(update)
+            if not key:
                 return
-            if self._next.key == key:
-                self._held, self._next = self._next, self._held
-                self._held.version, self._next.key = update.version, ""
-            self._newest, self._is_held_by_all = self._offered[key], True
-            self._when_over.pop(key, _nothing)()
-            self._chain = [*self._chain, self._newest] if update.payload is Payload.DELTA else []
-            self._chain = self._chain[-_MOST_DELTAS:]
-            kept = {_key(each) for each in (*self._chain, self._newest)}
-            before = itertools.takewhile(lambda other: other != key, list(self._offered))
-            for other in [other for other in before if other not in kept]:
+            self._newest = self._offered[key]
+            self._payload.released(self._newest, key)
+            self._when_read.pop(key, _nothing)()
+            kept = {self._own_key(each) for each in (*self._payload.kept(), self._newest)}
+            earlier = itertools.takewhile(lambda other: other != key, list(self._offered))
+            for other in [other for other in earlier if other not in kept]:
                 self._free(other)
 
     def abort(self, update: WeightUpdate) -> None:
-        """Called when an update is given up: nobody can fetch it any more, and whoever is at it meets an error. What the
-        engines held before is what they hold, but for those that had taken it; so the next travels whole."""
-        self._is_held_by_all = False
-        self._free(_key(update))  # without the lock: whoever holds it may wait for this
+        """Called when an update is given up: receivers that are fetching it fail, and no one can fetch it again. Engines that
+        had loaded it already keep it, so the next update travels whole."""
+        self._payload.aborted()
+        self._free(self._own_key(update))  # without the lock: its holder may be waiting for this
 
     @torch.no_grad()
     def catch_up(self, version: int | None) -> list[WeightUpdate]:
-        """What brings an engine that holds `version` of this life, or nothing of it, to the newest that was released: the
-        differences it missed, or all of it."""
+        """What brings an engine that holds `version` of this lineage, or None, to the newest that was released."""
         with self._lock:
             newest = self._newest
             if newest is None or version == newest.version:
                 return []
-            if newest.payload is not Payload.DELTA:
-                return [newest]
-            missed = [update for update in self._chain if version is not None and update.version > version]
-            if missed and missed[0].base_version == version:
+            missed = self._payload.missed(version, newest)
+            if not isinstance(missed, Arena):
                 return missed
             made = self._caught_up
-            if made is not None and made.version == newest.version and _key(made) in self._offered:
-                return [made]
-            held = self._held.arena
-            assert held is not None
-            key = f"{newest.version}-{next(self._attempts)}"
-            with self._beside.working(held.device):
-                room = self._transport.room(key, held.num_bytes)
-                room.copy_(held.memory)
-                self._beside.settle()
-            update = WeightUpdate(
-                policy=self._policy,
-                lineage=self.lineage.id,
-                version=newest.version,
-                transport=self._transport.name,
-                manifest=newest.manifest,
-            )
-            self._caught_up = self._post(update, key, room, held.slots)
-            return [self._caught_up]
+            if made is None or made.version != newest.version or not self._own_key(made):
+                key = f"{newest.version}-{next(self._attempts)}"
+                with self._side_stream(missed.device):
+                    buffer = self._copied(key, missed.memory)
+                made = self._post(key, buffer, version=newest.version, base=None, manifest=newest.manifest, slots=missed.slots)
+                self._caught_up = made
+            return [made]
 
     def close(self) -> None:
-        """Give back what either end holds: memory, files, sockets."""
+        """Give back memory, files and sockets, at either end."""
         self._transport.close()
+        self._payload.reset()
         self._offered.clear()
-        self._held, self._next, self._newest, self._caught_up, self._chain = _Image(), _Image(), None, None, []
+        self._newest = self._caught_up = None
 
     # The receiver's end
 
     def receive(self, update: WeightUpdate, incoming: Incoming) -> None:
-        """Called by an engine's `load`, in a thread of its own: write the update's bytes. Whether they are what was sent is
-        for the receipt to say."""
+        """Write the update's weights. Called by an engine's `load`, in a thread of its own; the engine then compares the
+        checksums of what it holds with the manifest."""
         try:
-            if update.transport != self._transport.name:
-                raise SyncError(f"this engine receives over {self._transport.name}")
-            if update.payload is Payload.DELTA:
-                self._receive_difference(update, incoming)
-            else:
-                self._transport.fetch(update.place, incoming, receiver=self._name)
+            payload_class(update.payload).receive(update, incoming, self._fetch)
         except SyncError as error:
-            raise SyncError(f"version {update.version} over {update.transport}: {error}") from error
+            over = ", ".join(dict.fromkeys(part.transport for part in update.parts))
+            raise SyncError(f"version {update.version} over {over}: {error}") from error
 
-    def _receive_difference(self, update: WeightUpdate, incoming: Incoming) -> None:
-        num_bytes = update.place.get("parcel")
-        if not isinstance(num_bytes, int) or not 0 <= num_bytes <= incoming.num_bytes:
-            raise SyncError(f"{num_bytes} bytes are no difference of {incoming.num_bytes}")
-        parcel = _Parcel(num_bytes, incoming.check)
-        self._transport.fetch(update.place, parcel, receiver=self._name)
-        delta.apply(parcel.buffer, incoming.take_running())
+    def _fetch(self, part: Part, target: Target) -> None:
+        if part.transport != self._transport.name:
+            raise SyncError(f"this engine receives over {self._transport.name}")
+        self._transport.fetch(part.place, target, receiver=self._name)
 
-    # Images and parcels
+    # Images and buffers
 
-    def _lay_out(self, tensors: Mapping[str, Tensor] | Arena) -> _Layout:
+    def _lay_out(self, weights: Weights) -> _Layout:
         known = self._layout
-        if isinstance(tensors, Arena):
-            if known is None or known.slots is not tensors.slots:
-                known = _Layout(describe(tensors.views), tensors.slots)
+        if isinstance(weights, Arena):
+            if known is None or known.slots is not weights.slots:
+                known = _Layout(describe(weights.views), weights.slots)
         else:
-            manifest = describe(tensors)
+            manifest = describe(weights)
             if known is None or not known.manifest.is_like(manifest):
                 known = _Layout(manifest, lay_out(manifest))
         if known is not self._layout:
             self._layout = known
-            self._held, self._next = _Image(), _Image()  # of another shape: there is nothing to take a difference from
+            self._payload.reset()
         return known
 
-    def _take(self, layout: _Layout, tensors: Mapping[str, Tensor] | Arena, key: str) -> tuple[Arena, Tensor | None]:
-        """The image, and the room if that is where it lies: it does if weights travel whole and the room is on their device.
-        An adopted arena is its own image, and so is one whose room is on another device."""
-        device = _device(tensors)
-        if self._payload is not Payload.DELTA:
-            if isinstance(tensors, Arena) and tensors is self._home:
-                return tensors, tensors.memory
-            room = self._transport.room(key, layout.num_bytes)
-            if room.device.type == device.type:
-                image = Arena(layout.slots, device=room.device, allocate=lambda *_: room)
-                _pack(image, tensors)
-                return image, room
+    def _pack(self, layout: _Layout, weights: Weights, key: str) -> tuple[Arena, Tensor | None]:
+        """The image, and the transport's buffer if the image lies in it. It does if the image is what travels and the buffer
+        is on the weights' device. An adopted arena is its own image, and so is an arena whose buffer is on another device."""
+        if self._payload.sends_image:
+            if isinstance(weights, Arena) and weights is self._adopted:
+                return weights, weights.memory
+            buffer = self._transport.allocate(key, layout.num_bytes)
+            if buffer.device.type == _device(weights).type:
+                image = _view(buffer, layout.slots)
+                _copy(image, weights)
+                return image, buffer
             self._transport.free(key)
-            if isinstance(tensors, Arena):
-                return tensors, None
-        if self._next.arena is None or self._next.arena.device != device:
-            self._next.arena = Arena(layout.slots, device=device)
-        _pack(self._next.arena, tensors)
-        return self._next.arena, None
+            if isinstance(weights, Arena):
+                return weights, None
+        image = self._payload.image(layout.slots, _device(weights))
+        _copy(image, weights)
+        return image, None
 
-    def _difference(self, image: Arena, version: int) -> tuple[Tensor, int | None]:
-        """(the difference from what is held, the version that is), or the image itself where that is smaller or nothing is
-        held by all."""
-        held, base = self._held.arena, self._held.version
-        is_possible = self._is_held_by_all and delta.DTYPES.issuperset(image.flat)
-        if held is None or base is None or base >= version or not is_possible:
-            return image.memory, None
-        blob = delta.encode([(held.flat[dtype], image.flat[dtype]) for dtype in sorted(image.flat, key=str)])
-        return (blob, base) if len(blob) < image.num_bytes else (image.memory, None)
+    def _copied(self, key: str, body: Tensor) -> Tensor:
+        """A buffer of the transport's with these bytes."""
+        buffer = self._transport.allocate(key, len(body))
+        buffer.copy_(body)
+        for device in (body.device, buffer.device):
+            _settle(device)
+        return buffer
 
-    def _post(self, update: WeightUpdate, key: str, room: Tensor, slots: Mapping[str, Slot]) -> WeightUpdate:
-        if self._home is not None and room is self._home.memory:
-            place = self._transport.post(_HOME, self._home.views)
-        elif update.payload is Payload.DELTA:
-            place = self._transport.post(key, {_DELTA: room})
+    def _post(
+        self, key: str, buffer: Tensor, *, version: int, base: int | None, manifest: Manifest, slots: Mapping[str, Slot]
+    ) -> WeightUpdate:
+        """`base` is the version that the buffer's bytes are a difference from, if they are one."""
+        name = FullPayload.name if base is None else self._payload.name
+        if self._adopted is not None and buffer is self._adopted.memory:
+            place = self._transport.post(_ADOPTED, self._adopted.views)
         else:
-            place = self._transport.post(key, Arena(slots, device=room.device, allocate=lambda *_: room).views)
-        update = replace(update, place={**place, "offer": key, "parcel": len(room)})
+            place = self._transport.post(key, _view(buffer, slots).views if base is None else {name: buffer})
+        update = WeightUpdate(
+            policy=self._policy,
+            lineage=self.lineage.id,
+            version=version,
+            base_version=base,
+            payload=name,
+            manifest=manifest,
+            parts=(Part(transport=self._transport.name, key=key, place=place, num_bytes=len(buffer)),),
+        )
         self._offered[key] = update
         return update
+
+    def _own_key(self, update: WeightUpdate) -> str:
+        """Of the part that this end offers; empty if it does not, or no longer."""
+        return next((part.key for part in update.parts if part.key in self._offered), "")
 
     def _free(self, key: str) -> None:
         self._offered.pop(key, None)
         self._transport.free(key)
-        self._when_over.pop(key, _nothing)()
+        self._when_read.pop(key, _nothing)()
 
-
-_HOME = "home"
-"""The key of an adopted arena."""
-_DELTA = "delta"
-"""What a difference is called among named tensors."""
-
-
-def _nothing() -> None:
-    """Nobody waits."""
-
-
-@dataclass
-class _Image:
-    """Weights as they travel."""
-
-    arena: Arena | None = None
-    key: str = ""
-    """Of the update that carries it."""
-    version: int | None = None
-    """Held by the engines as this."""
+    @contextlib.contextmanager
+    def _side_stream(self, device: torch.device) -> Iterator[None]:
+        """On a GPU, a stream of its own, so that publishing does not queue behind the next step. What is queued within waits
+        for what this thread queued before."""
+        if device.type != "cuda":
+            yield
+            return
+        stream = self._stream = self._stream or torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            yield
 
 
 class _Layout:
-    """Of every image: names, shapes and dtypes do not change."""
+    """Of every image: names, shapes and dtypes do not change from version to version."""
 
     def __init__(self, manifest: Manifest, slots: dict[str, Slot]) -> None:
         self.manifest, self.slots = manifest, slots
@@ -344,60 +295,32 @@ class _Layout:
         return self.manifest.with_checksums(sums)
 
 
-class _Parcel:
-    """A `Target` in the host's memory, for bytes that are not weights yet."""
-
-    def __init__(self, num_bytes: int, check: Callable[[], None]) -> None:
-        self.buffer = allocate_bytes(num_bytes, torch.device("cpu"))
-        self.num_bytes, self.views, self.check = num_bytes, {_DELTA: self.buffer}, check
-
-    def write(self, start: int, piece: Tensor) -> None:
-        self.check()
-        if not 0 <= start <= start + len(piece) <= self.num_bytes:
-            raise SyncError(f"{len(piece)} bytes arrived for place {start} of {self.num_bytes}")
-        self.buffer[start : start + len(piece)].copy_(piece)
+def _nothing() -> None:
+    """Stands for a callback that was not given."""
 
 
-class _Beside:
-    """A stream of one's own on a GPU, so that publishing does not stand in the queue of the next step; nothing on a CPU."""
-
-    def __init__(self) -> None:
-        self._stream: torch.cuda.Stream | None = None
-
-    @contextlib.contextmanager
-    def working(self, device: torch.device) -> Iterator[None]:
-        """What is queued within waits for what this thread queued before."""
-        if device.type != "cuda":
-            yield
-            return
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(device)
-        self._stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(self._stream):
-            yield
-
-    def settle(self) -> None:
-        """Wait until what was queued is done."""
-        if self._stream is not None:
-            self._stream.synchronize()
+def _view(buffer: Tensor, slots: Mapping[str, Slot]) -> Arena:
+    return Arena(slots, device=buffer.device, allocate=lambda *_: buffer)
 
 
-def _device(tensors: Mapping[str, Tensor] | Arena) -> torch.device:
-    if isinstance(tensors, Arena):
-        return tensors.device
-    return next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
+def _settle(device: torch.device) -> None:
+    """Wait for what was queued on the current stream."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
-def _pack(image: Arena, tensors: Mapping[str, Tensor] | Arena) -> None:
-    """Copy into an image, in as few launches as there can be."""
-    if isinstance(tensors, Arena):
-        image.copy_from(tensors)
+def _device(weights: Weights) -> torch.device:
+    if isinstance(weights, Arena):
+        return weights.device
+    return next((tensor.device for tensor in weights.values()), torch.device("cpu"))
+
+
+def _copy(image: Arena, weights: Weights) -> None:
+    """Into an image, in as few kernel launches as possible."""
+    if isinstance(weights, Arena):
+        image.copy_from(weights)
     elif image.device.type == "cuda":
-        torch._foreach_copy_([image.views[name] for name in tensors], list(tensors.values()))
+        torch._foreach_copy_([image.views[name] for name in weights], list(weights.values()))
     else:
-        for name, tensor in tensors.items():
+        for name, tensor in weights.items():
             image.views[name].copy_(tensor)
-
-
-def _key(update: WeightUpdate) -> str:
-    return str(update.place.get("offer", ""))

@@ -18,10 +18,10 @@ import pytest
 import torch
 from far import Far, Receiver, Sender, make_sync, packed
 
+from headrace import leftovers
 from headrace.errors import SyncError
 from headrace.model.weights import named_tensors
-from headrace.records import Payload
-from headrace.sync import Ends, Lineage, MemoryTransport, WeightSync
+from headrace.sync import Lineage, MemoryTransport, TransportConfig, WeightSync, table as sync_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 DEADLINE = 2.0
 HAS_GPU = torch.cuda.is_available()
-TRANSPORTS = ["memory", "shared_memory", "files", "http", "collective", "cuda_ipc"]
+TRANSPORTS = list(sync_table.TRANSPORTS)
 BETWEEN = TRANSPORTS[1:]
-PAYLOADS = [payload.value for payload in Payload]
+PAYLOADS = list(sync_table.PAYLOADS)
 FOUND: dict[tuple[str, str, str], str] = {}
 FAULTS = ["drop", "flip", "reorder", "receiver killed", "sender killed"]
 
@@ -59,29 +59,27 @@ class Ended:
 
     def __init__(self, transport: str, payload: str, folder: Path) -> None:
         self.transport, self.payload, self.folder = transport, payload, folder
-        self.ends = Ends(
+        self.ends = TransportConfig(
             transport=transport, folder=str(folder), prefix="headrace-t", host="127.0.0.1", token="t" * 32, deadline=DEADLINE
         )
         self.device = "cuda:0" if transport == "cuda_ipc" else "cpu"
-        self.is_adapter = payload == Payload.ADAPTER
         self._far: list[Far] = []
         self._syncs: list[WeightSync] = []
 
     def sync(self, *, is_sender: bool, name: str) -> WeightSync:
         if self.transport == "memory":
             if not self._syncs:
-                wanted = Payload.DELTA if self.payload == Payload.DELTA else Payload.FULL
-                self._syncs.append(WeightSync(Lineage("life"), MemoryTransport(), payload=wanted))
+                self._syncs.append(WeightSync(Lineage("life"), MemoryTransport(), payload=self.payload))
             return self._syncs[0]
         sync = make_sync(self.ends, payload=self.payload, is_sender=is_sender, name=name, device=self.device)
         self._syncs.append(sync)
         return sync
 
     def sender(self) -> Sender:
-        return Sender(self.sync(is_sender=True, name="trainer"), is_adapter=self.is_adapter, device=self.device)
+        return Sender(self.sync(is_sender=True, name="trainer"), device=self.device)
 
     def receiver(self) -> Near:
-        return Near(Receiver(self.sync(is_sender=False, name="engine-0"), is_adapter=self.is_adapter, device=self.device))
+        return Near(Receiver(self.sync(is_sender=False, name="engine-0"), device=self.device))
 
     def far(self, role: str, *, name: str, slow: float = 0.0) -> Far:
         far = Far(role, self.ends, payload=self.payload, name=name, slow=slow, device=self.device)
@@ -90,22 +88,22 @@ class Ended:
 
     def parcel(self, sender: Sender, update: WeightUpdate) -> Tensor | Path:
         """The bytes of an update, where receivers will read them."""
-        key = str(update.place["offer"])
+        part = update.parts[0]
         transport = sender.sync._transport
         if self.transport == "files":
-            return self.folder / str(update.place["file"])
+            return self.folder / str(part.place["file"])
         if self.transport == "http":
-            return transport._shelf.find(key).bytes  # type: ignore[attr-defined]
+            return transport._buffers.find(part.key).bytes  # type: ignore[attr-defined]
         if self.transport == "collective":
-            return transport._sender._parcels[key].buffer  # type: ignore[attr-defined]
-        return transport._rooms.parcel(key)  # type: ignore[attr-defined]
+            return transport._sender._outgoing[part.key].bytes  # type: ignore[attr-defined]
+        return transport.bytes_of(part.key)  # type: ignore[attr-defined]
 
     def close(self) -> None:
         for sync in self._syncs:
             sync.close()
         for far in self._far:
             far.close()
-        self.ends.remove_leftovers()
+        leftovers.remove(self.ends.directory, self.ends.prefix)
 
 
 class Near:
@@ -202,8 +200,7 @@ def test_a_dropped_tensor(ended):
     before = near.held
     sender.weights.step(2)
     tensors = list(named_tensors(sender.weights))
-    adapter = {"r": 8} if ended.is_adapter else None
-    update = sender.sync.offer(2, tensors[:1] + tensors[2:], adapter=adapter)
+    update = sender.sync.offer(2, tensors[:1] + tensors[2:])
     with pytest.raises(SyncError, match=r"version 2.*1 tensors did not arrive, first") as caught:
         near.load(update, sender)
     sender.sync.abort(update)
@@ -217,7 +214,7 @@ def test_a_flipped_bit(ended):
     sender, near = begun(ended)
     before = near.held
     update = sender.offer(2)
-    assert (update.payload is Payload.DELTA) == (ended.payload == Payload.DELTA)
+    assert (update.payload == "delta") == (ended.payload == "delta")
     parcel = ended.parcel(sender, update)
     _flip(parcel)
     with pytest.raises(SyncError, match="version 2") as caught:
@@ -255,7 +252,7 @@ def test_two_updates_in_the_wrong_order(ended):
     second = sender.offer(2)
     sender.sync.release(second)  # as if some other engine held it
     third = sender.offer(3)
-    if ended.payload == Payload.DELTA:
+    if ended.payload == "delta":
         with pytest.raises(SyncError, match=r"version 3 is a difference from version 2, and version 1 .* is held") as caught:
             near.receiver.load(third)
         assert near.held[0] == 1
@@ -305,7 +302,7 @@ def test_a_sender_that_is_killed_midway(ended):
     assert far.read() == {"midway": True}
     far.kill()
     assert near.held[0] == 0
-    ended.ends.remove_leftovers()
+    leftovers.remove(ended.ends.directory, ended.ends.prefix)
     assert not list(ended.folder.iterdir())
     found = _kill_while_sending(ended) if ended.transport in ("http", "collective") else None
     sender = ended.sender()

@@ -16,9 +16,9 @@ from headrace.errors import SyncError
 from headrace.model.load import load_model
 from headrace.model.weights import make_manifest, named_tensors
 from headrace.partial import Interrupt
-from headrace.records import Payload, Rollout, Sampling, WeightUpdate
+from headrace.records import Rollout, Sampling, WeightUpdate
 from headrace.rpc import RemoteError, StreamClosed
-from headrace.sync import weight_sync
+from headrace.sync.delta import payload as delta_payload
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -277,17 +277,17 @@ def test_an_engine_that_missed_differences_replays_them_and_a_new_one_gets_all(t
     async def check(bench: Pooled) -> None:
         policy, first, slow = Policy(bench), await bench.join(), await bench.join()
         bench.pool.courier.patience = 0.05
-        assert (await policy.publish(1)).payload is Payload.FULL
+        assert (await policy.publish(1)).payload == "full"
         held = Held(slow)
         updates = [await policy.publish(version) for version in (2, 3, 4)]
-        assert [update.payload for update in updates] == [Payload.DELTA] * 3
+        assert [update.payload for update in updates] == ["delta"] * 3
         assert [update.base_version for update in updates] == [1, 2, 3]
         held.may_go.set()
         await until(lambda: not slow.member.is_behind)
         replayed = [update.version for update in policy.source.asked[-1]]
-        assert replayed == [3, 4] and all(update.payload is Payload.DELTA for update in policy.source.asked[-1])
+        assert replayed == [3, 4] and all(update.payload == "delta" for update in policy.source.asked[-1])
         late = await bench.join()
-        assert [update.payload for update in policy.source.asked[-1]] == [Payload.FULL]
+        assert [update.payload for update in policy.source.asked[-1]] == ["full"]
         num_offered = len(bench.sync._offered)
         await bench.join()
         assert len(bench.sync._offered) == num_offered, "who comes next gets the same: memory has room for a few, not for all"
@@ -300,7 +300,7 @@ def test_an_engine_that_missed_differences_replays_them_and_a_new_one_gets_all(t
 
 
 def test_differences_that_are_no_longer_kept_are_made_good_by_all_of_it(tiny_model, monkeypatch):
-    monkeypatch.setattr(weight_sync, "_MOST_DELTAS", 3)
+    monkeypatch.setattr(delta_payload, "_MOST_KEPT", 3)
 
     async def check(bench: Pooled) -> None:
         policy, _, slow = Policy(bench), await bench.join(), await bench.join()
@@ -311,7 +311,7 @@ def test_differences_that_are_no_longer_kept_are_made_good_by_all_of_it(tiny_mod
             await policy.publish(version)
         held.may_go.set()
         await until(lambda: not slow.member.is_behind)
-        assert [update.payload for update in policy.source.asked[-1]] == [Payload.FULL]
+        assert [update.payload for update in policy.source.asked[-1]] == ["full"]
         assert slow.core.version == 7 and policy.is_held_by(slow)
         assert len(bench.sync._offered) == 4, "three differences and all of it: what nobody needs is freed"
 
@@ -337,11 +337,11 @@ def test_after_a_refusal_the_version_is_sent_again_whole(tiny_model, payload):
         assert (one.core.version, other.core.version) == (2, 1)
         other.engine._sync.receive = receive  # type: ignore[method-assign]
         again = bench.sync.offer(2, named_tensors(policy.model), whole=True)
-        assert again.payload is Payload.FULL
+        assert again.payload == "full"
         await bench.pool.load(again)
         bench.sync.release(again)
         assert (one.core.version, other.core.version) == (2, 2) and policy.is_held_by(other)
-        assert (await policy.publish(3)).payload is Payload(payload)
+        assert (await policy.publish(3)).payload == payload
         assert policy.is_held_by(one) and policy.is_held_by(other)
 
     run(check, tiny_model, payload=payload)

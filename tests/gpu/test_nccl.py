@@ -41,7 +41,7 @@ print("fine")
 TWO_RANKS = """
 import threading, time, torch
 from headrace.errors import SyncError
-from headrace.sync.collective.transport import CollectiveTransport
+from headrace.sync import CollectiveTransport
 
 class Target:
     def __init__(self, num_bytes):
@@ -62,7 +62,7 @@ def fetch(receiver, place, name):
 sender, receiver = (CollectiveTransport(token="t", device="cuda", deadline=20.0) for _ in range(2))
 errors = []
 for key in ("first", "second"):
-    room = sender.room(key, 1 << 20)
+    room = sender.allocate(key, 1 << 20)
     assert room.is_cuda and room.data_ptr() % 256 == 0
     place = sender.post(key, {})
     assert place["backend"] == "nccl"
@@ -78,7 +78,7 @@ for key in ("first", "second"):
     print(f"{key}: {time.monotonic() - began:.1f} s")
 print("\\n".join(errors))
 assert len(errors) == 4 and all("Duplicate GPU" in error for error in errors), errors
-empty = sender.room("empty", 0)
+empty = sender.allocate("empty", 0)
 place = sender.post("empty", {})
 thread = threading.Thread(target=fetch, args=(receiver, place, "a"))
 thread.start()

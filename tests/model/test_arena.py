@@ -90,9 +90,7 @@ def equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
 
 
 def announce(tensors: dict[str, Tensor], version: int = 1) -> WeightUpdate:
-    return WeightUpdate(
-        policy="policy", lineage="life", version=version, transport="memory", manifest=make_manifest(tensors.items())
-    )
+    return WeightUpdate(policy="policy", lineage="life", version=version, manifest=make_manifest(tensors.items()))
 
 
 def outputs(model: nn.Module) -> Tensor:

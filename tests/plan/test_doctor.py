@@ -21,7 +21,7 @@ from headrace.launch.folder import FolderLock, write_summary
 from headrace.leftovers import Claim
 from headrace.model import ModelShape
 from headrace.plan.doctor import Finding, Subject, examine, inputs, machine, model, reward, space
-from headrace.sync import check_place
+from headrace.sync import transport_class
 
 QUICKSTART = Path("recipes/quickstart.toml")
 REAL_PLACES = machine.leftover_places
@@ -517,7 +517,7 @@ def test_a_loss_that_cannot_have_what_it_needs_is_refused(overrides, what, tmp_p
 def test_a_folder_that_cannot_be_written_to(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
     with pytest.raises(SyncError, match=r"sync\.folder = .*: it cannot be written to; name another"):
-        check_place("files", folder=str(tmp_path), host="")
+        transport_class("files").check(folder=str(tmp_path), host="", on_gpu=False)
 
 
 def test_more_room_than_there_is(tmp_path) -> None:

@@ -23,7 +23,7 @@ from headrace.records import (
     Episode,
     FinishReason,
     InfraAbort,
-    Payload,
+    Part,
     Rollout,
     Sampling,
     SamplingMask,
@@ -89,6 +89,7 @@ def make_records() -> dict[str, object]:
     members = (make_rollout("r1"), make_rollout("r2"))
     ones = (np.ones(7, dtype=np.float32),) * 2
     tensor = TensorInfo(name="w", shape=(2, 3), dtype="float32", num_bytes=24, checksum=2**63)
+    part = Part(transport="files", key="7-0", place={"file": "w", "bytes": 9}, num_bytes=24, ranges=(("w", 0, 6),))
     task = {"prompt": [{"role": "user", "content": "hé"}], "answer": None, "n": -1}
     return {
         "Rollout": members[0],
@@ -97,7 +98,13 @@ def make_records() -> dict[str, object]:
             rollouts=members, advantages=ones, weights=ones, loss="grpo", constants={"c": 0.2}, correction="tis", version=6
         ),
         "WeightUpdate": WeightUpdate(
-            policy="policy", lineage="a1", version=7, payload=Payload.ADAPTER, adapter={"r": 8, "on": ["q"]}, manifest=(tensor,)
+            policy="policy",
+            lineage="a1",
+            version=7,
+            payload="adapter",
+            adapter={"r": 8, "on": ["q"]},
+            manifest=(tensor,),
+            parts=(part,),
         ),
     }
 

@@ -17,7 +17,7 @@ from headrace.records import (
     FinishReason,
     InfraAbort,
     Invalid,
-    Payload,
+    Part,
     Rollout,
     Sampling,
     SamplingMask,
@@ -712,18 +712,35 @@ def update(**changes) -> WeightUpdate:
     return WeightUpdate(**{"policy": "policy", "lineage": "a", "version": 4, **changes})
 
 
+def part(**changes) -> Part:
+    return Part(**{"transport": "files", "key": "4-0", "num_bytes": 9, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_bytes": -1}, "-1 bytes"),
+        ({"num_bytes": "9"}, "num_bytes"),
+        ({"place": {"file": b"x"}}, "place"),
+        ({"ranges": (("w", 3, 3),)}, "is no range"),
+        ({"ranges": (("w", 0, 2.0),)}, "is no range"),
+        ({"ranges": (("w", 0, 2), ("w", 2, 4))}, "two ranges of one tensor"),
+    ],
+)
+def test_a_malformed_part_is_refused(changes: dict, message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        part(**changes)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"version": -1}, "version -1"),
-        ({"payload": "delta"}, "base_version"),
-        ({"base_version": 3}, "base_version"),
-        ({"payload": "adapter", "adapter": {}, "base_version": 3}, "base_version"),
-        ({"payload": "adapter"}, "adapter config"),
-        ({"adapter": {"r": 8}}, "adapter config"),
-        ({"payload": "delta", "base_version": 3, "adapter": {}}, "adapter config"),
+        ({"base_version": 4}, "version 4 on base 4"),
+        ({"payload": 3}, "payload"),
+        ({"parts": (1,)}, "parts"),
+        ({"parts": (part(), part())}, "a part without ranges is the whole update"),
         ({"payload": "adapter", "adapter": {"r": np.int64(8)}}, r"adapter\['r'\] is a int64"),
-        ({"payload": "patch"}, "patch"),
     ],
 )
 def test_a_malformed_weight_update_is_refused(changes: dict, message: str) -> None:
@@ -734,12 +751,6 @@ def test_a_malformed_weight_update_is_refused(changes: dict, message: str) -> No
 def test_a_manifest_lists_tensors() -> None:
     with pytest.raises((ValueError, TypeError), match="manifest"):
         update(manifest=(1, 2))
-
-
-def test_the_three_payloads() -> None:
-    assert update().payload is Payload.FULL
-    assert update(payload="delta", base_version=0).base_version == 0
-    assert update(payload=Payload.ADAPTER, adapter={"r": 8}).adapter == {"r": 8}
 
 
 def test_a_tensor_has_no_negative_size() -> None:

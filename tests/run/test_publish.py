@@ -26,7 +26,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, *, versions: dict[int, int]) -> list[
 
     def spoiled(sync: WeightSync, update: object, incoming: object) -> None:
         receive(sync, update, incoming)
-        seen.append((update.version, update.payload.value))
+        seen.append((update.version, update.payload))
         if left.get(update.version, 0):
             left[update.version] -= 1
             incoming.views["model.embed_tokens.weight"][2, 2] += 1

@@ -78,7 +78,7 @@ def fetch(transport, command, name):
 
     def work():
         transport.fetch(command["place"], target, receiver=name)
-        group = transport._fetcher.group
+        group = transport._receiver.group
         sha = hashlib.sha256(target.buffer.numpy().tobytes()).hexdigest()
         return {"sha": sha, "group": group.number if group else 0, "checks": target.num_checks}
 
@@ -87,7 +87,7 @@ def fetch(transport, command, name):
 
 def push(transport, command):
     key = command["key"]
-    transport.room(key, command["num_bytes"]).fill_(7)
+    transport.allocate(key, command["num_bytes"]).fill_(7)
     say(place=transport.post(key, {}))
 
     def work():

@@ -6,13 +6,15 @@ import pytest
 import torch
 
 from headrace.errors import SyncError
-from headrace.sync import Ends, Lineage, MemoryTransport, WeightSync
+from headrace.sync import Lineage, MemoryTransport, TransportConfig, WeightSync, make_transport
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "files", "http", "collective"])
 def test_whatever_else_is_offered_an_adopted_model_keeps_its_weights(transport, tmp_path):
-    ends = Ends(transport=transport, folder=str(tmp_path), prefix="t", host="127.0.0.1", token="t" * 32, deadline=2.0)
-    sync = WeightSync(Lineage("life"), ends.make(is_sender=True, device="cpu"))
+    ends = TransportConfig(
+        transport=transport, folder=str(tmp_path), prefix="t", host="127.0.0.1", token="t" * 32, deadline=2.0
+    )
+    sync = WeightSync(Lineage("life"), make_transport(ends, is_sender=True, device="cpu"))
     try:
         model = torch.nn.Linear(64, 64)
         before = model.weight.detach().clone()

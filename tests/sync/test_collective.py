@@ -106,7 +106,7 @@ def sender():
 
 def parcel(sender, key, num_bytes):
     """Random bytes under the key: where, and their hash."""
-    buffer = sender.room(key, num_bytes)
+    buffer = sender.allocate(key, num_bytes)
     assert buffer.dtype == torch.uint8 and buffer.shape == (num_bytes,) and buffer.data_ptr() % 256 == 0
     buffer.random_(0, 256)
     return sender.post(key, {"all": buffer}), hashlib.sha256(buffer.numpy().tobytes()).hexdigest()
@@ -234,7 +234,7 @@ def test_a_receiver_stopped_midway(sender, pool):
     b.process.send_signal(signal.SIGSTOP)
     try:
         error, seconds = push.result(began)
-        assert "receiver 'b' has not been heard of or gone forward for 1." in error and "of 41 buckets written: a " in error
+        assert "receiver 'b' has not been heard from for 1." in error and "of 41 buckets written: a " in error
         assert seconds < LATEST
         for child in (a, c):
             assert "receiver 'b'" in child.wait_for("error")["error"]
@@ -312,7 +312,7 @@ def test_freed_before_it_is_pushed(sender, pool):
     time.sleep(0.2)
     sender.free("early")
     assert "it was given up" in a.wait_for("error")["error"], "not that nothing came by the deadline"
-    with pytest.raises(SyncError, match="early: there is no such parcel"):
+    with pytest.raises(SyncError, match="early: it is not on offer"):
         sender.push("early", ["a"])
     sender.free("early")
     later, _ = parcel(sender, "early", 5)  # the same key again: the old place is still not it
@@ -360,8 +360,8 @@ def test_a_target_given_up_while_it_waits_frees_the_sender(sender, pool):
         ({"bytes": 7}, "7 bytes were posted"),
         ({"backend": "nccl"}, "sent over nccl"),
         ({"port": 1}, "cannot be reached"),
-        ({"bucket": 0}, "has no sense"),
-        ({"attempt": "1"}, "lacks attempt"),
+        ({"bucket": 0}, "make no sense"),
+        ({"attempt": "1"}, "no place of this transport"),
     ],
 )
 def test_a_place_that_is_wrong(sender, change, message):
@@ -380,20 +380,20 @@ def test_a_place_that_is_wrong(sender, change, message):
 
 
 def test_pushes_that_make_no_sense(sender):
-    with pytest.raises(SyncError, match="nothing: there is no such parcel"):
+    with pytest.raises(SyncError, match="nothing: it is not on offer"):
         sender.push("nothing", ["a"])
-    sender.room("k", 3)
+    sender.allocate("k", 3)
     with pytest.raises(SyncError, match="k: it was not posted"):
         sender.push("k", ["a"])
-    with pytest.raises(SyncError, match="k: there is a parcel of that name"):
-        sender.room("k", 3)
+    with pytest.raises(SyncError, match="k: it is on offer already"):
+        sender.allocate("k", 3)
     sender.post("k", {})
     with pytest.raises(SyncError, match="two receivers have one name"):
         sender.push("k", ["a", "a"])
     sender.push("k", [])
     sender.close()
     with pytest.raises(SyncError, match="closed"):
-        sender.room("l", 3)
+        sender.allocate("l", 3)
 
 
 def test_nothing_is_left_after_close(pool):

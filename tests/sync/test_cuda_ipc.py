@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headrace.errors import SyncError
-from headrace.sync import cuda_ipc
+from headrace.sync import ipc_memory
 from headrace.sync.cuda_ipc import CudaIpcTransport
 
 if TYPE_CHECKING:
@@ -32,14 +32,14 @@ def fetch(transport: CudaIpcTransport, handle: str) -> None:
         assert len(piece) == 3
 
     target = SimpleNamespace(num_bytes=3, write=write)
-    place = {"key": "k", "handle": handle, "room": 8, "bytes": 3, "gpu": 0}
+    place = {"handle": handle, "size": 8, "bytes": 3, "gpu": 0}
     transport.fetch(place, target, receiver="engine-0")  # type: ignore[arg-type]
 
 
-def test_rooms_that_are_read_no_more_are_closed(monkeypatch):
-    """A difference is of another size each time, and so are the sender's rooms: none could be freed while it is open here."""
+def test_memory_that_is_read_no_more_is_closed(monkeypatch):
+    """A difference is of another size each time, and so is the memory it lies in: none could be freed while it is open here."""
     Opened.alive = []
-    monkeypatch.setattr(cuda_ipc, "OpenedRoom", Opened)
+    monkeypatch.setattr(ipc_memory, "OpenedMemory", Opened)
     transport = CudaIpcTransport("cuda:0")
     for number in range(40):
         fetch(transport, f"{number:02x}")

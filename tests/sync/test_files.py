@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ def sync(tmp_path):
 def test_any_reader_of_safetensors_finds_the_models_tensors(sync, tmp_path):
     model = torch.nn.Linear(5, 3)
     update = sync.offer(1, named_tensors(model))
-    found = load_file(tmp_path / update.place["file"])
+    found = load_file(tmp_path / update.parts[0].place["file"])
     assert found.keys() == {"weight", "bias"}
     assert all(torch.equal(found[name], tensor) for name, tensor in named_tensors(model))
 
@@ -36,7 +37,7 @@ def test_only_its_user_may_read_it(sync, tmp_path):
         update = sync.offer(1, named_tensors(torch.nn.Linear(5, 3)))
     finally:
         os.umask(before)
-    assert (tmp_path / update.place["file"]).stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / update.parts[0].place["file"]).stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.parametrize("fault", ["shape", "dtype", "missing"])
@@ -48,12 +49,10 @@ def test_a_file_that_holds_something_else_is_refused(sync, tmp_path, fault):
         "dtype": {"weight": torch.ones(4, 4, dtype=torch.int32), "bias": torch.ones(4)},
         "missing": {"other0": torch.ones(4, 4), "bias": torch.ones(4)},
     }[fault]
-    path = tmp_path / update.place["file"]
+    path = tmp_path / update.parts[0].place["file"]
     write_safetensors(path, wrong)
-    update = type(update)(
-        **{name: getattr(update, name) for name in ("policy", "lineage", "version", "transport", "manifest")},
-        place={**update.place, "bytes": path.stat().st_size},
-    )
+    part = update.parts[0]
+    update = replace(update, parts=(replace(part, place={**part.place, "bytes": path.stat().st_size}),))
     with pytest.raises(SyncError, match=r"version 1 over files: tensor 'weight' is"):
         spare.receive(update, lambda incoming: sync.receive(update, incoming))
 
@@ -61,6 +60,6 @@ def test_a_file_that_holds_something_else_is_refused(sync, tmp_path, fault):
 def test_a_file_that_does_not_come_is_waited_for_as_long_as_the_deadline(sync, tmp_path):
     model = torch.nn.Linear(4, 4)
     spare, update = SpareWeights(model), sync.offer(1, named_tensors(model))
-    (tmp_path / update.place["file"]).unlink()
+    (tmp_path / update.parts[0].place["file"]).unlink()
     with pytest.raises(SyncError, match=r"is not there after 0\.3 s \(sync\.deadline\)"):
         spare.receive(update, lambda incoming: sync.receive(update, incoming))

@@ -25,7 +25,7 @@ from headrace.model.weights import SpareWeights, WeightError, named_tensors
 from headrace.observe import Timeline
 from headrace.records import Rollout
 from headrace.sync import Lineage, SharedMemoryTransport, WeightSync
-from headrace.sync.shared import check_room
+from headrace.sync.folder import check_space
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -60,7 +60,7 @@ class Landing:
         """It is wanted."""
 
 
-class Ends:
+class BothEnds:
     """A sender and a receiver that share nothing but a prefix."""
 
     def __init__(self, folder: Path) -> None:
@@ -81,12 +81,12 @@ class Ends:
         spare.receive(update, partial(self.receiver.receive, update))
 
     def segment(self, update: WeightUpdate) -> Path:
-        return self.folder / f"weights-{update.place['key']}"
+        return self.folder / f"weights-{update.parts[0].key}"
 
 
 @pytest.fixture
 def ends(tmp_path):
-    ends = Ends(tmp_path)
+    ends = BothEnds(tmp_path)
     yield ends
     ends.receiver.close()
     ends.sender.close()
@@ -133,7 +133,7 @@ def copied(model: torch.nn.Module) -> dict[str, Tensor]:
 def test_every_kind_of_tensor_arrives_as_it_was(ends):
     update = ends.send(0, ODD)
     assert equal(ends.receive(update), ODD)
-    assert update.transport == "shared_memory" and update.lineage == "life"
+    assert update.parts[0].transport == "shared_memory" and update.lineage == "life"
     assert stat.S_IMODE(ends.segment(update).stat().st_mode) == 0o600
     nothing = ends.send(1, {})
     assert ends.receive(nothing) == {}
@@ -233,11 +233,11 @@ except SyncError as error:
 
 
 def test_too_little_room_is_seen_beforehand(tmp_path):
-    check_room(tmp_path, 1000)
+    check_space(tmp_path, 1000)
     with pytest.raises(SyncError, match=r"MB free and the weights need 2,000,000,000 MB"):
-        check_room(tmp_path, 10**15)
+        check_space(tmp_path, 10**15)
     with pytest.raises(SyncError, match=r"sync\.folder = .*: there is no such folder"):
-        check_room(tmp_path / "nowhere", 1)
+        check_space(tmp_path / "nowhere", 1)
 
 
 # The receipt
@@ -250,7 +250,7 @@ def test_what_differs_from_its_manifest_changes_nothing(ends, fault):
     update = ends.send(1, changed(model, 1))
     segment = ends.segment(update)
     if fault == "flipped":
-        ends.transport._rooms.parcel(update.place["key"])[100] ^= 128
+        ends.transport.bytes_of(update.parts[0].key)[100] ^= 128
     elif fault == "missing":
         segment.unlink()
     elif fault == "cut":

@@ -191,7 +191,7 @@ def test_a_version_is_offered_again_only_while_its_weights_are_there():
         first = (await bench.begin("publish", version=1, canary=PACKED)).update
         await bench.begin("abort", update=first)
         again = (await bench.begin("publish", version=1, canary=PACKED, whole=True)).update
-        assert again.manifest == first.manifest and again.place["offer"] != first.place["offer"]
+        assert again.manifest == first.manifest and again.parts[0].key != first.parts[0].key
         await bench.begin("abort", update=again)
         await bench.begin("step", batch=LESSON, learning_rate=0.5)
         with pytest.raises(Superseded, match="version 1"):
@@ -291,7 +291,7 @@ def test_a_version_is_published_bit_for_bit_although_the_next_step_was_begun_at_
     """With the trainer and the transport of a real run, and a copy that takes its time."""
     trainer = DeviceTrainer(load_model(tiny_model), tokenizer=load_tokenizer(tiny_model), settings=TrainSettings())
     sender, receiver = (WeightSync(Lineage("life"), SharedMemoryTransport(prefix="w", folder=tmp_path)) for _ in range(2))
-    pack, spare = weight_sync._pack, SpareWeights(load_model(tiny_model))
+    pack, spare = weight_sync._copy, SpareWeights(load_model(tiny_model))
 
     def slowly(image: Arena, tensors: Arena) -> None:
         for name, tensor in tensors:
@@ -299,7 +299,7 @@ def test_a_version_is_published_bit_for_bit_although_the_next_step_was_begun_at_
             image.views[name].copy_(tensor)
         pack(image, tensors)
 
-    monkeypatch.setattr(weight_sync, "_pack", slowly)
+    monkeypatch.setattr(weight_sync, "_copy", slowly)
 
     async def main() -> None:
         calls = LocalTrainer(trainer, sync=sender, timeline=ProcessTimeline("trainer"), in_threads=True).calls()

@@ -21,7 +21,6 @@ from headrace.engine.request import generate, run_to_the_end, stream
 from headrace.model import SpareWeights, WeightError, check_order, score as score_packed
 from headrace.observe import Signal, peak_memory
 from headrace.partial import Interrupt
-from headrace.records import Payload
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -297,8 +296,6 @@ class NativeEngine:
 
     def _stage(self, update: WeightUpdate) -> None:
         """Receive an update next to the weights that run, and check it against its manifest."""
-        if update.payload is Payload.ADAPTER:
-            raise WeightError(f"version {update.version} is an adapter, and this engine runs none")
         check_order(update, lineage=self.core.lineage, version=self.core.version)
         with self._timeline.beside(f"receive {update.version}"):
             self._spare.receive(update, lambda incoming: self._sync.receive(update, incoming))

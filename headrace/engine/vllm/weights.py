@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers.core_model_loading import revert_weight_conversion
 
-from headrace.model import SpareWeights, WeightError, check_order, named_tensors
-from headrace.records import Payload
+from headrace.model import SpareWeights, check_order, named_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,8 +31,6 @@ class Staging:
 
     def receive(self, update: WeightUpdate, *, lineage: str, version: int) -> None:
         """Beside what is held; raises where it is not what was sent."""
-        if update.payload is Payload.ADAPTER:
-            raise WeightError(f"version {update.version} is an adapter, and this engine runs none")
         check_order(update, lineage=lineage, version=version)
         self._spare.receive(update, lambda incoming: self._sync.receive(update, incoming))
 

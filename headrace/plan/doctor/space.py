@@ -16,6 +16,7 @@ from headrace.launch import forecast_here, free_here, most_kv_blocks
 from headrace.partial import pauses_unfinished
 from headrace.plan.doctor.finding import Finding, of_recipe, size
 from headrace.plan.doctor.machine import SHARED_MEMORY
+from headrace.sync import transport_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from headrace.launch import Forecast
     from headrace.plan.doctor.finding import Check, Subject
 
-_THERE = ("auto", "shared_memory", "files")
-"""Transports whose updates lie in sync.folder."""
 _FULL = 0.95
 """The share of a GPU's memory beyond which a prediction may not fit."""
 _FEWEST_TOKENS = 2048
@@ -156,11 +155,15 @@ def check_shared_memory(subject: Subject) -> Iterator[Finding]:
     if free >= max(need, 1):
         yield Finding("ok", what)
         return
-    is_used = recipe is not None and not recipe.is_inline and recipe.sync.transport in _THERE
+    is_used = recipe is not None and not recipe.is_inline and _uses_folder(recipe.sync.transport)
     fix = f"make it larger: `mount -o remount,size={need // 10**9 + 1}G {folder}`, or --shm-size of a container"
     if folder != SHARED_MEMORY:
         fix = "make room there, or name another folder in sync.folder"
     yield Finding("problem" if is_used else "warning", what, fix)
+
+
+def _uses_folder(transport: str) -> bool:
+    return transport == "auto" or transport_class(transport).uses_folder
 
 
 def check_disk(subject: Subject) -> Iterator[Finding]:

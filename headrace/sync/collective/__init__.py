@@ -1,1 +1,1 @@
-"""Parcels by broadcast: NCCL between GPUs, gloo between CPUs."""
+"""The transport `collective`."""

@@ -1,7 +1,7 @@
-"""A group of processes that broadcast to each other, apart from any group that a trainer has: gloo on CPU, NCCL on GPUs.
+"""A process group for broadcasts, apart from a trainer's own groups: gloo on CPU, NCCL on GPUs.
 
-The process group is made directly, over a store of ours, so that the default group of `torch.distributed` is never touched.
-What each backend does when a peer fails, and how it is ended from outside, is settled here.
+It is made directly, over a store of ours, so that the default group of `torch.distributed` is never touched. How each backend
+behaves when a peer fails, and how it is ended from outside, is dealt with here.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from headrace.errors import SyncError
+from headrace.sync.sockets import TICK
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -25,21 +26,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CPU_DEPTH, GPU_DEPTH = 4, 2
-"""Buckets on their way at a time. gloo is woken for each at every rank, and two do not hide that."""
-_SLICE = 0.1
-"""Seconds between two looks at whether to go on."""
+"""Buckets in flight. gloo wakes up at every rank for each, and two would not hide that."""
 _POLL = 0.0005
-"""Seconds between two looks at a GPU's work, which cannot be waited for with a limit."""
+"""Seconds between two checks of a GPU's work, which cannot be waited for with a timeout."""
 _ENDING = 0.25
-"""Seconds that whoever throws a group away waits for its connections and threads to be gone."""
+"""Seconds that `abort` waits for the group's connections and threads to be gone."""
 _NCCL_TIMEOUT = timedelta(hours=24)
 _ENVIRONMENT = threading.Lock()
 
 
 class Mailbox(Store):
-    """One rank's copy of the store through which a group finds itself. Others' values are put in by whoever hears of them.
+    """One rank's copy of the store through which the members find each other; what others set is `put` in as it is heard of.
 
-    Every wait of the process group for its peers' addresses is a wait here, so `stop` ends it from outside.
+    The process group waits for its peers' addresses in here, so `stop` ends that wait from outside.
     """
 
     def __init__(self, *, patience: float, on_set: Callable[[], None]) -> None:
@@ -51,7 +50,7 @@ class Mailbox(Store):
         self._stopped = ""
 
     def put(self, values: Mapping[str, bytes]) -> None:
-        """What others have set."""
+        """Values that others have set."""
         with self._changed:
             self._values.update(values)
             self._changed.notify_all()
@@ -61,7 +60,7 @@ class Mailbox(Store):
             return dict(self._values)
 
     def own(self) -> dict[str, bytes]:
-        """What this rank has set, for the others."""
+        """Values that this rank has set, for the others."""
         with self._changed:
             return {key: self._values[key] for key in self._own}
 
@@ -89,8 +88,8 @@ class Mailbox(Store):
         with self._changed:
             while not self._values.keys() >= set(keys):
                 if self._stopped or time.monotonic() > until:
-                    raise RuntimeError(self._stopped or f"no word of {', '.join(keys)}")
-                self._changed.wait(_SLICE)
+                    raise RuntimeError(self._stopped or f"nobody has set {', '.join(keys)}")
+                self._changed.wait(TICK)
 
     def check(self, keys: list[str]) -> bool:
         with self._changed:
@@ -100,9 +99,9 @@ class Mailbox(Store):
         return False
 
 
-class Move:
-    """A broadcast that was begun. Its group can take back what it is to the backend, so that whoever keeps an error, and with
-    it the frames that waited, does not keep a dead group's connections open."""
+class Broadcast:
+    """A started broadcast. Its group can clear `work`: a kept error, whose frames hold this, must not keep a dead group's
+    connections open."""
 
     def __init__(self, work: Any) -> None:  # noqa: ANN401
         self.work = work
@@ -132,57 +131,57 @@ class Group:
         self._backend: Any = None
         self._is_aborted = False
         self._lock = threading.Lock()
-        """Between who forms and who aborts."""
+        """Between forming and aborting."""
         self._failure: Exception | None = None
         self._forming: threading.Thread | None = None
-        self._moves: list[Move] = []
+        self._running: list[Broadcast] = []
         self._staging: list[Tensor] = []
 
     def form(self, pump: Callable[[float], None], *, key: str) -> None:
-        """Find the others, for the sake of that parcel. `pump(seconds)` is called meanwhile: it carries what the mailboxes
-        hold, and raises to give up."""
+        """Find the other members. `pump(seconds)` is called meanwhile: it carries values between the mailboxes, and raises to
+        give up. `key` is for error messages."""
         self._forming = threading.Thread(target=self._form, name="headrace-collective-form", daemon=True)
         self._forming.start()
         while self._forming.is_alive():
-            pump(_SLICE)
+            pump(TICK)
         if self._failure is not None:
             raise SyncError(f"{key}: the group did not form: {self._failure}") from self._failure
 
     def wait_formed(self, seconds: float) -> bool:
-        """Whether forming has ended within so long; for a pump that has nothing else to wait for."""
+        """Whether forming has ended in time; for a pump that has nothing else to wait for."""
         assert self._forming is not None
         self._forming.join(seconds)
         return not self._forming.is_alive()
 
-    def broadcast(self, piece: Tensor) -> Move:
-        """Begin; `done` says when it has ended. At rank 0 `piece` is read, elsewhere it is written."""
+    def broadcast(self, piece: Tensor) -> Broadcast:
+        """Start one; `done` says when it has ended. At rank 0 `piece` is read, elsewhere it is written."""
         assert piece.device.type == self.device.type, "gloo is never given a GPU's memory, NCCL never the host's"
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor, options.asyncOp = 0, 0, True
         backend = self._backend
         if backend is None:
-            raise SyncError("the group was thrown away")
+            raise SyncError("the group was aborted")
         with self.on_stream():
-            move = Move(backend.broadcast([piece], options))
-        self._moves.append(move)
-        return move
+            started = Broadcast(backend.broadcast([piece], options))
+        self._running.append(started)
+        return started
 
-    def done(self, move: Move, seconds: float) -> bool:
-        """Whether it has ended within so long. Raises RuntimeError if it failed."""
+    def done(self, broadcast: Broadcast, seconds: float) -> bool:
+        """Whether it has ended in time. Raises RuntimeError if it failed."""
         failure = ""
         try:
-            is_done = self._is_over(move.work, seconds)
+            is_done = self._is_over(broadcast.work, seconds)
         except RuntimeError as error:
             failure = str(error)
         if failure:  # raised anew: the frames of the first one hold the work
             raise RuntimeError(failure)
         if is_done:
-            self._moves.remove(move)
-            move.work = None
+            self._running.remove(broadcast)
+            broadcast.work = None
         return is_done
 
     def _is_over(self, work: Any, seconds: float) -> bool:  # noqa: ANN401
-        if self.stream is not None:  # a GPU's `wait` is the stream's, not ours
+        if self.stream is not None:  # NCCL's `wait` is for the stream, not for this thread
             until = time.monotonic() + seconds
             while not work.is_completed():
                 if time.monotonic() > until:
@@ -195,29 +194,29 @@ class Group:
             work.wait(timedelta(seconds=seconds))
         except RuntimeError:
             if not work.is_completed():
-                return False  # the limit passed; the work goes on
-            work.wait()  # it has ended since, or it failed: then this raises what it failed of
+                return False  # the timeout passed; the work goes on
+            work.wait()  # it has ended since, or it failed: then this raises why
         return True
 
     def on_stream(self) -> contextlib.AbstractContextManager[object]:
         return torch.cuda.stream(self.stream) if self.stream is not None else contextlib.nullcontext()
 
     def staging(self, num_bytes: int) -> list[Tensor]:
-        """As many buffers to receive into in turn as buckets are on their way, kept with the group."""
+        """A buffer for each bucket in flight, kept with the group."""
         if not self._staging or self._staging[0].numel() < num_bytes:
             self._staging = [torch.empty(num_bytes, dtype=torch.uint8, device=self.device) for _ in range(self.depth)]
         return self._staging
 
     def abort(self, reason: str) -> None:
-        """End everything that runs and throw the group away. Does not wait for peers."""
+        """End everything that runs. Does not wait for peers."""
         self.mailbox.stop(reason)
         with self._lock:
             self._is_aborted = True
             last = [self._backend]
             self._backend = None
-        moves, self._moves = self._moves, []
-        for move in moves:
-            move.work = None
+        running, self._running = self._running, []
+        for broadcast in running:
+            broadcast.work = None
         self._end(last)
 
     def join(self, seconds: float) -> None:
@@ -235,15 +234,14 @@ class Group:
                 self._end(made)
             elif self.stream is not None:  # NCCL's communicator is made by the first call, which waits for the others
                 first = self.broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device))
-                while not self._is_aborted and not self.done(first, _SLICE):
+                while not self._is_aborted and not self.done(first, TICK):
                     pass
-        except Exception as error:  # noqa: BLE001 - any failure of the backend is the group's, told in `form`
+        except Exception as error:  # noqa: BLE001 - any failure of the backend is raised in `form`
             self._failure = error
 
     def _end(self, last: list[Any]) -> None:
-        """End the backend to which the list is the last reference, in a thread of its own: ncclCommAbort can wait for a kernel
-        to leave the GPU, and gloo tells everyone that its connections are closed but who has half a message of a peer that
-        went silent: that one waits for its time to run out, and the group's destructor for it."""
+        """End the backend, to which the list is the last reference, in a thread of its own: ncclCommAbort can wait for a kernel
+        to leave the GPU, and gloo's destructor for the timeout of a rank that got half a message from a silent peer."""
         if last and last[0] is not None:
             ending = threading.Thread(target=self._end_here, args=(last,), name="headrace-collective-end", daemon=True)
             ending.start()
@@ -258,14 +256,14 @@ class Group:
 
     def _gloo(self) -> Any:  # noqa: ANN401
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = timedelta(seconds=self._deadline + 1.0)  # ours comes first, and can name who is late
+        options._timeout = timedelta(seconds=self._deadline + 1.0)  # ours comes first, and names who is late
         options._threads = self.depth
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
         return dist.ProcessGroupGloo(self.mailbox, self.rank, self.size, options)
 
     def _nccl(self) -> Any:  # noqa: ANN401
-        """Its watchdog ends the whole process on a late or failed call unless told, by the environment, not to; the setting
-        is read when a group is made, so it is ours for that moment only and a trainer's own groups keep theirs."""
+        """NCCL's watchdog ends the whole process on a late or failed call, unless the environment says otherwise when the group
+        is made. It is set for that moment only, so that a trainer's own groups keep theirs."""
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = _NCCL_TIMEOUT
         torch.cuda.set_device(self.device)  # of this thread, which forms and ends
@@ -274,11 +272,11 @@ class Group:
 
 
 def _end_gloo(backend: Any, *, peer: int, size: int) -> None:  # noqa: ANN401
-    """`ProcessGroupGloo.abort` does nothing (torch 2.11 and 2.13). A receive that runs out of time closes every connection of
-    its group, and that ends all that runs on them: so begin one that nobody will answer, and give it a millisecond."""
+    """`ProcessGroupGloo.abort` does nothing (torch 2.11 and 2.13). But a receive that times out closes every connection of its
+    group, which ends everything on them: so start one that nobody will answer, with a timeout of a millisecond."""
     if size == 1:
         return
-    with contextlib.suppress(RuntimeError):  # that it failed is what it is for
+    with contextlib.suppress(RuntimeError):  # it is meant to fail
         backend.recv([torch.empty(1, dtype=torch.uint8)], peer, 1 << 20).wait(timedelta(milliseconds=1))
 
 

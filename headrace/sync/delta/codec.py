@@ -1,15 +1,15 @@
-"""The difference between two versions of the same weights, without loss: which elements changed, and their bits.
+"""Encodes the difference between two versions of the same weights, without loss: which elements changed, and their bits.
 
-At the learning rates of RL a step moves most weights by less than their bfloat16 can show, so that about one in a hundred
-changes on the wire. `encode` writes those, and `apply` brings a copy of the older version to the newer one, bit for bit:
+At RL's learning rates a step moves most weights by less than bfloat16 can show, so about one in a hundred changes. `encode`
+writes those, and `apply` brings a copy of the older version to the newer one, bit for bit:
 
     blob = encode([(base, now)])
     apply(blob, [held])          # held was base, and is now `now`
 
-A blob is a header, a directory and the chunks' contents. Weights are cut into chunks of `CHUNK` elements; the directory has
-for each its kind (unchanged, changes, or all of it as it is, where that is smaller), how many of its elements changed, the
-length of its content, and two checksums: of the content, and of the changed elements' new bits. The second refuses a blob
-whose base is not what is held. The same two versions always give the same blob.
+A blob is a header, a directory and the contents of chunks. Weights are cut into chunks of `CHUNK` elements. The directory has,
+for each chunk, its kind (unchanged, changes, or the whole chunk where that is smaller), the number of changed elements, the
+length of its content, and two checksums: of the content, and of the changed elements' new bits. The second rejects a blob
+that was made from another base. The same two versions always give the same blob.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -29,8 +29,7 @@ from headrace.errors import SyncError
 from headrace.sync.delta.numbers import Changes, Reader, find, find_on_device, read_changes, write_changes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-    from types import TracebackType
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
@@ -43,15 +42,12 @@ _CHUNKS_ON_GPU = 8
 _MAGIC = b"HRD1"
 _BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}
 DTYPES = frozenset(_BITS)
-"""Of weights that can be told as a difference."""
+"""Of weights that can be sent as a difference."""
 _CODES = {torch.float16: 1, torch.bfloat16: 2, torch.float32: 3}
 _HEAD = struct.Struct("<4sI")
 _FLAT = struct.Struct("<BQ")
 _ENTRY = struct.Struct("<BIIII")
 _CHECKSUM = struct.Struct("<I")
-
-_Given = TypeVar("_Given")
-_Made = TypeVar("_Made")
 
 
 class _Kind(enum.IntEnum):
@@ -62,11 +58,11 @@ class _Kind(enum.IntEnum):
 
 @dataclass(frozen=True)
 class _Chunk:
-    """A line of the directory, and where it points."""
+    """An entry of the directory, and its content."""
 
     flat: int
     start: int
-    """In elements of its flat."""
+    """In elements of its flat tensor."""
     size: int
     kind: int
     num_changed: int
@@ -84,16 +80,13 @@ class Stats:
     num_elements: int
     num_changed: int
     full_bytes: int
-    """Of the weights it is a difference of."""
+    """Of all the weights."""
     num_bytes: int
     """Of the blob."""
 
 
 def encode(pairs: Sequence[tuple[Tensor, Tensor]], *, threads: int | None = None) -> Tensor:
-    """The difference of (base, now), both of one dtype and in one dimension, as uint8 on the CPU.
-
-    Takes as many threads as torch does, unless told otherwise.
-    """
+    """The difference between each `base` and `now`, flat tensors of one dtype, as uint8 on the CPU."""
     head = [_HEAD.pack(_MAGIC, len(pairs))]
     for base, now in pairs:
         _check_flat(base)
@@ -104,7 +97,7 @@ def encode(pairs: Sequence[tuple[Tensor, Tensor]], *, threads: int | None = None
                 f"and {now.dtype} {list(now.shape)} on {now.device}"
             )
         head.append(_FLAT.pack(_CODES[base.dtype], base.numel()))
-    with _Threads(threads) as workers:
+    with _workers(threads) as workers:
         written = [chunk for base, now in pairs for chunk in _write_flat(base, now, workers)]
     head += [entry for entry, _ in written]
     head.append(_CHECKSUM.pack(zlib.crc32(b"".join(head))))
@@ -115,8 +108,8 @@ def encode(pairs: Sequence[tuple[Tensor, Tensor]], *, threads: int | None = None
 def apply(blob: Tensor, flats: Sequence[Tensor], *, threads: int | None = None) -> None:
     """Bring weights from the base to the newer version, in place.
 
-    What arrives damaged, or was made against other weights or another layout, raises `SyncError`. The weights may then be
-    part old and part new: apply to a copy, and throw that away.
+    A blob that is damaged, or was made from other weights or another layout, raises `SyncError`. The weights may then be part
+    old and part new: apply to a copy, and throw it away.
     """
     layout, chunks = _parse(blob)
     for flat in flats:
@@ -125,7 +118,7 @@ def apply(blob: Tensor, flats: Sequence[Tensor], *, threads: int | None = None) 
     if layout != held:
         raise SyncError("a delta is of weights in another layout than those held: versions differ in dtypes or sizes")
     bits = [flat.detach().view(_BITS[flat.dtype]) for flat in flats]
-    with _Threads(threads) as workers:
+    with _workers(threads) as workers:
         on_cpu = [chunk for chunk in chunks if not _is_on_gpu(bits[chunk.flat])]
         list(workers.map(lambda chunk: _apply_on_cpu(chunk, bits[chunk.flat].numpy()), on_cpu))
         on_gpu = (chunk for chunk in chunks if _is_on_gpu(bits[chunk.flat]))
@@ -136,7 +129,7 @@ def apply(blob: Tensor, flats: Sequence[Tensor], *, threads: int | None = None) 
 
 
 def stats(blob: Tensor) -> Stats:
-    """Counts for reports; the contents are not looked at."""
+    """Counts for reports, from the directory alone."""
     layout, chunks = _parse(blob)
     sizes = {code: dtype.itemsize for dtype, code in _CODES.items()}
     return Stats(
@@ -160,8 +153,8 @@ def _check_flat(flat: Tensor) -> None:
         )
 
 
-def _write_flat(base: Tensor, now: Tensor, workers: _Threads) -> Iterator[tuple[bytes, bytes]]:
-    """Each chunk's line of the directory, and its content."""
+def _write_flat(base: Tensor, now: Tensor, workers: ThreadPoolExecutor) -> Iterator[tuple[bytes, bytes]]:
+    """Each chunk's entry in the directory, and its content."""
     old, new = base.detach().view(_BITS[base.dtype]), now.detach().view(_BITS[now.dtype])
     if not _is_on_gpu(new):
         pieces = zip(_cut(old.numpy()), _cut(new.numpy()), strict=True)
@@ -178,7 +171,7 @@ def _cut(bits: Integers) -> list[Integers]:
 
 
 def _split(changes: Changes, size: int) -> list[Changes]:
-    """The changes of several chunks, one by one."""
+    """The changes of several chunks, chunk by chunk."""
     starts = np.arange(0, size, CHUNK)
     bounds = [*np.searchsorted(changes.positions, starts), len(changes.positions)]
     return [
@@ -198,8 +191,8 @@ def _write_chunk(changes: Changes, whole: Tensor) -> tuple[bytes, bytes]:
 
 
 def _parse(blob: Tensor) -> tuple[list[tuple[int, int]], list[_Chunk]]:
-    """The layout (code of the dtype, elements) of each flat, and the directory; every length is checked against what there
-    is before anything of that length is made."""
+    """The layout (dtype code, elements) of each flat tensor, and the directory. Every length is checked against the blob's size
+    before memory of that length is taken."""
     if blob.dtype != torch.uint8 or blob.ndim != 1:
         raise SyncError(f"a delta is bytes in one dimension, not {blob.dtype} {list(blob.shape)}")
     data = blob.detach().cpu().contiguous().numpy().data.toreadonly()
@@ -227,7 +220,7 @@ def _parse(blob: Tensor) -> tuple[list[tuple[int, int]], list[_Chunk]]:
 
 
 def _decode(chunk: _Chunk, itemsize: int) -> tuple[Integers, Integers] | Integers | None:
-    """Positions and what to add there, or the chunk as it is, or None where nothing changed."""
+    """Positions and what to add there, or the whole chunk, or None where nothing changed."""
     if chunk.checksum != zlib.crc32(chunk.content):
         raise SyncError("a delta arrived damaged: a chunk does not have the checksum it was sent with")
     if chunk.kind == _Kind.SAME and not chunk.content and not chunk.num_changed:
@@ -251,7 +244,7 @@ def _apply_on_cpu(chunk: _Chunk, bits: Integers) -> None:
 
 
 def _apply_on_device(chunk: _Chunk, found: tuple[Integers, Integers] | Integers | None, bits: Tensor) -> None:
-    """The same with torch, wherever the weights are."""
+    """The same with torch, on the weights' own device."""
     held = bits[chunk.start : chunk.start + chunk.size]
     if isinstance(found, tuple):
         positions = torch.from_numpy(found[0]).to(held.device)
@@ -259,7 +252,7 @@ def _apply_on_device(chunk: _Chunk, found: tuple[Integers, Integers] | Integers 
         _check_now(chunk, now.numpy())
         held[positions] = now.to(held.device)
     elif found is not None:
-        held.copy_(torch.from_numpy(found.copy()))  # what was sent is read-only, and torch has no such tensors
+        held.copy_(torch.from_numpy(found.copy()))  # the blob is read-only, and torch has no such tensors
 
 
 def _check_now(chunk: _Chunk, now: Integers) -> None:
@@ -267,19 +260,6 @@ def _check_now(chunk: _Chunk, now: Integers) -> None:
         raise SyncError("a delta was made against other weights than those held: it does not give the ones it was made for")
 
 
-class _Threads:
-    """As many as torch uses for one operation; none of its own for one."""
-
-    def __init__(self, count: int | None) -> None:
-        count = torch.get_num_threads() if count is None else count
-        self._pool = ThreadPoolExecutor(count, "delta") if count > 1 else None
-
-    def __enter__(self) -> _Threads:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
-
-    def map(self, function: Callable[[_Given], _Made], items: Iterable[_Given]) -> Iterable[_Made]:
-        return map(function, items) if self._pool is None else self._pool.map(function, items)
+def _workers(threads: int | None) -> ThreadPoolExecutor:
+    """As many as torch uses for one operation, unless told otherwise."""
+    return ThreadPoolExecutor(threads or torch.get_num_threads(), "delta")

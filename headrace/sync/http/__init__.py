@@ -1,1 +1,1 @@
-"""Parcels to engines on other hosts, over HTTP."""
+"""The transport `http`."""

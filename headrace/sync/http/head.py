@@ -1,36 +1,33 @@
-"""Heads of requests and answers: bounded in size and strict in form."""
+"""HTTP heads (the first line and the headers): bounded in size and strict in form."""
 
 from __future__ import annotations
 
 import socket
+from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-TICK = 0.1
-"""Seconds; whoever waits on a socket looks up this often."""
 MAX_HEAD = 8192
-"""Bytes of a request's or an answer's first line and headers."""
+"""Bytes."""
 _END = b"\r\n\r\n"
 
 
 class BadHead(ValueError):
-    """What came is no head, or none of ours."""
+    """These bytes are no head, or none that our peers send."""
+
+    def __init__(self, message: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> None:
+        super().__init__(message)
+        self.status = status
 
 
-class LongHead(BadHead):
-    """It goes on for longer than is read."""
-
-
-def read_head(connection: socket.socket, look: Callable[[], None]) -> tuple[str, dict[str, str]]:
-    """The first line, and the headers by name in lower case; nothing past them is taken from the socket.
-
-    `look` is called while nothing comes and ends the wait by raising.
-    """
+def read_head(connection: socket.socket, check: Callable[[], None]) -> tuple[str, dict[str, str]]:
+    """The first line, and the headers by lower-case name; reads nothing past them. `check` is called while nothing comes, and
+    raises to give up."""
     head = bytearray()
     while not head.endswith(_END):
-        look()
+        check()
         try:
             ahead = connection.recv(MAX_HEAD - len(head), socket.MSG_PEEK)
         except TimeoutError:
@@ -41,7 +38,7 @@ def read_head(connection: socket.socket, look: Callable[[], None]) -> tuple[str,
         num_ours = len(ahead) if found < 0 else found + len(_END) - len(head)
         head += connection.recv(num_ours)
         if len(head) >= MAX_HEAD and not head.endswith(_END):
-            raise LongHead(f"sent more than {MAX_HEAD} bytes of headers")
+            raise BadHead(f"sent more than {MAX_HEAD} bytes of headers", HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
     return _parse(bytes(head[: -len(_END)]))
 
 

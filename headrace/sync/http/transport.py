@@ -1,14 +1,14 @@
-"""Parcels to engines on other hosts, over HTTP: in ranges, resumed where they broke off, relayed from engine to engine.
+"""Weights to engines on other hosts, over HTTP: in ranges, resumed where they broke off, relayed from engine to engine.
 
-The sender keeps a parcel in host memory and serves it. A receiver that is a relay serves what it has received of it, while the
-rest still comes; `relay_places` says who reads from whom, so that no link carries more than a few copies:
+The sender keeps a buffer in host memory and serves it. A receiver that is a relay serves what it has received while the rest
+still arrives; `relay_places` says who reads from whom, so that no link carries more than a few copies:
 
     trainer ──► engine 0 ──► engine 2        sources of engine 2: engine 0, then the trainer
        │            └──────► engine 3
        └──────► engine 1 ──► engine 4 …
 
-Each receiver checks every piece against the sums that came with the place before it writes it or hands it on. When a source
-fails, falls silent or sends something else, the next in the list is asked for the bytes from there on.
+Each receiver checks every piece against the checksums in its place before it writes or relays it. When a source fails, falls
+silent or sends something else, the next in the list is asked for the bytes from there on.
 """
 
 from __future__ import annotations
@@ -17,10 +17,8 @@ import threading
 from typing import TYPE_CHECKING
 
 from headrace.errors import SyncError
-from headrace.sync.http.client import Fetch, Place
-from headrace.sync.http.parcels import Memory, Parcel, Shelf, piece_sum
-from headrace.sync.http.server import ParcelServer
-from headrace.sync.transport import ANY_HOST
+from headrace.sync.buffers import Spare, TorchBuffer
+from headrace.sync.transport import Transport
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -28,21 +26,25 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace.records import Plain
-    from headrace.sync.transport import Target
+    from headrace.sync.http.client import Fetch, Place
+    from headrace.sync.http.served import ServedBuffer
+    from headrace.sync.http.server import BufferServer
+    from headrace.sync.transport import Target, TransportConfig
 
 PIECE_BYTES = 4 << 20
 
 
 def relay_places(place: Mapping[str, Plain], urls: Sequence[str], *, fan_out: int = 2) -> list[dict[str, Plain]]:
-    """A place for each receiver, given the addresses of all of them: a tree in which nobody serves more than `fan_out`.
+    """A place for each receiver, given the addresses that they relay at: a tree in which nobody serves more than `fan_out`.
 
     >>> [p["sources"] for p in relay_places({"key": "k", "bytes": 0, "sources": ["http://t:1"]}, ["a", "b", "c"])]
     [['http://t:1'], ['http://t:1'], ['a', 'http://t:1']]
     """
     if fan_out < 1:
         raise ValueError(f"fan_out = {fan_out}: must be at least 1")
-    origin = list(_sources(place))
-    lines: list[list[str]] = []
+    origin = place["sources"]
+    assert isinstance(origin, list), "as `post` gave it"
+    lines: list[list[Plain]] = []
     for index in range(len(urls)):
         parent = index // fan_out - 1
         lines.append(origin if parent < 0 else [urls[parent], *lines[parent]])
@@ -50,147 +52,143 @@ def relay_places(place: Mapping[str, Plain], urls: Sequence[str], *, fan_out: in
     return [{**place, "sources": list(line), "share": len(line) / (deepest + 1)} for line in lines]
 
 
-def _sources(place: Mapping[str, Plain]) -> Sequence[str]:
-    sources = place.get("sources")
-    if not isinstance(sources, list | tuple) or not sources:
-        raise SyncError("this is no place of a parcel that travels over HTTP")
-    return [str(source) for source in sources]
-
-
-class HttpTransport:
-    """A `Transport` between hosts. The sender's end serves once a parcel is posted; a receiver's serves if it is a relay.
-
-    `host` and `port` are where it listens (0 takes a free port), `advertise` the name that others reach it by where that is
-    another. `deadline` is how many seconds may pass without progress.
-    """
+class HttpTransport(Transport):
+    """The sender's end serves from its first post on; a receiver's serves if it is a relay."""
 
     name = "http"
+    crosses_hosts = True
+    listens = True
 
     def __init__(
         self,
         *,
         token: str,
         host: str = "127.0.0.1",
-        port: int = 0,
-        advertise: str = "",
         deadline: float = 60.0,
         is_relay: bool = False,
         piece_bytes: int = PIECE_BYTES,
     ) -> None:
+        """`host` is the address that this end listens on, and that others reach it by."""
+        from headrace.sync.http.served import ServedBuffers
+
         if not token:
-            raise ValueError("token is empty: parcels are only given to who knows the run's token")
-        if host in ANY_HOST and not advertise:
-            raise ValueError(f"host = {host!r}: say in `advertise` which address others reach this host by")
-        self._token, self._host, self._port, self._advertise = token, host, port, advertise
-        self._deadline, self._is_relay, self._piece_bytes = deadline, is_relay, piece_bytes
-        self._shelf = Shelf()
-        self._pieces = Memory()
+            raise ValueError("token is empty: weights are only served to peers that know the run's token")
+        self._token, self._host, self._deadline = token, host, deadline
+        self._is_relay, self._piece_bytes = is_relay, piece_bytes
+        self._buffers = ServedBuffers()
+        self._pieces = Spare(TorchBuffer)
         self._fetching: set[Fetch] = set()
         self._relaying: set[str] = set()
-        """Keys of parcels that are coming and handed on meanwhile."""
+        """Keys that are arriving, and relayed meanwhile."""
         self._changed = threading.Condition()
         self._is_closed = False
-        self._server: ParcelServer | None = None
+        self._server: BufferServer | None = None
         if is_relay:
             self._serve()
 
+    @classmethod
+    def make(cls, config: TransportConfig, *, is_sender: bool, device: str) -> HttpTransport:
+        return cls(token=config.token, host=config.host, deadline=config.deadline, is_relay=not is_sender)
+
+    @classmethod
+    def routes(cls, place: Mapping[str, Plain], relays: Sequence[str]) -> list[Mapping[str, Plain]]:
+        return list(relay_places(place, relays))
+
     @property
-    def url(self) -> str:
-        """Where others get what this end has; empty while it serves nothing."""
+    def relay_url(self) -> str:
+        """Empty while this end serves nothing."""
         return "" if self._server is None else self._server.url
 
     @property
     def bytes_served(self) -> int:
-        """Of parcels, from here, to everybody."""
+        """To all peers together."""
         return 0 if self._server is None else self._server.bytes_served
 
     # The sender's end
 
-    def room(self, key: str, num_bytes: int) -> Tensor:
-        return self._shelf.add(key, num_bytes, is_offered=False).bytes
+    def allocate(self, key: str, num_bytes: int) -> Tensor:
+        return self._buffers.add(key, num_bytes, is_offered=False).bytes
 
     def post(self, key: str, views: Mapping[str, Tensor]) -> dict[str, Plain]:
-        url = self._serve().url
-        parcel = self._shelf.offer(key)
-        with parcel.in_use():
-            sums = tuple(piece_sum(piece) for piece in parcel.bytes.split(self._piece_bytes) if len(piece))
-        return Place(key, parcel.num_bytes, (url,), self._piece_bytes, sums, 0.5).as_plain()
+        from headrace.sync.http.served import piece_sum
 
-    def push(self, key: str, receivers: Sequence[str]) -> None:
-        """Receivers come for it themselves."""
+        url = self._serve().url
+        buffer = self._buffers.offer(key)
+        with buffer.in_use():
+            sums = [piece_sum(piece) for piece in buffer.bytes.split(self._piece_bytes) if len(piece)]
+        place: dict[str, Plain] = {"key": key, "bytes": buffer.num_bytes, "sources": [url], "share": 0.5}
+        return place | {"piece_bytes": self._piece_bytes, "sums": list(sums)}
 
     def free(self, key: str) -> None:
-        """At either end. Whoever is reading the parcel from here is cut off, and a fetch of it here is given up."""
+        """At either end: peers that read it from here are cut off, and a fetch of it here fails."""
         with self._changed:
             for fetch in self._fetching:
                 if fetch.place.key == key:
                     fetch.give_up()
-        self._shelf.drop(key)
+        self._buffers.drop(key)
 
     def close(self) -> None:
-        """Returns when no thread, socket or buffer of it is left."""
+        """Returns when no thread, socket or buffer is left."""
         with self._changed:
             self._is_closed = True
             for fetch in self._fetching:
                 fetch.give_up()
-        self._shelf.close()
+        self._buffers.close()
         if self._server is not None:
             self._server.close()
         with self._changed:
             self._changed.wait_for(lambda: not self._fetching, self._deadline)
         self._pieces.clear()
 
-    def _serve(self) -> ParcelServer:
+    def _serve(self) -> BufferServer:
+        from headrace.sync.http.server import BufferServer
+
         with self._changed:
             if self._is_closed:
                 raise SyncError("the transport is closed")
             if self._server is None:
-                self._server = ParcelServer(
-                    self._shelf,
-                    token=self._token,
-                    host=self._host,
-                    port=self._port,
-                    advertise=self._advertise,
-                    deadline=self._deadline,
-                )
+                self._server = BufferServer(self._buffers, token=self._token, host=self._host, deadline=self._deadline)
             return self._server
 
     # The receiver's end
 
     def fetch(self, place: Mapping[str, Plain], target: Target, *, receiver: str) -> None:
-        found = Place.read(place)
-        if found.num_bytes != target.num_bytes:
-            raise SyncError(
-                f"{receiver}: parcel {found.key!r} has {found.num_bytes:,} bytes, and {target.num_bytes:,} are expected"
-            )
-        if not self._is_relay:
-            return self._run(found, target, receiver, into=None)
+        from headrace.sync.http.client import Place
+
+        there = Place.read(place)
+        if there.bytes != target.num_bytes:
+            raise SyncError(f"{receiver}: {there.key!r} has {there.bytes:,} bytes, and {target.num_bytes:,} are expected")
         with self._changed:
-            coming, is_first = set(self._relaying), found.key not in self._relaying
-            self._relaying.add(found.key)
-        if not is_first:  # it comes for another engine of this process already, and that one is handed on
-            return self._run(found, target, receiver, into=None)
+            coming = set(self._relaying)
+            is_relayed = self._is_relay and there.key not in coming  # else it is being relayed for another engine here
+            if is_relayed:
+                self._relaying.add(there.key)
+        if not is_relayed:
+            return self._run(there, target, receiver, into=None)
         try:
-            self._relay(found, target, receiver, coming=coming)
+            self._relay(there, target, receiver, coming=coming)
         finally:
             with self._changed:
-                self._relaying.discard(found.key)
+                self._relaying.discard(there.key)
 
     def _relay(self, place: Place, target: Target, receiver: str, *, coming: set[str]) -> None:
-        for key in self._shelf.held():
+        for key in self._buffers.held():
             if key not in coming:
-                self._shelf.drop(key)
-        parcel = self._shelf.add(place.key, place.num_bytes, is_offered=True)
+                self._buffers.drop(key)
+        buffer = self._buffers.add(place.key, place.bytes, is_offered=True)
         try:
-            with parcel.in_use():
-                self._run(place, target, receiver, into=parcel)
+            with buffer.in_use():
+                self._run(place, target, receiver, into=buffer)
         except BaseException:
-            self._shelf.drop(place.key, only=parcel)
+            self._buffers.drop(place.key, only=buffer)
             raise
 
-    def _run(self, place: Place, target: Target, receiver: str, *, into: Parcel | None) -> None:
-        memory = self._pieces.take(min(place.piece_bytes, place.num_bytes)) if into is None else into.bytes
-        fetch = Fetch(place, target, receiver=receiver, token=self._token, deadline=self._deadline, into=into, memory=memory)
+    def _run(self, place: Place, target: Target, receiver: str, *, into: ServedBuffer | None) -> None:
+        from headrace.sync.http.client import Fetch
+
+        piece = self._pieces.take(min(place.piece_bytes, place.bytes)) if into is None else into.buffer
+        memory = piece.tensor if into is None else into.bytes
+        fetch = Fetch(place, target, receiver, self._token, self._deadline, into=into, memory=memory)
         with self._changed:
             if self._is_closed:
                 raise SyncError("the transport is closed")
@@ -199,7 +197,7 @@ class HttpTransport:
             fetch.run()
         finally:
             if into is None:
-                self._pieces.give(memory)
+                self._pieces.give(piece)
             with self._changed:
                 self._fetching.discard(fetch)
                 self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""What the sender of the collective transport keeps account of: a parcel, a receiver's visit, a push and who is late in it."""
+"""What the sender knows of a push: which receivers have come, how far each is, and who is late."""
 
 from __future__ import annotations
 
@@ -11,32 +11,35 @@ from headrace.errors import SyncError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from headrace.sync.collective.desk import Line
+    from headrace.sync.buffers import TorchBuffer
+    from headrace.sync.collective.channel import Channel
     from headrace.sync.collective.group import Group
 
 
 @dataclass
-class Parcel:
+class Outgoing:
     """Bytes that are offered under a key."""
 
     key: str
-    buffer: Tensor
+    buffer: TorchBuffer
+    bytes: Tensor
     attempt: int = 0
-    """Counts posts, so that the place of an earlier one is not taken for this one. 0 before the first."""
+    """Counts posts, so that the place of an earlier post under the same key is not taken for this one. 0 before the first."""
     written: Any = None
     """On a GPU, the event after which the bytes are there."""
     ended: str = ""
     num_pushes: int = 0
-    """That run or wait for their turn."""
+    """Running, or waiting for their turn."""
     is_torn: bool = False
-    """A transfer of it was broken off, and may still be reading it."""
+    """A push of it failed, and may still be reading the bytes."""
 
 
 @dataclass
 class Visit:
-    """A receiver's fetch, as it tells of itself."""
+    """A receiver's `fetch`, by what it has reported."""
 
     number: int
+    channel: Channel
     receiver: str
     key: str
     attempt: int
@@ -46,33 +49,31 @@ class Visit:
     is_done: bool = False
     lost: str = ""
     """Why it will not finish."""
-    round: Round | None = None
-    is_told: bool = False
-    """That its round has begun."""
-    is_invited: bool = False
-    """Into the round's group."""
+    push: Push | None = None
+    told: set[str] = field(default_factory=set)
+    """What the receiver has been told already."""
 
 
 @dataclass
-class Round:
-    """One push."""
+class Push:
+    """One broadcast of one buffer."""
 
-    parcel: Parcel
+    outgoing: Outgoing
     receivers: tuple[str, ...]
     num_buckets: int
     moved_at: float
-    """When something last went forward."""
+    """When anything last made progress."""
     visits: dict[str, Visit] = field(default_factory=dict)
-    lines: dict[str, Line] = field(default_factory=dict)
+    """By receiver."""
     group: Group | None = None
-    over: str = ""
-    """Why it failed; receivers are told."""
+    failure: str = ""
+    """Receivers are told."""
 
     def check(self, deadline: float) -> None:
         """Raise if this push cannot go on."""
-        key = self.parcel.key
-        if self.parcel.ended:
-            raise SyncError(f"{key}: {self.parcel.ended} ({self.standing()})")
+        key = self.outgoing.key
+        if self.outgoing.ended:
+            raise SyncError(f"{key}: {self.outgoing.ended} ({self.standing()})")
         for visit in self.visits.values():
             if visit.lost and not visit.is_done:
                 done = f"{visit.num_written} of {self.num_buckets} buckets"
@@ -82,14 +83,14 @@ class Round:
             raise SyncError(f"{key}: {self._late(deadline)} for {waited:.1f} s ({self.standing()})")
 
     def standing(self) -> str:
-        """How far it is, for a message."""
+        """How far it is, for error messages."""
         if len(self.visits) < len(self.receivers):
             return f"{len(self.visits)} of {len(self.receivers)} receivers are here"
         parts = (f"{name} {self.visits[name].num_written}" for name in self.receivers)
         return f"of {self.num_buckets} buckets written: {', '.join(parts)}"
 
     def _late(self, deadline: float) -> str:
-        """Who, of those that have not finished: those not heard of, else those that are furthest behind."""
+        """Who holds it up: receivers that have not come, else those not heard from, else those furthest behind."""
         absent = [name for name in self.receivers if name not in self.visits]
         if absent:
             return f"receiver {', '.join(map(repr, absent))} has not come"
@@ -97,7 +98,7 @@ class Round:
         waiting = [visit for visit in self.visits.values() if not visit.is_done]
         silent = [visit for visit in waiting if now - visit.heard_at > deadline / 2]
         if silent:
-            return f"receiver {', '.join(repr(visit.receiver) for visit in silent)} has not been heard of or gone forward"
+            return f"receiver {', '.join(repr(visit.receiver) for visit in silent)} has not been heard from"
         least = min((visit.num_written for visit in waiting), default=0)
         behind = [repr(visit.receiver) for visit in waiting if visit.num_written == least]
-        return f"receiver {', '.join(behind)} has not gone forward"
+        return f"receiver {', '.join(behind)} has made no progress"

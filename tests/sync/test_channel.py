@@ -1,7 +1,8 @@
-"""The collective transport's rendezvous: who is let in, what is read of who is not, and that nothing they send ends it."""
+"""Control connections of the collective transport: who is let in, what is read of others, and that nothing they send harms."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
@@ -11,8 +12,9 @@ import pytest
 
 from headrace.errors import SyncError
 from headrace.proof import proof
-from headrace.sync.collective import desk as desks
-from headrace.sync.collective.desk import Caller, Desk
+from headrace.sync.collective import channel as channels
+from headrace.sync.collective.channel import Channel, call
+from headrace.sync.sockets import Server
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,31 +23,34 @@ TOKEN = "of the run"
 
 
 class Open:
-    """A desk that answers whatever is asked with what it was asked."""
+    """A server that answers every message with the same message, if its number is one."""
 
     def __init__(self) -> None:
         self.heard: list[dict[str, Any]] = []
-        self.desk = Desk(
-            "127.0.0.1",
-            token=TOKEN,
-            on_message=lambda _, message: self.heard.append({**message, "number": int(message["number"])}),
-            on_gone=lambda _: None,
-            news=lambda _: self.heard[-1],
-        )
+        self.server = Server("127.0.0.1", serve=self.serve, name="test-channel")
 
-    def caller(self, token: str = TOKEN) -> Caller:
-        return Caller("127.0.0.1", self.desk.port, token=token, deadline=5.0, check=lambda: None)
+    def serve(self, connection: socket.socket, is_closed: threading.Event) -> None:
+        channel = channels.accept(connection, token=TOKEN, is_closed=is_closed)
+        with contextlib.suppress(TypeError, ValueError):
+            while channel is not None and not is_closed.is_set():
+                message = channel.receive(0.1)
+                if message is not None:
+                    self.heard.append({**message, "number": int(message["number"])})
+                    channel.send(self.heard[-1])
+
+    def call(self, token: str = TOKEN) -> Channel:
+        return call("127.0.0.1", self.server.port, token=token, deadline=5.0, check=lambda: None)
 
     def connect(self) -> tuple[socket.socket, str]:
         """A connection, and the challenge that came on it."""
-        connection = socket.create_connection(("127.0.0.1", self.desk.port), timeout=5)
+        connection = socket.create_connection(("127.0.0.1", self.server.port), timeout=5)
         return connection, json.loads(line_of(connection))["challenge"]
 
     def is_well(self) -> bool:
-        caller = self.caller()
-        caller.ask({"number": 7})
-        answer = caller.answer(5.0)
-        caller.close()
+        channel = self.call()
+        channel.send({"number": 7})
+        answer = channel.receive(5.0)
+        channel.close()
         return answer == {"number": 7}
 
 
@@ -60,7 +65,7 @@ def line_of(connection: socket.socket) -> bytes:
 
 
 def hangs_up(connection: socket.socket) -> bool:
-    """Whether the desk says no more and closes; a reset, where it left something unread, is that too."""
+    """Whether the server says no more and closes; a reset, where it left something unread, is that too."""
     try:
         return connection.recv(1) == b""
     except ConnectionError:
@@ -71,7 +76,7 @@ def hangs_up(connection: socket.socket) -> bool:
 def opened() -> Iterator[Open]:
     opened = Open()
     yield opened
-    opened.desk.close()
+    opened.server.close()
 
 
 def said(line: dict[str, Any]) -> bytes:
@@ -103,31 +108,29 @@ def test_who_does_not_prove_the_token_is_dropped_and_hinders_nobody(opened: Open
 
 
 @pytest.mark.parametrize("words", [DEEP, b"[]\n", said({"number": "x"}), said({"number": None})])
-def test_nonsense_from_who_has_proven_it_ends_only_its_line(opened: Open, words: bytes) -> None:
-    caller = opened.caller()
-    caller._connection.settimeout(5)
-    caller._connection.sendall(words)
-    assert hangs_up(caller._connection)
-    caller.close()
+def test_nonsense_from_who_has_proven_it_ends_only_its_connection(opened: Open, words: bytes) -> None:
+    channel = opened.call()
+    channel._connection.settimeout(5)
+    channel._connection.sendall(words)
+    assert hangs_up(channel._connection)
+    channel.close()
     assert opened.is_well()
 
 
 def test_before_the_proof_no_second_line_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     parsed: list[bytes] = []
-    monkeypatch.setattr(desks, "_message", lambda text: parsed.append(text) or {})
+    parse = channels._parse
+    monkeypatch.setattr(channels, "_parse", lambda text: parsed.append(text) or parse(text))
     here, there = socket.socketpair()
     with here, there:
-        line = desks.Line(here)
-        there.sendall(b"{}\n{}\n")
-        assert line.read() is None and not parsed
-        line.is_known = True
-        there.sendall(b"{}\n{}\n")
-        assert line.read() == [{}, {}]
+        there.sendall(b'{"proof": "x"}\n{}\n')
+        assert channels.accept(here, token=TOKEN, is_closed=threading.Event()) is None
+    assert parsed == [b'{"proof": "x"}']
 
 
 def test_a_hello_is_read_up_to_its_limit_alone(opened: Open) -> None:
     """The proof is right; what comes with it is too long."""
-    for padding, is_let_in in ((desks.HELLO_BYTES // 2, True), (desks.HELLO_BYTES, False)):
+    for padding, is_let_in in ((channels.HELLO_BYTES // 2, True), (channels.HELLO_BYTES, False)):
         connection, challenge = opened.connect()
         with connection:
             connection.sendall(said({"proof": proof(TOKEN, "receiver", challenge), "challenge": "x" * padding}))
@@ -135,22 +138,21 @@ def test_a_hello_is_read_up_to_its_limit_alone(opened: Open) -> None:
 
 
 def test_a_message_of_who_is_known_may_be_long(opened: Open) -> None:
-    caller = opened.caller()
-    caller.ask({"number": 1, "values": "x" * (8 * desks.HELLO_BYTES)})
-    answer = caller.answer(5.0)
-    assert answer is not None and len(answer["values"]) == 8 * desks.HELLO_BYTES
-    caller.close()
+    channel = opened.call()
+    channel.send({"number": 1, "values": "x" * (8 * channels.HELLO_BYTES)})
+    answer = channel.receive(5.0)
+    assert answer is not None and len(answer["values"]) == 8 * channels.HELLO_BYTES
+    channel.close()
 
 
 def test_who_says_nothing_is_dropped_and_who_is_known_may_be_silent(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    known = opened.caller()
-    monkeypatch.setattr(desks, "HELLO_SECONDS", 0.0)
+    known = opened.call()
+    monkeypatch.setattr(channels, "HELLO_SECONDS", 0.0)
     connection, _ = opened.connect()
     with connection:
-        opened.desk.nudge()
         assert hangs_up(connection)
-    known.ask({"number": 3})
-    assert known.answer(5.0) == {"number": 3}
+    known.send({"number": 3})
+    assert known.receive(5.0) == {"number": 3}
     known.close()
 
 
@@ -167,7 +169,7 @@ def test_a_proof_is_good_for_one_connection_and_one_end(opened: Open) -> None:
 
 def test_a_receiver_with_another_token_is_not_let_in(opened: Open) -> None:
     with pytest.raises(SyncError, match="the sender is gone"):
-        opened.caller("of another run")
+        opened.call("of another run")
     assert opened.is_well()
 
 
@@ -193,7 +195,7 @@ def test_a_sender_that_does_not_know_the_token_is_refused_and_never_hears_it(ans
         thread = threading.Thread(target=pretend, args=(listening,))
         thread.start()
         with pytest.raises(SyncError, match=message):
-            Caller("127.0.0.1", listening.getsockname()[1], token=TOKEN, deadline=5.0, check=lambda: None)
+            call("127.0.0.1", listening.getsockname()[1], token=TOKEN, deadline=5.0, check=lambda: None)
         thread.join()
     assert TOKEN.encode() not in heard[0]
 
@@ -201,5 +203,5 @@ def test_a_sender_that_does_not_know_the_token_is_refused_and_never_hears_it(ans
 def test_a_silent_sender_is_given_up_and_looked_away_from_meanwhile() -> None:
     looks = []
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(SyncError, match=r"has not answered for 0\.2 s"):
-        Caller("127.0.0.1", silent.getsockname()[1], token=TOKEN, deadline=0.2, check=lambda: looks.append(1))
+        call("127.0.0.1", silent.getsockname()[1], token=TOKEN, deadline=0.2, check=lambda: looks.append(1))
     assert looks

@@ -1,0 +1,106 @@
+"""The payload `delta`: what has changed since the version that the engines hold."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from headrace.errors import SyncError
+from headrace.model import allocate_bytes
+from headrace.sync.delta.codec import DTYPES, apply, encode
+from headrace.sync.full import FullPayload
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from headrace.model import Arena, Incoming
+    from headrace.records import WeightUpdate
+    from headrace.sync.full import Fetch
+
+_MOST_KEPT = 16
+"""Differences that stay available to an engine that missed some."""
+
+
+class DeltaPayload(FullPayload):
+    """Differences between two images: the one that the engines hold, and the one on its way.
+
+    All weights travel instead where a difference would not be smaller, where the engines may hold different versions, and
+    for dtypes that have no differences.
+    """
+
+    name = "delta"
+    sends_image = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._next_key = ""
+        """Of the update that carries `_image`."""
+        self._is_held_by_all = True
+        """No engine holds an update that was given up, so a difference from what is held is good for every one of them."""
+        self.reset()
+
+    def reset(self) -> None:
+        super().reset()
+        self._held: Arena | None = None
+        self._held_version: int | None = None
+        self._chain: list[WeightUpdate] = []
+        """Differences one on top of the other; the engines hold the last."""
+
+    def encode(self, image: Arena, *, version: int, key: str, whole: bool) -> tuple[Tensor, int | None]:
+        self._next_key = key
+        held, base = self._held, self._held_version
+        is_possible = not whole and self._is_held_by_all and DTYPES.issuperset(image.flat)
+        if held is None or base is None or base >= version or not is_possible:
+            return image.memory, None
+        blob = encode([(held.flat[dtype], image.flat[dtype]) for dtype in sorted(image.flat, key=str)])
+        return (blob, base) if len(blob) < image.num_bytes else (image.memory, None)
+
+    def released(self, update: WeightUpdate, key: str) -> None:
+        if self._next_key == key:
+            self._held, self._image = self._image, self._held
+            self._held_version, self._next_key = update.version, ""
+        self._is_held_by_all = True
+        self._chain = [*self._chain, update][-_MOST_KEPT:] if update.base_version is not None else []
+
+    def aborted(self) -> None:
+        self._is_held_by_all = False
+
+    def kept(self) -> list[WeightUpdate]:
+        return self._chain
+
+    def missed(self, version: int | None, newest: WeightUpdate) -> list[WeightUpdate] | Arena:
+        if newest.base_version is None:
+            return [newest]
+        missed = [update for update in self._chain if version is not None and update.version > version]
+        if missed and missed[0].base_version == version:
+            return missed
+        assert self._held is not None, "a difference was released"
+        return self._held
+
+    @staticmethod
+    def receive(update: WeightUpdate, incoming: Incoming, fetch: Fetch) -> None:
+        if update.base_version is None or len(update.parts) != 1:
+            raise SyncError("a difference has a base version, and travels in one part")
+        (part,) = update.parts
+        if part.num_bytes > incoming.num_bytes:
+            raise SyncError(f"{part.num_bytes} bytes are no difference of {incoming.num_bytes}")
+        blob = _Blob(part.num_bytes, incoming.check)
+        fetch(part, blob)
+        apply(blob.buffer, incoming.take_running())
+
+
+class _Blob:
+    """A `Target` in the host's memory for an encoded difference."""
+
+    def __init__(self, num_bytes: int, check: Callable[[], None]) -> None:
+        self.buffer = allocate_bytes(num_bytes, torch.device("cpu"))
+        self.num_bytes, self.views, self.check = num_bytes, {DeltaPayload.name: self.buffer}, check
+
+    def write(self, start: int, piece: Tensor) -> None:
+        self.check()
+        if not 0 <= start <= start + len(piece) <= self.num_bytes:
+            raise SyncError(f"{len(piece)} bytes arrived for place {start} of {self.num_bytes}")
+        self.buffer[start : start + len(piece)].copy_(piece)

@@ -1,0 +1,97 @@
+"""The payload `full`: all weights as they are. It is also the base of every other payload."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, ClassVar
+
+from headrace.errors import SyncError
+from headrace.model import Arena, Incoming, lay_out
+from headrace.records import Manifest, TensorInfo
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    import torch
+    from torch import Tensor
+
+    from headrace.model import Slot
+    from headrace.records import Part, WeightUpdate
+    from headrace.sync.transport import Target
+
+    Fetch = Callable[[Part, Target], None]
+
+
+class FullPayload:
+    """What the sender keeps between updates, and how bytes become weights again at the receiver.
+
+    The sender packs its weights into an image: all tensors in one run of bytes, in the layout of an engine's own arena.
+    """
+
+    name: ClassVar[str] = "full"
+    sends_image: ClassVar[bool] = True
+    """The image itself travels, so it may be packed straight into the transport's memory."""
+
+    def __init__(self) -> None:
+        self._image: Arena | None = None
+
+    # At the sender, under the lock of its `WeightSync`
+
+    def reset(self) -> None:
+        """Forget everything: the sync closes, or the layout of the weights has changed."""
+        self._image = None
+
+    def image(self, slots: Mapping[str, Slot], device: torch.device) -> Arena:
+        """Where to pack the weights, if not into the transport's memory."""
+        if self._image is None or self._image.device != device:
+            self._image = Arena(slots, device=device)
+        return self._image
+
+    def encode(self, image: Arena, *, version: int, key: str, whole: bool) -> tuple[Tensor, int | None]:
+        """The bytes to send, and the version they are a difference from, if they are one. `whole` asks for no difference."""
+        return image.memory, None
+
+    def released(self, update: WeightUpdate, key: str) -> None:
+        """Called when the engines hold an update."""
+
+    def aborted(self) -> None:
+        """Called when an update was given up: some engines may hold it, others not."""
+
+    def kept(self) -> list[WeightUpdate]:
+        """Earlier updates that must stay available."""
+        return []
+
+    def missed(self, version: int | None, newest: WeightUpdate) -> list[WeightUpdate] | Arena:
+        """What brings an engine from `version` to the newest, or the image of the newest if the engine needs all of it."""
+        return [newest]
+
+    # At the receiver
+
+    @staticmethod
+    def receive(update: WeightUpdate, incoming: Incoming, fetch: Fetch) -> None:
+        """Write an update's weights: its parts one by one."""
+        if not update.parts:
+            raise SyncError("it has no parts: nothing says where its weights are")
+        for part in update.parts:
+            if part.ranges:
+                _receive_ranges(part, update.manifest, incoming, fetch)
+            else:
+                fetch(part, incoming)
+
+
+def _receive_ranges(part: Part, manifest: Manifest, incoming: Incoming, fetch: Fetch) -> None:
+    """A part travels as an image of its ranges; a range that is a whole tensor has that tensor's shape, others are flat."""
+    known = {info.name: info for info in manifest}
+    ranges = []
+    for name, start, stop in part.ranges:
+        info = known.get(name)
+        if info is None or stop > (size := math.prod(info.shape)):
+            raise SyncError(f"it has no elements {start} to {stop} of tensor {name!r}")
+        shape = info.shape if stop - start == size else (stop - start,)
+        num_bytes = info.num_bytes // size * (stop - start)
+        ranges.append(TensorInfo(name=name, shape=shape, dtype=info.dtype, num_bytes=num_bytes, checksum=0))
+    device = next(iter(incoming.views.values())).device
+    image = Arena(lay_out(Manifest.of(ranges)), device=device)
+    fetch(part, Incoming(image, running=image, check=incoming.check))
+    for name, start, stop in part.ranges:
+        incoming.views[name].view(-1)[start:stop].copy_(image.views[name].view(-1))

@@ -1,0 +1,150 @@
+"""The transport on one host: segments of shared memory.
+
+A segment is a file in memory (`/dev/shm`), reserved in full when it is made, so that too little memory is an error with a name
+and not a crash later. The trainer's process writes and owns segments; engines map them, copy, and keep the mapping, because a
+freed segment is written again for a later key under another file name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import mmap
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from headrace.errors import SyncError
+from headrace.sync.buffers import BufferedTransport
+from headrace.sync.folder import too_little_space
+from headrace.sync.transport import read_place
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from headrace.records import Plain
+    from headrace.sync.transport import Target, TransportConfig
+
+_MOST_MAPPED = 4
+
+
+class Segment:
+    """A segment that this process writes. Its name changes with the key it serves."""
+
+    def __init__(self, path: Path, num_bytes: int) -> None:
+        import torch
+
+        self.path = path
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, num_bytes)  # full memory is ENOSPC here, not SIGBUS later
+            self._mapped = mmap.mmap(descriptor, num_bytes)
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            raise SyncError(f"{too_little_space(path.parent, num_bytes)} ({error.strerror})") from error
+        finally:
+            os.close(descriptor)
+        self.tensor = torch.frombuffer(self._mapped, dtype=torch.uint8)
+
+    def rename(self, path: Path) -> None:
+        """Receivers that look for the old name find nothing; those that have the segment open see what is written next."""
+        try:
+            self.path.rename(path)
+        except FileNotFoundError as error:  # cleaners of temporary files may have removed it
+            raise SyncError(f"{self.path} was removed by someone else") from error
+        self.path = path
+
+    def drop(self) -> None:
+        self.path.unlink(missing_ok=True)
+        del self.tensor
+        with contextlib.suppress(BufferError):  # a view is still held; the memory goes with the last one
+            self._mapped.close()
+
+
+@dataclass(frozen=True)
+class Place:
+    key: str
+    bytes: int
+
+
+class SharedMemoryTransport(BufferedTransport[Segment]):
+    """Both ends are made with the same prefix and folder; the sender's `close` removes the segments."""
+
+    name = "shared_memory"
+    uses_folder = True
+
+    def __init__(self, *, prefix: str, folder: Path) -> None:
+        super().__init__(lambda num_bytes: Segment(self._spare_path(), max(num_bytes, 1)))
+        self._folder, self._prefix = folder, prefix
+        self._numbers = itertools.count()
+        self._mapped: dict[int, Tensor] = {}
+        """At a receiver, by inode, last used last: memory that was mapped and read before is read at full speed."""
+
+    @classmethod
+    def make(cls, config: TransportConfig, *, is_sender: bool, device: str) -> SharedMemoryTransport:
+        return cls(prefix=config.prefix, folder=config.directory)
+
+    def allocate(self, key: str, num_bytes: int) -> Tensor:
+        room = super().allocate(key, num_bytes)
+        found = self.find(key)
+        if found is not None and not found[0].path.exists():  # removed by someone else: no receiver could open it
+            self.free(key)
+            self._spare.clear()
+            room = super().allocate(key, num_bytes)
+        return room
+
+    def post(self, key: str, views: Mapping[str, Tensor]) -> dict[str, Plain]:
+        found = self.find(key)
+        if found is None:
+            raise SyncError(f"{key} was freed, or never allocated")
+        segment, num_bytes = found
+        segment.rename(self._path(key))
+        return {"key": key, "bytes": num_bytes}
+
+    def free(self, key: str) -> None:
+        found = self.find(key)
+        if found is not None:
+            with contextlib.suppress(SyncError):
+                found[0].rename(self._spare_path())
+            super().free(key)
+
+    def close(self) -> None:
+        super().close()
+        self._mapped.clear()
+
+    def fetch(self, place: Mapping[str, Plain], target: Target, *, receiver: str) -> None:
+        there = read_place(Place, place)
+        if "/" in there.key:
+            raise SyncError(f"{there.key!r} is no place in shared memory")
+        path = self._path(there.key)
+        try:
+            file = path.open("r+b")
+        except OSError as error:
+            raise SyncError(f"it is not on offer: {path} cannot be read: {error.strerror}") from error
+        with file:
+            mapped = self._map(file.fileno())
+        if len(mapped) < target.num_bytes or there.bytes != target.num_bytes:
+            raise SyncError(f"{path} holds {there.bytes} bytes and {target.num_bytes} were announced")
+        target.write(0, mapped[: target.num_bytes])
+
+    def _map(self, descriptor: int) -> Tensor:
+        import torch
+
+        status = os.fstat(descriptor)
+        mapped = self._mapped.pop(status.st_ino, None)
+        if mapped is None or len(mapped) != status.st_size:
+            size = status.st_size
+            mapped = torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8) if size else torch.empty(0)
+        self._mapped[status.st_ino] = mapped
+        while len(self._mapped) > _MOST_MAPPED:
+            self._mapped.pop(next(iter(self._mapped)))
+        return mapped
+
+    def _path(self, key: str) -> Path:
+        return self._folder / f"{self._prefix}-{key}"
+
+    def _spare_path(self) -> Path:
+        return self._folder / f"{self._prefix}-spare{next(self._numbers)}"

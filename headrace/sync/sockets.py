@@ -1,0 +1,102 @@
+"""What `collective` and `http` share: a server with a thread for each connection, and a connect that can be given up."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import selectors
+import socket
+import threading
+from typing import TYPE_CHECKING
+
+from headrace.errors import SyncError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+TICK = 0.1
+"""Seconds: every wait on a socket checks this often whether to go on."""
+_MOST_CONNECTIONS = 256
+
+
+class Server:
+    """Accepts in one thread, and in another for each connection runs `serve(connection, is_closed)`, which returns within a few
+    `TICK`s of that event."""
+
+    def __init__(self, host: str, *, serve: Callable[[socket.socket, threading.Event], None], name: str) -> None:
+        self._serve, self._name = serve, name
+        try:
+            self._listening = socket.create_server((host, 0), family=_family(host), backlog=_MOST_CONNECTIONS)
+        except OSError as error:
+            raise SyncError(f"cannot listen on {host}: {error.strerror or error}") from error
+        self._listening.settimeout(TICK)
+        self.port: int = self._listening.getsockname()[1]
+        self._is_closed = threading.Event()
+        self._threads: set[threading.Thread] = set()
+        """Of connections; until it has ended, only the accepting thread touches this."""
+        self._accepting = threading.Thread(target=self._accept, name=f"{name}-accept", daemon=True)
+        self._accepting.start()
+
+    def close(self) -> None:
+        """Returns when all its threads have ended."""
+        self._is_closed.set()
+        with contextlib.suppress(OSError):  # on some systems this wakes the accepting thread, on others TICK does
+            self._listening.shutdown(socket.SHUT_RDWR)
+        self._accepting.join()
+        self._listening.close()
+        for thread in self._threads:
+            thread.join()
+
+    def _accept(self) -> None:
+        while not self._is_closed.is_set():
+            try:
+                connection, _ = self._listening.accept()
+            except TimeoutError:
+                continue
+            except OSError:  # out of file descriptors, or the peer has gone again
+                self._is_closed.wait(TICK)
+                continue
+            self._threads = {thread for thread in self._threads if thread.is_alive()}
+            if len(self._threads) >= _MOST_CONNECTIONS:
+                connection.close()
+                continue
+            thread = threading.Thread(target=self._run, args=(connection,), name=f"{self._name}-serve", daemon=True)
+            thread.start()
+            self._threads.add(thread)
+
+    def _run(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):
+            _prepare(connection)
+            self._serve(connection, self._is_closed)
+
+
+def connect(host: str, port: int, *, check: Callable[[], None]) -> socket.socket:
+    """A connection whose timeout is `TICK`. Raises OSError. `check` is called meanwhile, and raises to give up."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    connection = socket.socket(family, kind, protocol)
+    try:
+        connection.setblocking(False)
+        code = connection.connect_ex(address)
+        with selectors.DefaultSelector() as selector:
+            selector.register(connection, selectors.EVENT_WRITE)
+            while code == errno.EINPROGRESS:
+                check()
+                if selector.select(TICK):
+                    code = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code:
+            raise OSError(code, os.strerror(code))
+        _prepare(connection)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _prepare(connection: socket.socket) -> None:
+    connection.settimeout(TICK)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

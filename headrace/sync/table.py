@@ -1,0 +1,81 @@
+"""The choices of this room: every transport and payload by name, and how one is made. Importing this imports no torch."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from headrace.errors import SyncError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from headrace.records import Part, WeightUpdate
+    from headrace.sync.full import FullPayload
+    from headrace.sync.transport import Transport, TransportConfig
+
+TRANSPORTS = {
+    "memory": "headrace.sync.memory:MemoryTransport",
+    "shared_memory": "headrace.sync.shared_memory:SharedMemoryTransport",
+    "cuda_ipc": "headrace.sync.cuda_ipc:CudaIpcTransport",
+    "collective": "headrace.sync.collective.transport:CollectiveTransport",
+    "files": "headrace.sync.files:FilesTransport",
+    "http": "headrace.sync.http.transport:HttpTransport",
+}
+"""Where the class of each is defined: `module:class`. What a transport can do and needs, its class says."""
+PAYLOADS = {
+    "full": "headrace.sync.full:FullPayload",
+    "delta": "headrace.sync.delta.payload:DeltaPayload",
+}
+RESERVED_PAYLOADS = ("adapter",)
+"""Names that updates may bear later; refused today."""
+
+
+def transport_class(name: str) -> type[Transport]:
+    """A transport's class: what it can do and what it needs."""
+    found: type[Transport] = _find(TRANSPORTS, name, "transport")
+    return found
+
+
+def payload_class(name: str) -> type[FullPayload]:
+    if name in RESERVED_PAYLOADS:
+        raise SyncError(f"payload {name!r}: no engine takes one yet")
+    found: type[FullPayload] = _find(PAYLOADS, name, "payload")
+    return found
+
+
+def _find(table: dict[str, str], name: str, what: str) -> Any:  # noqa: ANN401  (a class of the table's kind)
+    if name not in table:
+        raise SyncError(f"{name!r} is no {what}; known are {', '.join(table)}")
+    module, _, attribute = table[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def make_transport(config: TransportConfig, *, is_sender: bool, device: str) -> Transport:
+    """One end of a transport."""
+    return transport_class(config.transport).make(config, is_sender=is_sender, device=device)
+
+
+def resolve_transport(wanted: str, *, is_one_process: bool, shares_gpu: bool) -> str:
+    """`sync.transport` with `auto` resolved. `shares_gpu`: all engines receive on the trainer's GPU."""
+    if wanted != "auto":
+        return wanted
+    if is_one_process:
+        return "memory"
+    return "cuda_ipc" if shares_gpu else "shared_memory"
+
+
+def is_pushed(update: WeightUpdate) -> bool:
+    """Whether receivers wait for `WeightSync.send`."""
+    return any(transport_class(part.transport).is_pushed for part in update.parts)
+
+
+def routed(update: WeightUpdate, relays: Sequence[str]) -> list[WeightUpdate]:
+    """The update as each receiver is to get it, given the address that each relays at."""
+    routes = [transport_class(part.transport).routes(part.place, relays) for part in update.parts]
+
+    def parts(row: int) -> tuple[Part, ...]:
+        return tuple(replace(part, place=dict(places[row])) for part, places in zip(update.parts, routes, strict=True))
+
+    return [replace(update, parts=parts(row)) for row in range(len(relays))]
