@@ -13,8 +13,7 @@ from headrace.config import Recipe, make_recipe, parse_recipe
 from headrace.engine import VllmSettings
 from headrace.launch.build import check_engine, check_sync, preflight
 from headrace.launch.inputs import UserInputs
-from headrace.launch.placement import choose_handover, choose_transport, gpu_share, gpus_of, receiving_place
-from headrace.launch.threads import threads_of
+from headrace.launch.placement import choose_handover, choose_transport, gpu_share, gpus_of, receiving_place, threads_of
 from headrace.launch.vllm import check_sampling, server_arguments
 from headrace.settings import ConfigError, describe, flatten, parse_override, to_dict, to_toml
 

@@ -31,8 +31,8 @@ from headrace.launch.placement import (
     cpu_cache_gigabytes,
     place_of,
     receiving_place,
+    threads_of,
 )
-from headrace.launch.threads import threads_of
 from headrace.model import ModelError, context_limit, load_model, load_tokenizer
 from headrace.run import POLICY, Roles, make_canary
 from headrace.score import RewardScorer

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from headrace.engine import PARALLEL
-from headrace.launch.threads import threads_of
 from headrace.settings import ConfigError
 from headrace.sync import resolve_transport
 
@@ -101,6 +100,13 @@ def place_on_this_host(recipe: Recipe, role: str, index: int, *, run_folder: Pat
         log=str((run_folder / "logs" / f"{name}.log").absolute()),
         shared_folder=str(shared_folder),
     )
+
+
+def threads_of(recipe: Recipe, role: str, *, cores: int) -> int:
+    """The setting of the role, or `threads`, or where both are 0 an equal share of the cores."""
+    own = {"engine": recipe.engine.threads, "trainer": recipe.train.threads}.get(role, 0)
+    num_processes = 1 if recipe.is_inline else recipe.engine.num_engines + 1
+    return own or recipe.threads or max(1, cores // num_processes)
 
 
 def choose_device(recipe: Recipe) -> str:
