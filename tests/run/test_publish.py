@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from helpers import same_weights, small_run
 
+from headrace.config import make_recipe
 from headrace.errors import SyncError
 from headrace.observe import Observer
 from headrace.observe.sinks import read_metrics
@@ -96,7 +97,7 @@ def test_a_version_is_held_only_when_the_engines_have_loaded_and_scored_it(num_r
 
     policy = SimpleNamespace(
         trainer=Trainer(), version=7, held_version=6, canary=make_canary([1, 2, 3]), failed_updates=0,
-        recipe=SimpleNamespace(canary_limit=0.01),
+        recipe=make_recipe({}),
     )  # fmt: skip
     run = SimpleNamespace(
         roles=SimpleNamespace(engine=Engine()), room=asyncio.Event(), interrupt=Interrupt.KEEP,
