@@ -1,7 +1,7 @@
 """Strict settings: TOML or plain dicts into frozen dataclasses, errors that name the line, `--a.b=value` overrides.
 
-Knows nothing of recipes (`headrace.config` does) and imports nothing heavy: a wrong key is refused in well under a
-second. The string under each field is its documentation, here and in `--help`.
+It knows nothing of recipes (`headrace.config` does) and imports nothing heavy, so a wrong key is refused in well under a
+second. The string under each field is its documentation in the code and in `--help`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-T = TypeVar("T")
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
 
 
 class ConfigError(ValueError):
@@ -34,12 +36,12 @@ class Origin:
     name: str = ""
     text: str = ""
     overrides: frozenset[str] = frozenset()
-    """Dotted keys that were given beside the text, on the command line or in a call."""
+    """Dotted keys given on the command line or in a call."""
     advise: Callable[[str], str] = lambda _: ""
-    """From the last part of a key that is not a setting to what to write instead, or "" where that is not known."""
+    """What to write instead of a name that is not a setting; "" where that is not known."""
 
     def locate(self, key: str) -> str:
-        """`file:line: ` of a dotted key, as near as the text tells."""
+        """`file:line: ` of a dotted key, or as much of that as can be found."""
         if any(key == given or given.startswith(f"{key}.") or key.startswith(f"{given}.") for given in self.overrides):
             return "override: "
         if not self.name:
@@ -70,7 +72,7 @@ def load_toml(text: str, *, name: str) -> dict[str, Any]:
 
 def build(cls: type[T], data: Mapping[str, Any], *, origin: Origin = Origin(), prefix: str = "") -> T:  # noqa: B008  (frozen)
     """An instance of dataclass `cls` from a dict; unknown keys and wrong types are refused."""
-    hints = _hints(cls)
+    hints = typing.get_type_hints(cls)
     values = {}
     for key, value in data.items():
         path = prefix + key
@@ -78,7 +80,7 @@ def build(cls: type[T], data: Mapping[str, Any], *, origin: Origin = Origin(), p
             advice = origin.advise(key) or _nearest(path, cls, prefix)
             raise ConfigError(f"{origin.locate(path)}{path} is not a setting; {advice}")
         values[key] = _convert(hints[key], value, origin=origin, path=path)
-    missing = [f.name for f in _fields(cls) if f.name not in values and not _has_default(f)]
+    missing = [f.name for f in dataclasses.fields(cls) if f.name not in values and not _has_default(f)]
     if missing:
         raise ConfigError(f"{origin.locate(prefix.rstrip('.'))}{prefix}{missing[0]} is missing and has no default")
     try:
@@ -136,8 +138,8 @@ def to_dict(settings: Any) -> dict[str, Any]:  # noqa: ANN401  (any settings dat
 
 
 def identity(settings: Any) -> dict[str, Any]:  # noqa: ANN401  (any settings dataclass)
-    """`to_dict`, without what a section's `OPERATIONAL` names: settings of how a run is carried out, not of what comes of it.
-    A section's own `identity`, where it has one, has the last word."""
+    """`to_dict` without the settings that a section lists as `OPERATIONAL`: they do not decide the result of a run.
+    A section may define `identity` itself to decide further."""
     left_out = getattr(settings, "OPERATIONAL", ())
     result = {name: value for name, value in to_dict(settings).items() if name not in left_out}
     for name in result:
@@ -172,8 +174,8 @@ def to_toml(data: Mapping[str, Any], *, prefix: str = "") -> str:
 
 def describe(cls: type[Any], *, prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
     """(dotted key, type, default, documentation) of every setting, in order."""
-    hints, docs = _hints(cls), _field_docs(cls)
-    for f in _fields(cls):
+    hints, docs = typing.get_type_hints(cls), _field_docs(cls)
+    for f in dataclasses.fields(cls):
         hint = hints[f.name]
         inner = _section_of(hint)
         if inner is not None:
@@ -215,20 +217,12 @@ def _convert(hint: Any, value: Any, *, origin: Origin, path: str) -> Any:  # noq
 
 
 def _nearest(path: str, cls: type[Any], prefix: str) -> str:
-    names = [f.name for f in _fields(cls)]
+    names = [f.name for f in dataclasses.fields(cls)]
     key = path[len(prefix) :]
     guess = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
     if guess:
         return f"did you mean {prefix}{guess[0]}?"
     return f"there are: {', '.join(prefix + name for name in names)}"
-
-
-def _hints(cls: type[Any]) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
-
-
-def _fields(cls: type[Any]) -> tuple[dataclasses.Field[Any], ...]:
-    return dataclasses.fields(cls)
 
 
 def _has_default(f: dataclasses.Field[Any]) -> bool:
@@ -282,7 +276,7 @@ def _copy(value: Any) -> Any:  # noqa: ANN401
 
 
 def _is_table(value: object) -> bool:
-    """Lists that hold anything else beside tables are values."""
+    """A dict, or a list of nothing but dicts; other lists are values."""
     return isinstance(value, dict) or (isinstance(value, list) and bool(value) and all(isinstance(v, dict) for v in value))
 
 
@@ -295,7 +289,7 @@ def _toml_value(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON's text is TOML's, but for DEL
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON strings are TOML strings, except for DEL
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_toml_value(item) for item in value) + "]"
     if isinstance(value, dict):
@@ -304,6 +298,6 @@ def _toml_value(value: object) -> str:
 
 
 def check(holds: bool, name: str, value: object, wanted: str) -> None:
-    """Refuse a value; `build` adds the name of the section and the line of the file."""
+    """Refuse a value unless `holds`; `build` adds the name of the section and the line of the file."""
     if not holds:
         raise ConfigError(f"{name} = {value!r}: must be {wanted}")

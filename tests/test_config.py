@@ -409,7 +409,7 @@ def test_a_recipe_is_frozen() -> None:
         ("max_steps", "did you mean steps?"),
         ("train_dataset", "it is [[tasks]] here, tasks= in Python"),
         ("epsilon", "it is train.constants.clip_low and train.constants.clip_high here"),
-        ("lora_rank", "LoRA is not there yet: all weights are trained"),
+        ("lora_rank", "LoRA is not supported yet: all weights are trained"),
         ("learning_rate", "did you mean train.learning_rate or warmup.learning_rate?"),
         ("max_lag", "did you mean staleness.max_lag?"),
         ("block_size", "did you mean engine.block_size?"),

@@ -1,10 +1,10 @@
-"""What a setting of TRL is called here, for those who come from there and write its names."""
+"""What a setting of TRL is called in Headrace, for users who write TRL's names."""
 
 from __future__ import annotations
 
-_LORA = "LoRA is not there yet: all weights are trained"
-_QUANTISED = "quantised weights are not there yet: model.dtype is float32 or bfloat16"
-_SHARDED = "a trainer over several GPUs is not there yet: it has one"
+_LORA = "LoRA is not supported yet: all weights are trained"
+_QUANTISED = "quantized weights are not supported yet: model.dtype is float32 or bfloat16"
+_SHARDED = "a trainer over several GPUs is not supported yet: it has one"
 
 TRL: dict[str, str] = {
     "adam_beta1": "train.beta1",
@@ -60,4 +60,4 @@ TRL: dict[str, str] = {
     "vllm_tensor_parallel_size": "engine.vllm.arguments.tensor_parallel_size",
     "warmup_ratio": "train.warmup_steps",
 }
-"""A key of ours, or a sentence where none does quite the same."""
+"""A key of a recipe, or a sentence where no single key does the same."""

@@ -1,4 +1,4 @@
-"""What memory a run will take, before it takes it: the doctor says it, and a run compares it with what it took."""
+"""How much memory a run will take. The doctor reports it, and a run compares it with what it really took."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     Task = dict[str, Plain]
 
 LOOKED_AT = 64
-"""Tasks whose prompts stand for all of their kind: those of training, and those of each held-out source."""
+"""Tasks whose prompts stand for all of their kind: the first of training, and of each held-out source."""
 _FEWEST_ROLLOUTS = 16
 """That the KV cache has room for, however few the slots: a prompt much longer than those looked at fits too, though others may
 have to wait."""
@@ -35,29 +35,29 @@ have to wait."""
 
 @dataclass(frozen=True)
 class Forecast:
-    """Of one run."""
+    """The memory of one run, in bytes."""
 
     trainer: TrainerMemory
     engine: EngineMemory
     exported: int
-    """Weights made ready for the engines in memory of the driver's, beside torch's."""
+    """Weights published in memory that the driver allocates, outside torch's."""
     is_one_process: bool
     sleep: str
     """`engine.sleep`."""
     mapped: int = 0
-    """Weights made ready for an engine that its process has in view beside its own: on a CPU they count as its size, too."""
+    """Published weights mapped into an engine's process: on a CPU they count towards its size."""
     server: int = 0
     """What the vLLM server behind an engine's process takes, of the same memory."""
 
     @property
     def trainer_process(self) -> int:
-        """What the trainer's process is measured to take: with `inline` that is the engine's, too."""
+        """The size of the trainer's process, which inline is the engine's too."""
         together = self.engine.total - self.engine.process if self.is_one_process else 0
         return self.trainer.total + together
 
     @property
     def engine_process(self) -> int:
-        """The engine's alone, without a server behind it."""
+        """The size of the engine's process, without a server behind it."""
         return self.trainer_process if self.is_one_process else self.engine.total + self.mapped
 
     def together(self, num_engines: int) -> int:
@@ -153,9 +153,9 @@ def forecast_here(
 
 
 def most_kv_blocks(recipe: Recipe, *, context: int, longest_prompt: int, num_held_out: int) -> int:
-    """That an engine can use at once: for its share of what the gate lets be in flight and of an evaluation beside it, within
-    its slots, each rollout as long as the longest prompt looked at and `sampling.max_tokens`, and some room for longer ones. 0
-    where no prompt is known."""
+    """The most KV blocks an engine can use at once: for its share of what the gate lets be in flight and of an evaluation at
+    the same time, within its slots, each rollout as long as the longest prompt seen plus `sampling.max_tokens`, with some room
+    for longer ones. 0 where no prompt is known."""
     if not longest_prompt:
         return 0
     engine, longest = recipe.engine, min(context, longest_prompt + recipe.sampling.max_tokens)
@@ -175,19 +175,19 @@ def most_kv_blocks(recipe: Recipe, *, context: int, longest_prompt: int, num_hel
 
 
 def free_here(recipe: Recipe) -> int:
-    """Of the memory that an engine takes its cache from."""
+    """Free bytes of the memory that an engine takes its KV cache from."""
     return free_memory(torch.device(place_of(choose_device(recipe), "engine")))
 
 
 def tokens_per_pass(recipe: Recipe, *, longest: int) -> int:
-    """Of the largest forward pass: as many as `train.micro_batch_tokens`, unless a step has fewer or a rollout more."""
+    """Tokens of the largest forward pass: `train.micro_batch_tokens`, unless a step has fewer or a rollout more."""
     rollouts = math.ceil(recipe.train.groups_per_batch / recipe.train.mini_batches) * recipe.train.group_size
     return max(longest, min(recipe.train.micro_batch_tokens, rollouts * longest))
 
 
 def longest_prompt(rows: Iterable[Task], encoder: PromptEncoder, *, held_out: Mapping[str, Sequence[Task]]) -> int:
-    """Tokens of the longest of these prompts and of the first of each held-out source. One that cannot be encoded is told of
-    when it is its turn."""
+    """Tokens of the longest of these prompts and the first of each held-out source. One that cannot be encoded is reported when
+    it is used."""
     lengths = []
     for row in itertools.chain(rows, *(source[:LOOKED_AT] for source in held_out.values())):
         prompt: Any = row["prompt"]

@@ -22,8 +22,3 @@ class Interrupt(enum.StrEnum):
     def keeps_kv(self) -> bool:
         """Whether rollouts continue over the KV cache they have, under the new weights too."""
         return self is Interrupt.KEEP
-
-    @property
-    def ends_calls(self) -> bool:
-        """Whether generate calls return what they have so far, and are made again to continue."""
-        return self is Interrupt.ABORT

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 from hypothesis import given, strategies as st
 from strategies import quick
 
-from headrace.buffer import Group, GroupBuffer
+from headrace.buffer import Group, GroupBuffer, kinds
+from headrace.buffer.policy import BufferPolicy
+from headrace.config import make_recipe
 from headrace.records import Episode
+from headrace.settings import ConfigError
 
 
 def make_group(number: int, size: int = 2) -> Group:
@@ -219,3 +223,20 @@ def test_what_is_remembered_of_skipped_groups_does_not_grow_in_completion_order(
         buffer.take()
         buffer.skip(number + 1)
     assert len(buffer.state()["skipped"]) < 100
+
+
+def test_a_kind_of_buffer_is_a_policy_and_a_line_in_the_table(monkeypatch) -> None:
+    class Hoard(BufferPolicy):
+        name = "hoard"
+        max_batches = 3
+
+    monkeypatch.setitem(kinds.POLICIES, Hoard.name, Hoard)
+    recipe = make_recipe({"train.batch": 4, "train.group_size": 2, "staleness.max_lag": 2})
+    chosen = dataclasses.replace(recipe, buffer=dataclasses.replace(recipe.buffer, kind=Hoard.name))
+    buffer = kinds.make_buffer(chosen)
+    fill(buffer, *range(5))
+    assert not buffer.is_full
+    fill(buffer, 5)
+    assert buffer.is_full and "buffer     hoard: 3 × 2 = 6 groups wait at most" in "\n".join(chosen.derivation())
+    with pytest.raises(ConfigError, match=r"buffer\.depth = 1: only buffer\.kind = 'bounded' has a depth, not 'hoard'"):
+        dataclasses.replace(recipe, buffer=dataclasses.replace(chosen.buffer, depth=1))

@@ -97,7 +97,7 @@ def test_a_version_is_held_only_when_the_engines_have_loaded_and_scored_it(num_r
 
     policy = SimpleNamespace(
         trainer=Trainer(), version=7, held_version=6, canary=make_canary([1, 2, 3]), failed_updates=0,
-        recipe=make_recipe({"sync.canary_limit": 0.01}),
+        recipe=make_recipe({}),
     )  # fmt: skip
     run = SimpleNamespace(
         roles=SimpleNamespace(engine=Engine()), room=asyncio.Event(), interrupt=Interrupt.KEEP,
