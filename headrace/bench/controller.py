@@ -192,8 +192,8 @@ class Clock:
         moves.roles = dataclasses.replace(moves.roles, environment=environment)
         make_client = self.timed("prompt", moves.client)
 
-        def client(work: object) -> Any:  # noqa: ANN401
-            made = make_client(work)
+        def client(record: object) -> Any:  # noqa: ANN401
+            made = make_client(record)
             made.prompt = self.timed("prompt", made.prompt)
             return made
 

@@ -68,12 +68,12 @@ def generate(core: EngineCore, workload: Workload, *, seed: int) -> Turn:
     requests = [Request(*request, on_done=on_done) for request in workload.requests(seed=seed)]
     prompt_tokens = sum(len(prompt) for prompt in workload.prompts)
     steps: list[StepSeen] = []
-    sampled_before = core.num_drawn
+    sampled_before = core.num_sampled
     started = before = time.perf_counter()
     for request in requests:
         core.submit(request)
     while core.has_work:
-        cached = prompt_tokens + core.num_drawn - sampled_before
+        cached = prompt_tokens + core.num_sampled - sampled_before
         step = core.step()
         now = time.perf_counter()
         steps.append(StepSeen(now - before, step.prompt_rows, step.decode_rows, cached))

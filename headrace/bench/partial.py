@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from headrace.config import Recipe
     from headrace.envs import EngineClient
     from headrace.records import Array, Batch, Episode, Rollout, WeightUpdate
-    from headrace.run import PolicyState, Roles, StartedBatch, Work
+    from headrace.run import EpisodeInFlight, PolicyState, Roles, StartedBatch
 
 _WARM_VERSIONS = 2
 _SWITCH_SECONDS = 0.0002
@@ -206,7 +206,7 @@ class LongTail(Run):
         return policy.wasted_tokens + sum(over_age.values())
 
 
-class UnscoredEngine(ThreadedEngine):
+class UnscoredEngine(NativeEngine):
     """Scores no canary between two steps: the stub trainer has nothing to compare it with."""
 
     async def score(self, rollouts: Sequence[Rollout]) -> list[Array]:

@@ -74,7 +74,7 @@ class EngineWatch:
         return stalls_of(steps, usual=usual), exchanges_of(steps), usual, self._recomputed
 
     def _step(self) -> Step:
-        is_admitting, updates, away = self._core.is_admitting, self._updates, len(self._away)
+        is_admitting, updates, away = self._scheduler.is_admitting, self._updates, len(self._away)
         started = time.perf_counter()
         step: Step = self._inner["step"]()
         if self._is_on:

@@ -24,7 +24,7 @@ from headrace.bench.gauge import seconds_of, wait
 from headrace.bench.harness import Row, run_parts
 from headrace.bench.sync_child import DEADLINE, make_model, time_copy
 from headrace.model import Arena, named_tensors
-from headrace.sync import Ends, Lineage, WeightSync, shared_folder
+from headrace.sync import Lineage, TransportConfig, WeightSync, is_pushed, make_transport, shared_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -117,9 +117,9 @@ class Paths:
         self._model = make_model(self._shape, self._device)
         for name in self._transports:
             token = secrets.token_hex(16)
-            ends = Ends(name, self._folder.name, f"bench-{name}", "127.0.0.1", token, DEADLINE)
+            ends = TransportConfig(name, self._folder.name, f"bench-{name}", "127.0.0.1", token, DEADLINE)
             settings = {"ends": asdict(ends), "shape": self._shape, "device": self._device, "threads": torch.get_num_threads()}
-            sync = WeightSync(Lineage("life"), ends.make(is_sender=True, device=self._device))
+            sync = WeightSync(Lineage("life"), make_transport(ends, is_sender=True, device=self._device))
             self._ends[name] = sync, Child(_NAME, "headrace.bench.sync_child:engine", {**settings, "name": _NAME})
         for _, child in self._ends.values():  # which start at the same time
             child.hear()
@@ -163,7 +163,7 @@ class Paths:
         started = time.perf_counter()
         update = sync.offer(version, self._arena if self._has_ipc else named_tensors(self._model), on_read=on_read)
         offered = time.perf_counter()
-        sending = threading.Thread(target=sync.send, args=(update, [_NAME])) if name == "collective" else None
+        sending = threading.Thread(target=sync.send, args=(update, [_NAME])) if is_pushed(update) else None
         if sending is not None:
             sending.start()
         parts: dict[str, float] = child.ask(update)

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import ProcessGroupGloo, TCPStore
 from headrace.bench.gauge import wait
 from headrace.bench.loads import QWEN3_0_6B, SMALL, SMOLLM2_135M
 from headrace.model import SpareWeights, held_tensors, served_dtype
-from headrace.sync import CollectiveTransport, Ends, HttpTransport, Lineage, WeightSync
+from headrace.sync import CollectiveTransport, HttpTransport, Lineage, TransportConfig, WeightSync, make_transport
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -58,7 +58,7 @@ def time_copy(into: Arena, source: Arena) -> float:
 def engine(given: dict[str, Any], orders: Iterator[WeightUpdate | None]) -> Iterator[dict[str, float]]:
     """Holds weights as an engine does and loads each update; None asks for a copy of as many bytes. Answers seconds."""
     torch.set_num_threads(given["threads"])
-    transport = Ends(**given["ends"]).make(is_sender=False, device=given["device"])
+    transport = make_transport(TransportConfig(**given["ends"]), is_sender=False, device=given["device"])
     sync = WeightSync(Lineage("life"), transport, name=given["name"])
     spare = SpareWeights(make_model(given["shape"], given["device"]))
     other = spare.arena.like()
@@ -146,12 +146,12 @@ def collective_receiver(given: dict[str, Any], orders: Iterator[dict[str, Any]])
 
 
 def http_sender(given: dict[str, Any], orders: Iterator[Any]) -> Iterator[dict[str, Any]]:
-    """Posts a parcel over HTTP and serves the same bytes on a bare socket."""
+    """Offers weights over HTTP and serves the same bytes on a bare socket."""
     torch.set_num_threads(1)
     transport = HttpTransport(token=TOKEN)
-    content = transport.room("parcel", given["num_bytes"]).random_()
+    content = transport.allocate("weights", given["num_bytes"]).random_()
     started = time.perf_counter()
-    place = transport.post("parcel", {})
+    place = transport.post("weights", {})
     seconds = time.perf_counter() - started
     with socket.create_server(("127.0.0.1", 0)) as listening:
         yield {"place": place, "port": listening.getsockname()[1], "post": seconds}

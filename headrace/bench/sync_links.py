@@ -53,7 +53,7 @@ class _Collective:
         ]
         self._hear()
         self._transport = CollectiveTransport(token=TOKEN, deadline=DEADLINE)
-        self._buffer = self._transport.room("weights", sum(sizes))
+        self._buffer = self._transport.allocate("weights", sum(sizes))
         self._buffer.view(torch.int64).random_()
         self._store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=DEADLINE), wait_for_workers=False)
         with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -132,7 +132,7 @@ def collective_rows(*, quick: bool) -> list[Row]:
 
 
 def http_rows(*, quick: bool) -> list[Row]:
-    """A parcel, which is checked and copied to its target, against a bare socket whose bytes go nowhere."""
+    """Weights, which are checked and copied to their target, against a bare socket whose bytes go nowhere."""
     num_bytes = HTTP_BYTES // 10 if quick else HTTP_BYTES
     receiver, relay = (HttpTransport(token=TOKEN, is_relay=is_relay) for is_relay in (False, True))
     target = FlatTarget(num_bytes)
