@@ -140,7 +140,7 @@ def test_inspect_shows_a_rollout_token_by_token(capsys, tmp_path) -> None:
 
 
 def test_bench_writes_the_shape_the_design_names(tmp_path) -> None:
-    from headrace.bench.table import Row, write
+    from headrace.bench.harness import Row, write
 
     write("learn", [Row("a", 1.5, "s", goal="≤ 2", peers={"other": 3.0})], tmp_path / "out.json")
     content = json.loads((tmp_path / "out.json").read_text())

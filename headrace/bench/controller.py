@@ -1,67 +1,76 @@
 """`headrace bench controller`: what the launcher itself costs per rollout, with 10,000 of them in flight.
 
 The four loops run as they do in a run, with the real buffer, ledger, scorer, tokenizer and batches, around an engine and
-a trainer that do nothing. The figure is the processor time of the launcher's thread from the start of the loops to their
-end, every rollout going all the way from submission to training, less what the stub engine measured of itself, divided
-by the number of rollouts.
+a trainer that do nothing. The figure is the processor time of the launcher's thread, less what the stub engine took of it,
+divided by the number of rollouts; every rollout goes all the way from submission to training.
 
-The parts come from runs of their own, in which the moves the loops make are timed one by one; what no part claims is the
-loops' and the event loop's.
+The parts come from runs of their own in which each function that the loops call is timed; the rest is the loops' and the
+event loop's.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import functools
 import statistics
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
-from headrace.bench.carry import carry
-from headrace.bench.clock import PARTS, Clock
-from headrace.bench.stubs import StubEngine, StubStore, StubTrainer, answer
-from headrace.bench.table import Row, report
+from headrace.bench.controller_stream import encoding_rows, stream_cost
+from headrace.bench.harness import Row, run_parts, take_turns
+from headrace.bench.loop_run import make_session
+from headrace.bench.stubs import StubTrainer, WaveEngine
 from headrace.config import make_recipe
 from headrace.envs import PromptEncoder, SingleTurn
 from headrace.launch import UserInputs, open_tasks
 from headrace.model import build_tokenizer
 from headrace.observe import Observer
-from headrace.records import decode, encode, pack_rollouts, unpack_rollouts
-from headrace.run import POLICY, Roles, Session, make_canary
+from headrace.run import POLICY, Roles, make_canary
 from headrace.score import RewardFunction, RewardScorer
 from headrace.sync import Lineage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
     from pathlib import Path
 
     from headrace.config import Recipe
+    from headrace.run import Session
 
 IN_FLIGHT = 10_000
 BATCH = 256
-GOAL = 100.0
-"""Microseconds of the launcher's thread per rollout."""
+PARTS = {
+    "submit": "tasks, groups and the books",
+    "prompt": "client, sampling and prompt tokens",
+    "episode": "the environment's own steps",
+    "score": "decoding, reward and outcome",
+    "collect": "groups and the buffer",
+    "batch": "staleness, advantages, weights, settling",
+    "measure": "metrics of a version",
+}
+"""Of the controller's time."""
 
 
 def run(*, quick: bool, json_file: Path | None) -> int:
-    """Medians of several runs; status 1 if a goal is missed. `--quick` takes fewer and shorter ones, and judges nothing."""
+    """Medians of several runs; `--quick` takes fewer and shorter ones."""
+    return run_parts("controller", {"controller": lambda: _measure(quick=quick)}, quick=quick, json_file=json_file)
+
+
+def _measure(*, quick: bool) -> Iterator[list[Row]]:
     versions, repetitions = (60, 2) if quick else (120, 7)
-    totals: list[Cost] = []
-    parts: list[Cost] = []
-    for number in range(repetitions):  # in turn, so that a busy moment of the machine falls on both
-        totals.append(measure(in_flight=IN_FLIGHT, versions=versions))
-        parts.append(measure(in_flight=IN_FLIGHT, versions=versions, is_timed=True))
-        print(f"{number + 1} of {repetitions}: {totals[-1].controller:.1f} µs per rollout", flush=True)
-    carried = [carry(in_flight=IN_FLIGHT, rounds=1 if quick else 3) for _ in range(repetitions)]
-    rows = make_rows(totals, parts)
-    rows.append(Row("the stream per rollout, out and back", statistics.median(carried), "µs"))
-    rows += stream_rows(repetitions=repetitions)
-    return report("controller", rows, json_file=json_file, quick=quick)
+    cost = functools.partial(measure, in_flight=IN_FLIGHT, versions=versions)
+    seen = take_turns({"total": lambda _: cost(), "parts": lambda _: cost(is_timed=True)}, repetitions)
+    yield make_rows(seen["total"], seen["parts"])
+    streamed = [stream_cost(in_flight=IN_FLIGHT, rounds=1 if quick else 3) for _ in range(repetitions)]
+    yield [Row("the stream per rollout, out and back", statistics.median(streamed), "µs")]
+    yield encoding_rows(repetitions=repetitions)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one run, in microseconds of its thread per rollout."""
+    """One run, in microseconds of its thread per rollout."""
 
     rollouts: int
     in_flight: int
@@ -77,10 +86,10 @@ class Cost:
 
 
 def make_rows(totals: list[Cost], parts: list[Cost]) -> list[Row]:
-    """The figure and what it is made of: medians, and the rest is what they leave."""
+    """The figure and its parts, all medians."""
     whole = statistics.median(cost.controller for cost in totals)
     rows = [
-        Row("controller per rollout", whole, "µs", goal=f"≤ {GOAL:g}"),
+        Row("controller per rollout", whole, "µs", goal="≤ 100"),
         Row("least of the repetitions", min(cost.controller for cost in totals), "µs"),
         Row("in flight at once", min(cost.in_flight for cost in totals), "rollouts"),
         Row("stub engine, not counted", statistics.median(cost.stub for cost in totals), "µs"),
@@ -88,30 +97,6 @@ def make_rows(totals: list[Cost], parts: list[Cost]) -> list[Row]:
     claimed = {name: statistics.median(cost.parts[name] for cost in parts) for name in PARTS}
     rows += [Row(f"of it {name}: {PARTS[name]}", value, "µs") for name, value in claimed.items()]
     return [*rows, Row("of it the rest: loops and event loop", whole - sum(claimed.values()), "µs")]
-
-
-def stream_rows(*, repetitions: int, num: int = 256) -> list[Row]:
-    """Carrying rollouts between processes: once out of the engine's, once into the launcher's."""
-    rollouts = [answer(number).replace(id=f"g{number // 8}/{number % 8}", group=f"g{number // 8}") for number in range(num)]
-    frame = encode(pack_rollouts(rollouts))
-    assert unpack_rollouts(decode(frame)) == rollouts
-    out = _per_item(lambda: encode(pack_rollouts(rollouts)), num=num, repetitions=repetitions)
-    back = _per_item(lambda: unpack_rollouts(decode(frame)), num=num, repetitions=repetitions)
-    return [
-        Row(f"pack + encode, {num} at a time", out, "µs", goal="≤ 8"),
-        Row(f"decode + unpack, {num} at a time", back, "µs", goal="≤ 8"),
-        Row("bytes of a rollout on the wire", len(frame) / num, "bytes"),
-    ]
-
-
-def _per_item(work: Callable[[], object], *, num: int, repetitions: int, times: int = 10) -> float:
-    seen = []
-    for _ in range(repetitions):
-        started = time.thread_time()
-        for _ in range(times):
-            work()
-        seen.append((time.thread_time() - started) / times / num * 1e6)
-    return statistics.median(seen)
 
 
 def measure(*, in_flight: int, versions: int, batch: int = BATCH, is_timed: bool = False) -> Cost:
@@ -131,9 +116,9 @@ def measure(*, in_flight: int, versions: int, batch: int = BATCH, is_timed: bool
     )
     total = versions * batch
     lineage = Lineage.new()
-    engine, trainer = StubEngine(in_flight=in_flight, total=total, wave=batch), StubTrainer(lineage)
+    engine, trainer = WaveEngine(in_flight=in_flight, total=total, wave=batch), StubTrainer(lineage)
     observer = _StartObserver()
-    session = _make_session(recipe, engine, trainer, observer, lineage, tasks=total // 8)
+    session = make_session(recipe, _make_roles(recipe, engine, trainer, tasks=total // 8), lineage, observer)
     clock = Clock()
     if is_timed:
         clock.time_moves(session)
@@ -152,7 +137,7 @@ def measure(*, in_flight: int, versions: int, batch: int = BATCH, is_timed: bool
 
 
 class _StartObserver(Observer):
-    """Knows the thread's time when the loops began."""
+    """Remembers the thread's time when the loops started."""
 
     started = 0.0
 
@@ -161,13 +146,11 @@ class _StartObserver(Observer):
         self.started = time.thread_time()
 
 
-def _make_session(
-    recipe: Recipe, engine: StubEngine, trainer: StubTrainer, observer: Observer, lineage: Lineage, *, tasks: int
-) -> Session:
+def _make_roles(recipe: Recipe, engine: WaveEngine, trainer: StubTrainer, *, tasks: int) -> Roles:
     encoder = PromptEncoder(build_tokenizer())
     rows = [{"prompt": [{"role": "user", "content": f"{number:08d}"}], "answer": str(number)} for number in range(tasks)]
-    roles = Roles(
-        engine=engine,  # type: ignore[arg-type]  # all of it that a run calls
+    return Roles(
+        engine=engine,
         trainers={POLICY: trainer},
         scorer=RewardScorer([(RewardFunction(trivial), 1.0)], decode=encoder.decode, settings=recipe.reward),
         environment=SingleTurn(),
@@ -177,18 +160,81 @@ def _make_session(
         stop_ids=(1,),
         services=(engine.serve,),
     )
-    return Session(
-        recipe=recipe,
-        roles=roles,
-        lineage=lineage,
-        observer=observer,
-        store=StubStore(),  # type: ignore[arg-type]
-        held_out={},
-        command_started=time.perf_counter(),
-        identity="bench",
-    )
 
 
 def trivial(completion: str, **_: object) -> float:
-    """The reward: next to nothing to compute, and siblings differ."""
+    """The reward: next to nothing to compute, and it differs between siblings."""
     return float(ord(completion[0]) % 7)
+
+
+class Clock:
+    """Seconds of this thread in each part. A part inside another is counted once, the clock's own time not at all."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = dict.fromkeys(PARTS, 0.0)
+        self._inside = 0.0
+        ticks = [time.thread_time() for _ in range(2001)]
+        self._tick = (ticks[-1] - ticks[0]) / 2000
+
+    def time_moves(self, session: Session) -> None:
+        """Put a clock around the functions that the loops call."""
+        moves: Any = session.run
+        policy: Any = session.policy
+        scorer: Any = session.roles.scorer
+        moves.submit = self.timed("submit", moves.submit)
+        moves.collect = self.timed("collect", moves.collect)
+        scorer.score = self.timed_async("score", scorer.score)
+        policy.reject_stale = self.timed("batch", policy.reject_stale)
+        policy.start_batch = self.timed_async("batch", policy.start_batch)
+        moves.settle_trained = self.timed("batch", moves.settle_trained)
+        moves.after_version = self.timed_async("measure", moves.after_version)
+        environment = SimpleNamespace(run=self.timed_async("episode", moves.roles.environment.run))
+        moves.roles = dataclasses.replace(moves.roles, environment=environment)
+        make_client = self.timed("prompt", moves.client)
+
+        def client(record: object) -> Any:  # noqa: ANN401
+            made = make_client(record)
+            made.prompt = self.timed("prompt", made.prompt)
+            return made
+
+        moves.client = client
+
+    def timed(self, name: str, move: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function, its time counted for this part."""
+
+        def timed(*arguments: object, **keywords: object) -> Any:  # noqa: ANN401
+            outside, self._inside = self._inside, 0.0
+            started = time.thread_time()
+            try:
+                return move(*arguments, **keywords)
+            finally:
+                spent = time.thread_time() - started
+                self.seconds[name] += spent - self._inside - self._tick
+                self._inside = outside + spent + self._tick
+
+        return timed
+
+    def timed_async(self, name: str, move: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Awaitable[Any]]:
+        """The same for a coroutine function; its waits are not counted."""
+        return lambda *arguments, **keywords: _Steps(move(*arguments, **keywords), self, name)
+
+
+class _Steps:
+    """A coroutine driven one step at a time with a clock around each step; it cannot be cancelled."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any], clock: Clock, name: str) -> None:
+        self._coroutine = coroutine
+        self._step = clock.timed(name, self._send)
+
+    def _send(self) -> tuple[bool, Any]:
+        try:
+            return False, self._coroutine.send(None)
+        except StopIteration as end:
+            return True, end.value
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        while True:
+            is_over, value = self._step()
+            if is_over:
+                return value
+            yield value

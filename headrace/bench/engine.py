@@ -1,45 +1,39 @@
-"""`headrace bench engine`: how fast the native engine is, how near its memory's limit, and how true its logprobs.
+"""`headrace bench engine`: how fast the native engine is, how near its memory's limit, and how exact its logprobs.
 
 Every figure that has a peer is measured with it in one run, turn about. Ours is the median of its turns, a peer's tokens a
-second those of its best turn; vLLM's settings are printed in full. Time runs from the
-first submission to the last result: prefill, scheduling and the making of rollouts are in it. No two turns have the same
-prompts. Where a peer is not installed or fails, one line says so, and its column stays empty.
+second those of its best turn; vLLM's settings are printed in full. Time runs from the first submission to the last result,
+with prefill, scheduling and the making of rollouts. No two turns have the same prompts. A peer that is not installed or
+fails is named in one line, and its column stays empty.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import statistics
-import subprocess
-import sys
 import tempfile
-import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.utils import logging as transformers_logging
 
-from headrace.bench.engine_loads import QWEN3_0_6B, SMALL, SMOLLM2_135M, Load, Workload, write_random_model
+from headrace.bench.child import Child, PeerFailed
 from headrace.bench.engine_native import Turn, copy_bandwidth, generate, roofline_of, scheduling_cost
-from headrace.bench.engine_peers import PeerFailed, VllmPeer, continuous_generate, load_plain, padded_generate
-from headrace.bench.mismatch import Mismatch, compare, plain_logprobs, text_workload, trainer_logprobs
-from headrace.bench.table import Row, report
+from headrace.bench.engine_peers import VllmPeer, continuous_generate, load_plain, padded_generate
+from headrace.bench.harness import Row, default_device, run_parts, say, take_turns
+from headrace.bench.loads import QWEN3_0_6B, SMALL, SMOLLM2_135M, Load, Workload, write_random_model
+from headrace.bench.mismatch import Mismatch, compare, mismatch_workload, plain_logprobs, trainer_logprobs
 from headrace.engine import EngineCore
-from headrace.model import load_config, load_model, load_tokenizer
+from headrace.model import load_config, load_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from transformers import PreTrainedModel
-
     from headrace.bench.engine_native import Roofline
 
 Peers = dict[str, "Callable[[Workload], float]"]
-"""By name, what takes a workload and says how many seconds it took."""
+"""By name: takes a workload and returns the seconds it took."""
 _START_SECONDS = 240.0
 
 
@@ -53,30 +47,28 @@ class Plan:
     slots: int
     context: int
     loads: tuple[Load, ...]
-    """The decode steps of the first have a goal."""
     tail: Load
     group: Load
-    """Of siblings."""
+    """Siblings on one prompt."""
     once: Load
-    """For peers too slow to be given a load of `loads`."""
+    """For peers too slow for a load of `loads`."""
     blocks: int
-    """Of keys and values; 0 as many as the engine would take by itself."""
+    """Of the KV cache; 0 is as many as the engine takes by itself."""
     turns: int
     probe_bytes: int
-    """Copied to learn the memory's speed."""
+    """Copied to measure the memory's speed."""
     queued: int
     """Requests whose scheduling is measured."""
     mismatch: tuple[int, int]
     """Requests and tokens of each."""
-    goals: dict[str, str] = field(default_factory=dict)
-    """By the name of a row that `loads` does not have."""
+    start_goal: str = ""
+    logprob_goal: str = ""
 
 
 def make_plan(device: str, *, quick: bool) -> Plan:
     """The GPU's, the CPU's, or a few seconds of the CPU's on a small model."""
+    turns = 2 if quick else 3
     if device == "cuda":
-        first = Load.uniform(256, 64, 256, goal="≥ 60000")
-        tail, once = Load.long_tail(512, 64, mean=400, cap=4096), Load.uniform(256, 64, 64)
         return Plan(
             device=device,
             dtype="bfloat16",
@@ -84,30 +76,22 @@ def make_plan(device: str, *, quick: bool) -> Plan:
             slots=1024,
             context=4352,
             loads=(
-                first,
-                Load.uniform(1024, 64, 256, goal="≥ 90000"),
-                Load.uniform(32, 2048, 256, goal="≥ 9000"),
-                Load.uniform(8, 64, 256, goal="≥ 5500"),
+                Load.uniform(256, 64, 256, goals={"": "≥ 60000", "vLLM": "≥ 1.5", "roofline": "≥ 0.6"}),
+                Load.uniform(1024, 64, 256, goals={"": "≥ 90000"}),
+                Load.uniform(32, 2048, 256, goals={"": "≥ 9000"}),
+                Load.uniform(8, 64, 256, goals={"": "≥ 5500"}),
             ),
-            tail=tail,
+            tail=Load.long_tail(512, 64, mean=400, cap=4096, goals={"vLLM": "≥ 1"}),
             group=Load.uniform(8, 1024, 64, is_group=True),
-            once=once,
+            once=Load.uniform(256, 64, 64, goals={"model.generate": "≥ 20"}),
             blocks=24 * 1024,
-            turns=2 if quick else 3,
+            turns=turns,
             probe_bytes=2 << 30,
             queued=4096,
             mismatch=(64, 128),
-            goals={
-                f"{first.name} ÷ vLLM": "≥ 1.5",
-                f"{tail.name} ÷ vLLM": "≥ 1",
-                f"{once.name} ÷ model.generate": "≥ 20",
-                f"{first.name}: decode step, share of the roofline": "≥ 0.6",
-                "KL against the trainer ÷ vLLM's": "≤ 0.2",
-                "command to first token": "≤ 30",
-                "scheduling per request": "≤ 100",
-            },
+            start_goal="≤ 30",
         )
-    tail = Load.long_tail(8, 16, mean=12, cap=48) if quick else Load.long_tail(64, 32, mean=48, cap=256)
+    mean, size = (12, (8, 16)) if quick else (48, (64, 32))
     return Plan(
         device=device,
         dtype="float32",
@@ -115,46 +99,36 @@ def make_plan(device: str, *, quick: bool) -> Plan:
         slots=64,
         context=512,
         loads=(Load.uniform(4, 16, 16) if quick else Load.uniform(16, 32, 32),),
-        tail=tail,
+        tail=Load.long_tail(*size, mean=mean, cap=48 if quick else 256, goals={"model.generate": "≥ 2"}),
         group=Load.uniform(4, 64, 8, is_group=True) if quick else Load.uniform(8, 256, 16, is_group=True),
         once=Load.uniform(4, 16, 8) if quick else Load.uniform(8, 32, 16),
         blocks=0,
-        turns=2 if quick else 3,
+        turns=turns,
         probe_bytes=1 << 26 if quick else 1 << 28,
         queued=512 if quick else 4096,
         mismatch=(8, 16) if quick else (16, 64),
-        goals={
-            f"{tail.name} ÷ model.generate": "≥ 2",
-            "mean |Δ logprob| against the trainer": "≤ 1e-5",
-            "scheduling per request": "≤ 100",
-        },
+        logprob_goal="≤ 1e-5",
     )
 
 
 def run(*, quick: bool, json_file: Path | None, model: str | None = None) -> int:
-    """Status 1 if a goal is missed; `--quick` takes two turns and judges nothing."""
-    transformers_logging.disable_progress_bar()
-    plan = make_plan("cuda" if torch.cuda.is_available() else "cpu", quick=quick)
+    """`--quick` takes two turns on a small model."""
+    plan = make_plan(default_device(), quick=quick)
     if model is not None:
-        load_config(model)  # a folder that holds no model is refused before anything is measured
-    rows: list[Row] = []
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            for part in measure(plan, Path(folder), model=model):
-                rows += [_with_goal(row, plan.goals) for row in part]
-    finally:  # what was measured before a failure is not lost
-        status = report("engine", rows, json_file=json_file, quick=quick)
-    return status
+        load_config(model)  # rejects a folder that holds no model before anything is measured
+    with tempfile.TemporaryDirectory() as folder:
+        parts = {"engine": lambda: measure(plan, Path(folder), model=model)}
+        return run_parts("engine", parts, quick=quick, json_file=json_file)
 
 
 def measure(plan: Plan, folder: Path, *, model: str | None) -> Iterator[list[Row]]:
-    """All rows, some at a time. The model given is measured for speed too where no goal is set for another's shape: on CPU."""
-    random_folder = str(folder / "model")
+    """All rows. A model that is given is measured for speed only on a CPU: the GPU's goals are for another's shape."""
+    speed_folder = model or ""
     if model is None or plan.device == "cuda":
-        write_random_model(plan.shape, Path(random_folder), dtype=plan.dtype)
-    speed_folder = random_folder if model is None or plan.device == "cuda" else model
-    yield [_startup_row(plan, speed_folder)]
-    yield [Row("scheduling per request", scheduling_cost(requests=plan.queued, repetitions=plan.turns), "µs")]
+        speed_folder = write_random_model(plan.shape, folder / "model", dtype=plan.dtype)
+    startups = [first_token_seconds(speed_folder, plan) for _ in range(2)]
+    yield [Row("command to first token", startups[1], "s", plan.start_goal)]  # what the first one compiled is on disk
+    yield [Row("scheduling per request", scheduling_cost(requests=plan.queued, repetitions=plan.turns), "µs", "≤ 100")]
     vllm = _open_vllm(plan, speed_folder, folder)
     try:
         yield from _speed_rows(plan, speed_folder, vllm)
@@ -167,25 +141,21 @@ def measure(plan: Plan, folder: Path, *, model: str | None) -> Iterator[list[Row
             vllm.close()
 
 
-def _with_goal(row: Row, goals: dict[str, str]) -> Row:
-    return Row(row.name, row.value, row.unit, goals.get(row.name, row.goal), row.bound, row.peers)
-
-
 def _open_vllm(plan: Plan, model_folder: str, folder: Path) -> VllmPeer | None:
     if plan.device != "cuda":
         return None
     try:
         peer = VllmPeer(model_folder, dtype=plan.dtype, context=plan.context, slots=plan.slots, log=folder / "vllm.log")
     except PeerFailed as failed:
-        _say_absent(failed)
+        say(f"{failed}; it is absent from the table")
         return None
-    print(f"vLLM: {peer.settings}; the rest as it comes", flush=True)
+    say(f"vLLM: {peer.settings}; the rest is its default")
     return peer
 
 
 def _speed_rows(plan: Plan, model_folder: str, vllm: VllmPeer | None) -> Iterator[list[Row]]:
-    device = torch.device(plan.device)
-    bandwidth = copy_bandwidth(device, num_bytes=plan.probe_bytes)
+    bandwidth = copy_bandwidth(plan.device, num_bytes=plan.probe_bytes)
+    yield [Row("copy bandwidth", bandwidth / 1e9, "GB/s")]
     if plan.device == "cuda":
         torch.cuda.empty_cache()
     model = load_model(model_folder, dtype=plan.dtype, device=plan.device)
@@ -193,12 +163,11 @@ def _speed_rows(plan: Plan, model_folder: str, vllm: VllmPeer | None) -> Iterato
     core.wait_warm()
     roofline = roofline_of(model, bandwidth=bandwidth)
     plain = load_plain(model_folder, dtype=plan.dtype, device=plan.device)
-    vocabulary = int(model.config.get_text_config().vocab_size)
     rivals: Peers = {} if vllm is None else {"vLLM": vllm.generate}
     padded: Peers = {"model.generate": functools.partial(padded_generate, plain)}
     slow: Peers = {**padded, "model.generate_batch": functools.partial(continuous_generate, plain)}
 
-    yield [Row("copy bandwidth", bandwidth / 1e9, "GB/s")]
+    vocabulary = int(model.config.get_text_config().vocab_size)
     take = functools.partial(alternate, core, vocabulary=vocabulary, turns=plan.turns)
     is_cpu = plan.device == "cpu"
     for load in plan.loads:
@@ -218,61 +187,54 @@ class Found:
     load: Load
     turns: tuple[Turn, ...]
     peers: dict[str, float]
-    """Tokens a second, of the best turn, of those that took every turn."""
+    """Tokens a second of the best turn, of peers that completed every turn."""
 
     def rows(self) -> list[Row]:
         """Tokens a second, and how many times a peer's."""
         ours = statistics.median(turn.tokens_per_second for turn in self.turns)
-        rows = [Row(self.load.name, ours, "tokens/s", goal=self.load.goal, peers=self.peers)]
-        return rows + [Row(f"{self.load.name} ÷ {peer}", ours / theirs, "ratio") for peer, theirs in self.peers.items()]
+        name, goals = self.load.name, self.load.goals
+        ratios = [Row(f"{name} ÷ {peer}", ours / rate, "ratio", goals.get(peer, "")) for peer, rate in self.peers.items()]
+        return [Row(name, ours, "tokens/s", goals.get("", ""), peers=self.peers), *ratios]
 
 
 def alternate(core: EngineCore, load: Load, *, vocabulary: int, turns: int, peers: Peers, is_slow: bool) -> Found:
-    """Ours and each peer in turn, after an untimed turn of all; a peer that fails is taken out of `peers` for good.
+    """Ours and each peer in turn, after an untimed turn of all, of a few tokens only where a turn is slow.
 
-    Where a turn is slow, the untimed one has a few tokens only.
+    A peer that fails is removed from `peers`.
     """
     warmup = load.shortened(2) if is_slow else load
-    seen: list[Turn] = []
-    rates: dict[str, list[float]] = {}
-    for number, wanted in enumerate([warmup, *[load] * turns]):
-        workload = wanted.draw(vocabulary=vocabulary, seed=number)
-        turn = generate(core, workload, seed=number)
-        if number:
-            seen.append(turn)
-        for name, take in list(peers.items()):
-            try:
-                rate = workload.num_tokens / take(workload)
-            except PeerFailed as failed:
-                _say_absent(failed)
-                del peers[name]
-                continue
-            if number:
-                rates.setdefault(name, []).append(rate)
-    found = Found(load, tuple(seen), {name: max(rates[name]) for name in peers})
-    said = ", ".join(f"{name} {rate:,.0f}" for name, rate in {"ours": found.rows()[0].value, **found.peers}.items())
-    print(f"{load.name}: {said} tokens/s", flush=True)
-    return found
+
+    def workload(turn: int) -> Workload:
+        return (load if turn else warmup).sample(vocabulary=vocabulary, seed=turn)
+
+    def rate_of(peer: Callable[[Workload], float]) -> Callable[[int], float]:
+        return lambda turn: workload(turn).num_tokens / peer(workload(turn))
+
+    contestants: dict[str, Callable[[int], Any]] = {"ours": lambda turn: generate(core, workload(turn), seed=turn)}
+    seen = take_turns(contestants | {name: rate_of(peer) for name, peer in peers.items()}, turns, warmups=1)
+    for name in peers.keys() - seen.keys():
+        del peers[name]
+    return Found(load, tuple(seen["ours"]), {name: max(seen[name]) for name in peers})
 
 
 def decode_rows(found: Found, roofline: Roofline) -> list[Row]:
-    """The steps that decode every request, against the time to read weights, keys and values once."""
-    steps = [step for turn in found.turns for step in turn.full_steps()]
-    shares = [share for turn in found.turns if (share := roofline.share(turn)) is not None]
-    if not shares:
-        print(f"{found.load.name}: no step decoded all requests at once; its decode steps have no figure", flush=True)
+    """The steps that decode every request, against the time to read weights and KV cache once."""
+    turns = [steps for turn in found.turns if (steps := turn.full_steps())]
+    if not turns:
+        say(f"{found.load.name}: no step decoded all requests at once; its decode steps have no figure")
         return []
-    median = statistics.median(step.seconds for step in steps)
-    least = statistics.median(roofline.seconds(step.cached_tokens) for step in steps)
+    median = statistics.median(step.seconds for steps in turns for step in steps)
+    least = statistics.median(roofline.seconds(step.cached_tokens) for steps in turns for step in steps)
+    shares = [statistics.median(roofline.seconds(step.cached_tokens) / step.seconds for step in steps) for steps in turns]
     name = f"{found.load.name}: decode step"
     return [
         Row(name, median * 1e3, "ms", bound=least * 1e3),
-        Row(f"{name}, share of the roofline", statistics.median(shares), "share", bound=1.0),
+        Row(f"{name}, share of the roofline", statistics.median(shares), "share", found.load.goals.get("roofline", ""), 1.0),
     ]
 
 
 def _mismatch_rows(plan: Plan, model_folder: str, vllm: VllmPeer | None, *, has_text: bool) -> list[Row]:
-    """Ours and vLLM's rollouts, each against the same trainer; ours against a plain forward pass too."""
+    """Our and vLLM's rollouts against the same trainer; ours against a plain forward pass too."""
     requests, length = plan.mismatch
     model = load_model(model_folder, dtype=plan.dtype, device=plan.device)
     core = EngineCore(model, name="bench", slots=requests, context=min(plan.context, 1024))
@@ -284,25 +246,25 @@ def _mismatch_rows(plan: Plan, model_folder: str, vllm: VllmPeer | None, *, has_
         try:
             groups.append(vllm.rollouts(workload))
         except PeerFailed as failed:
-            _say_absent(failed)
+            say(f"{failed}; it is absent from the table")
     again = trainer_logprobs(model_folder, groups, dtype=plan.dtype, device=plan.device)
     plain = load_plain(model_folder, dtype=plan.dtype, device=plan.device)
     return mismatch_rows(
         against_trainer=[compare(group, values) for group, values in zip(groups, again, strict=True)],
         against_plain=compare(ours, plain_logprobs(plain, ours)),
+        goal=plan.logprob_goal,
     )
 
 
-def mismatch_rows(*, against_trainer: Sequence[Mismatch], against_plain: Mismatch) -> list[Row]:
-    """`against_trainer` is ours, then vLLM's where it is there."""
+def mismatch_rows(*, against_trainer: Sequence[Mismatch], against_plain: Mismatch, goal: str = "") -> list[Row]:
+    """`against_trainer` is ours, then vLLM's where it was measured."""
     ours, *others = against_trainer
-    means = {"vLLM": others[0].mean_difference} if others else {}
-    divergences = {"vLLM": others[0].divergence} if others else {}
+    means, divergences = ({"vLLM": getattr(others[0], name)} if others else {} for name in ("mean_difference", "divergence"))
     rows = [
-        Row("mean |Δ logprob| against the trainer", ours.mean_difference, "nats", peers=means),
+        Row("mean |Δ logprob| against the trainer", ours.mean_difference, "nats", goal, peers=means),
         Row("KL against the trainer", ours.divergence, "nats", peers=divergences),
     ]
-    rows += [Row("KL against the trainer ÷ vLLM's", ours.divergence / theirs, "ratio") for theirs in divergences.values()]
+    rows += [Row("KL against the trainer ÷ vLLM's", ours.divergence / other.divergence, "ratio", "≤ 0.2") for other in others]
     return [
         *rows,
         Row("mean |Δ logprob| against a plain forward", against_plain.mean_difference, "nats"),
@@ -310,48 +272,14 @@ def mismatch_rows(*, against_trainer: Sequence[Mismatch], against_plain: Mismatc
     ]
 
 
-def mismatch_workload(model: PreTrainedModel, folder: str, *, requests: int, length: int, has_text: bool) -> Workload:
-    """Text for a real model; random tokens for one that was never trained."""
-    if has_text:
-        return text_workload(load_tokenizer(folder), siblings=max(1, requests // 8), length=length)
-    vocabulary = int(model.config.get_text_config().vocab_size)
-    return Load.uniform(requests, 32, length).draw(vocabulary=vocabulary, seed=0)
-
-
-def _startup_row(plan: Plan, model_folder: str) -> Row:
-    """Of a process of its own, the second time: what a first run compiles is on disk then."""
-    seconds = [first_token_seconds(model_folder, plan) for _ in range(2)]
-    print(f"command to first token: {seconds[0]:.1f} s, then {seconds[1]:.1f} s", flush=True)
-    return Row("command to first token", seconds[1], "s")
-
-
 def first_token_seconds(model_folder: str, plan: Plan) -> float:
-    """From the start of a process to the line that says it has drawn a token."""
-    options = {"dtype": plan.dtype, "device": plan.device, "slots": min(plan.slots, 256), "context": plan.context}
-    command = [sys.executable, "-m", "headrace.bench.first_token", model_folder]
+    """From the start of a process until it has sampled a token."""
+    settings = {"folder": model_folder, "dtype": plan.dtype, "device": plan.device, "context": plan.context}
+    settings["slots"] = min(plan.slots, 256)
     started = time.perf_counter()
     with (
-        tempfile.TemporaryFile("w+") as errors,
-        subprocess.Popen(
-            command + [f"--{name}={value}" for name, value in options.items()],
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-        ) as process,
+        tempfile.TemporaryDirectory() as folder,
+        Child("the engine", "headrace.bench.engine_native:first_token", settings, log=Path(folder) / "log") as child,
     ):
-        deadline = threading.Timer(_START_SECONDS, process.kill)
-        deadline.daemon = True
-        deadline.start()
-        assert process.stdout is not None
-        lines = [(line, time.perf_counter() - started) for line in process.stdout]
-        deadline.cancel()
-        for line, seconds in lines:
-            if line.startswith("{") and "token" in json.loads(line):
-                return seconds
-        errors.seek(0)
-        said = errors.read().strip().splitlines() or [f"status {process.wait()} after {_START_SECONDS:.0f} s at most"]
-        raise RuntimeError(f"the engine did not start: {said[-1]}")
-
-
-def _say_absent(failed: PeerFailed) -> None:
-    print(f"{failed}; it is absent from the table", flush=True)
+        child.hear(seconds=_START_SECONDS)
+        return time.perf_counter() - started

@@ -1,4 +1,4 @@
-"""The native engine under measurement: whole loads, its decode steps against the memory's speed, and its bookkeeping."""
+"""The native engine measured: whole loads, decode steps against the memory's speed, scheduling, and its first token."""
 
 from __future__ import annotations
 
@@ -11,26 +11,28 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import Qwen3ForCausalLM
 
+from headrace.bench.gauge import seconds_of
+from headrace.bench.loads import Workload
 from headrace.engine import EngineCore, Request
-from headrace.model import ModelSettings, build_config, build_tokenizer, prepare
+from headrace.model import ModelSettings, build_config, build_tokenizer, load_model, prepare
 from headrace.records import Rollout, Sampling
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from collections.abc import Iterator
 
-    from headrace.bench.engine_loads import Workload
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
 class StepSeen:
-    """One step of the engine, from outside."""
+    """One step of the engine."""
 
     seconds: float
     """From the end of the step before it, or from the first submission."""
     prompt_rows: int
     decode_rows: int
     cached_tokens: int
-    """Prompt and drawn tokens of all requests before the step; what a step that decodes all of them must read."""
+    """Prompt and sampled tokens of all requests before the step, which a step that decodes all of them must read."""
 
 
 @dataclass(frozen=True)
@@ -48,37 +50,30 @@ class Turn:
 
     @property
     def prompt_rows(self) -> int:
-        """Tokens of prompts the engine computed; less than it was given where siblings share."""
+        """Prompt tokens the engine computed: fewer than it was given where siblings share."""
         return sum(step.prompt_rows for step in self.steps)
 
     def full_steps(self) -> list[StepSeen]:
-        """The steps that decoded a token of every request, and did nothing else."""
+        """The steps that only decoded, a token of every request."""
         return [step for step in self.steps if step.prompt_rows == 0 and step.decode_rows == len(self.rollouts)]
 
 
 def generate(core: EngineCore, workload: Workload, *, seed: int) -> Turn:
-    """Submit a whole workload and step until it is done; every request must have come back with all its tokens."""
+    """Submit a whole workload and step until every request is done, with all its tokens."""
     done: dict[str, Rollout] = {}
 
     def on_done(rollout: Rollout) -> None:
         done[rollout.id] = rollout
 
-    requests = [
-        Request(
-            Rollout.from_prompt(list(prompt), id=f"{seed}/{number}", group=f"{seed}" if workload.is_group else ""),
-            Sampling(temperature=1.0, max_tokens=length, seed=seed * 1_000_003 + number),
-            on_done=on_done,
-        )
-        for number, (prompt, length) in enumerate(zip(workload.prompts, workload.lengths, strict=True))
-    ]
+    requests = [Request(*request, on_done=on_done) for request in workload.requests(seed=seed)]
     prompt_tokens = sum(len(prompt) for prompt in workload.prompts)
     steps: list[StepSeen] = []
-    drawn_before = core.num_sampled
+    sampled_before = core.num_sampled
     started = before = time.perf_counter()
     for request in requests:
         core.submit(request)
     while core.has_work:
-        cached = prompt_tokens + core.num_sampled - drawn_before
+        cached = prompt_tokens + core.num_sampled - sampled_before
         step = core.step()
         now = time.perf_counter()
         steps.append(StepSeen(now - before, step.prompt_rows, step.decode_rows, cached))
@@ -86,7 +81,7 @@ def generate(core: EngineCore, workload: Workload, *, seed: int) -> Turn:
     seconds = time.perf_counter() - started
     rollouts = tuple(done[request.rollout.id] for request in requests)
     lengths = tuple(rollout.num_sampled for rollout in rollouts)
-    assert lengths == workload.lengths, f"{lengths} tokens were drawn where {workload.lengths} were asked for"
+    assert lengths == workload.lengths, f"{lengths} tokens were sampled where {workload.lengths} were asked for"
     return Turn(seconds, rollouts, tuple(steps))
 
 
@@ -103,14 +98,9 @@ class Roofline:
     def seconds(self, cached_tokens: int) -> float:
         return (self.weight_bytes + self.bytes_per_token * cached_tokens) / self.bandwidth
 
-    def share(self, turn: Turn) -> float | None:
-        """The median, over the steps that decode every request, of least time ÷ time; None where there were none."""
-        shares = [self.seconds(step.cached_tokens) / step.seconds for step in turn.full_steps()]
-        return statistics.median(shares) if shares else None
-
 
 def roofline_of(model: PreTrainedModel, *, bandwidth: float) -> Roofline:
-    """By the model's own sizes. A table of embeddings that is not the head's too is looked up, not read."""
+    """By the model's sizes. Embeddings that are not also the head's are looked up, not read."""
     config: Any = model.config.get_text_config()
     parameters = list(model.parameters())
     weight_bytes = sum(parameter.nbytes for parameter in parameters)
@@ -123,34 +113,33 @@ def roofline_of(model: PreTrainedModel, *, bandwidth: float) -> Roofline:
     return Roofline(weight_bytes, values * parameters[0].element_size(), bandwidth)
 
 
-def copy_bandwidth(device: torch.device, *, num_bytes: int, times: int = 10, repetitions: int = 5) -> float:
-    """Bytes a second, read and written, of a kernel that copies: a driver's own copy runs at another speed."""
+def copy_bandwidth(device: str, *, num_bytes: int, times: int = 10, repetitions: int = 5) -> float:
+    """Bytes a second, read and written, of a kernel that copies; a driver's own copy has another speed."""
     source = torch.ones(num_bytes // 4, device=device)
     target = torch.empty_like(source)
-    seen = []
-    for _ in range(repetitions + 1):  # the first warms up
-        _synchronize(device)
-        started = time.perf_counter()
+
+    def copy() -> None:
         for _ in range(times):
             torch.add(source, 0, out=target)
-        _synchronize(device)
-        seen.append((time.perf_counter() - started) / times)
-    return 2 * source.nbytes / statistics.median(seen[1:])
 
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    seconds = [seconds_of(copy, device) for _ in range(repetitions + 1)]  # the first warms up
+    return 2 * source.nbytes * times / statistics.median(seconds[1:])
 
 
 def scheduling_cost(*, requests: int, repetitions: int, slots: int = 256, tokens: int = 8) -> float:
-    """Microseconds of this thread per request with the model's forward pass stubbed: all that is left is the engine's.
+    """Microseconds of this thread per request with the model's forward pass stubbed.
 
-    That is submitting, admitting, the bookkeeping of every step, drawing tokens from a vocabulary of a hundred, and
-    making the finished rollout.
+    What is left is submitting, admitting, the bookkeeping of every step, sampling from a vocabulary of a hundred, and making
+    the finished rollout.
     """
-    core = EngineCore(_tiny_model(), name="bench", slots=slots, context=64, num_blocks=slots * 4 + 1)
-    _stub(core.model)
+    model = prepare(Qwen3ForCausalLM(build_config(ModelSettings(), build_tokenizer())), name="builtin:tiny")
+    core = EngineCore(model, name="bench", slots=slots, context=64, num_blocks=slots * 4 + 1)
+    width = int(model.config.hidden_size)
+
+    def forward(input_ids: torch.Tensor, **_: object) -> SimpleNamespace:
+        return SimpleNamespace(last_hidden_state=torch.zeros(*input_ids.shape, width))
+
+    core.model.base_model.forward = forward
     seen = []
     for repetition in range(repetitions + 1):  # the first warms up
         waiting = [
@@ -169,16 +158,9 @@ def scheduling_cost(*, requests: int, repetitions: int, slots: int = 256, tokens
     return statistics.median(seen[1:])
 
 
-def _tiny_model() -> PreTrainedModel:
-    tokenizer = build_tokenizer()
-    return prepare(Qwen3ForCausalLM(build_config(ModelSettings(), tokenizer)), name="builtin:tiny")
-
-
-def _stub(model: PreTrainedModel) -> None:
-    """Let a model's layers take no time: hidden states are zeros."""
-    width = int(model.config.hidden_size)
-
-    def forward(input_ids: torch.Tensor, **_: object) -> SimpleNamespace:
-        return SimpleNamespace(last_hidden_state=torch.zeros(*input_ids.shape, width))
-
-    model.base_model.forward = forward
+def first_token(given: dict[str, Any], orders: Iterator[Any]) -> Iterator[int]:
+    """A child process: load a model and sample one token. Its parent has the clock."""
+    model = load_model(given["folder"], dtype=given["dtype"], device=given["device"])
+    core = EngineCore(model, name="bench", slots=given["slots"], context=given["context"])
+    turn = generate(core, Workload(prompts=((1, 2, 3, 4),), lengths=(1,)), seed=0)
+    yield int(turn.rollouts[0].token_ids[-1])

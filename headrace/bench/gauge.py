@@ -1,68 +1,85 @@
-"""Clocks and scales for work on a device: seconds that include all of it, and the most memory it took."""
+"""Seconds and memory of work on a device, the memory of a GPU that processes share, and NVIDIA's MPS."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import gc
+import importlib
+import importlib.util
+import os
 import re
+import shutil
+import subprocess
+import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from headrace.bench.harness import say
+from headrace.settings import ConfigError
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 GIB = float(1 << 30)
 MIB = float(1 << 20)
+_EVERY = 0.1
+_CONTROL = "nvidia-cuda-mps-control"
+_SECONDS = 20.0
 
 
 def seconds_of(action: Callable[[], object], device: str) -> float:
-    """From an idle device to an idle device."""
-    _wait(device)
+    """Of an action, until the device has done all of it."""
+    wait(device)
     started = time.perf_counter()
     action()
-    _wait(device)
+    wait(device)
     return time.perf_counter() - started
 
 
-def peak_bytes(action: Callable[[], object], device: str) -> int:
-    """The most memory held at a moment of `action`, beyond what was held before it.
+def timed(action: Callable[[], object], device: str = "cpu") -> Callable[[int], float]:
+    """A contestant for `take_turns` that returns the action's seconds."""
+    return lambda _: seconds_of(action, device)
 
-    On a GPU by torch's own count of tensors; on a CPU by the process's resident memory, whose peak Linux forgets on
-    request, and which is coarse below some MiB.
+
+def peak_bytes(action: Callable[[], object], device: str) -> int:
+    """The peak of memory during `action`, beyond what was held before it.
+
+    On a GPU that of tensors, by torch's count; on a CPU that of the process, which is coarse below some MiB.
     """
     release()
-    _wait(device)
+    wait(device)
     if device == "cpu":
         before = _resident("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         action()
         return max(0, _resident("VmHWM") - before)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     action()
-    _wait(device)
+    wait(device)
     return int(torch.cuda.max_memory_allocated() - before)
 
 
 def held_bytes(device: str) -> int:
-    """What tensors hold now; on a CPU, what the process does."""
+    """What tensors hold now, or on a CPU the process."""
     return _resident("VmRSS") if device == "cpu" else int(torch.cuda.memory_allocated())
 
 
 def release() -> None:
-    """Let go of what nobody refers to, so that the next measurement finds its memory."""
+    """Free what is no longer used, so that it is not in the next measurement."""
     gc.collect()
-    with contextlib.suppress(OSError, AttributeError):  # another C library has no such call, and its figures are coarser
+    with contextlib.suppress(OSError, AttributeError):  # only glibc has it
         ctypes.CDLL("libc.so.6").malloc_trim(0)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
-def _wait(device: str) -> None:
+def wait(device: str) -> None:
+    """Until the device has nothing left to do."""
     if device != "cpu":
         torch.cuda.synchronize()
 
@@ -71,3 +88,92 @@ def _resident(name: str) -> int:
     found = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), flags=re.MULTILINE)
     assert found is not None
     return int(found[1]) * 1024
+
+
+class GpuMemory:
+    """A context that samples the first GPU's memory ten times a second; torch keeps what it takes, so no peak goes unseen.
+
+    Figures count from its start. Without `nvidia-ml-py`, or without a GPU, there are none.
+    """
+
+    def __init__(self) -> None:
+        self.peak: float | None = None
+        """GiB of all processes together."""
+        self.peak_of: dict[str, float] = {}
+        """GiB of each process of the run, by name, where the driver reports them."""
+        self._library: Any = _nvml()
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="GPU memory", daemon=True)
+        self._before = 0
+
+    def __enter__(self) -> GpuMemory:
+        if self._library is not None:
+            self._handle = self._library.nvmlDeviceGetHandleByIndex(0)
+            self._before = int(self._library.nvmlDeviceGetMemoryInfo(self._handle).used)
+            self.peak = 0.0
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _look(self) -> None:
+        while not self._end.wait(_EVERY):
+            used = int(self._library.nvmlDeviceGetMemoryInfo(self._handle).used) - self._before
+            self.peak = max(self.peak or 0.0, used / GIB)
+            for process in self._library.nvmlDeviceGetComputeRunningProcesses(self._handle):
+                name = role_of(process.pid)
+                if name is not None and process.usedGpuMemory is not None:
+                    self.peak_of[name] = max(self.peak_of.get(name, 0.0), process.usedGpuMemory / GIB)
+
+
+def role_of(process: int) -> str | None:
+    """The name of a run's process; None for other processes and those of another PID namespace."""
+    try:
+        words = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return None
+    return words[words.index(b"headrace.launch.child") + 1].decode() if b"headrace.launch.child" in words else None
+
+
+def _nvml() -> Any:  # noqa: ANN401  (the module, where it is installed and finds a GPU)
+    if importlib.util.find_spec("pynvml") is None:
+        return None
+    library: Any = importlib.import_module("pynvml")
+    try:
+        library.nvmlInit()
+    except library.NVMLError:
+        return None
+    return library
+
+
+def check_service() -> None:
+    """Raise where MPS is not installed."""
+    if shutil.which(_CONTROL) is None:
+        raise ConfigError(f"--mps: {_CONTROL} is not installed here")
+
+
+@contextlib.contextmanager
+def multi_process_service(folder: Path) -> Iterator[None]:
+    """MPS for the processes started inside, stopped afterwards.
+
+    A process that calls this must not use CUDA for the first time inside: it would be a client that the service waits for.
+    """
+    check_service()
+    before = dict(os.environ)
+    for name, place in (("CUDA_MPS_PIPE_DIRECTORY", folder / "pipe"), ("CUDA_MPS_LOG_DIRECTORY", folder / "log")):
+        place.mkdir(parents=True)
+        os.environ[name] = str(place)
+    try:
+        subprocess.run([_CONTROL, "-d"], check=True, timeout=_SECONDS)
+        say("MPS: started")
+        try:
+            yield
+        finally:
+            subprocess.run([_CONTROL], input="quit\n", text=True, check=False, timeout=_SECONDS)
+            say("MPS: stopped")
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

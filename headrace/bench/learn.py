@@ -1,7 +1,7 @@
 """`headrace bench learn`: does the quickstart learn, from its warm-up to its last step, over several seeds?
 
-Each seed has its own weights, warm-up, tasks and held-out tasks. The schedule is the recipe's; nothing is chosen after
-looking at a held-out task. `--losses` asks the same of each loss named, with the constants below.
+Each seed has its own weights, warm-up, tasks and held-out tasks. The schedule is the recipe's; nothing was chosen by looking at
+held-out tasks. `--losses` asks the same of each loss named, with the constants below.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import headrace
-from headrace.bench.table import Row, report
+from headrace.bench.harness import Row, run_parts
 from headrace.settings import ConfigError
 
 if TYPE_CHECKING:
@@ -26,30 +26,24 @@ LOSSES: dict[str, dict[str, Any]] = {
     "gspo": {"constants": {"clip_low": 0.03, "clip_high": 0.04}},
     "decoupled_ppo": {"constants": {"clip_low": 0.2, "clip_high": 0.28, "cap": 5.0}},
 }
-"""What the quickstart's train section says of each loss. GSPO's own 3e-4 and 4e-4 are for models whose steps are a thousand
-times smaller."""
+"""Settings of `[train]` for each loss. GSPO's published 3e-4 and 4e-4 are for models whose steps are a thousand times
+smaller."""
 _QUICK_STEPS = 10
 
 
 def run(*, seeds: int | None = None, losses: str | None = None, quick: bool, json_file: Path | None) -> int:
-    """One full quickstart per seed; status 1 if a seed misses a goal. `--quick` runs two seeds for a few steps, and judges
-    nothing."""
+    """One whole quickstart per seed, and per loss where some are named; `--quick` runs two seeds for a few steps."""
     steps = _QUICK_STEPS if quick else None
     if losses is None:
-        parts = _of_seeds(seeds or (2 if quick else 5), steps=steps)
+        parts = {"seeds": lambda: _of_seeds(seeds or (2 if quick else 5), steps=steps)}
     else:
-        parts = _of_losses(choose_losses(losses), seeds=seeds or (2 if quick else 3), steps=steps)
-    rows: list[Row] = []
-    try:
-        for part in parts:
-            rows += part
-    finally:  # what was measured before a failure is not lost
-        status = report("learn", rows, json_file=json_file, quick=quick)
-    return status
+        chosen = choose_losses(losses)
+        parts = {"losses": lambda: _of_losses(chosen, seeds=seeds or (2 if quick else 3), steps=steps)}
+    return run_parts("learn", parts, quick=quick, json_file=json_file)
 
 
 def choose_losses(names: str) -> list[str]:
-    """Of a list with commas; one that has no constants here, or that there is not, is refused before anything is trained."""
+    """The losses of a comma-separated list; unknown ones, and those without constants here, are rejected before training."""
     from headrace.algorithms import resolve_loss
 
     chosen = [name.strip() for name in names.split(",") if name.strip()]
@@ -67,7 +61,6 @@ def _of_seeds(seeds: int, *, steps: int | None) -> Iterator[list[Row]]:
     for seed in range(seeds):
         summary = _train(seed, steps=steps)
         after.append(summary["success_after"])
-        _say(f"seed {seed}", summary)
         yield _rows(seed, summary)
     yield [
         Row("least success after, all seeds", min(after), "share", goal="≥ 0.95"),
@@ -79,28 +72,17 @@ def _of_losses(losses: list[str], *, seeds: int, steps: int | None) -> Iterator[
     for loss in losses:
         after = []
         for seed in range(seeds):
-            name = f"{loss}, seed {seed}"
             summary = _train(seed, steps=steps, train={"loss": loss, **LOSSES[loss]})
             after.append(summary["success_after"])
-            _say(name, summary)
-            yield [Row(f"{name}: success after", after[-1], "share", goal="≥ 0.95")]
+            yield [Row(f"{loss}, seed {seed}: success after", after[-1], "share", goal="≥ 0.95")]
         yield [Row(f"{loss}: least success after", min(after), "share", goal="≥ 0.95")]
-
-
-def _say(name: str, summary: dict[str, Any]) -> None:
-    print(
-        f"{name}: held-out {summary['success_before']:.1%} -> {summary['success_after']:.1%}, greedy "
-        f"{summary['greedy_before']:.1%} -> {summary['greedy_after']:.1%}, {summary['seconds']['rl']:.1f} s of RL, "
-        f"lag {summary['lag']['mean']:.2f}",
-        flush=True,
-    )
 
 
 def _train(seed: int, *, steps: int | None, **settings: Any) -> dict[str, Any]:  # noqa: ANN401  (sections of a recipe)
     with tempfile.TemporaryDirectory() as folder:
         result = headrace.train(recipe=RECIPE, steps=steps, seed=seed, run_dir=Path(folder) / "run", quiet=True, **settings)
     judged = ("success_before", "success_after", "greedy_before", "greedy_after")
-    return {**result.summary, **{name: math.nan for name in judged if result.summary[name] is None}}  # which misses every goal
+    return {**result.summary, **{name: math.nan for name in judged if result.summary[name] is None}}  # NaN misses every goal
 
 
 def _rows(seed: int, summary: dict[str, Any]) -> list[Row]:

@@ -1,4 +1,4 @@
-"""How far an engine's logprobs are from those of the same tokens computed again: by the trainer, or by plain transformers."""
+"""How far an engine's logprobs are from those that the trainer, or plain transformers, computes for the same tokens."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
-from headrace.bench.engine_loads import Workload
-from headrace.model import build_tokenizer, load_model
-from headrace.records import Batch
-from headrace.trainer import DeviceTrainer, TrainSettings
+from headrace.bench.loads import Load, Workload, make_batch, make_trainer
+from headrace.model import load_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
     from headrace.records import Array, Rollout
 
@@ -30,24 +28,24 @@ TEXTS = (
     "In the spring of 1848, across much of Europe,",
     "To make bread you need flour, water, salt and",
 )
-"""Beginnings for a real model: far from text it knows, a model's distribution is not one that training meets."""
+"""Prompts for a trained model: far from text it knows, its distribution is not one that training meets."""
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Over all tokens drawn, d = logprob computed again - logprob the engine gave."""
+    """Over all sampled tokens, with d = logprob computed again - logprob the engine gave."""
 
     mean_difference: float
     """The mean of |d|."""
     divergence: float
-    """KL from the engine's distribution, by the mean of exp(d) - 1 - d: never negative, and without bias."""
+    """KL from the engine's distribution, estimated by the mean of exp(d) - 1 - d: never negative, and unbiased."""
     num_tokens: int
     largest_difference: float
     """The largest |d|."""
 
 
 def compare(rollouts: Sequence[Rollout], again: Sequence[Array]) -> Mismatch:
-    """Of rollouts as an engine drew them, and [T] logprobs of theirs computed again."""
+    """Rollouts as an engine sampled them, and their [T] logprobs computed again."""
     pairs = zip(rollouts, again, strict=True)
     differences = np.concatenate(
         [(values.astype(np.float64) - rollout.logprobs)[rollout.loss_mask] for rollout, values in pairs]
@@ -61,34 +59,30 @@ def compare(rollouts: Sequence[Rollout], again: Sequence[Array]) -> Mismatch:
 
 
 def trainer_logprobs(folder: str, groups: Sequence[Sequence[Rollout]], *, dtype: str, device: str) -> list[list[Array]]:
-    """What a trainer of this model computes for each group of rollouts: float32 weights, as in a run."""
-    trainer = DeviceTrainer(
-        load_model(folder, dtype="float32", device=device),
-        tokenizer=build_tokenizer(),  # for saving; a forward pass has no use for one
-        settings=TrainSettings(micro_batch_tokens=4096),
-        dtype=getattr(torch, dtype),
-    )
-    results = []
-    for rollouts in groups:
-        zeros = np.zeros(sum(len(rollout) for rollout in rollouts), dtype=np.float32)
-        results.append(trainer.forward(Batch.from_columns(rollouts, advantages=zeros, weights=zeros, loss="grpo", version=0)))
-    return results
+    """What a trainer of this model computes for each group of rollouts."""
+    trainer = make_trainer(folder, dtype=dtype, device=device, micro_batch_tokens=4096)
+    return [trainer.forward(make_batch(rollouts, advantages=[0.0] * len(rollouts))) for rollouts in groups]
 
 
 @torch.no_grad()
 def plain_logprobs(model: PreTrainedModel, rollouts: Sequence[Rollout]) -> list[Array]:
-    """Each rollout alone through transformers' own forward pass: no packing, no cache, nothing of ours."""
+    """Each rollout alone through transformers' own forward pass: no packing, no cache."""
     device = next(model.parameters()).device
     results = []
     for rollout in rollouts:
         token_ids = torch.from_numpy(rollout.token_ids.astype(np.int64)).to(device).unsqueeze(0)
         logits = cast("Any", model)(input_ids=token_ids, use_cache=False).logits[0, :-1].float()
-        drawn = torch.log_softmax(logits, dim=-1).gather(1, token_ids[0, 1:].unsqueeze(1)).squeeze(1)
-        results.append(np.concatenate([np.zeros(1, dtype=np.float32), drawn.cpu().numpy()]))
+        chosen = torch.log_softmax(logits, dim=-1).gather(1, token_ids[0, 1:].unsqueeze(1)).squeeze(1)
+        results.append(np.concatenate([np.zeros(1, dtype=np.float32), chosen.cpu().numpy()]))
     return results
 
 
-def text_workload(tokenizer: PreTrainedTokenizerBase, *, siblings: int, length: int) -> Workload:
-    """Every beginning, several times over."""
-    prompts = [tuple(int(token) for token in cast("Any", tokenizer)(text)["input_ids"]) for text in TEXTS]
+def mismatch_workload(model: PreTrainedModel, folder: str, *, requests: int, length: int, has_text: bool) -> Workload:
+    """Text for a trained model, random tokens for one with random weights."""
+    if not has_text:
+        vocabulary = int(model.config.get_text_config().vocab_size)
+        return Load.uniform(requests, 32, length).sample(vocabulary=vocabulary, seed=0)
+    tokenizer = cast("Any", load_tokenizer(folder))
+    prompts = [tuple(int(token) for token in tokenizer(text)["input_ids"]) for text in TEXTS]
+    siblings = max(1, requests // len(TEXTS))
     return Workload(tuple(prompt for prompt in prompts for _ in range(siblings)), (length,) * (len(prompts) * siblings))

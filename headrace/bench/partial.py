@@ -1,15 +1,15 @@
 """`headrace bench partial`: what each interrupt costs, on the same long-tailed work.
 
-The loops, the gate, the buffer and the books are a run's own, and so is the engine with the weights it is sent. The trainer
-is a stand-in: a step takes it a fixed time, and it publishes one of two sets of weights in turn. Nothing but settings
-differs between one choice and the next; they take turns, and each figure is the median of its turns.
+The loops, the gate, the buffer and the ledger are a run's own, and so is the engine with the weights it is sent. The trainer
+is a stub: a step takes it a fixed time, and it publishes one of two sets of weights in turn. Choices differ in settings alone;
+they take turns, and each figure is the median of its turns.
 
-The stall of an update is time in which slots that were decoding do not: from the moment admission stops for it (`drain`) or the
-weights change, until as many decode again. Of each interval between two steps, what a usual step would have taken for
-the slots it decoded is taken off. For `keep` that leaves the time without a decode step beyond a usual one. Engine and
-launcher share a process here, as they do not in a run: once the weights are exchanged the decode thread may have to wait for
-the launcher's, which is busy with the groups that the new version lets in, and that is in the stall; a row beside it has
-the part before. There is no canary: a run scores one between two later steps.
+The stall of an update is time in which slots that were decoding do not: from the moment admission stops for it (`drain`) or
+the weights change, until as many decode again. From each interval between two steps, what a usual step would have taken for
+the slots it decoded is subtracted; for `keep` that leaves the time without a decode step beyond a usual one. Engine and
+launcher share a process here, which they do not in a run: after the exchange of weights the decode thread may have to wait
+for the launcher's, busy with the groups that the new version admits. That is in the stall; a row beside it has the part
+before. There is no canary, which a run scores between two later steps.
 """
 
 from __future__ import annotations
@@ -21,27 +21,28 @@ import os
 import statistics
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headrace.bench.engine_loads import lognormal_lengths
+from headrace.bench.harness import Row, run_parts
+from headrace.bench.loads import lognormal_lengths
+from headrace.bench.loop_run import drive, make_run
 from headrace.bench.partial_watch import EngineWatch
 from headrace.bench.stubs import StubTrainer
-from headrace.bench.table import Row, report
 from headrace.config import make_recipe
 from headrace.engine import NativeEngine
 from headrace.launch import UserInputs, build_core, make_roles, model_folder, pick_device, set_threads
 from headrace.model import named_tensors
 from headrace.observe import Observer, ProcessTimeline
 from headrace.records import Scored
-from headrace.run import POLICY, Roles, Run, few_collections, leg, run_loops
+from headrace.run import POLICY, Run
 from headrace.sync import Lineage, MemoryTransport, WeightSync
 from headrace.trainer import Published
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Iterator, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -49,43 +50,40 @@ if TYPE_CHECKING:
     from headrace.config import Recipe
     from headrace.envs import EngineClient
     from headrace.records import Array, Batch, Episode, Rollout, WeightUpdate
-    from headrace.run import EpisodeInFlight, PolicyState, StartedBatch
+    from headrace.run import EpisodeInFlight, PolicyState, Roles, StartedBatch
 
 _WARM_VERSIONS = 2
 _SWITCH_SECONDS = 0.0002
-"""How long the decode thread may wait for the launcher's, which in a run is another process's. Python's own is 5 ms."""
+"""How long the decode thread may wait for the launcher's, which in a run is in another process. Python's default is 5 ms."""
 
+_IN_TURN = {"buffer.kind": "synchronous"}
 CHOICES: dict[str, dict[str, Any]] = {
     "keep": {"partial.interrupt": "keep"},
     "retract": {"partial.interrupt": "retract"},
     "drain": {"partial.interrupt": "drain"},
     "abort": {"partial.interrupt": "abort"},
     "keep, cancel over age": {"partial.interrupt": "keep", "partial.cancel": "over_age"},
-    "in turn": {"buffer.kind": "synchronous"},
-    "in turn, oversample ×2 and recycle": {
-        "buffer.kind": "synchronous",
-        "partial.interrupt": "abort",
-        "partial.oversample": 2.0,
-    },
+    "in turn": _IN_TURN,
+    "in turn, oversample ×2 and recycle": {**_IN_TURN, "partial.interrupt": "abort", "partial.oversample": 2.0},
 }
-"""By name: what differs from the rest."""
+"""By name: the settings of each."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One machine's work."""
+    """What is measured on a kind of machine."""
 
     device: str
     dtype: str
     model: dict[str, Any]
     slots: int
     groups: int
-    """A batch takes."""
+    """In a batch."""
     mean: int
     """Tokens of a rollout, before the cap."""
     cap: int
     seconds: float
-    """A step of the stand-in trainer takes."""
+    """Of a step of the stub trainer."""
     versions: int
     """Measured in one turn."""
     turns: int
@@ -95,44 +93,25 @@ class Plan:
 
 def make_plan(device: str, *, quick: bool) -> Plan:
     """The GPU's or the CPU's; `quick` takes two short turns of each choice."""
+    turns = 2 if quick else 3
     if device == "cuda":
-        return Plan(
-            device=device,
-            dtype="bfloat16",
-            model={"hidden_size": 1024, "num_layers": 28, "num_heads": 16, "context": 1024},
-            slots=256,
-            groups=32,
-            mean=160,
-            cap=768,
-            seconds=0.25,
-            versions=4 if quick else 8,
-            turns=2 if quick else 3,
-        )
-    return Plan(
-        device=device,
-        dtype="float32",
-        model={"hidden_size": 96, "num_layers": 2, "num_heads": 3, "context": 512},
-        slots=48,
-        groups=8,
-        mean=48,
-        cap=384,
-        seconds=0.1,
-        versions=5 if quick else 10,
-        turns=2 if quick else 3,
-    )
+        model, versions = {"hidden_size": 1024, "num_layers": 28, "num_heads": 16, "context": 1024}, 4 if quick else 8
+        return Plan(device, "bfloat16", model, 256, groups=32, mean=160, cap=768, seconds=0.25, versions=versions, turns=turns)
+    model, versions = {"hidden_size": 96, "num_layers": 2, "num_heads": 3, "context": 512}, 5 if quick else 10
+    return Plan(device, "float32", model, 48, groups=8, mean=48, cap=384, seconds=0.1, versions=versions, turns=turns)
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What one turn of one choice saw."""
+    """One turn of one choice."""
 
     seconds: float
     trained: int
     wasted: int
-    stalls: tuple[float, ...]
+    stalls: list[float]
     """Seconds, of each update."""
-    exchanges: tuple[float, ...]
-    """The part of each before the engine could step again."""
+    exchanges: list[float]
+    """Of each stall, the part before the engine could step again."""
     step: float
     """Seconds between the ends of two usual decode steps."""
     recomputed: int
@@ -142,11 +121,14 @@ class Turn:
 
 
 def run(*, quick: bool, json_file: Path | None, device: str = "auto") -> int:
-    """Status 1 if a goal is missed; `--quick` judges nothing."""
+    """`--quick` takes two short turns of each choice."""
     plan = make_plan(pick_device(device), quick=quick)
-    seen = asyncio.run(measure(plan))
-    rows = [row for name, turns in seen.items() for row in rows_of(name, turns)]
-    return report("partial", rows, json_file=json_file, quick=quick)
+
+    def part() -> Iterator[list[Row]]:
+        for name, turns in asyncio.run(measure(plan)).items():
+            yield rows_of(name, turns)
+
+    return run_parts("partial", {"choices": part}, quick=quick, json_file=json_file)
 
 
 def rows_of(name: str, turns: Sequence[Turn]) -> list[Row]:
@@ -178,7 +160,7 @@ def rows_of(name: str, turns: Sequence[Turn]) -> list[Row]:
 
 
 async def measure(plan: Plan) -> dict[str, list[Turn]]:
-    """The choices in turn, as often as the plan says."""
+    """All turns of each choice, interleaved."""
     seen: dict[str, list[Turn]] = {name: [] for name in CHOICES}
     async with _rig(plan) as rig:
         for number in range(plan.turns):
@@ -199,14 +181,14 @@ def _recipe(plan: Plan, settings: dict[str, Any]) -> Recipe:
             "train": {"batch": plan.groups * plan.group_size, "group_size": plan.group_size},
             "engine": {"slots": plan.slots},
             "staleness": {"max_lag": plan.max_lag},
-            "sync": {"canary_limit": 1e9},  # the stand-in knows no logprobs
+            "sync": {"canary_limit": 1e9},  # the stub has no logprobs
             **settings,
         }
     )
 
 
 class LongTail(Run):
-    """A run whose rollouts have the length that their name says: the same ones for every choice."""
+    """A run whose rollouts have lengths that depend on their names alone: the same ones for every choice."""
 
     lengths: tuple[int, ...] = ()
     turn = 0
@@ -218,21 +200,21 @@ class LongTail(Run):
         return client
 
     async def lost_tokens(self) -> int:
-        """Drawn for groups that were dropped, or will be: what is over age is lost already, cancelled or not."""
+        """Sampled for groups that were dropped or will be: what is over age is lost, cancelled or not."""
         policy, max_lag = self.policies[POLICY], self.recipe.staleness.max_lag
         over_age = await policy.in_flight.over_age(next_version=policy.version, max_lag=max_lag)
         return policy.wasted_tokens + sum(over_age.values())
 
 
-class Unscored(NativeEngine):
-    """It scores no canary between two steps: the stand-in has nothing to compare it with."""
+class UnscoredEngine(NativeEngine):
+    """Scores no canary between two steps: the stub trainer has nothing to compare it with."""
 
     async def score(self, rollouts: Sequence[Rollout]) -> list[Array]:
         return [np.zeros(len(rollout), dtype=np.float32) for rollout in rollouts]
 
 
 class EvenScorer:
-    """Every rollout is as good as its length is even: an advantage, and no time."""
+    """Rewards rollouts of even length: siblings differ, and it takes no time."""
 
     num_calls = 0
 
@@ -240,14 +222,12 @@ class EvenScorer:
         return [episode.replace(outcome=Scored(float(len(episode.rollouts[0]) % 2))) for episode in episodes]
 
 
-class StandIn(StubTrainer):
-    """Takes its time over a step, as a trainer in a process of its own does, and publishes two sets of weights in turn."""
-
-    is_inline = False
+class SlowTrainer(StubTrainer):
+    """Takes a fixed time over a step, like a trainer in a process of its own, and publishes two sets of weights in turn."""
 
     def __init__(self, sync: WeightSync, tensors: list[tuple[str, Tensor]], *, seconds: float) -> None:
-        super().__init__(sync.lineage)
-        self.sync, self._seconds = sync, seconds
+        super().__init__(sync.lineage, is_inline=False)
+        self._sync, self._seconds = sync, seconds
         self._sets = [tensors, [(name, tensor * 1.001) for name, tensor in tensors]]
 
     async def step(self, batch: Batch, *, learning_rate: float) -> dict[str, float]:
@@ -255,76 +235,54 @@ class StandIn(StubTrainer):
         return await super().step(batch, learning_rate=learning_rate)
 
     async def publish(self, version: int, *, canary: Batch, whole: bool = False) -> Published:
-        update = await asyncio.to_thread(self.sync.offer, version, self._sets[version % 2], whole=whole)
+        update = await asyncio.to_thread(self._sync.offer, version, self._sets[version % 2], whole=whole)
         return Published(update, np.zeros(1, dtype=np.float32))
 
     async def release(self, update: WeightUpdate) -> None:
-        self.sync.release(update)
+        self._sync.release(update)
 
     async def abort(self, update: WeightUpdate) -> None:
-        self.sync.abort(update)
+        self._sync.abort(update)
 
 
 @dataclass
 class _Rig:
-    """An engine that is made once and measured often."""
+    """An engine that is built once and measured often."""
 
     plan: Plan
     watch: EngineWatch
     roles: Roles
     sync: WeightSync
     lengths: tuple[int, ...]
-    _observer: Observer = field(default_factory=lambda: Observer(elsewhere=("engine", "trainer")))
+    observer: Observer
 
     async def turn(self, recipe: Recipe, number: int) -> Turn:
-        """One run of the loops, from its third version on."""
+        """One run of the loops, measured after the versions that warm up."""
         lags: list[Array] = []
-        began: list[tuple[float, int]] = []
+        start: list[tuple[float, int]] = []
 
         def on_trained(_: PolicyState, started: StartedBatch, __: object) -> None:
-            if began:
+            if start:
                 versions = np.concatenate([rollout.versions for batch in started.batches for rollout in batch.rollouts])
                 lags.append(started.version - versions[versions >= 0])
 
         async def after_version(policy: PolicyState) -> None:
             if policy.version == _WARM_VERSIONS:
-                began.append((time.perf_counter(), await measured.lost_tokens()))
+                start.append((time.perf_counter(), await measured.lost_tokens()))
                 self.watch.start()
 
-        self.sync.lineage = Lineage.new()  # versions begin anew
-        measured = LongTail(
-            recipe,
-            self.roles,
-            lineage=self.sync.lineage,
-            observer=self._observer,
-            on_trained=on_trained,
-            after_version=after_version,
-        )
-        measured.lengths, measured.turn, measured.leg_end = self.lengths, number, self.plan.versions + _WARM_VERSIONS
-        with few_collections():
-            seconds, wasted = await self._leg(measured)
-        stalls, exchanges, step, recomputed = self.watch.result()
-        trained = np.concatenate(lags)
-        return Turn(
-            seconds=seconds - began[0][0],
-            trained=len(trained),
-            wasted=wasted - began[0][1],
-            stalls=tuple(stalls),
-            exchanges=tuple(exchanges),
-            step=step,
-            recomputed=recomputed,
-            lags=trained,
-        )
-
-    async def _leg(self, measured: LongTail) -> tuple[float, int]:
-        """When it ended, and the tokens it had lost by then."""
-        async with leg(measured):
-            await run_loops(measured)
+        async def on_end() -> tuple[float, int]:
             ended = time.perf_counter()
             self.watch.stop()
-            lost = await measured.lost_tokens()
-            await measured.policies[POLICY].published()
-        return ended, lost
+            return ended, await measured.lost_tokens()
+
+        self.sync.lineage = Lineage.new()  # versions start again
+        versions, given = self.plan.versions + _WARM_VERSIONS, (recipe, self.roles, self.sync.lineage, self.observer)
+        measured = make_run(LongTail, *given, versions=versions, after_version=after_version, on_trained=on_trained)
+        measured.lengths, measured.turn = self.lengths, number
+        ended, lost = await drive(measured, on_end=on_end)
+        trained = np.concatenate(lags)
+        return Turn(ended - start[0][0], len(trained), lost - start[0][1], *self.watch.result(), lags=trained)
 
 
 @contextlib.asynccontextmanager
@@ -336,21 +294,21 @@ async def _rig(plan: Plan) -> AsyncIterator[_Rig]:
         core = build_core(recipe, path, name="engine-0", device=plan.device)
         core.wait_warm()
         sync = WeightSync(Lineage.new(), MemoryTransport(plan.device))
-        engine = Unscored(core, sync=sync, timeline=ProcessTimeline("engine"))
+        engine = UnscoredEngine(core, sync=sync, timeline=ProcessTimeline("engine"))
         tensors = [(name, tensor.detach().clone()) for name, tensor in named_tensors(core.model)]
 
         async def watch_engine() -> None:
             await asyncio.shield(asyncio.wrap_future(engine.died))
 
-        trainer = StandIn(sync, tensors, seconds=plan.seconds)
+        trainer = SlowTrainer(sync, tensors, seconds=plan.seconds)
         roles = make_roles(recipe, path, given, engine=engine, trainer=trainer, services=(watch_engine,))
-        roles = dataclasses.replace(roles, scorer=EvenScorer())
+        roles = dataclasses.replace(roles, scorer=EvenScorer(), stop_ids=())  # every rollout has all its tokens
         lengths = lognormal_lengths(4096, mean=plan.mean, sigma=1.0, cap=plan.cap)
         before = sys.getswitchinterval()
         sys.setswitchinterval(_SWITCH_SECONDS)
         engine.start()
         try:
-            yield _Rig(plan, EngineWatch(core), roles, sync, lengths)
+            yield _Rig(plan, EngineWatch(core), roles, sync, lengths, Observer(elsewhere=("engine", "trainer")))
         finally:
             sys.setswitchinterval(before)
             engine.close()

@@ -1,4 +1,4 @@
-"""An engine's steps around its updates, from outside: how long slots stood still, and what was computed twice."""
+"""An engine's steps around its updates: how long slots stood still, and what was computed twice."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class StepEnd:
     """One step."""
 
-    began: float
+    started: float
     at: float
     """When it ended."""
     decode_rows: int
@@ -32,11 +32,11 @@ class StepEnd:
     back: float = 1.0
     """Of the rollouts that decoded before the last update and have not ended, the share that decode in this step."""
     ready: float = math.inf
-    """When the last update was done, and the engine free to step; what it does before this step then is to take in work."""
+    """When the last update was done and the engine could step; until this step it then admitted work."""
 
 
 class EngineWatch:
-    """Looks at a core's steps in the thread that takes them."""
+    """Wraps a core's functions to watch its steps, in the thread that takes them."""
 
     def __init__(self, core: EngineCore) -> None:
         self._core, self._scheduler = core, core.scheduler
@@ -55,7 +55,7 @@ class EngineWatch:
         self._ready = math.inf
         self._decoding: set[str] = set()
         self._away: set[str] = set()
-        """What decoded before the last update, and has not since."""
+        """Rollouts that decoded before the last update and have not since."""
 
     def start(self) -> None:
         """Count from now on."""
@@ -63,25 +63,24 @@ class EngineWatch:
         self._is_on = True
 
     def stop(self) -> None:
-        """And no further."""
+        """Count no further."""
         self._is_on = False
 
     def result(self) -> tuple[list[float], list[float], float, int]:
-        """(the stall of each update, the part of it before the engine could step again, the usual time from step to step,
-        tokens computed again)."""
+        """The stall of each update, the part of it before the engine could step, the usual time of a step, and the tokens
+        computed again."""
         steps = [step for step in self._steps if step.decode_rows + step.prompt_rows]
         usual = usual_step(steps)
         return stalls_of(steps, usual=usual), exchanges_of(steps), usual, self._recomputed
 
     def _step(self) -> Step:
         is_admitting, updates, away = self._scheduler.is_admitting, self._updates, len(self._away)
-        began = time.perf_counter()
+        started = time.perf_counter()
         step: Step = self._inner["step"]()
         if self._is_on:
             back = 1.0 - len(self._away) / away if away else 1.0
             rows = (step.decode_rows, step.prompt_rows)
-            end = StepEnd(began, time.perf_counter(), *rows, is_admitting, updates, back, self._ready)
-            self._steps.append(end)
+            self._steps.append(StepEnd(started, time.perf_counter(), *rows, is_admitting, updates, back, self._ready))
         return step
 
     def _changed_weights(self, **names: str) -> None:
@@ -121,7 +120,7 @@ class EngineWatch:
 
 
 def usual_step(steps: Sequence[StepEnd]) -> float:
-    """The median time from step to step where only decoding is done, and no update is made."""
+    """The median time from step to step that only decodes, with no update in between."""
     between = [
         after.at - before.at
         for before, after in itertools.pairwise(steps)
@@ -131,7 +130,7 @@ def usual_step(steps: Sequence[StepEnd]) -> float:
 
 
 def exchanges_of(steps: Sequence[StepEnd]) -> list[float]:
-    """Seconds from the last step before each update until the engine had made it and could step again."""
+    """Seconds from the last step before each update until the engine could step again."""
     return [
         after.ready - before.at
         for before, after in itertools.pairwise(steps)
@@ -140,20 +139,20 @@ def exchanges_of(steps: Sequence[StepEnd]) -> list[float]:
 
 
 def stalls_of(steps: Sequence[StepEnd], *, usual: float) -> list[float]:
-    """Seconds lost by each update that steps were seen before and after: until the step in which all that decoded before it,
-    and has not ended, decodes again. That step itself is no loss, whatever new prompts it computes beside."""
+    """Seconds lost by each update, until the step in which all that decoded before it and has not ended decodes again. That
+    step itself is no loss, whatever new prompts it computes."""
     places = [place for place in range(1, len(steps)) if steps[place].updates > steps[place - 1].updates]
     stalls = []
     for place, last in itertools.pairwise([*places, len(steps)]):
         start = place
         while start > 1 and not steps[start - 1].is_admitting and steps[start - 1].updates == steps[place - 1].updates:
-            start -= 1  # what drains stops admitting first
+            start -= 1  # draining stops admission first
         before = max(steps[start - 1].decode_rows, 1)
         lost = 0.0
         for index in range(start, last):
             step, ended = steps[index], steps[index - 1].at
             if index >= place and step.back == 1.0:
-                lost += step.began - ended
+                lost += step.started - ended
                 break
             share = min(1.0, step.decode_rows / before) if index < place else step.back
             lost += max(0.0, step.at - ended - usual * share)

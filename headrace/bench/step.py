@@ -1,12 +1,10 @@
-"""`headrace bench step`: whole steps of RL, from prompts to new weights in the engine, as TRL's GRPO makes them.
+"""`headrace bench step`: whole steps of RL, from prompts to new weights in the engine, beside TRL's GRPO on the same steps.
 
-Whole runs of `headrace.trainer` in processes of their own: a model with random weights and as large a vocabulary as a real one,
-groups of siblings, a reward that takes no time. No token ends a completion, so that all have the length they are to have.
-In turn: the engine waits while the trainer works. Asleep: it gives back its cache meanwhile. Lag 1 and 2: side by side.
-Each once with completions of one length and once with a long tail; where vLLM is installed, some with a vLLM server as the
-engine. Figures are of the steps after two that warm up, and before those that have nothing generated beside them because the
-run ends. TRL makes the same steps in the same run, where it is installed. Every part has folders of its own, and MPS of its own
-where that is asked for: one that fails is in nobody's way.
+Whole runs of `headrace.train` in processes of their own: a model with random weights and a vocabulary as large as a real one,
+groups of siblings, a reward that takes no time, and completions of a fixed length. In turn: the engine waits while the trainer
+works. Asleep: it frees its cache meanwhile. Lag 1 and 2: side by side. Each once with completions of one length and once with a
+long tail; where vLLM is installed, some with a vLLM server as the engine. Steps that warm up do not count, nor those at the end
+of a run that have nothing generated beside them. Every part has its own folders, and its own MPS where that is asked for.
 """
 
 from __future__ import annotations
@@ -16,44 +14,41 @@ import dataclasses
 import functools
 import statistics
 import tempfile
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-import torch
-from transformers.utils import logging as transformers_logging
+import numpy as np
 
 import headrace
-from headrace.bench.engine_loads import QWEN3_0_6B, SMALL
-from headrace.bench.gauge import release
-from headrace.bench.gpu_watch import GpuMemory, check_service, multi_process_service
-from headrace.bench.parts import run_parts, say
-from headrace.bench.step_loads import OwnLengths, first_word_is_even, make_tasks, with_lengths
-from headrace.bench.table import Row
-from headrace.bench.trainer_loads import CPU_SHAPE
-from headrace.bench.trl_peer import TrlFailed, measure_steps, missing_modules
-from headrace.bench.words import write_model
-from headrace.engine import EngineSettings, choose_python, find_vllm
+from headrace.bench.child import PeerFailed
+from headrace.bench.gauge import GpuMemory, check_service, multi_process_service, release
+from headrace.bench.harness import Row, default_device, run_parts, say
+from headrace.bench.loads import MEDIUM, QWEN3_0_6B, SMALL, lognormal_lengths, write_random_model
+from headrace.bench.step_peer import measure_steps, missing_modules
+from headrace.engine import choose_python, find_vllm
 from headrace.observe import read_metrics
+from headrace.records import Episode
 from headrace.settings import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from headrace.bench.parts import Part
+    from headrace.bench.harness import Part
+    from headrace.envs import Client
+    from headrace.records import Plain
 
-EARLIER = Row(
-    "TRL 1.16 + vLLM 0.26: completions. Not of this run: another H200, 2026-11-16, commit 92e7b96, 9.89 s a step, 98.8 GiB; "
-    "micro-batches of 64, gradient checkpointing off, importance sampling correction off",
-    13_260.0,
-    "tokens/s",
-)
-"""Shown on a GPU where TRL cannot be measured; nothing is divided by it."""
-_SECONDS = 390.0
-"""After which no variant begins: a command has eight minutes where GPUs are lent."""
+LENGTHS = "lengths"
+"""The column of a task with the number of tokens of each sibling."""
 _SHOWN = 0.005
 """The least share of a time budget that has a row."""
+_SWAP = "seconds/engine/swap"
+_QUICK = ("trl", "in-turn", "lag-1-long-tail")
+"""What `--quick` measures unless `--only` names others."""
+_LOG_LINES = 30
+"""Shown of each process's log where a run fails: its folder is deleted afterwards."""
 
 
 @dataclass(frozen=True)
@@ -64,28 +59,31 @@ class Plan:
     dtype: str
     shape: dict[str, Any]
     completions: int
-    """Of one step."""
-    siblings: int
+    """In one step."""
     prompt_tokens: int
     tokens: int
-    """Of every completion, or of the mean one of a long tail."""
+    """Of every completion, or on average of a long tail."""
     cap: int
     """Of a long tail."""
     micro_batch_tokens: int
-    warmups: int
     steps: int
     """Measured."""
+    warmups: int = 2
+    siblings: int = 8
     goal: str = ""
-    """Of completions of one length a second, over TRL's in the same run."""
+    """Of our completion tokens a second ÷ TRL's, for completions of one length."""
     orchestrate: str = "local"
 
-    @property
-    def num_tasks(self) -> int:
-        return self.completions // self.siblings * (self.warmups + self.steps + 4)
-
     def longest(self, variant: Variant) -> int:
-        """Tokens of a completion at most."""
+        """The most tokens of a completion."""
         return self.cap if variant.has_tail else self.tokens
+
+    def make_tasks(self) -> list[dict[str, Any]]:
+        """Prompts of made-up words, no two alike, and some more than the steps need."""
+        random = np.random.default_rng(0)
+        count = self.completions // self.siblings * (self.warmups + self.steps + 4)
+        prompts = random.integers(1, int(self.shape["vocab_size"]), size=(count, self.prompt_tokens))
+        return [{"prompt": " ".join(f"w{token}" for token in prompt)} for prompt in prompts]
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,7 @@ class Variant:
 
     @property
     def is_judged(self) -> bool:
-        """Whether the goal, which is for completions of one length on the native engine, holds for it."""
+        """Whether the goal, set for completions of one length on the native engine, is its goal."""
         return not self.has_tail and "engine.kind" not in self.settings
 
 
@@ -110,58 +108,29 @@ VARIANTS = (
     Variant("lag 2", {}, max_lag=2),
 )
 _VLLM = {"engine.kind": "vllm", "orchestrate": "local", "deadline": 600.0}
-"""A server may take minutes to come up."""
+"""A server may take minutes to start."""
 OVER_VLLM = (Variant("in turn, vLLM", _VLLM), Variant("lag 1, vLLM", _VLLM, max_lag=1))
-_SLEEP, _SWAP = "engine.sleep", "seconds/engine/swap"
-_QUICK = ("trl", "in-turn", "lag-1-long-tail")
-"""What `--quick` takes unless `--only` names others."""
-_LOG_LINES = 30
-"""Shown of each process's log where a run fails: its folder is gone afterwards."""
 
 
 def make_plan(device: str, *, quick: bool) -> Plan:
     """The GPU's, the CPU's, or a few seconds of the CPU's on a small model."""
     if device == "cuda":
-        return Plan(
-            device=device,
-            dtype="bfloat16",
-            shape=QWEN3_0_6B,
-            completions=512,
-            siblings=8,
-            prompt_tokens=64,
-            tokens=256,
-            cap=1024,
-            micro_batch_tokens=16_384,
-            warmups=2,
-            steps=2 if quick else 5,
-            goal="≥ 6",
-        )
-    return Plan(
-        device=device,
-        dtype="float32",
-        shape={**SMALL, "num_hidden_layers": 2} if quick else CPU_SHAPE,
-        completions=16 if quick else 64,
-        siblings=8,
-        prompt_tokens=16,
-        tokens=24 if quick else 64,  # with the prompt no fewer than the canary, which a vLLM server is asked to score
-        cap=48 if quick else 256,
-        micro_batch_tokens=4096,
-        warmups=2,
-        steps=2 if quick else 6,
-    )
+        on_gpu = functools.partial(Plan, device, "bfloat16", QWEN3_0_6B, prompt_tokens=64, goal="≥ 6")
+        return on_gpu(completions=512, tokens=256, cap=1024, micro_batch_tokens=16_384, steps=2 if quick else 5)
+    on_cpu = functools.partial(Plan, device, "float32", prompt_tokens=16, micro_batch_tokens=4096)
+    if quick:  # prompt and completion are no shorter than the canary, which a vLLM server must score
+        return on_cpu({**SMALL, "num_hidden_layers": 2}, completions=16, tokens=24, cap=48, steps=2)
+    return on_cpu(MEDIUM, completions=64, tokens=64, cap=256, steps=6)
 
 
 def variants() -> dict[str, Variant]:
-    """By the name to ask for them with. An engine sleeps only where there is the setting."""
-    can_sleep = any(field.name == "sleep" for field in dataclasses.fields(EngineSettings))
-    plain = [variant for variant in VARIANTS if can_sleep or _SLEEP not in variant.settings]
-    tails = [dataclasses.replace(variant, name=f"{variant.name}, long tail", has_tail=True) for variant in plain]
-    found = [*plain, *(OVER_VLLM if has_vllm() else ()), *tails]
+    """By the names that `--only` takes."""
+    tails = [dataclasses.replace(variant, name=f"{variant.name}, long tail", has_tail=True) for variant in VARIANTS]
+    found = [*VARIANTS, *(OVER_VLLM if _has_vllm() else ()), *tails]
     return {variant.name.replace(", ", "-").replace(" ", "-"): variant for variant in found}
 
 
-def has_vllm() -> bool:
-    """Whether a server can be started here."""
+def _has_vllm() -> bool:
     try:
         find_vllm(choose_python(""))
     except ConfigError:
@@ -170,26 +139,25 @@ def has_vllm() -> bool:
 
 
 def run(*, quick: bool, json_file: Path | None, only: str | None = None, mps: bool = False) -> int:
-    """Status 1 if a goal is missed or a variant fails; `--quick` judges nothing."""
-    transformers_logging.disable_progress_bar()
-    plan = make_plan("cuda" if torch.cuda.is_available() else "cpu", quick=quick)
+    """`--quick` measures a few short steps of TRL and of two variants."""
+    plan = make_plan(default_device(), quick=quick)
     if mps:
         check_service()
     with tempfile.TemporaryDirectory() as folder:
         parts = make_parts(plan, Path(folder), mps=mps)
         if quick and only is None:
             only = ",".join(name for name in _QUICK if name in parts)
-        return run_parts("step", parts, only=only, quick=quick, json_file=json_file, seconds=_SECONDS)
+        return run_parts("step", parts, only=only, quick=quick, json_file=json_file)
 
 
 def make_parts(plan: Plan, folder: Path, *, mps: bool = False) -> dict[str, Part]:
-    """TRL first where it is installed, then every variant, which is set against it."""
+    """TRL first where it is installed, then every variant, which is compared with it."""
     peers = Peers()
 
     @functools.cache
     def model() -> str:
-        path = write_model(plan.shape, folder / "model", dtype=plan.dtype)
-        release()  # of what the GPU was asked for to draw it
+        path = write_random_model(plan.shape, folder / "model", dtype=plan.dtype)
+        release()  # of the GPU's memory
         return path
 
     def part_of(variant: Variant) -> Part:
@@ -197,18 +165,16 @@ def make_parts(plan: Plan, folder: Path, *, mps: bool = False) -> dict[str, Part
 
     parts: dict[str, Part] = {}
     absent = missing_modules(plan.device)
-    if not absent:
-        parts["trl"] = lambda: measure_trl(plan, model(), folder, peers)
+    if absent:
+        say(f"TRL: {' and '.join(absent)} not installed here; it is not measured")
     else:
-        say(f"TRL: {' and '.join(absent)} not here; it is not measured")
-        if plan.device == "cuda":
-            parts["trl"] = lambda: [[EARLIER]]
+        parts["trl"] = lambda: measure_trl(plan, model(), folder, peers)
     return parts | {name: part_of(variant) for name, variant in variants().items()}
 
 
 @dataclass
 class Peers:
-    """Figures of others, of this run; filled by the part that measures them."""
+    """Figures of others in this run, filled by the part that measures them."""
 
     rates: dict[str, float] = field(default_factory=dict)
     """Completion tokens a second."""
@@ -217,34 +183,30 @@ class Peers:
 
 
 def measure(plan: Plan, variant: Variant, model: str, folder: Path, *, peers: Peers, mps: bool = False) -> list[Row]:
-    """One run, and what its metrics say of the steps in the middle."""
-    tasks = make_tasks(plan.num_tasks, prompt_tokens=plan.prompt_tokens, vocabulary=int(plan.shape["vocab_size"]))
+    """One run, and the figures of its middle steps."""
+    tasks = plan.make_tasks()
     if variant.has_tail:
         tasks = with_lengths(tasks, siblings=plan.siblings, mean=plan.tokens, cap=plan.cap)
-    with contextlib.ExitStack() as around:
-        place = Path(around.enter_context(tempfile.TemporaryDirectory(dir=folder)))
-        run_dir = place / "run"
+    settings = {"path": model, "dtype": plan.dtype, "context": plan.prompt_tokens + plan.longest(variant)}
+    with contextlib.ExitStack() as stack:
+        place = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder)))
         if mps:
-            around.enter_context(multi_process_service(place / "mps"))
-        memory = around.enter_context(GpuMemory())
+            stack.enter_context(multi_process_service(place / "mps"))
+        memory = stack.enter_context(GpuMemory())
         try:
             headrace.train(
-                {
-                    "path": model,
-                    "dtype": plan.dtype,
-                    "context": plan.prompt_tokens + (plan.cap if variant.has_tail else plan.tokens),
-                },
+                settings,
                 tasks=tasks,
                 reward=first_word_is_even,
                 environment=OwnLengths() if variant.has_tail else None,
-                run_dir=run_dir,
+                run_dir=place / "run",
                 quiet=True,
                 **settings_of(plan, variant),
             )
         except Exception:
             show_logs(place)
             raise
-        seen = read_metrics(run_dir / "metrics.jsonl")
+        seen = read_metrics(place / "run" / "metrics.jsonl")
     say(f"{variant.name}: seconds of each step: {', '.join(format(row['seconds'], '.2f') for row in seen)}")
     check_lengths(plan, variant, seen)
     middle = seen[plan.warmups : plan.warmups + plan.steps]
@@ -252,21 +214,21 @@ def measure(plan: Plan, variant: Variant, model: str, folder: Path, *, peers: Pe
 
 
 def show_logs(folder: Path) -> None:
-    """The last lines of every log below a folder, MPS's too."""
+    """Print the last lines of every log below a folder, MPS's included."""
     for log in sorted(folder.rglob("*.log")):
         lines = log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
         say("\n  ".join([f"{log.relative_to(folder)}, its last lines:", *lines]))
 
 
 def check_lengths(plan: Plan, variant: Variant, seen: Sequence[dict[str, Any]]) -> None:
-    """A completion that ended early would be another's work."""
+    """Raise if a completion ended early: that is other work than the plan's."""
     short = [row["completion_tokens"] for row in seen if row["completion_tokens"] != plan.tokens]
     if short and not variant.has_tail:
         raise RuntimeError(f"{variant.name}: {short[0]:g} tokens a completion where {plan.tokens} were asked for")
 
 
 def settings_of(plan: Plan, variant: Variant) -> dict[str, Any]:
-    """What a recipe would say, the model apart."""
+    """A recipe's settings, all but the model's."""
     return {
         "steps": plan.warmups + plan.steps + variant.max_lag,
         "device": plan.device,
@@ -296,8 +258,6 @@ def step_rows(plan: Plan, variant: Variant, seen: Sequence[dict[str, Any]], *, p
     others = {} if variant.has_tail else peers.rates
     goal = plan.goal if variant.is_judged else ""
     budget = budget_of(seen)
-    busy = ", ".join(f"{role} {state} {share:.0%}" for (role, state), share in budget.items() if share >= 0.05)
-    say(f"{name}: {seconds:.2f} s a step, {rate:,.0f} completion tokens/s, lag {lag:.2f}; {busy}")
     return [
         Row(f"{name}: step", seconds, "s"),
         Row(f"{name}: completions", rate, "tokens/s", peers=others),
@@ -309,7 +269,7 @@ def step_rows(plan: Plan, variant: Variant, seen: Sequence[dict[str, Any]], *, p
 
 
 def budget_of(seen: Sequence[dict[str, Any]]) -> dict[tuple[str, str], float]:
-    """The share of each state in its role's time, engine and trainer, over these steps."""
+    """The share of each state in its role's time, of engine and trainer, over these steps."""
     totals: Counter[tuple[str, str]] = Counter()
     for row in seen:
         for key, seconds in row.items():
@@ -322,10 +282,9 @@ def budget_of(seen: Sequence[dict[str, Any]]) -> dict[tuple[str, str], float]:
 
 
 def memory_rows(variant: Variant, memory: GpuMemory, *, peers: Peers) -> list[Row]:
-    """The GPU's, of all processes together and of each; no more than a peer takes for the same work."""
+    """GPU memory, of all processes and of each; the goal is to take no more than a peer does for the same work."""
     if memory.peak is None:
         return []
-    say(f"{variant.name}: {memory.peak:.1f} GiB of GPU memory at most; {memory.peak_of or 'not known by process'}")
     others = peers.peaks if variant.is_judged else {}
     goal = f"≤ {min(others.values()):.3g}" if others else ""
     return [
@@ -335,29 +294,45 @@ def memory_rows(variant: Variant, memory: GpuMemory, *, peers: Peers) -> list[Ro
 
 
 def measure_trl(plan: Plan, model: str, folder: Path, peers: Peers) -> Iterator[list[Row]]:
-    """TRL's GRPO on the same tasks; what it cannot do is one line."""
-    tasks = make_tasks(plan.num_tasks, prompt_tokens=plan.prompt_tokens, vocabulary=int(plan.shape["vocab_size"]))
+    """TRL's GRPO on the same tasks; no rows where it fails."""
+    work: dict[str, Any] = {"model": model, "tasks": plan.make_tasks(), "siblings": plan.siblings, "tokens": plan.tokens}
+    work |= {"device": plan.device, "completions": plan.completions, "steps": plan.warmups + plan.steps}
     with GpuMemory() as memory:
         try:
-            found = measure_steps(
-                model,
-                folder,
-                device=plan.device,
-                completions=plan.completions,
-                steps=plan.warmups + plan.steps,
-                tasks=tasks,
-                siblings=plan.siblings,
-                tokens=plan.tokens,
-            )
-        except TrlFailed as failed:
+            found = measure_steps(folder, **work)
+        except PeerFailed as failed:
             say(f"{failed}; it is absent from the table")
             return
     step = statistics.median(found.seconds[plan.warmups :])
     rate = peers.rates[found.name] = plan.completions * plan.tokens / step
     title = f"{found.name} ({found.settings})"
-    say(f"{title}: {step:.2f} s a step, {rate:,.0f} completion tokens/s")
     rows = [Row(f"{title}: step", step, "s"), Row(f"{title}: completions", rate, "tokens/s")]
     if memory.peak is not None:
         peers.peaks[found.name] = memory.peak
         rows.append(Row(f"{title}: peak GPU memory", memory.peak, "GiB"))
     yield rows
+
+
+def with_lengths(tasks: list[dict[str, Any]], *, siblings: int, mean: float, cap: int) -> list[dict[str, Any]]:
+    """The same tasks with a length for every sibling: most are short, a few are very long."""
+    lengths = lognormal_lengths(len(tasks) * siblings, mean=mean, sigma=1.0, cap=cap)
+    return [{**task, LENGTHS: list(lengths[number * siblings : (number + 1) * siblings])} for number, task in enumerate(tasks)]
+
+
+def first_word_is_even(completions: list[str], **_: object) -> list[float]:
+    """A reward that takes no time and differs between siblings."""
+    return [float(text.partition(" ")[0].removeprefix("w")[-1:] in tuple("02468")) for text in completions]
+
+
+class OwnLengths:
+    """One generate call, like the built-in environment, with the length that the task has for this sibling."""
+
+    async def run(self, task: dict[str, Plain], client: Client) -> Episode:
+        started = time.time()
+        prompt = client.prompt(task["prompt"])
+        engine: Any = client
+        engine.limit(int(cast("list[int]", task[LENGTHS])[prompt.index]))
+        rollouts = (await client.generate(prompt),)
+        return Episode(
+            id=client.episode, group=client.group, task=task, rollouts=rollouts, started=started, finished=time.time()
+        )

@@ -1,59 +1,119 @@
-"""An engine and a trainer that do nothing, as cheaply as can be: what is left of a run is the controller."""
+"""Engines, trainers and a store that do next to nothing: what is left of a run is what is measured."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections import deque
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
 from headrace.algorithms import PROXIMAL
+from headrace.bench.loads import finished
 from headrace.engine import EngineState, InFlight
 from headrace.partial import Interrupt
-from headrace.records import Call, FinishReason, Rollout, Sampling, Source, WeightUpdate
+from headrace.records import Rollout, Sampling, WeightUpdate
 from headrace.trainer import Published
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
+    from collections.abc import AsyncIterator, Sequence
 
+    from headrace.engine import Engine, Increment
     from headrace.records import Array, Batch
     from headrace.sync import Lineage
 
 PROMPT, COMPLETION = 10, 10
-"""Tokens of every rollout."""
+"""Tokens of every rollout of `answer`."""
 
 
-class StubEngine:
-    """Holds what it is asked for until `in_flight` rollouts are, then answers the oldest `wave` of them.
+def answer(number: int, *, version: int = 0, lineage: str = "") -> Rollout:
+    """A finished rollout of `PROMPT` and `COMPLETION` tokens; another number has another text, and so another score."""
+    token_ids = np.full(PROMPT + COMPLETION, 10 + number, dtype=np.int32)
+    prompt = Rollout.from_prompt(token_ids[:PROMPT], id=str(number))
+    rollout = finished(prompt, token_ids[PROMPT:], logprobs=-0.5, version=version, lineage=lineage)
+    return rollout.replace(episode="", group="")
 
-    Its own time is on its own clock, `seconds`, which is that of the thread: it is not the controller's.
+
+async def _nothing(*_: Any, **__: Any) -> None:  # noqa: ANN401  (a method of any signature)
+    """What stubs do that have nothing to pause, send or keep."""
+
+
+class InstantEngine:
+    """Answers at once, with `tokens` made-up tokens."""
+
+    def __init__(self, *, tokens: int = 0) -> None:
+        self._tokens = tokens
+        self._sampled = self._version = 0
+        self._lineage = ""
+
+    async def generate(self, rollout: Rollout, sampling: Sampling) -> Rollout:
+        await asyncio.sleep(0)
+        self._sampled += self._tokens
+        token_ids = np.full(self._tokens, 10 + self._sampled // self._tokens % 7)
+        return finished(rollout, token_ids, version=self._version, lineage=self._lineage, sampling=sampling)
+
+    async def stream(self, rollout: Rollout, sampling: Sampling) -> AsyncIterator[Increment]:
+        raise NotImplementedError("no benchmark streams")
+        yield
+
+    async def score(self, rollouts: Sequence[Rollout]) -> list[Array]:
+        return [np.zeros(len(rollout), dtype=np.float32) for rollout in rollouts]
+
+    pause = resume = _nothing
+
+    async def load(self, update: WeightUpdate, *, interrupt: Interrupt = Interrupt.KEEP) -> None:
+        self._version, self._lineage = update.version, update.lineage
+
+    async def state(self) -> EngineState:
+        return EngineState(self._version, self._lineage, 0, 0, 1, 1, self._sampled)
+
+    async def in_flight(self) -> list[InFlight]:
+        return []
+
+
+class FrozenEngine(InstantEngine):
+    """A real engine that keeps its weights: its stub trainer has none to send."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        self._engine = engine
+
+    async def generate(self, rollout: Rollout, sampling: Sampling) -> Rollout:
+        return await self._engine.generate(rollout, sampling)
+
+    async def state(self) -> EngineState:
+        return await self._engine.state()
+
+
+class WaveEngine(InstantEngine):
+    """Holds requests until `in_flight` of them wait, then answers the oldest `wave`.
+
+    `seconds` is the time of this thread that it took itself, which is not the controller's.
     """
 
     def __init__(self, *, in_flight: int, total: int, wave: int) -> None:
+        super().__init__()
         self._in_flight, self._total, self._wave = in_flight, total, wave
-        self._asked: deque[tuple[Rollout, asyncio.Future[Rollout]]] = deque()
+        self._requests: deque[tuple[Rollout, asyncio.Future[Rollout]]] = deque()
         self._arrived = asyncio.Event()
         self._answers: list[Rollout] = []
-        self._version, self._lineage = 0, ""
-        self.num_asked = self.num_answered = self.most_in_flight = 0
+        self._num_answered = self.most_in_flight = 0
         self.seconds = 0.0
 
     async def serve(self) -> NoReturn:
-        """Waits until enough are in flight, woken by `generate`; at the end of a run no more come."""
+        """Waits until enough are in flight, or all that are left of `total`; woken by `generate`."""
         while True:
-            while len(self._asked) < min(self._in_flight, self._total - self.num_answered) or not self._asked:
+            while len(self._requests) < min(self._in_flight, self._total - self._num_answered) or not self._requests:
                 self._arrived.clear()
                 await self._arrived.wait()
             self._answer()
             await asyncio.sleep(0)
 
     def _answer(self) -> None:
-        self.most_in_flight = max(self.most_in_flight, len(self._asked))
+        self.most_in_flight = max(self.most_in_flight, len(self._requests))
         started = time.thread_time()
-        wave = [self._asked.popleft() for _ in range(min(self._wave, len(self._asked)))]
+        wave = [self._requests.popleft() for _ in range(min(self._wave, len(self._requests)))]
         rollouts = [self._finished(rollout) for rollout, _ in wave]
         self.seconds += time.thread_time() - started
         for (_, future), rollout in zip(wave, rollouts, strict=True):
@@ -61,49 +121,35 @@ class StubEngine:
                 future.set_result(rollout)
 
     def _finished(self, prompt: Rollout) -> Rollout:
-        made = self._answers[self.num_answered % len(self._answers)]
-        self.num_answered += 1
+        made = self._answers[self._num_answered % len(self._answers)]
+        self._num_answered += 1
         return made.replace(id=prompt.id, episode=prompt.episode, group=prompt.group, index=prompt.index)
 
     async def generate(self, rollout: Rollout, sampling: Sampling) -> Rollout:
         future: asyncio.Future[Rollout] = asyncio.get_running_loop().create_future()
-        self._asked.append((rollout, future))
-        self.num_asked += 1
+        self._requests.append((rollout, future))
         self._arrived.set()
         return await future
 
-    async def pause(self, interrupt: Interrupt) -> None:
-        pass
-
-    async def resume(self) -> None:
-        pass
-
-    async def score(self, rollouts: Sequence[Rollout]) -> list[Array]:
-        return [np.zeros(len(rollout), dtype=np.float32) for rollout in rollouts]
-
     async def load(self, update: WeightUpdate, *, interrupt: Interrupt = Interrupt.KEEP) -> None:
         started = time.thread_time()
-        self._version, self._lineage = update.version, update.lineage
+        await super().load(update, interrupt=interrupt)
         self._answers = [answer(number, version=update.version, lineage=update.lineage) for number in range(16)]
         self.seconds += time.thread_time() - started
 
     async def state(self) -> EngineState:
-        return EngineState(self._version, self._lineage, len(self._asked), 0, self._in_flight, 0, self.num_answered)
-
-    async def in_flight(self) -> list[InFlight]:
-        return []  # nothing is ever half drawn
+        return EngineState(self._version, self._lineage, len(self._requests), 0, self._in_flight, 0, self._num_answered)
 
 
 class StubTrainer:
     """Takes batches and keeps nothing of them."""
 
-    is_inline = True
     is_lost = False
 
-    def __init__(self, lineage: Lineage) -> None:
-        self._lineage = lineage
-        self.num_steps = self.num_passes = 0
-        self.num_rollouts = 0
+    def __init__(self, lineage: Lineage, *, is_inline: bool = True) -> None:
+        """`is_inline` is whether it acts as one in the launcher's process."""
+        self._lineage, self.is_inline = lineage, is_inline
+        self.num_steps = self.num_passes = self.num_rollouts = 0
 
     async def forward(self, batch: Batch, *, column: str = PROXIMAL) -> list[Array]:
         return [np.zeros(len(rollout), dtype=np.float32) for rollout in batch.rollouts]
@@ -117,53 +163,10 @@ class StubTrainer:
         update = WeightUpdate(policy="policy", lineage=self._lineage.id, version=version)
         return Published(update, np.zeros(1, dtype=np.float32))
 
-    async def release(self, update: WeightUpdate) -> None:
-        """Nothing was sent."""
-
-    async def abort(self, update: WeightUpdate) -> None:
-        """Nothing was sent."""
-
-    async def abandon(self) -> None:
-        """Nothing waits."""
-
-    async def save(self, folder: Path) -> None:
-        """Nothing to keep."""
-
-    async def load(self, folder: Path) -> None:
-        """Nothing was kept."""
+    release = abort = abandon = save = load = _nothing
 
 
 class StubStore:
     """Keeps no checkpoint."""
 
-    async def save(self, version: int, **_: object) -> None:
-        pass
-
-
-def answer(number: int, *, version: int = 0, lineage: str = "") -> Rollout:
-    """A finished rollout of `PROMPT` and `COMPLETION` tokens; others have another text, and so another score."""
-    length = PROMPT + COMPLETION
-    call = Call(
-        start=PROMPT,
-        stop=length,
-        engine="stub",
-        sampling=Sampling(max_tokens=COMPLETION),
-        finish_reason=FinishReason.LENGTH,
-        started=0.0,
-        finished=0.0,
-    )
-    sampled = np.arange(length) >= PROMPT
-    return Rollout(
-        id=str(number),
-        episode="",
-        group="",
-        index=0,
-        lineage=lineage,
-        token_ids=np.full(length, 10 + number, dtype=np.int32),
-        source=np.where(sampled, Source.SAMPLED, Source.PROMPT).astype(np.int8),
-        loss_mask=sampled,
-        logprobs=np.where(sampled, -0.5, 0).astype(np.float32),
-        versions=np.where(sampled, version, -1).astype(np.int32),
-        calls=(call,),
-        finish_reason=FinishReason.LENGTH,
-    )
+    save = _nothing

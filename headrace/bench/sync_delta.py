@@ -1,11 +1,11 @@
 """How small and how fast the difference between two versions is, for `headrace bench sync`.
 
-The versions are those of a trainer: float32 weights that AdamW steps with real gradients and real moments, each step seen as
-engines would get it, in bfloat16. How many weights a step changes there depends on its learning rate, so there is a case for
-each of several, and one more for the rate at which about one weight in a hundred changes; that one has the goals.
+The versions are those of a trainer: float32 weights that AdamW steps with real gradients and moments, in bfloat16 as engines
+hold them. How many weights a step changes depends on its learning rate, so there is a case for each of several, and one more
+for the rate at which about one weight in a hundred changes, which has the goals.
 
-A model that was saved in bfloat16 starts with every weight in the middle of what rounds to it. Its first steps change fewer
-weights than later ones, and mostly small ones, by more.
+A model that was saved in bfloat16 starts with every weight in the middle of what rounds to it: its first steps change fewer
+weights than later ones.
 """
 
 from __future__ import annotations
@@ -13,25 +13,24 @@ from __future__ import annotations
 import math
 import statistics
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
-from transformers.utils import logging as transformers_logging
 
-from headrace.bench.engine_loads import SMALL, SMOLLM2_135M, write_random_model
+from headrace.bench.gauge import timed
+from headrace.bench.harness import Row, take_turns
+from headrace.bench.loads import SMALL, SMOLLM2_135M, finished, make_batch, make_trainer, write_random_model
 from headrace.bench.mismatch import TEXTS
-from headrace.bench.table import Row
-from headrace.model import build_tokenizer, load_model, load_tokenizer, named_tensors, served_dtype
-from headrace.records import Batch, Call, FinishReason, Rollout, Sampling, Source
+from headrace.model import load_tokenizer, named_tensors, served_dtype
+from headrace.records import Rollout
 from headrace.sync import delta
-from headrace.trainer import DeviceTrainer, TrainSettings
+from headrace.trainer import TrainSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
 
@@ -45,14 +44,14 @@ _ROLLOUTS, _LENGTH = 8, 48
 
 @dataclass(frozen=True)
 class Case:
-    """One step, and its difference."""
+    """One step and its delta."""
 
     learning_rate: float
     stats: delta.Stats
     encode_seconds: float
     apply_seconds: float
     copy_seconds: float
-    """Of all weights, in the same memory, with as many threads."""
+    """Of all weights, with as many threads."""
 
     @property
     def changed(self) -> float:
@@ -64,13 +63,12 @@ class Case:
 
     @property
     def share(self) -> float:
-        """Of a copy's bandwidth, of encoding and applying together."""
+        """Of a copy's speed, of encoding and applying together."""
         return self.copy_seconds / (self.encode_seconds + self.apply_seconds)
 
 
 def measure(*, model: str | None, quick: bool, device: str = "cpu") -> list[Row]:
-    """Of a model in a folder, or of a random one in the shape of SmolLM2-135M; `quick` takes a small one and fewer turns."""
-    transformers_logging.disable_progress_bar()
+    """The model in a folder, or a random one in the shape of SmolLM2-135M; `quick` takes a small one and fewer turns."""
     shape = SMALL if quick else SMOLLM2_135M
     steps = _Steps.of_folder(model, device=device) if model is not None else _Steps.of_shape(shape, device=device)
     steps.warm_up(2 if quick else 6)
@@ -95,7 +93,7 @@ def _rows(name: str, case: Case, *, has_goals: bool = False, is_on_host: bool = 
 
 
 def _rate_for(cases: Sequence[Case], share: float) -> float:
-    """The learning rate that changes this share of the weights, by a straight line through the logarithms of what was seen."""
+    """The learning rate that changes this share of the weights, by a straight line through the logarithms of two cases."""
     rates = np.log([case.learning_rate for case in cases])
     shares = np.log([max(case.changed, 1e-9) for case in cases])
     order = np.argsort(np.abs(shares - math.log(share)))[:2]
@@ -105,58 +103,45 @@ def _rate_for(cases: Sequence[Case], share: float) -> float:
 
 
 def _measure_case(steps: _Steps, learning_rate: float, turns: int) -> Case:
-    """Take one step, and time its difference beside a plain copy, turn about."""
+    """Take one step, and time its delta and a plain copy in turn."""
     base = steps.wire()
     steps.step(learning_rate)
     now = steps.wire()
     pairs = list(zip(base, now, strict=True))
     held = [flat.clone() for flat in base]
-    seconds: dict[str, list[float]] = {"copy": [], "encode": [], "apply": []}
     blob = delta.encode(pairs)
-    for _ in range(turns):
-        seconds["copy"].append(_timed(lambda: [kept.copy_(flat) for kept, flat in zip(held, base, strict=True)]))
-        seconds["encode"].append(_timed(lambda: delta.encode(pairs)))
-        seconds["apply"].append(_timed(lambda: delta.apply(blob, held)))
+    actions = {
+        "copy_seconds": lambda: [kept.copy_(flat) for kept, flat in zip(held, base, strict=True)],
+        "encode_seconds": lambda: delta.encode(pairs),
+        "apply_seconds": lambda: delta.apply(blob, held),
+    }
+    seen = take_turns({name: timed(action, steps.device) for name, action in actions.items()}, turns)
     if not all(torch.equal(kept.view(torch.uint8), flat.view(torch.uint8)) for kept, flat in zip(held, now, strict=True)):
         raise RuntimeError(f"the delta of a step at learning rate {learning_rate:g} does not give the weights after it")
-    medians = {f"{name}_seconds": statistics.median(seen) for name, seen in seconds.items()}
-    return Case(learning_rate, delta.stats(blob), **medians)
-
-
-def _timed(work: Callable[[], object]) -> float:
-    _settle()
-    started = time.perf_counter()
-    work()
-    _settle()
-    return time.perf_counter() - started
-
-
-def _settle() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    return Case(learning_rate, delta.stats(blob), **{name: statistics.median(seconds) for name, seconds in seen.items()})
 
 
 class _Steps:
     """A trainer of float32 weights, and what it would publish."""
 
     def __init__(self, folder: str, texts: Sequence[Array], *, name: str, device: str) -> None:
-        self._settings = TrainSettings()
-        self._model = load_model(folder, dtype="float32", device=device)
-        self._trainer = DeviceTrainer(self._model, tokenizer=build_tokenizer(), settings=self._settings)
-        self._texts = texts
+        self._trainer = make_trainer(folder, dtype="float32", device=device)
+        self._model, self.device = self._trainer.model, device
+        self._rollouts = [_half_sampled(number, text) for number, text in enumerate(texts)]
         self._random = np.random.default_rng(0)
         count = sum(tensor.numel() for _, tensor in named_tensors(self._model))
         self.name = f"{name}, {count / 1e6:.3g}M weights" + (", on the GPU" if device != "cpu" else "")
 
     @classmethod
     def of_folder(cls, folder: str, *, device: str = "cpu") -> _Steps:
-        """Steps on text, as a model that was trained would take them."""
+        """Steps on text, for a trained model."""
         tokenizer = cast("Any", load_tokenizer(folder))
         texts = [np.array(tokenizer(text)["input_ids"], dtype=np.int32) for text in TEXTS]
         return cls(folder, texts, name="the model given", device=device)
 
     @classmethod
     def of_shape(cls, shape: dict[str, Any], *, device: str = "cpu") -> _Steps:
+        """Steps on random tokens, for a model with random weights."""
         texts = np.random.default_rng(0).integers(1, shape["vocab_size"], (_ROLLOUTS, _LENGTH), dtype=np.int32)
         with tempfile.TemporaryDirectory() as folder:
             write_random_model(shape, Path(folder), dtype="float32")
@@ -165,22 +150,13 @@ class _Steps:
     def warm_up(self, steps: int) -> None:
         """Until the optimizer's moments are of several gradients."""
         for _ in range(steps):
-            self.step(self._settings.learning_rate)
+            self.step(TrainSettings().learning_rate)
 
     def step(self, learning_rate: float) -> None:
         """A policy gradient over the second half of each text, with advantages as a group has them."""
-        advantages = self._random.normal(size=len(self._texts))
+        advantages = self._random.normal(size=len(self._rollouts))
         advantages = (advantages - advantages.mean()) / advantages.std()
-        rollouts = [_rollout(number, text) for number, text in enumerate(self._texts)]
-        trained = sum(int(rollout.loss_mask.sum()) for rollout in rollouts)
-        batch = Batch.from_columns(
-            rollouts,
-            advantages=np.repeat(advantages, [len(rollout) for rollout in rollouts]).astype(np.float32),
-            weights=np.full(sum(map(len, rollouts)), 1 / trained, dtype=np.float32),
-            loss="reinforce",
-            version=0,
-        )
-        self._trainer.forward_backward(batch)
+        self._trainer.forward_backward(make_batch(self._rollouts, advantages=advantages, loss="reinforce"))
         self._trainer.optim_step(learning_rate)
 
     def wire(self) -> list[Tensor]:
@@ -192,29 +168,7 @@ class _Steps:
         return [torch.cat(parts) for parts in flats.values()]
 
 
-def _rollout(number: int, token_ids: Array) -> Rollout:
-    """A text as if its second half had been drawn."""
-    start, stop = len(token_ids) // 2, len(token_ids)
-    drawn = np.arange(stop) >= start
-    call = Call(
-        start=start,
-        stop=stop,
-        engine="bench",
-        sampling=Sampling(max_tokens=stop - start),
-        finish_reason=FinishReason.LENGTH,
-        started=0.0,
-        finished=0.0,
-    )
-    return Rollout(
-        id=str(number),
-        episode="",
-        group="",
-        index=0,
-        token_ids=token_ids,
-        source=np.where(drawn, Source.SAMPLED, Source.PROMPT).astype(np.int8),
-        loss_mask=drawn,
-        logprobs=np.zeros(stop, dtype=np.float32),
-        versions=np.where(drawn, 0, -1).astype(np.int32),
-        calls=(call,),
-        finish_reason=FinishReason.LENGTH,
-    )
+def _half_sampled(number: int, token_ids: Array) -> Rollout:
+    """A text as if its second half had been sampled."""
+    start = len(token_ids) // 2
+    return finished(Rollout.from_prompt(token_ids[:start], id=str(number)), token_ids[start:], logprobs=0.0)

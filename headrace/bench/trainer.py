@@ -1,41 +1,26 @@
 """`headrace bench trainer`: how fast the trainer is, how near the GPU's arithmetic, how little memory it takes.
 
 Every figure that has a peer is measured with it in one run, turn about, and is the median of its turns; a peer is timed only
-once it is shown to give the same gradient. A GPU is measured in bfloat16 with Qwen3-0.6B's shape, a CPU in float32 with a
-small model. Weights are random: neither time nor memory depends on them.
+where it gives the same gradient. A GPU is measured in bfloat16 with Qwen3-0.6B's shape, a CPU in float32 with a small model.
+Weights are random: neither time nor memory depends on them.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.util
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from transformers.utils import logging as transformers_logging
-
-from headrace.bench import trainer_head, trainer_mix, trainer_speed
-from headrace.bench.parts import run_parts, say
+from headrace.bench import trainer_head, trainer_sharing, trainer_speed
+from headrace.bench.harness import default_device, run_parts
+from headrace.bench.loads import MEDIUM, QWEN3_0_6B, write_random_model
 from headrace.bench.trainer_head import HeadLoad
-from headrace.bench.trainer_loads import CPU_SHAPE, GPU_SHAPE
-from headrace.bench.trainer_mix import Mix
-from headrace.bench.trainer_speed import Speed
-from headrace.bench.words import write_model
+from headrace.bench.trainer_speed import Mix, Speed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from headrace.bench.parts import Part
-    from headrace.bench.table import Row
-
-SHARING = "headrace.bench.trainer_sharing"
-"""Siblings that share their prompt's rows: its `measure(device=, quick=)` gives rows."""
-_SECONDS = 400.0
-"""After which no part begins: a command has eight minutes where GPUs are lent."""
+    from headrace.bench.harness import Part
 
 
 @dataclass(frozen=True)
@@ -59,7 +44,7 @@ def make_plan(device: str, *, quick: bool) -> Plan:
         return Plan(
             device=device,
             dtype="bfloat16",
-            shape=GPU_SHAPE,
+            shape=QWEN3_0_6B,
             speed=Speed(16_384, 1024, turns=turns, warmups=3, has_peer=True, goal="≥ 0.45"),
             long=Speed(32_768, 1024, turns=turns, warmups=3, has_peer=False),
             head=HeadLoad(32_768, 151_936, 1024, "bfloat16", device, turns=turns, sequence=1024, memory_goal="≤ 0.05"),
@@ -71,7 +56,7 @@ def make_plan(device: str, *, quick: bool) -> Plan:
     return Plan(
         device=device,
         dtype="float32",
-        shape=CPU_SHAPE | ({"num_hidden_layers": 2, "vocab_size": 1024} if quick else {}),
+        shape=MEDIUM | ({"num_hidden_layers": 2, "vocab_size": 1024} if quick else {}),
         speed=Speed(tokens, document, turns=turns, warmups=1, has_peer=True),
         long=Speed(2 * tokens, document, turns=turns, warmups=1, has_peer=False),
         head=HeadLoad(*((512, 8000, 64) if quick else (2048, 32_000, 256)), "float32", device, turns=turns, sequence=128),
@@ -80,35 +65,24 @@ def make_plan(device: str, *, quick: bool) -> Plan:
 
 
 def run(*, quick: bool, json_file: Path | None, only: str | None = None) -> int:
-    """Status 1 if a goal is missed or a part fails; `--quick` takes few turns and judges nothing."""
-    transformers_logging.disable_progress_bar()
-    plan = make_plan("cuda" if torch.cuda.is_available() else "cpu", quick=quick)
+    """`--quick` takes few turns of small loads."""
+    plan = make_plan(default_device(), quick=quick)
     with tempfile.TemporaryDirectory() as folder:
-        parts = make_parts(plan, Path(folder), quick=quick)
-        return run_parts("trainer", parts, only=only, quick=quick, json_file=json_file, seconds=_SECONDS)
+        return run_parts("trainer", make_parts(plan, Path(folder), quick=quick), only=only, quick=quick, json_file=json_file)
 
 
 def make_parts(plan: Plan, folder: Path, *, quick: bool) -> dict[str, Part]:
-    """By name; the model is written when the first part asks for it."""
+    """The parts by name; the first that needs the model writes it."""
     how: dict[str, Any] = {"dtype": plan.dtype, "device": plan.device}
 
     @functools.cache
     def model() -> str:
-        return write_model(plan.shape, folder / "model", dtype=plan.dtype)
+        return write_random_model(plan.shape, folder / "model", dtype=plan.dtype)
 
-    vocabulary = int(plan.shape["vocab_size"])
     return {
-        "speed": lambda: trainer_speed.measure(plan.speed, model(), **how),
-        "long": lambda: trainer_speed.measure(plan.long, model(), **how),
+        "speed": lambda: trainer_speed.measure_speed(plan.speed, model(), **how),
+        "long": lambda: trainer_speed.measure_speed(plan.long, model(), **how),
         "head": lambda: trainer_head.measure(plan.head),
-        "mix": lambda: trainer_mix.measure(plan.mix, model(), vocabulary=vocabulary, **how),
-        "sharing": lambda: _sharing(plan.device, quick=quick),
+        "mix": lambda: trainer_speed.measure_mix(plan.mix, model(), **how),
+        "sharing": lambda: [trainer_sharing.measure(plan.device, quick=quick)],
     }
-
-
-def _sharing(device: str, *, quick: bool) -> Iterable[list[Row]]:
-    if importlib.util.find_spec(SHARING) is None:
-        say("sharing: siblings do not share their prompt here; it is absent from the table")
-        return
-    module: Any = importlib.import_module(SHARING)
-    yield list(module.measure(device=device, quick=quick))

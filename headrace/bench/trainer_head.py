@@ -1,7 +1,7 @@
 """The head alone: logprobs of many rows and their gradient, against full logits in the same run.
 
-Two paths of ours: `Head.logprobs`, whose loss comes later, and `Head.backpropagate`, which asks for the loss's derivative while
-a chunk's logits are there (judged).
+Ours has two paths: `Head.logprobs`, whose loss comes later, and `Head.backpropagate`, which asks for the loss's derivative
+while it has a chunk's logits (judged).
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from headrace.bench.gauge import MIB, peak_bytes, release, seconds_of
-from headrace.bench.parts import say
-from headrace.bench.table import Row
-from headrace.bench.trainer_loads import relative_difference
+from headrace.bench.harness import Row, say, take_turns
+from headrace.bench.loads import model_shape, relative_difference
 from headrace.bench.trainer_speed import TOLERANCE
 from headrace.model import AllowedTokens, Head
 
@@ -30,12 +29,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    Path = Callable[["Inputs"], None]
-    """Forward and backward; gradients are left with the inputs."""
-
 FULL = "full logits"
-_KEPT = (30, 70)
-"""Tokens a sampling mask leaves in a row, at least and at most: 50 on average."""
+_ALLOWED = (30, 70)
+"""Fewest and most tokens that a sampling mask keeps in a row."""
 
 
 @dataclass(frozen=True)
@@ -49,46 +45,31 @@ class HeadLoad:
     device: str
     turns: int
     sequence: int
-    """Rows that a judge must see together."""
+    """Rows that the loss must see together."""
     memory_goal: str = ""
-    """Of the memory beyond that of inputs and gradients, as a share of what full logits take."""
+    """Of the memory beyond inputs and gradients ÷ what full logits take."""
 
     @property
     def name(self) -> str:
         return f"head, {self.rows:,} × {self.vocabulary:,} × {self.hidden:,}"
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """What both paths are given."""
-
-    hidden: Tensor
-    weight: Tensor
-    targets: Tensor
-    temperatures: Tensor
-    allowed: AllowedTokens | None
-    upstream: Tensor
-    """The loss's gradient with respect to each logprob."""
-    gathered: Tensor
-    """[vocabulary, hidden] float32: where the judged path adds the weight's gradient, as a trainer has it do."""
-
-
 CASES: dict[str, dict[str, Any]] = {
-    "": {"temperature": 1.0, "is_cut": False},
-    ", temperature 0.7": {"temperature": 0.7, "is_cut": False},
-    ", sampling mask": {"temperature": 1.0, "is_cut": True},
+    "": {"temperature": 1.0, "is_masked": False},
+    ", temperature 0.7": {"temperature": 0.7, "is_masked": False},
+    ", sampling mask": {"temperature": 1.0, "is_masked": True},
 }
-"""By what is added to the name."""
+"""By suffix of the name."""
 
 
 def measure(load: HeadLoad) -> Iterator[list[Row]]:
-    """All cases; where full logits do not fit, with half the rows."""
+    """All cases, with half the rows where full logits do not fit."""
     for case, given in CASES.items():
         release()
         rows: list[Row] = []
         with contextlib.suppress(torch.OutOfMemoryError):
             rows = _measure_case(load, case, **given)
-        if not rows:  # not inside `except`, where the failure still holds what it had taken
+        if not rows:  # not inside `except`, where the error still holds memory
             half = dataclasses.replace(load, rows=load.rows // 2)
             say(f"{load.name}{case}: full logits do not fit; {half.rows:,} rows instead")
             release()
@@ -96,60 +77,18 @@ def measure(load: HeadLoad) -> Iterator[list[Row]]:
         yield rows
 
 
-def _measure_case(load: HeadLoad, case: str, *, temperature: float, is_cut: bool) -> list[Row]:
-    head = make_head(load)
-    inputs = make_inputs(load, head, temperature=temperature, is_cut=is_cut)
-    paths = make_paths(load, head, is_cut=is_cut)
-    _check_same(f"{load.name}{case}", paths, inputs, limit=TOLERANCE[load.dtype])
-    memory = {name: _beyond_gradients(path, inputs, load.device) for name, path in paths.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in paths}
-    for _ in range(load.turns):
-        for name, path in paths.items():
-            _drop_gradients(inputs)
-            seconds[name].append(seconds_of(functools.partial(path, inputs), load.device))
+def _measure_case(load: HeadLoad, case: str, *, temperature: float, is_masked: bool) -> list[Row]:
+    paths = Paths(load, temperature=temperature, is_masked=is_masked)
+    paths.check(f"{load.name}{case}")
+    memory = {name: paths.memory(path) for name, path in paths.by_name.items()}
+    seconds = take_turns({name: functools.partial(paths.seconds, path) for name, path in paths.by_name.items()}, load.turns)
     return head_rows(f"{load.name}{case}", seconds, memory, memory_goal=load.memory_goal)
-
-
-def make_paths(load: HeadLoad, head: Head, *, is_cut: bool) -> dict[str, Path]:
-    """By name, forward and backward; full logits are the last. Rows that are cut are not judged on the way."""
-
-    def ours(given: Inputs) -> None:
-        logprobs, _ = head.logprobs(given.hidden, given.targets, given.temperatures, allowed=given.allowed)
-        cast("Any", logprobs).backward(given.upstream)
-
-    def judged(given: Inputs) -> None:
-        loss = head.backpropagate(
-            given.hidden,
-            given.targets,
-            given.temperatures,
-            lambda start, stop, logprobs, entropies: given.upstream[start:stop],
-            counts=[load.sequence] * (load.rows // load.sequence),
-            gathered=given.gathered,
-        )
-        cast("Any", loss).backward()
-
-    def full(given: Inputs) -> None:
-        cast("Any", full_logprobs(given)).backward(given.upstream)
-
-    paths: dict[str, Path] = {"": ours, ", judged": judged, FULL: full}
-    return {name: path for name, path in paths.items() if not (is_cut and path is judged)}
-
-
-def _check_same(name: str, paths: dict[str, Path], inputs: Inputs, *, limit: float) -> None:
-    """A path that gives another gradient does other work."""
-    gradients = {which: _gradients(path, inputs) for which, path in paths.items()}
-    wanted = gradients.pop(FULL)
-    for which, found in gradients.items():
-        difference = max(relative_difference({of: found[of]}, {of: wanted[of]}) for of in wanted)
-        if not difference <= limit:
-            raise RuntimeError(f"{name}{which}: the gradient differs from that of full logits by {difference:.1e}")
 
 
 def head_rows(name: str, seconds: dict[str, list[float]], memory: dict[str, int], *, memory_goal: str) -> list[Row]:
     """Medians of seconds, and bytes beyond inputs and gradients."""
     time_of = {who: 1e3 * statistics.median(turns) for who, turns in seconds.items()}
     size_of = {who: size / MIB for who, size in memory.items()}
-    say(f"{name}: " + "; ".join(f"{who or 'ours'} {time_of[who]:.1f} ms, {size_of[who]:.0f} MiB" for who in time_of))
     rows = []
     for who in list(time_of)[:-1]:
         rows += [
@@ -161,89 +100,108 @@ def head_rows(name: str, seconds: dict[str, list[float]], memory: dict[str, int]
     return rows
 
 
-def make_head(load: HeadLoad) -> Head:
-    """Of a model that is nothing else: one narrow layer, whose output nobody computes."""
-    config = AutoConfig.for_model(
-        "qwen3",
-        vocab_size=load.vocabulary,
-        hidden_size=load.hidden,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        head_dim=32,
-        tie_word_embeddings=True,
-    )
-    with torch.random.fork_rng(), torch.device(load.device):
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, load.dtype))
-    return Head(model)
+class Paths:
+    """Ways to compute logprobs of random rows and their gradient, forward and backward: all of the same inputs."""
 
+    def __init__(self, load: HeadLoad, *, temperature: float, is_masked: bool) -> None:
+        self._load, device = load, load.device
+        # Of a model whose one narrow layer is never computed.
+        config = AutoConfig.for_model(**model_shape("qwen3", load.vocabulary, load.hidden, 64, 1, 1, 1, 32, 2048))
+        with torch.random.fork_rng(), torch.device(device):
+            torch.manual_seed(0)
+            self.head = Head(AutoModelForCausalLM.from_config(config, dtype=getattr(torch, load.dtype)))
+            torch.manual_seed(0)
+            hidden = (
+                torch.randn(load.rows, load.hidden, dtype=getattr(torch, load.dtype)) * 4
+            )  # logits as far apart as a model's
+            self._upstream = torch.randn(load.rows) / load.rows
+            """The loss's gradient with respect to each logprob."""
+        targets = np.random.default_rng(0).integers(load.vocabulary, size=load.rows)
+        self._hidden, self._weight = hidden.requires_grad_(), self.head.weight
+        self._targets = torch.from_numpy(targets).to(device)
+        self._temperatures = torch.full((load.rows,), temperature, device=device)
+        self._allowed = make_mask(targets, vocabulary=load.vocabulary, device=device) if is_masked else None
+        self._gathered = torch.zeros(self._weight.shape, dtype=torch.float32, device=device)
+        """Where the judged path adds the weight's gradient, as in a trainer."""
+        judged = {} if is_masked else {", judged": self._judged}  # it takes no sampling mask
+        self.by_name: dict[str, Callable[[], None]] = {"": self._ours, **judged, FULL: self._full}
 
-def make_inputs(load: HeadLoad, head: Head, *, temperature: float, is_cut: bool) -> Inputs:
-    """Random rows whose logits are as far apart as a model's are."""
-    random, device = np.random.default_rng(0), load.device
-    with torch.random.fork_rng(), torch.device(device):
-        torch.manual_seed(0)
-        hidden = torch.randn(load.rows, load.hidden, dtype=getattr(torch, load.dtype)) * 4
-        upstream = torch.randn(load.rows) / load.rows
-    targets = random.integers(load.vocabulary, size=load.rows)
-    return Inputs(
-        hidden=hidden.requires_grad_(),
-        weight=head.weight,
-        targets=torch.from_numpy(targets).to(device),
-        temperatures=torch.full((load.rows,), temperature, device=device),
-        allowed=make_mask(targets, vocabulary=load.vocabulary, device=device) if is_cut else None,
-        upstream=upstream,
-        gathered=torch.zeros(head.weight.shape, dtype=torch.float32, device=device),
-    )
+    def logprobs(self) -> Tensor:
+        """By our head."""
+        return self.head.logprobs(self._hidden, self._targets, self._temperatures, allowed=self._allowed)[0]
+
+    def full_logprobs(self) -> Tensor:
+        """The obvious way: float32 logits of all rows, log-softmax, and each row's target."""
+        logits = F.linear(self._hidden, self._weight).float()
+        if bool((self._temperatures != 1).any()):
+            logits = logits / self._temperatures.unsqueeze(1)
+        if self._allowed is not None:
+            counts = self._allowed.offsets.diff()
+            rows = torch.repeat_interleave(torch.arange(len(counts), device=logits.device), counts)
+            is_cut = torch.ones(logits.shape, dtype=torch.bool, device=logits.device)
+            is_cut[rows, self._allowed.ids] = False
+            logits = logits.masked_fill(is_cut, float("-inf"))
+        return torch.log_softmax(logits, dim=-1).gather(1, self._targets.unsqueeze(1)).squeeze(1)
+
+    def _ours(self) -> None:
+        cast("Any", self.logprobs()).backward(self._upstream)
+
+    def _judged(self) -> None:
+        loss = self.head.backpropagate(
+            self._hidden,
+            self._targets,
+            self._temperatures,
+            lambda start, stop, logprobs, entropies: self._upstream[start:stop],
+            counts=[self._load.sequence] * (self._load.rows // self._load.sequence),
+            gathered=self._gathered,
+        )
+        cast("Any", loss).backward()
+
+    def _full(self) -> None:
+        cast("Any", self.full_logprobs()).backward(self._upstream)
+
+    def check(self, name: str) -> None:
+        """Raise where a path gives another gradient than full logits."""
+        gradients = {which: self._gradients(path) for which, path in self.by_name.items()}
+        wanted = gradients.pop(FULL)
+        for which, found in gradients.items():
+            difference = max(relative_difference({of: found[of]}, {of: wanted[of]}) for of in wanted)
+            if not difference <= TOLERANCE[self._load.dtype]:
+                raise RuntimeError(f"{name}{which}: the gradient differs from that of full logits by {difference:.1e}")
+
+    def _gradients(self, path: Callable[[], None]) -> dict[str, Tensor]:
+        self._drop_gradients()
+        path()
+        hidden, weight = self._hidden.grad, self._weight.grad
+        assert hidden is not None
+        return {"hidden": hidden.float(), "weight": self._gathered.clone() if weight is None else weight.float()}
+
+    def memory(self, path: Callable[[], None]) -> int:
+        """The path's peak without the gradients it leaves."""
+        self._drop_gradients()
+        peak = peak_bytes(path, self._load.device)
+        gradients = (self._hidden.grad, self._weight.grad)
+        return peak - sum(gradient.nbytes for gradient in gradients if gradient is not None)
+
+    def seconds(self, path: Callable[[], None], _: int) -> float:
+        """Of one turn."""
+        self._drop_gradients()
+        return seconds_of(path, self._load.device)
+
+    def _drop_gradients(self) -> None:
+        self._hidden.grad = self._weight.grad = None
+        self._gathered.zero_()
 
 
 def make_mask(targets: np.ndarray, *, vocabulary: int, device: str) -> AllowedTokens:
-    """For each row its target and some others, each once and in order, as an engine records them."""
+    """Each row's target and some other tokens, sorted and each once, as an engine records them."""
     random, rows = np.random.default_rng(1), len(targets)
-    least, most = (min(limit, vocabulary) for limit in _KEPT)
+    least, most = (min(limit, vocabulary) for limit in _ALLOWED)
     counts = random.integers(least, most, size=rows, endpoint=True)
     steps = np.concatenate([[0], np.sort(random.choice(np.arange(1, vocabulary), size=most - 1, replace=False))])
     ids = (targets[:, None] + steps[None, :]) % vocabulary
-    ids[np.arange(most)[None, :] >= counts[:, None]] = vocabulary  # sorted behind those that are kept
+    ids[np.arange(most)[None, :] >= counts[:, None]] = vocabulary  # sorted behind the others
     ids.sort(axis=1)
     kept = ids[ids < vocabulary]
     offsets = np.concatenate([[0], np.cumsum(counts)])
     return AllowedTokens(offsets=torch.from_numpy(offsets).to(device), ids=torch.from_numpy(kept).to(device))
-
-
-def full_logprobs(given: Inputs) -> Tensor:
-    """The obvious way: logits of all rows as float32, log-softmax, and the one value of each row that is wanted."""
-    logits = F.linear(given.hidden, given.weight).float()
-    if bool((given.temperatures != 1).any()):
-        logits = logits / given.temperatures.unsqueeze(1)
-    if given.allowed is not None:
-        counts = given.allowed.offsets.diff()
-        rows = torch.repeat_interleave(torch.arange(len(counts), device=logits.device), counts)
-        is_cut = torch.ones(logits.shape, dtype=torch.bool, device=logits.device)
-        is_cut[rows, given.allowed.ids] = False
-        logits = logits.masked_fill(is_cut, float("-inf"))
-    return torch.log_softmax(logits, dim=-1).gather(1, given.targets.unsqueeze(1)).squeeze(1)
-
-
-def _gradients(path: Path, inputs: Inputs) -> dict[str, Tensor]:
-    """Of hidden states and weight."""
-    _drop_gradients(inputs)
-    path(inputs)
-    hidden, weight = inputs.hidden.grad, inputs.weight.grad
-    assert hidden is not None
-    weight = inputs.gathered.clone() if weight is None else weight.float()
-    return {"hidden": hidden.float(), "weight": weight}
-
-
-def _beyond_gradients(path: Path, inputs: Inputs, device: str) -> int:
-    _drop_gradients(inputs)
-    peak = peak_bytes(lambda: path(inputs), device)
-    gradients = [tensor.grad for tensor in (inputs.hidden, inputs.weight)]
-    return peak - sum(gradient.nbytes for gradient in gradients if gradient is not None)
-
-
-def _drop_gradients(inputs: Inputs) -> None:
-    inputs.hidden.grad = inputs.weight.grad = None
-    inputs.gathered.zero_()

@@ -1,4 +1,4 @@
-"""The trainer ours is measured against: a padded loop over transformers' own model, as most RL libraries have it."""
+"""The trainer ours is measured against: a padded loop over transformers' model, as most RL libraries have it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from headrace.bench.trainer_loads import LEARNING_RATE
+from headrace.bench.loads import LEARNING_RATE
 from headrace.trainer import TrainSettings
 
 if TYPE_CHECKING:
@@ -20,15 +20,14 @@ if TYPE_CHECKING:
     from headrace.records import Array, Batch
 
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
-"""What our grpo has by default."""
+"""Our grpo's defaults."""
 
 
 class PaddedLoop:
-    """Mini-batches of a fixed number of rollouts, padded to the longest of each; logits of every row and position whole.
+    """Mini-batches of a fixed number of rollouts, padded to the longest of each, with full logits.
 
     Weights are float32 and products bfloat16 under autocast where ours are; attention is torch's; nothing is compiled. A
-    mini-batch that would have more than `most_tokens` with its padding is halved, as its users would do: full logits of a
-    large vocabulary do not fit otherwise.
+    mini-batch of more than `most_tokens` with its padding is halved, or full logits of a large vocabulary would not fit.
     """
 
     def __init__(self, folder: str, *, dtype: str, device: str, mini_batch: int, most_tokens: int = 0) -> None:
@@ -47,7 +46,7 @@ class PaddedLoop:
         )
 
     def forward_backward(self, batch: Batch, *, by_length: bool = False) -> float:
-        """Add the batch's gradient to what is held; its loss."""
+        """Add the batch's gradient to what is held; returns the loss."""
         order = list(range(len(batch.rollouts)))
         if by_length:
             order.sort(key=lambda member: len(batch.rollouts[member]))
@@ -65,12 +64,17 @@ class PaddedLoop:
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
 
+    def step(self, batch: Batch, *, by_length: bool = False) -> None:
+        """Gradient and optimizer step."""
+        self.forward_backward(batch, by_length=by_length)
+        self.optim_step()
+
     def gradient(self) -> dict[str, Tensor]:
         """What is held, by name."""
         return {name: p.grad.detach().clone() for name, p in self._model.named_parameters() if p.grad is not None}
 
     def _halved(self, batch: Batch, members: list[int]) -> list[list[int]]:
-        """One mini-batch, or as many as it must be cut into."""
+        """The mini-batch, or those that it must be cut into."""
         padded = len(members) * max(len(batch.rollouts[member]) for member in members)
         if len(members) == 1 or not self._most_tokens or padded <= self._most_tokens:
             return [members]
@@ -83,7 +87,9 @@ class PaddedLoop:
         token_ids = self._padded([rollout.token_ids for rollout in rollouts]).long()
         mask = self._padded([np.ones(len(rollout), dtype=np.int64) for rollout in rollouts])
         with torch.autocast(self._device, torch.bfloat16, enabled=self._is_narrow):
-            wide = self._logits(token_ids[:, :-1], mask[:, :-1], keep=token_ids.shape[1] - first).flatten(0, 1).float()
+            keep = token_ids.shape[1] - first
+            given = {"input_ids": token_ids[:, :-1], "attention_mask": mask[:, :-1], "logits_to_keep": keep}
+            wide = self._model(**given, use_cache=False).logits.flatten(0, 1).float()
             logprobs = -F.cross_entropy(wide, token_ids[:, first:].flatten(), reduction="none")
             del wide  # autograd keeps what it needs
 
@@ -96,13 +102,8 @@ class PaddedLoop:
         weights = kept([batch.weights[member] for member in members])
         return -(gains * weights).sum()
 
-    def _logits(self, token_ids: Tensor, mask: Tensor, *, keep: int) -> Tensor:
-        """[rollouts, keep, vocabulary]."""
-        logits: Tensor = self._model(input_ids=token_ids, attention_mask=mask, logits_to_keep=keep, use_cache=False).logits
-        return logits
-
     def _padded(self, arrays: Sequence[Array]) -> Tensor:
-        """[rollouts, longest] with zeros after the end of each; a weight of zero keeps them out of the loss."""
+        """[rollouts, longest] with zeros after the end of each, which have no weight in the loss."""
         width = max(len(array) for array in arrays)
         rows = np.stack([np.pad(array, (0, width - len(array))) for array in arrays])
         return torch.from_numpy(rows).to(self._device)

@@ -1,4 +1,4 @@
-"""How fast documents of one length are trained, how much of the GPU's arithmetic that is, and how much memory it takes."""
+"""Documents of one length and rollouts of very different lengths: how fast they are trained, beside a padded loop."""
 
 from __future__ import annotations
 
@@ -7,22 +7,24 @@ import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from headrace.bench.gauge import GIB, held_bytes, peak_bytes, release, seconds_of
-from headrace.bench.parts import say
-from headrace.bench.table import Row
-from headrace.bench.trainer_loads import (
+from headrace.bench.harness import Row, say, take_turns
+from headrace.bench.loads import (
     LEARNING_RATE,
     gradient_of,
-    make_batch,
+    lognormal_lengths,
+    make_on_policy_batch,
     make_rollouts,
     make_trainer,
-    predicted_peak,
     relative_difference,
 )
 from headrace.bench.trainer_peers import PaddedLoop
+from headrace.model import ModelShape, load_config, num_rows, plan_passes
+from headrace.trainer import TrainSettings, predict_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -30,23 +32,23 @@ if TYPE_CHECKING:
     from headrace.records import Batch
     from headrace.trainer import DeviceTrainer
 
-    Verbs = tuple[Callable[[], object], Callable[[], object]]
-    """Gradient and optimizer step."""
 PEAK_FLOPS = 989e12
 """Of one H100 or H200, dense bfloat16."""
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
-"""Of our gradient against transformers', by what products are made in: rounding alone leaves some hundredths in bfloat16."""
+"""Of our gradient against transformers', by dtype of the products: rounding alone leaves some hundredths in bfloat16."""
+PEERS = {"padded, as they come": False, "padded, by length": True}
+"""By name, whether mini-batches are made of rollouts of similar length."""
 
 
 @dataclass(frozen=True)
 class Speed:
-    """What is trained in one forward and backward pass."""
+    """Documents that are trained in one forward and backward pass."""
 
     tokens: int
     document: int
     turns: int
     warmups: int
-    """Steps before the first that is timed: the first ones compile."""
+    """Steps that do not count: the first ones compile."""
     has_peer: bool
     goal: str = ""
     """Of the share of the GPU's arithmetic."""
@@ -63,81 +65,77 @@ class Turn:
     gradient: float
     optimizer: float
 
-    @property
-    def both(self) -> float:
-        return self.gradient + self.optimizer
 
-
-def measure(speed: Speed, folder: str, *, dtype: str, device: str) -> Iterator[list[Row]]:
-    """Rows of one size; the peer's memory is measured apart, its time in turn with ours."""
+def measure_speed(speed: Speed, folder: str, *, dtype: str, device: str) -> Iterator[list[Row]]:
+    """Memory, then tokens a second in turn with the peer."""
     release()
     before = held_bytes(device)
     trainer = make_trainer(folder, dtype=dtype, device=device, micro_batch_tokens=speed.tokens)
-    vocabulary = int(AutoConfig.from_pretrained(folder).get_text_config().vocab_size)
+    vocabulary = int(trainer.model.config.get_text_config().vocab_size)
     documents = make_rollouts([speed.document] * (speed.tokens // speed.document), prompt_tokens=1, vocabulary=vocabulary)
-    batch = make_batch(trainer, documents, advantages=[1.0] * len(documents))
+    batch = make_on_policy_batch(trainer, documents, advantages=[1.0] * len(documents))
+    step = functools.partial(_step, trainer, batch)
     passes = trainer.num_passes
-
-    def step() -> None:
-        trainer.forward_backward(batch)
-        trainer.optim_step(LEARNING_RATE)
-
     for number in range(speed.warmups):
         say(f"{speed.name}: warm-up {number}: {seconds_of(step, device):.2f} s")
     passes = (trainer.num_passes - passes) // speed.warmups
     held = held_bytes(device) - before
     peak = held + peak_bytes(step, device)
+    predicted = predicted_peak(folder, tokens=speed.tokens, dtype=dtype, device=device)
     yield [
-        *_memory_rows(speed, held, peak, folder, dtype=dtype, device=device),
+        Row(f"{speed.name}: peak memory", peak / GIB, "GiB"),
+        Row(f"{speed.name}: held between steps", held / GIB, "GiB"),
+        Row(f"{speed.name}: predicted peak ÷ real", predicted / peak, "ratio"),
         Row(f"{speed.name}: passes", passes, "count", goal="≤ 1"),
     ]
-    rivals: dict[str, Verbs] = {"ours": (lambda: trainer.forward_backward(batch), lambda: trainer.optim_step(LEARNING_RATE))}
-    peer = _open_peer(speed, trainer, batch, folder, dtype=dtype, device=device) if speed.has_peer else None
-    if peer is not None:
-        yield peer.rows
-        if peer.loop is not None:
-            rivals["transformers"] = (functools.partial(peer.loop.forward_backward, batch), peer.loop.optim_step)
-    turns: dict[str, list[Turn]] = {who: [] for who in rivals}
-    for _ in range(speed.turns):
-        for who, (gradient, optimizer) in rivals.items():
-            turns[who].append(Turn(seconds_of(gradient, device), seconds_of(optimizer, device)))
+
+    def turn_of(gradient: Callable[[], object], optimizer: Callable[[], object]) -> Callable[[int], Turn]:
+        return lambda _: Turn(seconds_of(gradient, device), seconds_of(optimizer, device))
+
+    ours = turn_of(lambda: trainer.forward_backward(batch), lambda: trainer.optim_step(LEARNING_RATE))
+    contestants = {"ours": ours}
+    if speed.has_peer:
+        loop, rows = _open_peer(speed, trainer, batch, folder, dtype=dtype, device=device)
+        yield rows
+        if loop is not None:
+            contestants["transformers"] = turn_of(functools.partial(loop.forward_backward, batch), loop.optim_step)
     flops = flops_per_token(folder, document=speed.document) if device == "cuda" else None
-    yield speed_rows(speed, turns, flops_per_token=flops)
+    yield speed_rows(speed, take_turns(contestants, speed.turns), flops_per_token=flops)
 
 
-@dataclass(frozen=True)
-class _Peer:
-    loop: PaddedLoop | None
-    """None where it does other work than ours."""
-    rows: list[Row]
+def _step(trainer: DeviceTrainer, batch: Batch) -> None:
+    trainer.forward_backward(batch)
+    trainer.optim_step(LEARNING_RATE)
 
 
-def _open_peer(speed: Speed, trainer: DeviceTrainer, batch: Batch, folder: str, *, dtype: str, device: str) -> _Peer | None:
-    """transformers on the same documents, once it is shown to give the same gradient; nothing where it does not fit."""
+def predicted_peak(folder: str, *, tokens: int, dtype: str, device: str) -> int:
+    """Bytes that the trainer's own memory model predicts for a step, without the bare process."""
+    settings, shape = TrainSettings(micro_batch_tokens=tokens), ModelShape.of(load_config(folder))
+    found = predict_memory(shape, settings, dtype=dtype, tokens=tokens, on_gpu=device != "cpu")
+    return int(found.total - found.process)
+
+
+def _open_peer(
+    speed: Speed, trainer: DeviceTrainer, batch: Batch, folder: str, *, dtype: str, device: str
+) -> tuple[PaddedLoop | None, list[Row]]:
+    """transformers on the same documents, and its rows; None where it does not fit or gives another gradient."""
     name, before = f"{speed.name}: transformers", held_bytes(device)
     try:
         loop = PaddedLoop(folder, dtype=dtype, device=device, mini_batch=len(batch.rollouts))
         difference = compare(trainer, loop, batch)
         held = held_bytes(device) - before
-
-        def step() -> None:
-            loop.forward_backward(batch)
-            loop.optim_step()
-
-        peak = held + peak_bytes(step, device)
+        peak = held + peak_bytes(lambda: loop.step(batch), device)
     except torch.OutOfMemoryError as error:
         say(f"{name}: out of memory, it is absent from the table: {str(error).splitlines()[0][:120]}")
-        return None
-    rows = [
+        return None, []
+    return loop if difference <= TOLERANCE[dtype] else None, [
         Row(f"{name}: gradient, relative difference", difference, "share", goal=f"≤ {TOLERANCE[dtype]:g}"),
         Row(f"{name}: peak memory", peak / GIB, "GiB"),
     ]
-    say(f"{name}: gradient differs by {difference:.1e}, peak {peak / GIB:.1f} GiB")
-    return _Peer(loop if difference <= TOLERANCE[dtype] else None, rows)
 
 
 def compare(trainer: DeviceTrainer, loop: PaddedLoop, batch: Batch) -> float:
-    """How far our gradient is from the peer's, on the same weights; then both take the same step."""
+    """The relative difference of our gradient and the peer's on the same weights; then both take the same step."""
     trainer.forward_backward(batch)
     ours = gradient_of(trainer)
     trainer.optim_step(LEARNING_RATE)
@@ -148,11 +146,11 @@ def compare(trainer: DeviceTrainer, loop: PaddedLoop, batch: Batch) -> float:
 
 
 def speed_rows(speed: Speed, turns: dict[str, list[Turn]], *, flops_per_token: float | None) -> list[Row]:
-    """Medians of the turns: tokens a second, and the share of the GPU's arithmetic where `flops_per_token` are known."""
+    """Medians: tokens a second, and the share of the GPU's arithmetic where `flops_per_token` are known."""
     name, ours = speed.name, turns["ours"]
     kinds: dict[str, Callable[[Turn], float]] = {
         "forward and backward": lambda turn: turn.gradient,
-        "whole step": lambda turn: turn.both,
+        "whole step": lambda turn: turn.gradient + turn.optimizer,
     }
     rows = [Row(f"{name}: optimizer step", 1e3 * statistics.median(turn.optimizer for turn in ours), "ms")]
     for kind, pick in kinds.items():
@@ -162,14 +160,12 @@ def speed_rows(speed: Speed, turns: dict[str, list[Turn]], *, flops_per_token: f
         rows += [Row(f"{name}: {kind} ÷ {who}", rate / theirs, "ratio") for who, theirs in rates.items()]
         if flops_per_token is not None:
             rows.append(Row(f"{name}: MFU, {kind}", rate * flops_per_token / PEAK_FLOPS, "share", goal=speed.goal, bound=1.0))
-        said = ", ".join(f"{who} {theirs:,.0f}" for who, theirs in rates.items())
-        say(f"{name}: {kind} {rate:,.0f} tokens/s{', ' if said else ''}{said}")
     return rows
 
 
 def flops_per_token(folder: str, *, document: int) -> float:
     """6P + 6·L·n_h·d_h·S: six for each weight, the tied embedding once, and causal attention over S tokens."""
-    config = AutoConfig.from_pretrained(folder)
+    config = load_config(folder)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     text = config.get_text_config()
@@ -178,13 +174,80 @@ def flops_per_token(folder: str, *, document: int) -> float:
     return float(6 * weights + 6 * text.num_hidden_layers * text.num_attention_heads * head * document)
 
 
-def _memory_rows(speed: Speed, held: int, peak: int, folder: str, *, dtype: str, device: str) -> list[Row]:
-    say(f"{speed.name}: peak {peak / GIB:.2f} GiB, of which {held / GIB:.2f} are held between steps")
-    rows = [
-        Row(f"{speed.name}: peak memory", peak / GIB, "GiB"),
-        Row(f"{speed.name}: held between steps", held / GIB, "GiB"),
+@dataclass(frozen=True)
+class Mix:
+    """A batch as a policy that thinks samples it: most completions are short, a few are very long."""
+
+    rollouts: int
+    prompt_tokens: int
+    median: int
+    """Of completions, before the cap."""
+    cap: int
+    budget: int
+    """Tokens in a pass of ours."""
+    mini_batch: int
+    """Rollouts in a pass of the peer's."""
+    most_tokens: int
+    """In a pass of the peer's, with padding; 0 is no limit."""
+    turns: int
+    goal: str = ""
+    """Of our tokens a second ÷ the padded loop's."""
+
+    @property
+    def lengths(self) -> list[int]:
+        """Prompts included, the same on every machine."""
+        mean = self.median * float(np.exp(0.5))
+        return [self.prompt_tokens + n for n in lognormal_lengths(self.rollouts, mean=mean, sigma=1.0, cap=self.cap)]
+
+    @property
+    def name(self) -> str:
+        return f"long tail, {self.rollouts} × ({self.prompt_tokens} + {self.median} in the middle, at most {self.cap})"
+
+
+def measure_mix(mix: Mix, folder: str, *, dtype: str, device: str) -> Iterator[list[Row]]:
+    """Packed by ours, padded by the peer in two orders; a peer that runs out of memory is dropped."""
+    release()
+    trainer = make_trainer(folder, dtype=dtype, device=device, micro_batch_tokens=mix.budget)
+    vocabulary = int(trainer.model.config.get_text_config().vocab_size)
+    rollouts = make_rollouts(mix.lengths, prompt_tokens=mix.prompt_tokens, vocabulary=vocabulary)
+    advantages = np.random.default_rng(0).choice([-1.0, 1.0], size=len(rollouts)).tolist()
+    batch = make_on_policy_batch(trainer, rollouts, advantages=advantages)
+    lengths = list(map(len, rollouts))
+    passes = plan_passes(rollouts, budget=mix.budget)
+    yield [fill_row(mix, [sum(num_rows(unit, lengths) for unit in units) for units in passes])]
+    loop = PaddedLoop(folder, dtype=dtype, device=device, mini_batch=mix.mini_batch, most_tokens=mix.most_tokens)
+    difference, limit = compare(trainer, loop, batch), TOLERANCE[dtype]
+    yield [Row(f"{mix.name}: gradient, relative difference", difference, "share", goal=f"≤ {limit:g}")]
+    if difference > limit:
+        return
+
+    def seconds(step: Callable[[], None]) -> Callable[[int], float]:
+        def take(_: int) -> float:
+            release()
+            return seconds_of(step, device)
+
+        return take
+
+    contestants = {"ours": seconds(functools.partial(_step, trainer, batch))}
+    for name, by_length in PEERS.items():
+        contestants[name] = seconds(functools.partial(loop.step, batch, by_length=by_length))
+    seen = take_turns(contestants, mix.turns, warmups=1, may_raise=torch.OutOfMemoryError)
+    yield rate_rows(mix, batch.num_tokens, seen)
+
+
+def fill_row(mix: Mix, sizes: list[int]) -> Row:
+    """Tokens ÷ room of all passes but the emptiest, which has the remainder whatever the packing."""
+    full = sorted(sizes, reverse=True)[:-1] or sizes
+    fill = sum(full) / (len(full) * mix.budget)
+    return Row(f"{mix.name}: packing fill", fill, "share", goal="≥ 0.98", bound=1.0)
+
+
+def rate_rows(mix: Mix, tokens: int, seen: dict[str, list[float]]) -> list[Row]:
+    """Tokens a second, padding not counted."""
+    rates = {name: tokens / statistics.median(seconds) for name, seconds in seen.items()}
+    ours = rates.pop("ours")
+    goals = {next(iter(PEERS)): mix.goal}
+    return [
+        Row(f"{mix.name}: trained", ours, "tokens/s", peers=rates),
+        *(Row(f"{mix.name} ÷ {name}", ours / theirs, "ratio", goal=goals.get(name, "")) for name, theirs in rates.items()),
     ]
-    predicted = predicted_peak(folder, tokens=speed.tokens, dtype=dtype, device=device)
-    if predicted is not None:
-        rows.append(Row(f"{speed.name}: predicted peak ÷ real", predicted / peak, "ratio"))
-    return rows

@@ -1,13 +1,12 @@
 """`headrace bench vllm`: a vLLM server as the engine, beside the native engine, on the same model and the same work.
 
-The server is a stock one, started as a run starts it, and its whole command line is printed; both engines are asked through the
-engine protocol, turn about. The value is vLLM's, the column beside it the native engine's. Tokens a second are those of vLLM's
-best turn and the median of the native engine's; other figures are medians. On a CPU both compute with all
-cores but one, as vLLM does by itself.
+The server is a stock one, started as a run starts it, and its whole command line is printed; both engines take turns behind
+the engine protocol. The value is vLLM's, the column beside it the native engine's. Tokens a second are those of vLLM's best
+turn and the median of the native engine's; other figures are medians. On a CPU both use all cores but one, vLLM's default.
 
-An update's time is that of `load` alone, with every slot decoding: the trainer's side has the weights ready before. What of it
-is spent exchanging weights, a server's pausing and resuming included, is the engine's own account. How long nothing was drawn
-is seen from outside, by the count of tokens: the usual time between two steps is in it, and a row has that alone.
+An update's time is that of `load` alone, with every slot decoding and the weights ready on the trainer's side. The part spent
+exchanging weights, a server's pausing and resuming included, is the engine's own account. How long no token was sampled is
+counted from outside: the usual time between two steps is in it, and has a row of its own.
 """
 
 from __future__ import annotations
@@ -25,19 +24,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.utils import logging as transformers_logging
 
-from headrace.bench.engine import mismatch_workload
-from headrace.bench.engine_loads import Load
-from headrace.bench.mismatch import compare, trainer_logprobs
-from headrace.bench.table import Row, report
-from headrace.bench.vllm_update import Outlasted, UpdateSeen, update_in_flight
+from headrace.bench.harness import Row, default_device, run_parts, say
+from headrace.bench.loads import Load
+from headrace.bench.mismatch import compare, mismatch_workload, trainer_logprobs
+from headrace.bench.vllm_update import Outlasted, Update, update_in_flight
 from headrace.config import make_recipe
 from headrace.engine import EngineCore, NativeEngine, choose_python, find_vllm
 from headrace.launch import Place, open_engine, receiving_place
 from headrace.model import ModelError, ModelSettings, build_folder, load_config, load_model, named_tensors
 from headrace.observe import ProcessTimeline
-from headrace.records import Rollout, Sampling
 from headrace.settings import ConfigError
 from headrace.sync import Lineage, MemoryTransport, WeightSync, shared_folder
 
@@ -46,31 +42,31 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
-    from headrace.bench.engine_loads import Workload
+    from headrace.bench.loads import Workload
     from headrace.engine import Engine
-    from headrace.records import WeightUpdate
+    from headrace.records import Rollout, WeightUpdate
 
 _TRIES = 4
-"""Of an update that must find rollouts in flight."""
+"""For an update that must find rollouts in flight."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured on a kind of machine; there are as many slots as requests."""
+    """What is measured on a kind of machine; there are as many slots as requests in the load."""
 
     device: str
     dtype: str
     model: ModelSettings
-    """Of the builtin model, where no folder is given."""
+    """The built-in model, where no folder is given."""
     load: Load
     context: int
-    """With room for rollouts that outlast an update."""
+    """Long enough for rollouts that outlast an update."""
     mismatch: tuple[int, int]
     """Requests and tokens of each."""
     blocks: int = 0
-    """Of the native engine's keys and values; 0 as many as it would take by itself."""
+    """Of the native engine's KV cache; 0 is as many as it takes by itself."""
     arguments: tuple[tuple[str, Any], ...] = ()
-    """More of vLLM's command line."""
+    """Added to vLLM's command line."""
     goal: str = ""
     """Of the native engine's KL against the trainer, over vLLM's."""
     turns: int = 3
@@ -82,58 +78,44 @@ class Plan:
 
 
 def make_plan(device: str, *, quick: bool, has_model: bool) -> Plan:
-    """The GPU's, the CPU's for the tiny model or for one that is given, or a few requests of it."""
+    """The GPU's, the CPU's for the built-in model or for one that is given, or a few requests of it."""
     turns, updates = (2, 2) if quick else (3, 5)
     if device == "cuda":
-        return Plan(
-            device=device,
-            dtype="bfloat16",
-            model=ModelSettings(hidden_size=1024, num_layers=28, num_heads=16, context=4096),
-            load=Load.uniform(256, 64, 256),
-            context=4096,
-            mismatch=(64, 128),
-            blocks=24 * 1024,
-            arguments=(("gpu_memory_utilization", 0.4),),  # both engines and a trainer share the GPU
-            goal="≤ 0.2",
-            turns=turns,
-            updates=updates,
-        )
-    count, drawn = (4, 16) if quick else (16, 32) if has_model else (64, 64)
-    return Plan(
-        device=device,
-        dtype="float32",
-        model=ModelSettings(context=4096),
-        load=Load.uniform(count, 32, drawn),
-        context=1024 if has_model else 4096,
-        mismatch=(8, 16) if quick else (16, 64),
-        turns=turns,
-        updates=updates,
-    )
+        model, load = ModelSettings(hidden_size=1024, num_layers=28, num_heads=16, context=4096), Load.uniform(256, 64, 256)
+        shared = (("gpu_memory_utilization", 0.4),)  # by both engines and a trainer
+        sizes = {"blocks": 24 * 1024, "turns": turns, "updates": updates}
+        return Plan(device, "bfloat16", model, load, 4096, (64, 128), arguments=shared, goal="≤ 0.2", **sizes)
+    count, length = (4, 16) if quick else (16, 32) if has_model else (64, 64)
+    model, load, context = ModelSettings(context=4096), Load.uniform(count, 32, length), 1024 if has_model else 4096
+    return Plan(device, "float32", model, load, context, (8, 16) if quick else (16, 64), turns=turns, updates=updates)
 
 
 def run(*, quick: bool, json_file: Path | None, model: str | None = None) -> int:
-    """Status 1 if a rollout's versions are wrong or the native engine's KL is too large, with `--quick` too, for neither hangs
-    on the size; speeds have no goal here."""
-    transformers_logging.disable_progress_bar()
+    """Status 1 if a rollout's versions are wrong or the native engine's KL is too large, with `--quick` too: neither depends
+    on the size. Speeds have no goal here."""
     python = choose_python("")
     try:
         find_vllm(python)
     except ConfigError as error:
         fix = "install vLLM in an environment and name its interpreter in HEADRACE_VLLM_PYTHON"
         raise ConfigError(f"headrace bench vllm: {python} has no vLLM, or does not run; {fix}") from error
-    plan = make_plan("cuda" if torch.cuda.is_available() else "cpu", quick=quick, has_model=model is not None)
-    if plan.device == "cpu":  # as vLLM has there, which leaves one core to all but the model
+    plan = make_plan(default_device(), quick=quick, has_model=model is not None)
+    if plan.device == "cpu":
         torch.set_num_threads(max(1, (os.cpu_count() or 1) - 1))
-    rows: list[Row] = []
     try:
         if model is not None:
-            load_config(model)  # a folder that holds no model is refused before a server is started
-        asyncio.run(_measure(plan, model, rows))
+            load_config(model)  # rejects a folder that holds no model before a server is started
     except ModelError as error:
         raise ConfigError(str(error)) from error
-    finally:  # what was measured before a failure is not lost
-        status = report("vllm", rows, json_file=json_file) if rows else 1
-    return status
+
+    def part() -> Iterator[list[Row]]:
+        rows: list[Row] = []
+        try:
+            asyncio.run(_measure(plan, model, rows))
+        finally:  # what was measured before a failure is reported
+            yield rows
+
+    return run_parts("vllm", {"vllm": part}, quick=False, json_file=json_file)
 
 
 @dataclass(frozen=True)
@@ -178,7 +160,7 @@ async def _vllm(plan: Plan, path: str, log: Path) -> AsyncIterator[Side]:
         opened = await open_engine(recipe, path, place, sync=sync, timeline=timeline)
         opened.engine.start()
         assert opened.server is not None
-        print(f"vLLM: {shlex.join(map(str, opened.server.process.args))}", flush=True)  # type: ignore[arg-type]  # a list
+        say(f"vLLM: {shlex.join(map(str, opened.server.process.args))}")  # type: ignore[arg-type]  # a list
         try:
             yield Side("vLLM", opened.engine, sync, timeline)
         finally:
@@ -204,7 +186,7 @@ async def _native(plan: Plan, path: str) -> AsyncIterator[Side]:
 
 @contextlib.contextmanager
 def offered(side: Side, source: PreTrainedModel, *, version: int) -> Iterator[WeightUpdate]:
-    """The source's weights, ready for one engine to fetch."""
+    """The source's weights, ready for the engine to fetch."""
     update = side.sync.offer(version, named_tensors(source))
     try:
         yield update
@@ -213,24 +195,15 @@ def offered(side: Side, source: PreTrainedModel, *, version: int) -> Iterator[We
 
 
 async def generate(engine: Engine, workload: Workload, *, seed: int) -> list[Rollout]:
-    """All of it at once, in its order."""
-    pairs = zip(workload.prompts, workload.lengths, strict=True)
-    return await asyncio.gather(
-        *(
-            engine.generate(
-                Rollout.from_prompt(list(prompt), id=f"{seed}/{number}"),
-                Sampling(temperature=1.0, max_tokens=length, seed=seed * 1_000_003 + number),
-            )
-            for number, (prompt, length) in enumerate(pairs)
-        )
-    )
+    """A whole workload at once; rollouts in its order."""
+    return await asyncio.gather(*(engine.generate(*request) for request in workload.requests(seed=seed)))
 
 
 async def _speed_rows(plan: Plan, sides: list[Side], *, vocabulary: int) -> list[Row]:
-    """After an untimed turn of each; no two turns have the same prompts."""
+    """After an untimed turn of each."""
     rates: dict[str, list[float]] = {side.name: [] for side in sides}
     for turn in range(plan.turns + 1):
-        workload = (plan.load if turn else plan.load.shortened(4)).draw(vocabulary=vocabulary, seed=turn)
+        workload = (plan.load if turn else plan.load.shortened(4)).sample(vocabulary=vocabulary, seed=turn)
         for side in sides:
             started = time.perf_counter()
             rollouts = await generate(side.engine, workload, seed=turn)
@@ -249,18 +222,18 @@ async def _mismatch_rows(plan: Plan, sides: list[Side], source: PreTrainedModel,
     groups = [await generate(side.engine, workload, seed=plan.turns + 1) for side in sides]
     again = await asyncio.to_thread(trainer_logprobs, path, groups, dtype=plan.dtype, device=plan.device)
     vllm, native = (compare(group, values) for group, values in zip(groups, again, strict=True))
+    figures = {"mean |Δ logprob|": "mean_difference", "max |Δ logprob|": "largest_difference", "KL": "divergence"}
     return [
-        Row("mean |Δ logprob| against the trainer", vllm.mean_difference, "nats", peers={"native": native.mean_difference}),
-        Row(
-            "max |Δ logprob| against the trainer", vllm.largest_difference, "nats", peers={"native": native.largest_difference}
+        *(
+            Row(f"{name} against the trainer", getattr(vllm, figure), "nats", peers={"native": getattr(native, figure)})
+            for name, figure in figures.items()
         ),
-        Row("KL against the trainer", vllm.divergence, "nats", peers={"native": native.divergence}),
         Row("KL against the trainer, native ÷ vLLM", native.divergence / vllm.divergence, "ratio", goal=plan.goal),
     ]
 
 
 async def _update_rows(plan: Plan, sides: list[Side], source: PreTrainedModel) -> list[Row]:
-    seen: dict[str, list[UpdateSeen]] = {side.name: [] for side in sides}
+    seen: dict[str, list[Update]] = {side.name: [] for side in sides}
     versions = itertools.count(1)
     for _ in range(plan.updates):
         nudge(source)
@@ -272,25 +245,21 @@ async def _update_rows(plan: Plan, sides: list[Side], source: PreTrainedModel) -
         "still": "update: longest time without a token",
         "usual": "without an update: longest time without a token",
     }
-    return [
-        *(
-            _medians(name, {side: [1e3 * getattr(one, part) for one in seen[side]] for side in seen}, "ms")
-            for part, name in parts.items()
-        ),
-        *(
-            Row(f"{side}: rollouts with versions in order", min(one.in_order for one in seen[side]), "share", "≥ 1")
-            for side in seen
-        ),
+    rows = [
+        _medians(name, {side: [1e3 * getattr(update, part) for update in updates] for side, updates in seen.items()}, "ms")
+        for part, name in parts.items()
     ]
+    orders = {side: min(update.in_order for update in updates) for side, updates in seen.items()}
+    return rows + [Row(f"{side}: rollouts with versions in order", share, "share", "≥ 1") for side, share in orders.items()]
 
 
-async def _update(plan: Plan, side: Side, source: PreTrainedModel, versions: Iterator[int]) -> UpdateSeen:
-    """One with rollouts in flight: tried again where a busy machine was so late with it that none was left."""
+async def _update(plan: Plan, side: Side, source: PreTrainedModel, versions: Iterator[int]) -> Update:
+    """One with rollouts in flight; retried where they all ended before it, as they may on a busy machine."""
     prompt_tokens = plan.load.prompt_tokens
     for tries_left in reversed(range(_TRIES)):
         version = next(versions)
         load = Load(f"update {version}", prompt_tokens, (plan.context - prompt_tokens,) * plan.slots)
-        workload = load.draw(vocabulary=int(source.config.get_text_config().vocab_size), seed=version)
+        workload = load.sample(vocabulary=int(source.config.get_text_config().vocab_size), seed=version)
         with offered(side, source, version=version) as update:
             rolling = asyncio.ensure_future(generate(side.engine, workload, seed=plan.turns + 1 + version))
             try:
@@ -302,7 +271,7 @@ async def _update(plan: Plan, side: Side, source: PreTrainedModel, versions: Ite
 
 
 def nudge(model: PreTrainedModel) -> None:
-    """Change every tensor a little, and by enough that bfloat16 has it."""
+    """Change every tensor a little, and by enough that bfloat16 shows it."""
     with torch.no_grad():
         for _, tensor in named_tensors(model):
             tensor.view(-1)[::97].mul_(1.01)

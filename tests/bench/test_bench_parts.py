@@ -1,13 +1,15 @@
-"""A benchmark in parts: one that fails takes no other with it, and what was measured is on disk at every moment."""
+"""The harness: a part that fails stops no other, rows are on disk as they come, contestants take turns, children answer."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
+import numpy as np
 import pytest
 
-from headrace.bench.parts import choose, run_parts
-from headrace.bench.table import Row
+from headrace.bench.child import Child, PeerFailed
+from headrace.bench.harness import Row, choose, run_parts, take_turns
 from headrace.settings import ConfigError
 
 
@@ -27,20 +29,13 @@ def test_a_part_that_fails_keeps_its_rows_and_the_others_go_on(tmp_path, capsys)
         assert names() == ["before", "after"]
 
     parts = {"broken": broken, "sound": sound}
-    assert run_parts("x", parts, only=None, quick=False, json_file=file, seconds=60) == 1
+    assert run_parts("x", parts, only=None, quick=False, json_file=file) == 1
     assert names() == ["before", "after"] and "broken: failed: RuntimeError: it broke\n" in capsys.readouterr().out
     slow = {"slow": lambda: [[Row("slow", 4.0, "s", goal="≤ 3")]]}
-    assert run_parts("x", slow, only=None, quick=True, json_file=file, seconds=60) == 0
+    assert run_parts("x", slow, only=None, quick=True, json_file=file) == 0
     assert json.loads(file.read_text())["rows"][0]["goal"] == "≤ 3, not judged"
-    assert run_parts("x", slow, only=None, quick=False, json_file=None, seconds=60) == 1
+    assert run_parts("x", slow, only=None, quick=False, json_file=None) == 1
     assert "missed: slow: 4 s, goal ≤ 3" in capsys.readouterr().out
-
-
-def test_no_part_begins_late_and_the_line_says_how_to_measure_it(capsys):
-    parts = {"first": lambda: [[Row("a", 1.0, "s")]], "second": lambda: pytest.fail("begun")}
-    assert run_parts("x", parts, only=None, quick=True, json_file=None, seconds=-1) == 1
-    said = capsys.readouterr().out
-    assert "first: left out" in said and "--only=second measures it alone" in said
 
 
 def test_parts_are_asked_for_by_name():
@@ -48,3 +43,45 @@ def test_parts_are_asked_for_by_name():
     assert choose("x", parts, None) == ["a", "b", "c"] and choose("x", parts, "c, a") == ["a", "c"]
     with pytest.raises(ConfigError, match=r"--only = a,d: `headrace bench x` has no part 'd' here; it has a, b, c"):
         choose("x", parts, "a,d")
+
+
+def test_contestants_take_turns_and_one_that_fails_is_dropped(capsys):
+    order = []
+
+    def steady(turn):
+        order.append(f"steady {turn}")
+        return turn
+
+    def failing(turn):
+        order.append(f"failing {turn}")
+        if turn == 1:
+            raise MemoryError("too large\nby far")
+        return turn
+
+    seen = take_turns({"steady": steady, "failing": failing}, 2, warmups=1, may_raise=MemoryError)
+    assert seen == {"steady": [1, 2]}
+    assert order == ["steady 0", "failing 0", "steady 1", "failing 1", "steady 2"]
+    assert capsys.readouterr().out == "failing: MemoryError: too large; it is absent from the table\n"
+    with pytest.raises(MemoryError):
+        take_turns({"failing": failing}, 2)
+
+
+def add_up(settings, orders):
+    """A child's function: the sum of what it was told so far."""
+    print("not an answer")
+    total = settings["start"]
+    yield total
+    for order in orders:
+        total += order["add"]
+        yield {"total": total, "array": np.full(2, total)}
+
+
+def test_a_child_answers_orders_and_ends_when_it_is_closed(monkeypatch, tmp_path):
+    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent}:{Path(__file__).parents[2]}")
+    with Child("adder", "test_bench_parts:add_up", {"start": 3}, log=tmp_path / "log") as child:
+        assert child.hear() == 3
+        answer = child.ask({"add": 4})
+        assert answer["total"] == 7 and answer["array"].tolist() == [7, 7]
+        with pytest.raises(PeerFailed, match="adder: it has ended: KeyError: 'add'"):
+            child.ask({})
+    assert child.process.returncode == 1 and "not an answer" in (tmp_path / "log").read_text()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import os
@@ -16,13 +17,26 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 
-from headrace.bench import gpu_watch, step, trl_peer
-from headrace.bench.gpu_watch import GpuMemory, multi_process_service, role_of
-from headrace.bench.parts import run_parts
-from headrace.bench.step import Peers, Variant, budget_of, make_plan, measure, settings_of, step_rows, variants
-from headrace.bench.step_loads import LENGTHS, OwnLengths, first_word_is_even, make_tasks, with_lengths
-from headrace.bench.trl_peer import Settings, TrlFailed, TrlSteps, measure_steps
-from headrace.bench.words import write_model
+from headrace.bench import gauge, step, step_peer
+from headrace.bench.child import PeerFailed
+from headrace.bench.gauge import GpuMemory, multi_process_service, role_of
+from headrace.bench.harness import run_parts
+from headrace.bench.loads import write_random_model
+from headrace.bench.step import (
+    LENGTHS,
+    OwnLengths,
+    Peers,
+    Variant,
+    budget_of,
+    first_word_is_even,
+    make_plan,
+    measure,
+    settings_of,
+    step_rows,
+    variants,
+    with_lengths,
+)
+from headrace.bench.step_peer import TrlSteps, measure_steps
 from headrace.config import make_recipe
 from headrace.records import Rollout
 from headrace.settings import ConfigError
@@ -53,21 +67,19 @@ def test_figures_are_medians_and_shares_of_all_steps(capsys):
         assert not any(r.goal or r.peers for r in step_rows(plan, variant, seen, peers=others))
 
 
-def test_every_variant_is_a_valid_recipe_and_engines_sleep_only_where_they_can(monkeypatch):
+def test_every_variant_is_a_valid_recipe():
     found = variants()
-    assert {"in-turn", "lag-1", "lag-2", "in-turn-long-tail", "lag-2-long-tail"} <= found.keys()
+    assert {"in-turn", "in-turn-asleep", "lag-1", "lag-2", "in-turn-long-tail", "lag-2-long-tail"} <= found.keys()
     for variant in found.values():
         settings = settings_of(PLAN, variant)
         recipe = make_recipe(settings)
         assert recipe.staleness.max_lag == variant.max_lag and recipe.sampling.min_tokens == 0
         assert recipe.steps == PLAN.warmups + PLAN.steps + variant.max_lag
-    for fields, can in (([SimpleNamespace(name="sleep")], True), ([], False)):
-        monkeypatch.setattr("dataclasses.fields", lambda _, fields=fields: fields)
-        assert ("in-turn-asleep" in variants()) == can
 
 
 def test_a_task_says_how_much_each_sibling_draws():
-    tasks = with_lengths(make_tasks(50, prompt_tokens=6, vocabulary=99), siblings=4, mean=40, cap=128)
+    plan = dataclasses.replace(PLAN, completions=80, prompt_tokens=6, steps=-1)
+    tasks = with_lengths(plan.make_tasks(), siblings=4, mean=40, cap=128)
     assert len({task["prompt"] for task in tasks}) == 50 and all(len(task["prompt"].split()) == 6 for task in tasks)
     lengths = np.array([task[LENGTHS] for task in tasks])
     assert lengths.shape == (50, 4) and lengths.max() <= 128 and 25 < lengths.mean() < 50 and len(set(lengths[0])) > 1
@@ -95,7 +107,7 @@ def test_the_reward_tells_siblings_apart():
 
 def test_a_run_with_a_long_tail_is_measured(tmp_path, monkeypatch):
     monkeypatch.setattr("torch.set_num_threads", lambda count: None)  # other tests go on in this process
-    model = write_model(PLAN.shape, tmp_path / "model", dtype="float32")
+    model = write_random_model(PLAN.shape, tmp_path / "model", dtype="float32")
     variant = variants()["lag-1-long-tail"]
     rows = {r.name.removeprefix(f"{variant.name}: "): r.value for r in measure(PLAN, variant, model, tmp_path, peers=Peers())}
     assert rows["completions"] > 0 and rows["step"] > 0 and 0 <= rows["mean lag"] <= 1
@@ -118,11 +130,11 @@ def test_a_part_that_fails_shows_its_logs_and_is_in_nobodys_way(tmp_path, monkey
 
     install_service(tmp_path, monkeypatch)
     monkeypatch.setattr("headrace.train", train)
-    monkeypatch.setattr(step, "write_model", lambda shape, folder, dtype: str(folder))
+    monkeypatch.setattr(step, "write_random_model", lambda shape, folder, dtype: str(folder))
     folder = tmp_path / "bench"
     folder.mkdir()
     parts = {name: step.make_parts(PLAN, folder, mps=True)[name] for name in ("in-turn", "lag-1")}
-    assert run_parts("step", parts, only=None, quick=True, json_file=tmp_path / "out.json", seconds=60) == 1
+    assert run_parts("step", parts, only=None, quick=True, json_file=tmp_path / "out.json") == 1
     said = capsys.readouterr().out
     assert "run/logs/engine-0.log, its last lines:\n  first\n  waits for a kernel\n" in said and "in-turn: failed" in said
     names = {row["name"] for row in json.loads((tmp_path / "out.json").read_text())["rows"]}
@@ -151,13 +163,13 @@ def test_memory_is_what_was_taken_since_it_began(monkeypatch):
         nvmlDeviceGetMemoryInfo=info,
         nvmlDeviceGetComputeRunningProcesses=lambda handle: processes,
     )
-    monkeypatch.setattr(gpu_watch, "_nvml", lambda: fake)
-    monkeypatch.setattr(gpu_watch, "_EVERY", 0.001)
-    monkeypatch.setattr(gpu_watch, "role_of", {1: "trainer", 2: None}.get)
+    monkeypatch.setattr(gauge, "_nvml", lambda: fake)
+    monkeypatch.setattr(gauge, "_EVERY", 0.001)
+    monkeypatch.setattr(gauge, "role_of", {1: "trainer", 2: None}.get)
     with GpuMemory() as memory:
         assert is_seen.wait(10)
     assert memory.peak == 6.0 and memory.peak_of == {"trainer": 2.0}
-    monkeypatch.setattr(gpu_watch, "_nvml", lambda: None)
+    monkeypatch.setattr(gauge, "_nvml", lambda: None)
     with GpuMemory() as nothing:
         pass
     assert nothing.peak is None and step.memory_rows(Variant("x", {}), nothing, peers=Peers()) == []
@@ -199,7 +211,7 @@ def test_the_service_is_started_and_stopped_around_the_runs(tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("device", "name"), [("cuda", "TRL 1.16.0 + vLLM 0.26.0"), ("cpu", "TRL 1.16.0 + transformers' generate")]
 )
-def test_trl_is_asked_for_the_same_steps_at_its_best_settings(tmp_path, monkeypatch, capsys, device, name):
+def test_trl_is_asked_for_the_same_steps_at_its_best_settings(tmp_path, monkeypatch, device, name):
     asked = {}
 
     class FakeTrainer:
@@ -217,78 +229,81 @@ def test_trl_is_asked_for_the_same_steps_at_its_best_settings(tmp_path, monkeypa
     datasets.Dataset = SimpleNamespace(from_list=list)
     monkeypatch.setitem(sys.modules, "trl", trl)
     monkeypatch.setitem(sys.modules, "datasets", datasets)
-    model = write_model(PLAN.shape, tmp_path / "model", dtype="float32")
-
-    def in_this_process(command, **_):
-        monkeypatch.setattr("sys.argv", command[2:])
-        trl_peer.main()
-        return SimpleNamespace(stdout=capsys.readouterr().out, stderr="", returncode=0)
-
-    monkeypatch.setattr("subprocess.run", in_this_process)
-    monkeypatch.setattr(trl_peer, "_version", {"trl": "1.16.0", "vllm": "0.26.0"}.get)
-    work = {"tasks": make_tasks(4, prompt_tokens=3, vocabulary=50), "siblings": 8, "tokens": 12}
-    found = measure_steps(model, tmp_path, device=device, completions=64, steps=3, **work)
+    model = write_random_model(PLAN.shape, tmp_path / "model", dtype="float32")
+    monkeypatch.setattr(step_peer, "Child", in_this_process(lambda order: next(step_peer.train(order, iter(())))))
+    monkeypatch.setattr(step_peer, "_version", {"trl": "1.16.0", "vllm": "0.26.0"}.get)
+    work = {"model": model, "tasks": PLAN.make_tasks()[:4], "siblings": 8, "tokens": 12}
+    found = measure_steps(tmp_path, device=device, completions=64, steps=3, **work)
     assert (found.name, len(found.seconds)) == (name, 3)
-    assert str(found.settings) == "micro-batches of 64, gradient checkpointing off, importance sampling correction off"
+    assert found.settings == "micro-batches of 64, gradient checkpointing off, importance sampling correction off"
     assert asked["per_device_train_batch_size"] * asked["gradient_accumulation_steps"] == 64
     assert (asked["num_generations"], asked["max_completion_length"], asked["beta"], asked["end"]) == (8, 12, 0.0, "w0")
     assert asked["gradient_checkpointing"] is asked["vllm_importance_sampling_correction"] is False and len(asked["rows"]) == 4
     assert (asked.get("use_vllm", False), asked["use_cpu"]) == ((True, False) if device == "cuda" else (False, True))
 
 
-def done(stdout: str, stderr: str, status: int) -> SimpleNamespace:
-    return SimpleNamespace(stdout=stdout, stderr=stderr, returncode=status)
+def in_this_process(answer):
+    """A child whose answer is `answer(settings)`; what it raises is in its log, and it has then ended."""
+
+    class InThisProcess(contextlib.nullcontext):
+        def __init__(self, name, function, settings, *, log):
+            super().__init__(self)
+            self.name, self.settings, self.log = name, settings, log
+
+        def hear(self, *, seconds):
+            try:
+                return answer(self.settings)
+            except RuntimeError as error:
+                self.log.write_text(f"{type(error).__name__}: {error}\nlast line\n")
+                raise PeerFailed(f"{self.name}: it has ended: last line") from None
+
+    return InThisProcess
 
 
-@pytest.mark.parametrize(
-    ("ended", "message"),
-    [
-        (done('{"seconds": 1.5}\n', "no such thing\n", 1), "1 of 2 steps: no such thing"),
-        (done('noise\n{"seconds": 1.5}\n', "", 0), "1 of 2 steps: status 0"),
-        (done("", "torch.OutOfMemoryError: 99 GiB\n", 1), "0 of 2 steps: torch.OutOfMemoryError: 99 GiB"),
-    ],
-)
-def test_what_goes_wrong_with_trl_is_one_line(tmp_path, monkeypatch, capsys, ended, message):
-    monkeypatch.setattr("subprocess.run", lambda *_, **__: ended)
-    with pytest.raises(TrlFailed, match=message):
-        measure_steps("model", tmp_path, device="cpu", completions=8, steps=2)
+class OutOfMemoryError(RuntimeError):
+    """Its name is all that counts."""
+
+
+def test_what_goes_wrong_with_trl_is_one_line(tmp_path, capsys):
+    with pytest.raises(PeerFailed, match=r"TRL: it has ended: .*absent"):
+        measure_steps(tmp_path, device="cpu", completions=8, steps=2, model=str(tmp_path / "absent"), tokens=4)
     plan = dataclasses.replace(PLAN, warmups=0, steps=2)
-    assert list(step.measure_trl(plan, "model", tmp_path, Peers())) == [] and message in capsys.readouterr().out
+    assert list(step.measure_trl(plan, str(tmp_path / "absent"), tmp_path, Peers())) == []
+    said = capsys.readouterr().out
+    assert said.startswith("TRL: it has ended: ") and said.count("\n") == 1 and not list(tmp_path.iterdir())
 
 
 def test_trl_is_given_less_at_a_time_and_then_checkpointing_where_it_does_not_fit(tmp_path, monkeypatch):
     orders = []
 
-    def run(command, **_):
-        orders.append(json.loads(Path(command[-1]).read_text()))
-        if len(orders) < 3:
-            return done("", "torch.OutOfMemoryError: 99 GiB\n", 1)
-        return done('{"seconds": 1.5}\n', "", 0)
+    def answer(order):
+        orders.append((order["micro_batch"], order["checkpointing"]))
+        if len(orders) < fits_at:
+            raise OutOfMemoryError("99 GiB")
+        return [1.5]
 
-    monkeypatch.setattr("subprocess.run", run)
-    monkeypatch.setattr(trl_peer, "_version", lambda package: "1")
-    found = measure_steps("model", tmp_path, device="cuda", completions=512, steps=1)
-    assert [(order["micro_batch"], order["checkpointing"]) for order in orders] == [(64, False), (32, False), (32, True)]
-    assert found.settings == Settings(32, True) and "checkpointing on" in str(found.settings)
+    monkeypatch.setattr(step_peer, "Child", in_this_process(answer))
+    monkeypatch.setattr(step_peer, "_version", lambda package: "1")
+    fits_at = 3
+    found = measure_steps(tmp_path, device="cuda", completions=512, steps=1)
+    assert orders == [(64, False), (32, False), (32, True)]
+    assert found.settings.startswith("micro-batches of 32, gradient checkpointing on")
+    orders.clear()
+    fits_at = 4
+    with pytest.raises(PeerFailed, match="TRL: it has ended: last line"):
+        measure_steps(tmp_path, device="cuda", completions=512, steps=1)
+    assert len(orders) == 3
 
 
-def test_trl_is_set_against_ours_where_it_ran_and_an_earlier_figure_is_no_peer(tmp_path, monkeypatch, capsys):
-    found = TrlSteps("TRL 1", Settings(16, False), [99.0, 99.0, 2.0, 4.0])
+def test_trl_is_set_against_ours_where_it_ran(tmp_path, monkeypatch, capsys):
+    found = TrlSteps("TRL 1", "micro-batches of 16, gradient checkpointing off", [99.0, 99.0, 2.0, 4.0])
     monkeypatch.setattr(step, "measure_steps", lambda *_, **__: found)
     peers = Peers()
     ((seconds, rate),) = step.measure_trl(dataclasses.replace(PLAN, steps=2), "model", tmp_path, peers)
     assert seconds.value == 3.0 and rate.value == peers.rates["TRL 1"] == PLAN.completions * PLAN.tokens / 3
     assert seconds.name.startswith("TRL 1 (micro-batches of 16, gradient checkpointing off")
-
-    used = []
     monkeypatch.setattr(step, "missing_modules", lambda device: ["trl"])
-    monkeypatch.setattr(step, "measure", lambda *_, peers, **__: used.append(peers) or [])
-    parts = step.make_parts(make_plan("cuda", quick=False), tmp_path)
-    ((earlier,),) = parts["trl"]()
-    assert "Not of this run" in earlier.name and "2026-11-16" in earlier.name and earlier.value == 13_260
-    monkeypatch.setattr(step, "write_model", lambda shape, folder, dtype: str(folder))
-    assert list(parts["in-turn"]()) == [[]] and used == [Peers()]
-    assert "trl" not in step.make_parts(PLAN, tmp_path) and "TRL: trl not here" in capsys.readouterr().out
+    assert "trl" not in step.make_parts(PLAN, tmp_path) and "TRL: trl not installed here" in capsys.readouterr().out
 
 
 def test_the_command(tmp_path, monkeypatch, capsys):
@@ -301,7 +316,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(step, "measure", measured)
     monkeypatch.setattr(step, "measure_trl", lambda *_: [[step.Row("TRL", 1.0, "s")]])
     monkeypatch.setattr(step, "missing_modules", lambda device: [])
-    monkeypatch.setattr(step, "write_model", lambda shape, folder, dtype: str(folder))
+    monkeypatch.setattr(step, "write_random_model", lambda shape, folder, dtype: str(folder))
     monkeypatch.setattr(step, "release", lambda: None)
     assert step.run(quick=False, json_file=tmp_path / "out.json", only="lag-2,in-turn") == 0
     assert asked == ["in turn", "lag 2"] and len(json.loads((tmp_path / "out.json").read_text())["rows"]) == 2

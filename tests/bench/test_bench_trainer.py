@@ -11,28 +11,28 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.bench import trainer, trainer_head, trainer_mix, trainer_speed
+from headrace.bench import trainer, trainer_head, trainer_speed
 from headrace.bench.gauge import MIB, peak_bytes
-from headrace.bench.table import Row
-from headrace.bench.trainer_head import HeadLoad, full_logprobs, head_rows, make_head, make_inputs, make_mask
-from headrace.bench.trainer_loads import (
-    CPU_SHAPE,
+from headrace.bench.harness import Row
+from headrace.bench.loads import (
+    MEDIUM,
+    build_words,
     gradient_of,
-    make_batch,
+    make_on_policy_batch,
     make_rollouts,
     make_trainer,
     relative_difference,
+    write_random_model,
 )
-from headrace.bench.trainer_mix import Mix, fill_row, rate_rows
+from headrace.bench.trainer_head import HeadLoad, Paths, head_rows, make_mask
 from headrace.bench.trainer_peers import PaddedLoop
-from headrace.bench.trainer_speed import Speed, Turn, compare, flops_per_token, speed_rows
-from headrace.bench.words import build_words, write_model
+from headrace.bench.trainer_speed import Mix, Speed, Turn, compare, fill_row, flops_per_token, rate_rows, speed_rows
 from headrace.cli import main
 from headrace.model.head import Head
 from headrace.model.load import load_tokenizer
 
 SHAPE = {
-    **CPU_SHAPE,
+    **MEDIUM,
     "vocab_size": 97,
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -46,7 +46,7 @@ MIX = Mix(9, 4, median=12, cap=60, budget=64, mini_batch=4, most_tokens=0, turns
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> str:
-    return write_model(SHAPE, tmp_path_factory.mktemp("model"), dtype="float32")
+    return write_random_model(SHAPE, tmp_path_factory.mktemp("model"), dtype="float32")
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +64,7 @@ def test_every_token_is_a_word_and_none_ends_a_turn(folder):
 def test_the_padded_loop_gives_our_gradient_however_it_is_cut(folder):
     ours = make_trainer(folder, dtype="float32", device="cpu", micro_batch_tokens=64)
     rollouts = make_rollouts(MIX.lengths, prompt_tokens=4, vocabulary=97)
-    batch = make_batch(ours, rollouts, advantages=np.linspace(-1, 1, len(rollouts)).tolist())
+    batch = make_on_policy_batch(ours, rollouts, advantages=np.linspace(-1, 1, len(rollouts)).tolist())
     ours.forward_backward(batch)
     gradient = gradient_of(ours)
     for most_tokens, by_length in ((0, False), (0, True), (70, False)):
@@ -92,7 +92,7 @@ def test_a_gradient_is_read_where_it_is_held():
 def test_a_mini_batch_is_halved_until_it_fits(folder):
     loop = PaddedLoop(folder, dtype="float32", device="cpu", mini_batch=4, most_tokens=40)
     rollouts = make_rollouts([8, 8, 8, 30, 60], prompt_tokens=4, vocabulary=97)
-    batch = make_batch(
+    batch = make_on_policy_batch(
         make_trainer(folder, dtype="float32", device="cpu", micro_batch_tokens=64), rollouts, advantages=[1.0] * 5
     )
     assert loop._halved(batch, [0, 1, 2]) == [[0, 1, 2]]
@@ -122,7 +122,7 @@ def test_speed_is_of_medians(capsys):
 
 def test_documents_of_one_length_are_measured(folder):
     speed = Speed(96, 24, turns=2, warmups=1, has_peer=True)
-    parts = list(trainer_speed.measure(speed, folder, dtype="float32", device="cpu"))
+    parts = list(trainer_speed.measure_speed(speed, folder, dtype="float32", device="cpu"))
     rows = {row.name.removeprefix(f"{speed.name}: "): row for part in parts for row in part}
     assert rows["passes"].value == 1 and rows["transformers: gradient, relative difference"].value < 1e-5
     assert rows["whole step"].value > 0 and rows["whole step"].peers["transformers"] > 0
@@ -131,15 +131,15 @@ def test_documents_of_one_length_are_measured(folder):
 
 def test_a_peer_that_does_other_work_is_not_timed(folder, monkeypatch):
     monkeypatch.setattr("headrace.bench.trainer_peers.CLIP_HIGH", -0.5)
-    parts = list(trainer_mix.measure(MIX, folder, vocabulary=97, dtype="float32", device="cpu"))
+    parts = list(trainer_speed.measure_mix(MIX, folder, dtype="float32", device="cpu"))
     assert [row.name.split(": ")[-1] for part in parts for row in part] == ["packing fill", "gradient, relative difference"]
     assert parts[-1][0].value > 0.01
 
 
 def test_a_long_tail_is_measured_against_both_orders(folder):
-    parts = list(trainer_mix.measure(MIX, folder, vocabulary=97, dtype="float32", device="cpu"))
+    parts = list(trainer_speed.measure_mix(MIX, folder, dtype="float32", device="cpu"))
     rows = {row.name.removeprefix(MIX.name).removeprefix(": "): row for part in parts for row in part}
-    assert rows["trained"].peers.keys() == trainer_mix.PEERS.keys() and rows["trained"].value > 0
+    assert rows["trained"].peers.keys() == trainer_speed.PEERS.keys() and rows["trained"].value > 0
     assert rows[" ÷ padded, as they come"].goal == "≥ 2.5" and rows[" ÷ padded, by length"].goal == ""
     lengths = dataclasses.replace(MIX, rollouts=2001, median=300, cap=100_000).lengths
     assert statistics.median(lengths) - MIX.prompt_tokens == pytest.approx(300, rel=0.1)
@@ -162,10 +162,9 @@ def test_a_sampling_mask_holds_the_target_and_no_token_twice():
 @pytest.mark.parametrize("case", trainer_head.CASES)
 def test_the_head_agrees_with_full_logits(case):
     load = HeadLoad(40, 97, 16, "float32", "cpu", turns=1, sequence=8)
-    head = make_head(load)
-    inputs = make_inputs(load, head, **trainer_head.CASES[case])
-    ours, _ = head.logprobs(inputs.hidden, inputs.targets, inputs.temperatures, allowed=inputs.allowed)
-    assert torch.allclose(ours, full_logprobs(inputs), atol=1e-5) and bool((ours < 0).all())
+    paths = Paths(load, **trainer_head.CASES[case])
+    ours = paths.logprobs()
+    assert torch.allclose(ours, paths.full_logprobs(), atol=1e-5) and bool((ours < 0).all())
 
 
 def test_the_head_is_measured_and_one_that_is_wrong_has_no_figure(monkeypatch):
@@ -226,15 +225,6 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["bench", "engine", "--only=heads"])
     assert ended.value.code == 2 and "only `headrace bench trainer or step` has only" in capsys.readouterr().err
-
-
-def test_sharing_is_measured_where_somebody_wrote_it(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(trainer, "SHARING", "headrace_bench_absent")
-    assert list(trainer._sharing("cpu", quick=True)) == [] and "absent from the table" in capsys.readouterr().out
-    (tmp_path / "made_up_sharing.py").write_text("def measure(*, device, quick):\n    return [(device, quick)]\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(trainer, "SHARING", "made_up_sharing")
-    assert list(trainer._sharing("cpu", quick=True)) == [[("cpu", True)]]
 
 
 def test_the_gpus_plan_has_the_goals_that_were_set():

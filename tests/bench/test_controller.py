@@ -8,9 +8,9 @@ import json
 import pytest
 
 from headrace.bench import controller
-from headrace.bench.clock import PARTS, Clock
-from headrace.bench.controller import Cost, make_rows, measure, stream_rows
-from headrace.bench.table import Row
+from headrace.bench.controller import PARTS, Clock, Cost, make_rows, measure
+from headrace.bench.controller_stream import encoding_rows
+from headrace.bench.harness import Row
 from headrace.cli import main
 
 
@@ -71,7 +71,7 @@ def test_fewer_in_flight_than_asked_for_fail_the_benchmark() -> None:
 
 
 def test_the_cost_of_the_wire_is_of_rollouts_that_come_out_as_they_went_in() -> None:
-    rows = stream_rows(repetitions=1, num=16)
+    rows = encoding_rows(repetitions=1, num=16)
     assert [row.goal for row in rows] == ["≤ 8", "≤ 8", ""]
     assert all(row.value > 0 for row in rows)
 
@@ -79,8 +79,8 @@ def test_the_cost_of_the_wire_is_of_rollouts_that_come_out_as_they_went_in() -> 
 @pytest.mark.parametrize(("value", "wire", "status"), [(99.0, 7.9, 0), (101.0, 7.9, 1), (99.0, 8.1, 1)])
 def test_every_goal_is_judged_but_by_quick(monkeypatch, tmp_path, capsys, value: float, wire: float, status: int) -> None:
     monkeypatch.setattr(controller, "measure", lambda **_: cost(value, 0.0))
-    monkeypatch.setattr(controller, "carry", lambda **_: 1.0)
-    monkeypatch.setattr(controller, "stream_rows", lambda **_: [Row("wire", wire, "µs", goal="≤ 8")])
+    monkeypatch.setattr(controller, "stream_cost", lambda **_: 1.0)
+    monkeypatch.setattr(controller, "encoding_rows", lambda **_: [Row("wire", wire, "µs", goal="≤ 8")])
 
     def run(*arguments: str) -> tuple[int, list[str]]:
         with pytest.raises(SystemExit) as ended:

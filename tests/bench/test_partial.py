@@ -61,7 +61,7 @@ def test_what_drains_stalls_as_its_slots_fall_empty():
 
 def test_figures_are_medians_of_turns_and_lags_those_of_all_tokens():
     turns = [
-        Turn(2.0, 100, wasted, (stall, 9.0, stall), (0.25,), step=0.5, recomputed=recomputed, lags=np.array(lags))
+        Turn(2.0, 100, wasted, [stall, 9.0, stall], [0.25], step=0.5, recomputed=recomputed, lags=np.array(lags))
         for wasted, stall, recomputed, lags in [(100, 1.0, 30, [0, 0]), (0, 2.0, 60, [1, 1]), (25, 3.0, 90, [1, 9])]
     ]
     rows = {(row.name, row.unit): row for row in rows_of("keep", turns)}
@@ -98,7 +98,7 @@ def test_every_choice_is_measured():
 
 
 def test_the_command(tmp_path, monkeypatch, capsys):
-    turn = Turn(1.0, 10, 0, (0.5,), (0.125,), step=0.25, recomputed=0, lags=np.array([0, 1]))
+    turn = Turn(1.0, 10, 0, [0.5], [0.125], step=0.25, recomputed=0, lags=np.array([0, 1]))
 
     async def measured(plan):
         assert plan.device == "cpu"

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from headrace.bench import sync, sync_http
+from headrace.bench import sync, sync_links
 
 
 def test_parcels_over_http_are_measured_every_way_there_is(monkeypatch) -> None:
-    monkeypatch.setattr(sync_http, "NUM_BYTES", 50_000_010)
-    rows = {row.name: row.value for row in sync_http.rows(quick=True)}
+    monkeypatch.setattr(sync_links, "HTTP_BYTES", 50_000_010)
+    rows = {row.name: row.value for row in sync_links.http_rows(quick=True)}
     assert len(rows) == 4 and all(value > 0 for value in rows.values())
 
 
 @pytest.mark.long
 def test_a_publication_is_measured_over_each_transport_and_nothing_is_left(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(sync, "shared_folder", lambda: tmp_path)
-    with sync.Paths("small", torch.device("cpu"), ["shared_memory", "files"]) as paths:
+    with sync.Paths("small", "cpu", ["shared_memory", "files"]) as paths:
         seconds = paths.rounds(1)
-        rows = sync._published(seconds, paths.num_bytes, "small")
-    assert {"publish", "offer", "pack", "fetch", "receive", "swap", "copy here", "copy there"} <= seconds["files"].keys()
+        rows = sync.publish_rows(seconds, "small")
+        rows += sync.shared_memory_rows(seconds["shared_memory"], paths.num_bytes, "small")
+    assert {"publish", "offer", "pack", "fetch", "receive", "swap", "sender's copy", "engine's copy"} <= seconds["files"].keys()
     assert all(row.value > 0 for row in rows) and sum(row.goal == "≥ 0.8" for row in rows) == 2
     assert not list(tmp_path.iterdir())

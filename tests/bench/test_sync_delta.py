@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.bench import sync_delta
-from headrace.bench.engine_loads import SMALL
+from headrace.bench.loads import SMALL
 from headrace.sync.delta import Stats
 
 

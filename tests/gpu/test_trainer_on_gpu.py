@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.bench.trainer_loads import make_rollouts
+from headrace.bench.loads import make_rollouts
 from headrace.model.load import prepare
 from headrace.model.tiny import build_tokenizer
 from headrace.records import Batch

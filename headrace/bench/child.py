@@ -1,0 +1,140 @@
+"""Processes of a benchmark's own: `python -m headrace.bench.child MODULE:FUNCTION` answers the orders of its parent.
+
+The function is a generator over plain data: `function(settings, orders)` yields one answer when it is ready and one for each
+order. Settings, orders and answers travel as frames (`headrace.records`) over the child's standard input and output;
+whatever the child prints goes to its standard error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import select
+import signal
+import struct
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from headrace.records import decode, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+_LENGTH = struct.Struct("<Q")
+"""Precedes each frame."""
+_CLOSE_SECONDS = 20.0
+
+
+class PeerFailed(RuntimeError):
+    """A peer is missing, failed or did other work than it was asked for; the message is one line."""
+
+
+class Child:
+    """A child process as a context. Every wait for it has a deadline, and its own children end with it."""
+
+    def __init__(
+        self,
+        name: str,
+        function: str,
+        settings: Mapping[str, Any],
+        *,
+        log: Path | None = None,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        """`log` receives its standard error, of which errors quote the last line; `variables` are of its environment."""
+        self._name, self._log = name, log
+        with contextlib.ExitStack() as stack:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "headrace.bench.child", function],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stack.enter_context(log.open("wb")) if log is not None else None,
+                env={**os.environ, **(variables or {})},
+                start_new_session=True,
+            )
+        self.tell(settings)
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def ask(self, order: object, *, seconds: float = 120.0) -> Any:  # noqa: ANN401  (what the function yields)
+        """Tell it an order and wait for the answer."""
+        self.tell(order)
+        return self.hear(seconds=seconds)
+
+    def tell(self, order: object) -> None:
+        """Send an order; `hear` returns the answer."""
+        assert self.process.stdin is not None
+        try:
+            _send(self.process.stdin, order)
+        except OSError as error:
+            raise PeerFailed(self._describe("it has ended")) from error
+
+    def hear(self, *, seconds: float = 120.0) -> Any:  # noqa: ANN401
+        """The next answer; the first one is that it is ready."""
+        deadline = time.monotonic() + seconds
+        (length,) = _LENGTH.unpack(self._read(_LENGTH.size, deadline, seconds))
+        return decode(self._read(length, deadline, seconds))
+
+    def close(self) -> None:
+        """End it and everything it started; its memory is free when this returns."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(_CLOSE_SECONDS)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.process.stdout.close()
+
+    def _read(self, count: int, deadline: float, seconds: float) -> bytes:
+        assert self.process.stdout is not None
+        found, source = bytearray(), self.process.stdout.fileno()
+        while len(found) < count:
+            if not select.select([source], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                raise PeerFailed(self._describe(f"no answer within {seconds:.0f} s"))
+            piece = os.read(source, count - len(found))
+            if not piece:
+                with contextlib.suppress(subprocess.TimeoutExpired):  # its log is complete when it has exited
+                    self.process.wait(_CLOSE_SECONDS)
+                raise PeerFailed(self._describe("it has ended"))
+            found += piece
+        return bytes(found)
+
+    def _describe(self, what: str) -> str:
+        text = self._log.read_text(errors="replace") if self._log is not None else ""
+        said = [line.strip() for line in text.splitlines() if line.strip()]
+        return f"{self._name}: {what}{f': {said[-1][:200]}' if said else ''}"
+
+
+def _send(pipe: Any, value: object) -> None:  # noqa: ANN401  (a binary file)
+    frame = encode(value)
+    pipe.write(_LENGTH.pack(len(frame)) + frame)
+    pipe.flush()
+
+
+def _receive(pipe: BinaryIO) -> Iterator[Any]:
+    while head := pipe.read(_LENGTH.size):
+        yield decode(pipe.read(*_LENGTH.unpack(head)))
+
+
+def main() -> None:
+    """Answer until the input ends."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # libraries print
+    orders = _receive(sys.stdin.buffer)
+    module, _, function = sys.argv[1].partition(":")
+    for answer in getattr(importlib.import_module(module), function)(next(orders), orders):
+        _send(answers, answer)
+
+
+if __name__ == "__main__":
+    main()

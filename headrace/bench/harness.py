@@ -1,0 +1,191 @@
+"""The harness of every benchmark: parts that yield rows, contestants that take turns, a table, a JSON file and goals."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import time
+import traceback
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, TypeVar
+
+from rich.console import Console
+from rich.table import Table
+
+from headrace.bench.child import PeerFailed
+from headrace.settings import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from pathlib import Path
+
+    Part = Callable[[], Iterable[list["Row"]]]
+    """Measures, and yields rows as soon as it has some."""
+
+_NOT_JUDGED = ", not judged"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure."""
+
+    name: str
+    value: float
+    unit: str
+    goal: str = ""
+    """`≥ number`, `≤ number` or `number to number`; empty where there is none."""
+    bound: float | None = None
+    """The physical or computed limit, where there is one."""
+    peers: dict[str, float] = field(default_factory=dict)
+    """The same figure of others, measured in the same run."""
+
+
+def say(line: str) -> None:
+    """Report progress while a benchmark runs."""
+    print(line, flush=True)
+
+
+def default_device() -> str:
+    """`cuda` where there is a GPU, `cpu` elsewhere."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def run_parts(bench: str, parts: Mapping[str, Part], *, quick: bool, json_file: Path | None, only: str | None = None) -> int:
+    """Measure each part, or those that `only` names, and report; status 1 if a part failed or a goal is missed.
+
+    A part that fails does not stop the others. Rows are printed and written to `json_file` as they come, so that an
+    interrupted command leaves what it has measured. With `quick` no goal is judged.
+    """
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    rows: list[Row] = []
+    has_failed = False
+    try:
+        for name in choose(bench, parts, only):
+            started = time.perf_counter()
+            say(f"{name}: started")
+            try:
+                for found in parts[name]():
+                    rows += found
+                    for row in found:
+                        others = "".join(f", {peer} {value:.4g}" for peer, value in row.peers.items())
+                        say(f"{row.name}: {row.value:.4g} {row.unit}{others}")
+                    if json_file is not None:
+                        write(bench, unjudged(rows) if quick else rows, json_file)
+            except ConfigError:
+                raise
+            except Exception as error:  # noqa: BLE001  (what fails in one part may work in another)
+                traceback.print_exc()
+                has_failed = True
+                say(f"{name}: failed: {one_line(error)}")
+            say(f"{name}: {time.perf_counter() - started:.1f} s")
+    finally:
+        status = report(bench, unjudged(rows) if quick else rows, json_file=json_file)
+    return 1 if has_failed else status
+
+
+def choose(bench: str, parts: Mapping[str, Part], only: str | None) -> list[str]:
+    """The names of the parts to measure, in the order of `parts`."""
+    if only is None:
+        return list(parts)
+    wanted = [name.strip() for name in only.split(",") if name.strip()]
+    for name in wanted:
+        if name not in parts:
+            raise ConfigError(f"--only = {only}: `headrace bench {bench}` has no part {name!r} here; it has {', '.join(parts)}")
+    return [name for name in parts if name in wanted]
+
+
+def take_turns(
+    contestants: Mapping[str, Callable[[int], T]],
+    turns: int,
+    *,
+    warmups: int = 0,
+    may_raise: type[Exception] = PeerFailed,
+) -> dict[str, list[T]]:
+    """What each contestant returned in each turn, called in turn with the turn's number; warm-up turns do not count.
+
+    Interleaving lets a busy moment of the machine fall on all of them. A contestant that raises `may_raise` is dropped.
+    """
+    seen: dict[str, list[T]] = {name: [] for name in contestants}
+    for turn in range(warmups + turns):
+        for name in list(seen):
+            try:
+                found = contestants[name](turn)
+            except may_raise as error:
+                del seen[name]
+                say(f"{error if isinstance(error, PeerFailed) else f'{name}: {one_line(error)}'}; it is absent from the table")
+                continue
+            if turn >= warmups:
+                seen[name].append(found)
+    return seen
+
+
+def one_line(error: Exception) -> str:
+    """The kind of an error and the first line of its message."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
+
+
+def report(bench: str, rows: Sequence[Row], *, json_file: Path | None) -> int:
+    """Print the table, write the JSON and judge the goals; status 1 if one is missed."""
+    show(bench, rows)
+    if json_file is not None:
+        write(bench, rows, json_file)
+    lines = missed(rows)
+    for line in lines:
+        say(f"missed: {line}")
+    return 1 if lines else 0
+
+
+def unjudged(rows: Sequence[Row]) -> list[Row]:
+    """The same rows, each goal marked as not judged."""
+    return [replace(row, goal=f"{row.goal}{_NOT_JUDGED}" if row.goal else "") for row in rows]
+
+
+def show(bench: str, rows: Sequence[Row]) -> None:
+    """Print the table, with columns for bounds and peers where a row has them."""
+    has_bound = any(row.bound is not None for row in rows)
+    peers = list(dict.fromkeys(peer for row in rows for peer in row.peers))
+    table = Table(title=f"headrace bench {bench}", title_justify="left")
+    for name in ("name", "value", "unit", "goal", *(["bound"] if has_bound else []), *peers):
+        table.add_column(name, justify="left" if name in ("name", "unit", "goal") else "right")
+    for row in rows:
+        bound = ["" if row.bound is None else f"{row.bound:.4g}"] if has_bound else []
+        others = [f"{row.peers[peer]:.4g}" if peer in row.peers else "" for peer in peers]
+        table.add_row(row.name, f"{row.value:.4g}", row.unit, row.goal, *bound, *others)
+    Console(width=110 + 16 * len(peers)).print(table)
+
+
+def missed(rows: Sequence[Row]) -> list[str]:
+    """A line for each row that misses its goal."""
+    lines = []
+    for row in rows:
+        if not row.goal or row.goal.endswith(_NOT_JUDGED):
+            continue
+        first, *_, last = row.goal.split()
+        least = -math.inf if first == "≤" else float(last if first == "≥" else first)
+        most = math.inf if first == "≥" else float(last)
+        if not least <= row.value <= most:  # NaN misses every goal
+            lines.append(f"{row.name}: {row.value:.4g} {row.unit}, goal {row.goal}")
+    return lines
+
+
+def write(bench: str, rows: Sequence[Row], path: Path) -> None:
+    """Write the rows as JSON, with the machine and the commit they were measured on."""
+    torch = sys.modules.get("torch")  # a benchmark that did not need it need not load it
+    gpu = f", {torch.cuda.get_device_name()}" if torch is not None and torch.cuda.is_available() else ""
+    host = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}{gpu}"
+    try:
+        command = ["git", "rev-parse", "--short", "HEAD"]
+        commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        commit = ""  # not run from a checkout
+    content = {"bench": bench, "host": host, "commit": commit, "rows": [asdict(row) for row in rows]}
+    path.write_text(json.dumps(content, indent=2) + "\n")

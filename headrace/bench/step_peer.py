@@ -1,0 +1,128 @@
+"""TRL's GRPO in a process of its own, for `headrace bench step`: vLLM generates inside it on a GPU, transformers on a CPU."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import itertools
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headrace.bench.child import Child, PeerFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_SECONDS = 360.0
+
+
+TRIED = ((64, False), (32, False), (32, True))
+"""Completions in one forward and backward pass, and whether its activations are computed again for the backward pass: the
+fastest first, the next where one runs out of memory."""
+
+
+@dataclass(frozen=True)
+class TrlSteps:
+    """Seconds of each step, and the settings they were measured with."""
+
+    name: str
+    settings: str
+    seconds: list[float]
+
+
+def missing_modules(device: str) -> list[str]:
+    """Modules that it needs and that are not installed."""
+    needed = ("trl", "datasets", *(("vllm",) if device == "cuda" else ()))
+    return [name for name in needed if importlib.util.find_spec(name) is None]
+
+
+def measure_steps(folder: Path, *, device: str, completions: int, **work: Any) -> TrlSteps:  # noqa: ANN401  (see `train`)
+    """Seconds of each step, with the fastest settings that fit."""
+    for size, checkpointing in TRIED:
+        micro_batch = min(size, completions)
+        with tempfile.TemporaryDirectory(dir=folder, prefix="trl-") as place:
+            order = {"device": device, "completions": completions, "output": place, **work}
+            order |= {"micro_batch": micro_batch, "checkpointing": checkpointing}
+            log = Path(place) / "log"
+            try:
+                with Child("TRL", "headrace.bench.step_peer:train", order, log=log) as child:
+                    seconds = child.hear(seconds=_SECONDS)
+            except PeerFailed:
+                if checkpointing or "OutOfMemoryError" not in log.read_text(errors="replace"):
+                    raise
+                continue
+        generator = f"vLLM {_version('vllm')}" if device == "cuda" else "transformers' generate"
+        settings = f"micro-batches of {micro_batch}, gradient checkpointing {'on' if checkpointing else 'off'}"
+        name = f"TRL {_version('trl')} + {generator}"
+        return TrlSteps(name, f"{settings}, importance sampling correction off", seconds)
+    raise AssertionError
+
+
+def _version(package: str) -> str:
+    return importlib.metadata.version(package)
+
+
+def train(order: dict[str, Any], orders: Iterator[Any]) -> Iterator[list[float]]:
+    """TRL's process: the seconds of each step, from the end of the step before it.
+
+    As its documentation has it, without what would only cost it time: no KL, no checkpointing where activations fit, no
+    importance sampling correction (a forward pass more). Weights have the dtype of the folder.
+    """
+    from datasets import Dataset
+    from transformers import AutoTokenizer, TrainerCallback
+
+    from headrace.bench.step import first_word_is_even
+
+    trl: Any = importlib.import_module("trl")  # mypy sees the same where it is not installed
+    moments: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:  # noqa: ANN401
+            moments.append(time.perf_counter())
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:  # noqa: ANN401
+            moments.append(time.perf_counter())
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(order["model"])
+    tokenizer.eos_token = tokenizer.pad_token  # TRL needs one; nothing ends a completion early
+    tokens, is_on_gpu = order["tokens"], order["device"] == "cuda"
+    with_vllm = {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3}
+    config = trl.GRPOConfig(
+        output_dir=order["output"],
+        max_steps=order["steps"],
+        per_device_train_batch_size=order["micro_batch"],
+        gradient_accumulation_steps=order["completions"] // order["micro_batch"],
+        gradient_checkpointing=order["checkpointing"],
+        num_generations=order["siblings"],
+        max_completion_length=tokens,
+        temperature=1.0,
+        beta=0.0,
+        learning_rate=1e-6,
+        vllm_importance_sampling_correction=False,
+        generation_kwargs={"ignore_eos": True} if is_on_gpu else {"min_new_tokens": tokens},
+        bf16=is_on_gpu,
+        use_cpu=not is_on_gpu,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        **(with_vllm if is_on_gpu else {}),
+    )
+
+    def reward(completion_ids: list[list[int]], completions: list[str], **_: object) -> list[float]:
+        if short := [len(ids) for ids in completion_ids if len(ids) != tokens]:  # other work than ours
+            raise RuntimeError(f"{short[0]} tokens a completion where {tokens} were asked for")
+        return first_word_is_even(completions)
+
+    trl.GRPOTrainer(
+        model=order["model"],
+        args=config,
+        reward_funcs=[reward],
+        train_dataset=Dataset.from_list(order["tasks"]),
+        processing_class=tokenizer,
+        callbacks=[Clock()],
+    ).train()
+    yield [after - before for before, after in itertools.pairwise(moments)]
