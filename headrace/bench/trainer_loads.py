@@ -102,7 +102,7 @@ def make_rollouts(lengths: Sequence[int], *, prompt_tokens: int, vocabulary: int
             finished=0.0,
         )
         rollouts.append(
-            Rollout.from_prompt(token_ids[:prompt_tokens], id=f"r{number}").lengthened(
+            Rollout.from_prompt(token_ids[:prompt_tokens], id=f"r{number}").extend(
                 call,
                 token_ids=token_ids[prompt_tokens:],
                 logprobs=np.full(drawn, -np.log(vocabulary), dtype=np.float32),

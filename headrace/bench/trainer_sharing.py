@@ -140,7 +140,7 @@ def _group(name: str, prompt: int, completions: Sequence[int], *, vocabulary: in
             finished=0.0,
         )
         siblings.append(
-            Rollout.from_prompt(beginning, id=f"{name}/{index}", group=name, index=index).lengthened(
+            Rollout.from_prompt(beginning, id=f"{name}/{index}", group=name, index=index).extend(
                 call,
                 token_ids=random.integers(1, vocabulary, size=length, dtype=np.int32),
                 logprobs=np.full(length, -1, dtype=np.float32),
