@@ -1,7 +1,8 @@
-"""Frames over a socket: a Unix socket on one host, TCP between hosts.
+"""Calls between the processes of a run: frames over a Unix socket on one host, over TCP between hosts.
 
-Either end proves that it knows the run's token before anything else is read from it, and the token itself never travels.
-`Peer` puts calls and notices over such a stream; each end may call the other, and calls answer in any order.
+A `Stream` carries values in order. `Peer` puts calls and notices over a stream: either end may call the other, and answers
+come in any order. A process connects to the launcher's `Listener`; both ends prove that they know the run's token before
+anything else they send is parsed, and the token itself is never sent.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 _HELLO_BYTES = 4096
 _HELLO_SECONDS = 30.0
 _LONGEST_UNIX_PATH = 100
-"""Bytes; the system takes 108."""
+"""Bytes; the system allows 108."""
 _HIGH_WATER = 4 << 20
 _READ_AHEAD = 4 << 20
 
@@ -42,11 +43,22 @@ class StreamClosed(ConnectionError):
 
 
 class RemoteError(RuntimeError):
-    """A call failed at the other end; `kind` is the type of what was raised there."""
+    """A call failed at the other end; `kind` is the type of the exception there."""
 
     def __init__(self, *, kind: str, message: str, detail: str = "", frame: str = "", is_config: bool = False) -> None:
         super().__init__(f"{kind}: {message}")
         self.kind, self.message, self.detail, self.frame, self.is_config = kind, message, detail, frame, is_config
+
+
+def describe_error(error: BaseException) -> dict[str, Any]:
+    """The arguments of a `RemoteError` for this exception."""
+    return {
+        "kind": type(error).__name__,
+        "message": str(error),
+        "detail": "".join(traceback.format_exception(error)),
+        "frame": user_frame(error),
+        "is_config": isinstance(error, ConfigError),
+    }
 
 
 class Stream:
@@ -59,12 +71,12 @@ class Stream:
 
     @property
     def backlog(self) -> int:
-        """Bytes written here that the other end has not taken yet."""
+        """Bytes written here that the system has not accepted yet."""
         size: int = self._writer.transport.get_write_buffer_size()
         return size
 
     def write(self, value: object) -> None:
-        """Send without waiting; whoever writes much looks at `backlog` or awaits `drain`."""
+        """Send without waiting. Who writes much looks at `backlog` or awaits `drain`."""
         frame = frames.encode(value)
         self.bytes_sent += len(frame)
         if self._writer.is_closing():
@@ -72,7 +84,7 @@ class Stream:
         self._writer.write(frame)
 
     async def drain(self) -> None:
-        """Until the other end has taken most of what was written."""
+        """Wait until most of what was written is on its way."""
         with _closed_explained():
             await self._writer.drain()
 
@@ -92,7 +104,7 @@ class Stream:
 def _closed_explained() -> Iterator[None]:
     try:
         yield
-    except (asyncio.IncompleteReadError, ConnectionError, BrokenPipeError) as error:
+    except (asyncio.IncompleteReadError, ConnectionError) as error:
         raise StreamClosed("the other end closed the stream") from error
 
 
@@ -110,8 +122,8 @@ class Peer:
         self._answering: set[asyncio.Task[None]] = set()
 
     def begin(self, name: str, /, **arguments: Any) -> asyncio.Future[Any]:  # noqa: ANN401
-        """Send a call now; the future is its answer. Calls arrive in the order they were begun."""
-        if self._has_ended:  # what is written may still find its way, and no answer ever would
+        """Send a call now; the future is its answer. Calls arrive in the order they were sent."""
+        if self._has_ended:  # a write might still succeed, but no answer would ever be read
             raise StreamClosed("the stream is closed")
         number = next(self._numbers)
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -122,111 +134,70 @@ class Peer:
 
     async def call(self, name: str, /, *, timeout: float | None = None, **arguments: Any) -> Any:  # noqa: ANN401, ASYNC109
         """Send a call and wait for its answer, at most `timeout` seconds."""
-        answer = self.begin(name, **arguments)
-        return await asyncio.wait_for(answer, timeout)
+        return await asyncio.wait_for(self.begin(name, **arguments), timeout)
 
     def notify(self, name: str, value: Any) -> None:  # noqa: ANN401
-        """Send and expect no answer."""
+        """Send without expecting an answer."""
         self.stream.write({"notice": name, "value": value})
 
     async def run(self) -> None:
-        """Read until the other end closes, which raises `StreamClosed` here and in every open call. What cannot be read raises
-        `WireError` here; to whoever waits for an answer the stream is closed then too."""
+        """Read until the other end closes, which raises `StreamClosed` here and in every open call. Data that cannot be read
+        raises `WireError` here, and `StreamClosed` in the open calls."""
         try:
             while True:
-                self._take(await self.stream.receive())
+                self._handle(await self.stream.receive())
         except BaseException as error:
             self._has_ended = True
-            reason = _reason_of_end(error)
+            reason = error if isinstance(error, StreamClosed) else StreamClosed("the stream was closed here")
+            if isinstance(error, frames.WireError):
+                reason = StreamClosed(f"what the other end sent cannot be read: {error}")
             for answer in list(self._open.values()):
                 if not answer.done():
                     answer.set_exception(reason)
-                    answer.exception()  # whoever awaits it sees it; nobody need
+                    answer.exception()  # marks it as seen: nobody needs to await it
             for task in self._answering:
                 task.cancel()
             raise
 
-    def _take(self, message: Any) -> None:  # noqa: ANN401
-        _check_message(message)
-        if "notice" in message:
-            handler = self._notices.get(message["notice"])
-            if handler is None:
-                raise frames.WireError(f"unknown notice {message['notice']!r}")
-            handler(message["value"])
-        elif "call" in message:
-            task = asyncio.get_running_loop().create_task(self._answer(message))
-            self._answering.add(task)
-            task.add_done_callback(self._answering.discard)
-        else:
-            self._take_answer(message)
+    def _handle(self, message: Any) -> None:  # noqa: ANN401
+        match message:
+            case {"notice": str(name), "value": value} if name in self._notices:
+                self._notices[name](value)
+            case {"call": str(name), "number": int(number), "with": dict(arguments)}:
+                task = asyncio.get_running_loop().create_task(self._answer(name, number, arguments))
+                self._answering.add(task)
+                task.add_done_callback(self._answering.discard)
+            case {"answer": int(number), "error": dict()} | {"answer": int(number), "value": _}:
+                answer = self._open.get(number)
+                if answer is None or answer.done():
+                    return  # cancelled in the meantime
+                if "error" in message:
+                    answer.set_exception(RemoteError(**message["error"]))
+                else:
+                    answer.set_result(message["value"])
+            case _:
+                raise frames.WireError(f"neither a call, an answer nor a known notice: {str(message)[:100]}")
 
-    def _take_answer(self, message: dict[str, Any]) -> None:
-        answer = self._open.get(message.get("answer", -1))
-        if answer is None or answer.done():
-            return  # cancelled meanwhile
-        if "error" in message:
-            answer.set_exception(RemoteError(**message["error"]))
-        else:
-            answer.set_result(message["value"])
-
-    async def _answer(self, message: dict[str, Any]) -> None:
-        number, handler = message["number"], self.calls.get(message["call"])
+    async def _answer(self, name: str, number: int, arguments: dict[str, Any]) -> None:
         try:
-            if handler is None:
-                raise LookupError(f"there is no call {message['call']!r}")
-            value = await handler(**message["with"])
-            self.stream.write({"answer": number, "value": value})
+            if name not in self.calls:
+                raise LookupError(f"there is no call {name!r}")
+            self.stream.write({"answer": number, "value": await self.calls[name](**arguments)})
         except StreamClosed:
             return
-        except Exception as error:  # noqa: BLE001  (whatever it is, the caller is to see it)
+        except Exception as error:  # noqa: BLE001  (whatever it is, the caller must see it)
             with contextlib.suppress(StreamClosed):
                 self.stream.write({"answer": number, "error": describe_error(error)})
 
 
-_FORMS: dict[str, dict[str, type]] = {
-    "notice": {"notice": str, "value": object},
-    "call": {"call": str, "number": int, "with": dict},
-    "error": {"answer": int, "error": dict},
-    "answer": {"answer": int, "value": object},
-}
-
-
-def _check_message(message: Any) -> None:  # noqa: ANN401
-    """Refuse a frame that is none of ours before anything is done about it."""
-    if not isinstance(message, dict):
-        raise frames.WireError("a message is a dict")
-    form = next((form for key, form in _FORMS.items() if key in message), None)
-    if form is None or message.keys() != form.keys() or not all(isinstance(message[key], form[key]) for key in form):
-        raise frames.WireError(f"a message with {', '.join(map(repr, message)) or 'nothing in it'} is not one of ours")
-
-
-def _reason_of_end(error: BaseException) -> StreamClosed:
-    if isinstance(error, StreamClosed):
-        return error
-    if isinstance(error, frames.WireError):
-        return StreamClosed(f"what the other end sent cannot be read: {error}")
-    return StreamClosed("the stream was closed here")
-
-
-def describe_error(error: BaseException) -> dict[str, Any]:
-    """An exception as plain data."""
-    return {
-        "kind": type(error).__name__,
-        "message": str(error),
-        "detail": "".join(traceback.format_exception(error)),
-        "frame": user_frame(error),
-        "is_config": isinstance(error, ConfigError),
-    }
-
-
 def socket_place() -> Path:
-    """Where the folders of sockets lie: with the system's temporary files, unless that path is too long for a socket."""
+    """The parent of socket folders: the system's temporary folder, unless its path is too long for a socket."""
     is_short = len(tempfile.gettempdir()) < _LONGEST_UNIX_PATH - len("/headrace-0000000-00000000-00000000/s")
     return Path(tempfile.gettempdir() if is_short else "/tmp")
 
 
 class Listener:
-    """Where the processes of a run connect. Each says its name and which of its streams this is."""
+    """Where the processes of a run connect. Each says its name, and which of its streams this is."""
 
     def __init__(self, *, token: str, folder: Path | None) -> None:
         self._token, self._folder = token, folder
@@ -237,16 +208,15 @@ class Listener:
 
     @classmethod
     async def on_this_host(cls, *, token: str, prefix: str = "") -> Listener:
-        """A Unix socket in a folder, named after the prefix, that only this user may enter."""
+        """A Unix socket in a folder that only this user may enter, named after the prefix."""
         folder = Path(tempfile.mkdtemp(prefix=f"{prefix or f'headrace-{os.getpid()}'}-", dir=socket_place()))
         listener = cls(token=token, folder=folder)
-        path = folder / "s"
         try:
-            listener._server = await asyncio.start_unix_server(listener._greet, path, limit=_READ_AHEAD)
+            listener._server = await asyncio.start_unix_server(listener._greet, folder / "s", limit=_READ_AHEAD)
         except BaseException:
             listener.close()
             raise
-        listener.address = f"unix:{path}"
+        listener.address = f"unix:{folder / 's'}"
         return listener
 
     @classmethod
@@ -268,12 +238,12 @@ class Listener:
         return arrived
 
     def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.get_running_loop().create_task(self._greeted(Stream(reader, writer)))
+        task = asyncio.get_running_loop().create_task(self._admit(Stream(reader, writer)))
         self._greeting.add(task)
         task.add_done_callback(self._greeting.discard)
 
-    async def _greeted(self, stream: Stream) -> None:
-        """Who cannot prove the token, is not expected, or says nothing, is shown out."""
+    async def _admit(self, stream: Stream) -> None:
+        """Peers that are unauthenticated, not expected or silent are dropped."""
         try:
             async with asyncio.timeout(_HELLO_SECONDS):
                 challenge = secrets.token_hex(16)
@@ -304,8 +274,8 @@ class Listener:
 
 
 async def connect(address: str, *, token: str, name: str, channel: str, incarnation: int = 0) -> Stream:
-    """Open one of this process's streams to a listener, and check that it is the run's own. `incarnation` counts the starts of
-    the process that has this name."""
+    """Open one of this process's streams to a listener, and check that the listener belongs to this run. `incarnation` counts
+    the starts of the process that has this name."""
     kind, _, place = address.partition(":")
     if kind == "unix":
         reader, writer = await asyncio.open_unix_connection(place, limit=_READ_AHEAD)
@@ -318,25 +288,20 @@ async def connect(address: str, *, token: str, name: str, channel: str, incarnat
     stream = Stream(reader, writer)
     try:
         async with asyncio.timeout(_HELLO_SECONDS):
-            await _introduce(stream, address, token, name, channel, incarnation)
-    except BaseException:
+            asked = await stream.receive(max_bytes=_HELLO_BYTES)
+            challenge = secrets.token_hex(16)
+            claim = proof(token, "client", str(asked["challenge"]), name, channel, str(incarnation))
+            hello = {"name": name, "channel": channel, "incarnation": incarnation}
+            stream.write({"proof": claim, "challenge": challenge, **hello})
+            answer = await stream.receive(max_bytes=_HELLO_BYTES)
+        if not is_proven(answer["proof"], token, "server", challenge):
+            raise PermissionError(f"the listener at {address} does not know this run's token")
+    except BaseException as error:
         stream.close()
+        if isinstance(error, frames.WireError | LookupError | TypeError):
+            raise PermissionError(f"the listener at {address} is not one of this run: {error}") from error
+        if isinstance(error, StreamClosed):
+            reason = "another token, or it is not expected"
+            raise StreamClosed(f"{address} did not let {name!r} in as {channel!r}: {reason}") from error
         raise
     return stream
-
-
-async def _introduce(stream: Stream, address: str, token: str, name: str, channel: str, incarnation: int) -> None:
-    try:
-        asked = await stream.receive(max_bytes=_HELLO_BYTES)
-        challenge = secrets.token_hex(16)
-        claim = proof(token, "client", str(asked["challenge"]), name, channel, str(incarnation))
-        hello = {"name": name, "channel": channel, "incarnation": incarnation}
-        stream.write({"proof": claim, "challenge": challenge, **hello})
-        answer = await stream.receive(max_bytes=_HELLO_BYTES)
-        is_ours = is_proven(answer["proof"], token, "server", challenge)
-    except (frames.WireError, LookupError, TypeError) as error:
-        raise PermissionError(f"whoever listens at {address} does not speak as this run does: {error}") from error
-    except StreamClosed as error:
-        raise StreamClosed(f"{address} did not let {name!r} in as {channel!r}: another token, or it is not expected") from error
-    if not is_ours:
-        raise PermissionError(f"whoever listens at {address} does not know this run's token")

@@ -224,4 +224,5 @@ def weight_updates(draw: st.DrawFn) -> WeightUpdate:
     )
 
 
-records = st.one_of(rollouts(), episodes(), batches(), weight_updates())
+small_records = st.one_of(weight_updates(), samplings(), outcomes)
+"""What travels field by field; rollouts, episodes and batches travel as columns."""

@@ -16,7 +16,7 @@ import pytest
 
 from headrace import rpc as streams
 from headrace.proof import proof
-from headrace.records import Rollout, Sampling, frames
+from headrace.records import Rollout, Sampling, frames, pack_rollouts, unpack_rollouts
 from headrace.rpc import Listener, Peer, RemoteError, Stream, StreamClosed, connect
 from headrace.settings import ConfigError
 
@@ -82,10 +82,17 @@ def test_records_and_arrays_arrive_as_they_were_sent(kind):
         arrays = {"a": np.arange(7, dtype=np.int32), "none": np.zeros((0, 3), np.float32)}
         async with joined(kind) as (ours, theirs):
             for here, there in ((ours, theirs), (theirs, ours)):
-                here.write({"rollout": rollout, "sampling": Sampling(seed=2**62), "arrays": arrays, "text": "ö" * 5000})
+                here.write(
+                    {
+                        "rollouts": pack_rollouts([rollout]),
+                        "sampling": Sampling(seed=2**62),
+                        "arrays": arrays,
+                        "text": "ö" * 5000,
+                    }
+                )
                 here.write([1, None, True, 2.5])
                 got = await there.receive()
-                assert got["rollout"].id == "r" and np.array_equal(got["rollout"].token_ids, rollout.token_ids)
+                assert unpack_rollouts(got["rollouts"]) == [rollout]
                 assert got["sampling"] == Sampling(seed=2**62) and got["text"] == "ö" * 5000
                 assert got["arrays"]["a"].dtype == np.int32 and np.array_equal(got["arrays"]["a"], arrays["a"])
                 assert got["arrays"]["none"].shape == (0, 3)
@@ -256,7 +263,7 @@ def test_what_a_listener_says_is_read_up_to_the_same_limit():
     async def main() -> None:
         long = relaying("0" * streams._HELLO_BYTES, {}, [])
         async with await asyncio.start_server(long, "127.0.0.1", 0) as middle:
-            with pytest.raises(PermissionError, match=r"does not speak as this run does: .*bytes"):
+            with pytest.raises(PermissionError, match=r"is not one of this run: .*bytes"):
                 address = f"tcp:127.0.0.1:{middle.sockets[0].getsockname()[1]}"
                 await connect(address, token=TOKEN, name="engine-0", channel="data")
 

@@ -66,7 +66,7 @@ async def _echo(address: str) -> None:
     def on_work(value: Any) -> None:  # noqa: ANN401
         rollouts = unpack_rollouts(value["rollouts"])
         unpack_samplings(value["samplings"])
-        finished = [done.renamed(id=r.id, episode=r.episode, group=r.group, index=r.index) for r in rollouts]
+        finished = [done.replace(id=r.id, episode=r.episode, group=r.group, index=r.index) for r in rollouts]
         data.notify("done", {"keys": value["keys"], "rollouts": pack_rollouts(finished)})
         data.notify("pull", len(rollouts))
 

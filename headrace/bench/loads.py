@@ -161,7 +161,7 @@ def finished(
         started=0.0,
         finished=0.0,
     )
-    return prompt.lengthened(
+    return prompt.extend(
         call,
         token_ids=np.asarray(token_ids, dtype=np.int32),
         logprobs=np.broadcast_to(np.asarray(logprobs, dtype=np.float32), count).copy(),

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from headrace.front_door import front_door
 
 if TYPE_CHECKING:
-    from headrace.engine.append_tokens import lengthen as lengthen
     from headrace.engine.member import Member as Member
     from headrace.engine.native.core import EngineCore as EngineCore
     from headrace.engine.native.engine import NativeEngine as NativeEngine

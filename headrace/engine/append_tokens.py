@@ -44,7 +44,7 @@ def lengthen(
     if mask is not None or masks:
         old = [_NOTHING] * call.start if mask is None else [mask.row(index) for index in range(call.start)]
         mask = SamplingMask.from_rows([*old, *(masks or [_NOTHING] * added)])
-    return rollout.lengthened(
+    return rollout.extend(
         call,
         token_ids=token_ids,
         logprobs=logprobs,

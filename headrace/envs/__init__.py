@@ -1,4 +1,8 @@
-"""Environments run one task to its end through a client: `run(task, client) -> Episode`. Single-turn is built in."""
+"""Environments run one task to its end through a client: `run(task, client) -> Episode`. Single-turn is built in.
+
+`client` is what an environment may use of the system; `EngineClient.generate` is the one place that resumes rollouts which
+a weight update aborted.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""What an environment holds of the system: make a prompt, generate, read text."""
+"""An environment's view of the system: make a prompt, generate, read text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from headrace.envs.call_limit import CallLimit
     from headrace.records import Array, Plain, Sampling
 
-_REMEMBERED = 4096
+_MAX_CACHED = 4096
 
 
 class Client(Protocol):
@@ -38,33 +38,32 @@ class Client(Protocol):
         """A rollout of this episode with nothing sampled yet."""
 
     async def generate(self, rollout: Rollout) -> Rollout:
-        """The rollout with one more completion, resumed as often as the weights interrupted it."""
+        """The rollout with one more completion. If a weight update aborts it, it is resumed until it is finished."""
 
     def text(self, rollout: Rollout) -> str:
-        """What was generated, for display and for rewards; never tokenized again."""
+        """The generated text, for display and for rewards; it is never tokenized again."""
 
 
 class PromptEncoder:
-    """Prompts to token ids, by the chat template where they are messages. A final message of the assistant's is left open, for
-    the policy to go on with. Siblings ask for the same prompt; it is kept."""
+    """Prompts to token ids, by the chat template if they are messages. A final assistant message is left open for the policy to
+    continue. Recent prompts are cached, because siblings share one."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
-        self._known: dict[str, Rollout] = {}
+        self._cache: dict[str, Rollout] = {}
         self._decode = _decoder(tokenizer)
 
     def encode(self, prompt: Plain) -> Array:
         return self.rollout(prompt).token_ids
 
     def rollout(self, prompt: Plain) -> Rollout:
-        """A rollout of this prompt that is nobody's yet: siblings share its arrays."""
+        """A rollout of this prompt that belongs to no episode yet; siblings share its arrays."""
         key = prompt if isinstance(prompt, str) else json.dumps(prompt)
-        known = self._known.get(key)
-        if known is None:
-            if len(self._known) >= _REMEMBERED:
-                self._known.clear()
-            known = self._known[key] = Rollout.from_prompt(self._encode(prompt), id="prompt")
-        return known
+        if key not in self._cache:
+            if len(self._cache) >= _MAX_CACHED:
+                self._cache.clear()
+            self._cache[key] = Rollout.from_prompt(self._encode(prompt), id="prompt")
+        return self._cache[key]
 
     def decode(self, rollout: Rollout) -> str:
         return self._decode(rollout.completion_ids)
@@ -79,15 +78,15 @@ class PromptEncoder:
             check_messages(messages)
         except ValueError as error:
             raise ConfigError(f"tasks: {error}") from error
-        is_begun = messages[-1]["role"] == "assistant"  # to be gone on with, as TRL and vLLM do
+        is_open = messages[-1]["role"] == "assistant"  # to be continued, as TRL and vLLM do
         return self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=not is_begun, continue_final_message=is_begun, return_dict=False
+            messages, add_generation_prompt=not is_open, continue_final_message=is_open, return_dict=False
         )
 
 
 def _decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
-    """`tokenizer.decode` without special tokens. Where that comes to a call of its backend, the call: the look at each
-    token on the way there takes longer than decoding does."""
+    """`tokenizer.decode` without special tokens; its backend's own where the result is the same. The wrapper looks at each
+    token, which takes longer than decoding does."""
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
     if (
@@ -118,9 +117,9 @@ class EngineClient:
         partials: dict[str, Rollout] | None = None,
         limit: CallLimit | None = None,
     ) -> None:
-        """`seed` is the run's; each rollout draws random numbers of its own by its id, the episode's first by the episode's.
-        `partials` has half-finished rollouts by their id. One that begins with the prompt a call is made for is gone on
-        with; one that the weights interrupted lies there until its call ends. `limit` bounds the calls at the engine."""
+        """`seed` is the run's; each rollout gets random numbers of its own by its id, which for the first is the episode's.
+        `partials` holds unfinished rollouts by their id: those of a checkpoint, which a call with the same prompt continues,
+        and those a weight update aborted, until their call ends. `limit` bounds the calls at the engine."""
         self._engine, self._encoder = engine, encoder
         self._limit, self._has_called = limit, False
         self.policy = policy
@@ -134,9 +133,9 @@ class EngineClient:
     def prompt(self, prompt: Plain) -> Rollout:
         suffix = f".{self._rollouts}" if self._rollouts else ""
         self._rollouts += 1
-        shared = self._encoder.rollout(prompt)
         names = {"id": self.episode + suffix, "episode": self.episode, "group": self.group, "policy": self.policy}
-        return shared.renamed(**names, index=self._index)
+        shared = self._encoder.rollout(prompt)
+        return shared.replace(**names, index=self._index, rewards={}, columns={})  # dictionaries of its own
 
     async def generate(self, rollout: Rollout) -> Rollout:
         if self._limit is None:
@@ -149,27 +148,26 @@ class EngineClient:
             self._limit.release()
 
     async def _generate(self, rollout: Rollout) -> Rollout:
-        start, partials, id = len(rollout), self._partials, rollout.id
-        asked = self._sampling.with_seed(_rollout_seed(self._seed, id))
-        partial = partials.pop(id, None)
-        if partial is None or not goes_on_from(rollout, partial):
-            rollout = await self._engine.generate(rollout, asked)
-        else:
+        start, id = len(rollout), rollout.id
+        whole = self._sampling.with_seed(_rollout_seed(self._seed, id))
+        partial = self._partials.pop(id, None)
+        if partial is not None and goes_on_from(rollout, partial):
             rollout = partial
+        else:
+            rollout = await self._engine.generate(rollout, whole)
         try:
             while rollout.finish_reason is FinishReason.ABORT:
-                partials[id] = rollout
+                self._partials[id] = rollout
                 done = len(rollout) - start
-                left = dataclasses.replace(
-                    asked, max_tokens=asked.max_tokens - done, min_tokens=max(0, asked.min_tokens - done)
-                )
-                rollout = await self._engine.generate(rollout, left)
+                max_tokens, min_tokens = whole.max_tokens - done, max(0, whole.min_tokens - done)
+                rest = dataclasses.replace(whole, max_tokens=max_tokens, min_tokens=min_tokens)
+                rollout = await self._engine.generate(rollout, rest)
         finally:
-            partials.pop(id, None)
+            self._partials.pop(id, None)
         return rollout
 
     def limit(self, max_tokens: int) -> None:
-        """Let its calls draw no more than this."""
+        """Let its calls sample no more tokens than this."""
         self._sampling = dataclasses.replace(self._sampling, max_tokens=max_tokens)
 
     def text(self, rollout: Rollout) -> str:
@@ -177,6 +175,6 @@ class EngineClient:
 
 
 def _rollout_seed(seed: int, id: str) -> int:
-    """63 bits of (run seed, rollout id): the same rollout draws the same random numbers in any run of the same seed."""
+    """63 bits of (run seed, rollout id): the same rollout gets the same random numbers in any run of the same seed."""
     digest = hashlib.blake2b(f"{seed}:{id}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

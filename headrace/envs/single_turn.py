@@ -16,12 +16,12 @@ class Environment(Protocol):
     """Runs a task to its end."""
 
     async def run(self, task: dict[str, Plain], client: Client) -> Episode:
-        """Called once per episode by the generate loop; what it raises fails the episode, which is begun again
-        while attempts last and then counted as failed."""
+        """Called once per attempt by the generate loop. If it raises, the episode is retried while attempts remain, and then
+        counted as failed."""
 
 
 class SingleTurn:
-    """Ask once."""
+    """One prompt, one completion."""
 
     async def run(self, task: dict[str, Plain], client: Client) -> Episode:
         started = time.time()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headrace.records import Rollout, Source, read_frames
+from headrace.records import Source, read_frames, unpack_rollouts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    from headrace.records import Rollout
 
 
 class InspectError(ValueError):
@@ -29,7 +31,7 @@ def read_rollouts(folder: Path, step: int | None = None) -> tuple[int, list[Roll
     if step not in steps:
         raise InspectError(f"step {step} was not kept; there are {steps[0]} to {steps[-1]}")
     with (folder / "rollouts" / f"step-{step}.wire").open("rb") as file:
-        return step, [rollout for rollout in read_frames(file) if isinstance(rollout, Rollout)]
+        return step, [rollout for columns in read_frames(file) for rollout in unpack_rollouts(columns)]
 
 
 def render(rollout: Rollout, token_text: Callable[[int], str]) -> str:

@@ -9,7 +9,7 @@ from headrace.observe.screen import Screen
 from headrace.observe.sinks import Sink, open_sinks
 from headrace.observe.spans import STATES, Timeline
 from headrace.observe.trace import Trace
-from headrace.records import encode
+from headrace.records import encode, pack_rollouts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -121,4 +121,4 @@ def _write(path: Path, rollouts: Sequence[Rollout]) -> None:
     path.parent.mkdir(exist_ok=True)
     with path.open("wb") as file:
         for rollout in rollouts:
-            file.write(encode(rollout))
+            file.write(encode(pack_rollouts([rollout])))

@@ -15,12 +15,20 @@ A worked example, a two-token prompt answered by two sampled tokens:
 """
 
 from headrace.records.batch import Batch
-from headrace.records.columns import pack_batch, pack_rollouts, pack_samplings
+from headrace.records.columns import (
+    pack_batch,
+    pack_episodes,
+    pack_rollouts,
+    pack_samplings,
+    unpack_batch,
+    unpack_episodes,
+    unpack_rollouts,
+    unpack_samplings,
+)
 from headrace.records.episode import Episode
 from headrace.records.expert_routing import unknown_expert, unknown_routing
 from headrace.records.frames import WireError, decode, encode, read_frames
 from headrace.records.manifest import Manifest, TensorInfo
-from headrace.records.read_columns import unpack_batch, unpack_rollouts, unpack_samplings
 from headrace.records.rollout import Rollout
 from headrace.records.sampling import Call, FinishReason, InfraAbort, Invalid, Outcome, Sampling, SamplingMask, Scored, Source
 from headrace.records.validate import Array, Plain, check_messages, check_plain
@@ -51,12 +59,14 @@ __all__ = [
     "decode",
     "encode",
     "pack_batch",
+    "pack_episodes",
     "pack_rollouts",
     "pack_samplings",
     "read_frames",
     "unknown_expert",
     "unknown_routing",
     "unpack_batch",
+    "unpack_episodes",
     "unpack_rollouts",
     "unpack_samplings",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -25,10 +24,10 @@ class Batch:
     advantages: tuple[Array, ...]
     """One [T] float32 array per rollout."""
     weights: tuple[Array, ...]
-    """One [T] float32 array per rollout: normalisation and whatever else scales a token's loss. Sums, never means, are
-    taken over tokens, so that the gradient cannot depend on how they are packed."""
+    """One [T] float32 array per rollout: normalisation and whatever else scales a token's loss. Losses are summed over
+    tokens, never averaged, so that the gradient cannot depend on how tokens are packed."""
     loss: str
-    """A loss of ours by name, or a user's as `module:name`."""
+    """A built-in loss by name, or a user's as `module:name`."""
     constants: dict[str, float] = field(default_factory=dict)
     """The loss's keyword arguments."""
     correction: str = "none"
@@ -37,12 +36,14 @@ class Batch:
     kl: str = "none"
     """How the KL to the reference model, which is added to the loss, is estimated: `k1`, `k2`, `k3`."""
     kl_weight: float = 0.0
-    """What it is multiplied by."""
+    """The factor of the KL."""
     version: int
     """The version being trained from; training makes version + 1."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rollouts", tuple(self.rollouts))
+        for name in ("loss", "correction", "kl"):
+            check_kind(getattr(self, name), str, f"batch: {name}")
         check_kind(self.version, int, "batch: version")
         if self.version < 0:
             raise ValueError(f"batch: version {self.version}")
@@ -50,16 +51,16 @@ class Batch:
         object.__setattr__(self, "kl_weight", float(self.kl_weight))
         if not math.isfinite(self.kl_weight) or self.kl_weight < 0:
             raise ValueError(f"batch: kl_weight = {self.kl_weight} must be finite and ≥ 0")
+        for name in ("constants", "correction_constants"):
+            object.__setattr__(self, name, {key: float(value) for key, value in getattr(self, name).items()})
+        shapes = [(len(rollout),) for rollout in self.rollouts]
         for name in ("advantages", "weights"):
             arrays = tuple(frozen(array, np.float32, name) for array in getattr(self, name))
             object.__setattr__(self, name, arrays)
-            if len(arrays) != len(self.rollouts):
-                raise ValueError(f"batch: {len(arrays)} {name} for {len(self.rollouts)} rollouts")
-            for rollout, array in zip(self.rollouts, arrays, strict=True):
-                if array.shape != (len(rollout),) or not bool(np.isfinite(array).all()):
-                    raise ValueError(f"batch: {name} of rollout {rollout.id!r} must be finite, shaped ({len(rollout)},)")
-        for name in ("constants", "correction_constants"):
-            object.__setattr__(self, name, {key: float(value) for key, value in getattr(self, name).items()})
+            if [array.shape for array in arrays] != shapes:
+                raise ValueError(f"batch: {name} must be one array per rollout, of the shapes {shapes}")
+            if arrays:
+                _check_finite(np.concatenate(arrays), self.rollouts, name)
 
     def __eq__(self, other: object) -> bool:
         return equal_records(self, other)
@@ -74,22 +75,26 @@ class Batch:
         **settings: Any,  # noqa: ANN401  (the other fields)
     ) -> Batch:
         """From arrays over the tokens of all rollouts, one after another; they are checked as a whole."""
-        stops = np.cumsum([len(rollout) for rollout in rollouts]).tolist()
-        columns = {
-            "advantages": frozen(advantages, np.float32, "advantages"),
-            "weights": frozen(weights, np.float32, "weights"),
-        }
-        for name, column in columns.items():
-            if column.shape != ((stops or [0])[-1],):
-                raise ValueError(f"batch: {name} have shape {column.shape} but there are {(stops or [0])[-1]} tokens")
-            if not bool(np.isfinite(column).all()):
-                at = bisect.bisect_right(stops, int(np.isfinite(column).argmin()))
-                raise ValueError(f"batch: {name} of rollout {rollouts[at].id!r} must be finite")
-        places = list(map(slice, [0, *stops[:-1]], stops))
-        arrays = {name: tuple(map(column.__getitem__, places)) for name, column in columns.items()}
         checked = cls(rollouts=(), advantages=(), weights=(), **settings)
+        offsets = np.cumsum([0, *map(len, rollouts)]).tolist()
+        slices = list(map(slice, offsets[:-1], offsets[1:]))
+        arrays = {}
+        for name, values in (("advantages", advantages), ("weights", weights)):
+            column = frozen(values, np.float32, name)
+            if column.shape != (offsets[-1],):
+                raise ValueError(f"batch: {name} have shape {column.shape} but there are {offsets[-1]} tokens")
+            _check_finite(column, rollouts, name)
+            arrays[name] = tuple(map(column.__getitem__, slices))
         return trusted_copy(checked, {"rollouts": tuple(rollouts), **arrays})
 
     @property
     def num_tokens(self) -> int:
         return sum(len(rollout) for rollout in self.rollouts)
+
+
+def _check_finite(column: Array, rollouts: Sequence[Rollout], name: str) -> None:
+    is_finite = np.isfinite(column)
+    if not is_finite.all():
+        stops = np.cumsum([len(rollout) for rollout in rollouts])
+        rollout = rollouts[int(np.searchsorted(stops, is_finite.argmin(), side="right"))]
+        raise ValueError(f"batch: {name} of rollout {rollout.id!r} must be finite")

@@ -1,257 +1,331 @@
-"""Many rollouts as columns: one value that `wire.encode` takes in one frame, and that is checked in one go.
+"""Rollouts, batches and episodes as columns: the form in which they travel and are saved.
 
-A rollout alone costs a header of twenty fields and a check of each. In columns the tokens of all lie one after another
-and so do their calls, and a check runs over the whole length; what few rollouts have is there for those few.
+A frame of one rollout alone would cost a header of twenty fields, and a check of each. In columns, the tokens of all
+rollouts lie one after another and are checked together. `frames.encode` takes what `pack_rollouts` returns:
 
-    ids, episodes, groups       one text per rollout
-    numbers                     [5, R] int64: index, length, which policy, which lineage, how many calls
-    policies, lineages          the distinct ones
-    token_ids … versions        [sum of lengths], each of the dtype it has in a rollout
-    calls                       the same for the calls of all rollouts: numbers, times, distinct engines and settings
-    parent, rewards, step_rewards, scored, unscored, routing, mask, columns     only where a rollout has one
+    rollouts                    one list per field (id, episode, …, length), with a value for each rollout
+    token_ids … versions        [sum of lengths] arrays, each of the dtype it has in a rollout
+    calls, parent, rewards …    one list per field, with a value for each call, parent or reward; `row` is its rollout
+    settings                    the distinct samplings of the calls
 
-What is small lies together in few arrays, for an array costs microseconds on its way whatever its size.
-`unpack_rollouts` refuses whatever `Rollout` itself would refuse, with a `WireError` that names the rollout.
+`unpack_rollouts` refuses what `Rollout` itself would refuse (`headrace.records.check`), with a `WireError`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from collections import defaultdict
+from itertools import islice
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from headrace.records.batch import Batch
+from headrace.records.check import TOKEN_ARRAYS, check_calls, check_optional_fields, check_tokens
+from headrace.records.episode import Episode
 from headrace.records.frames import WireError
-from headrace.records.read_columns import ESCAPES, OPTIONAL, REASONS, SETTINGS, unpack_batch, unpack_rollouts, unpack_samplings
-from headrace.records.rollout import TOKEN_ARRAYS
-from headrace.records.sampling import Scored
+from headrace.records.rollout import Rollout
+from headrace.records.sampling import Call, FinishReason, InfraAbort, Invalid, Sampling, SamplingMask, Scored
+from headrace.records.validate import frozen, trusted_many
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from headrace.records.batch import Batch
-    from headrace.records.rollout import Rollout
-    from headrace.records.sampling import Sampling
+    from headrace.records.sampling import Outcome
     from headrace.records.validate import Array
 
-__all__ = ["pack_batch", "pack_rollouts", "pack_samplings", "unpack_batch", "unpack_rollouts", "unpack_samplings"]
+_TABLES: dict[str, dict[str, type | tuple[type, ...]]] = {
+    "rollouts": {"id": str, "episode": str, "group": str, "index": int, "policy": str, "lineage": str, "length": int},
+    "calls": {
+        "row": int,
+        "start": int,
+        "stop": int,
+        "engine": str,
+        "finish_reason": str,
+        "started": float,
+        "finished": float,
+        "settings": int,
+        "seed": int,
+    },
+    "parent": {"row": int, "id": str, "at": int},
+    "rewards": {"row": int, "name": str, "value": float},
+    "step_rewards": {"row": int, "at": int, "value": float},
+    "outcome": {"row": int, "value": (float, Invalid, InfraAbort)},
+    "expert_routing": {"row": int, "array": np.ndarray},
+    "sampling_mask": {"row": int, "mask": SamplingMask},
+    "columns": {"row": int, "name": str, "array": np.ndarray},
+}
+"""The columns of each table and the types of their values. A table with no rows is left out."""
+_REQUIRED = {"rollouts", "settings", *TOKEN_ARRAYS}
+_REASONS = {reason.value: reason for reason in FinishReason}
+_SETTINGS = tuple(field.name for field in dataclasses.fields(Sampling) if field.name != "seed")
+_settings_of = attrgetter(*_SETTINGS)
+_BATCH_SETTINGS = {field.name for field in dataclasses.fields(Batch)} - {"rollouts", "advantages", "weights"}
+_EPISODE_FIELDS = tuple(field.name for field in dataclasses.fields(Episode) if field.name != "rollouts")
+
+
+# Packing
 
 
 def pack_rollouts(rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    """Columns of these rollouts, in order. Raises `WireError` for a field that no column holds without loss."""
-    policies, policy = _coded([rollout.policy for rollout in rollouts], "policy")
-    lineages, lineage = _coded([rollout.lineage for rollout in rollouts], "lineage")
-    packed = {
-        "ids": _texts([rollout.id for rollout in rollouts], "id"),
-        "episodes": _texts([rollout.episode for rollout in rollouts], "episode"),
-        "groups": _texts([rollout.group for rollout in rollouts], "group"),
-        "policies": policies,
-        "lineages": lineages,
-        "numbers": _table(
-            index=[rollout.index for rollout in rollouts],
-            length=[len(rollout.token_ids) for rollout in rollouts],
-            policy=policy,
-            lineage=lineage,
-            calls=[len(rollout.calls) for rollout in rollouts],
-        ),
+    """Columns of these rollouts, in order. Raises `WireError` for a value of the wrong type."""
+    rows = list(enumerate(rollouts))
+    calls = [(row, call) for row, r in rows for call in r.calls]
+    settings, codes = _distinct([call.sampling for _, call in calls])
+    tables: dict[str, list[tuple[Any, ...]]] = {
+        "rollouts": [(r.id, r.episode, r.group, r.index, r.policy, r.lineage, len(r.token_ids)) for r in rollouts],
+        "calls": [
+            (row, c.start, c.stop, c.engine, c.finish_reason.value, float(c.started), float(c.finished), code, c.sampling.seed)
+            for (row, c), code in zip(calls, codes, strict=True)
+        ],
+        "parent": [(row, *r.parent) for row, r in rows if r.parent is not None],
+        "rewards": [(row, name, value) for row, r in rows for name, value in r.rewards.items()],
+        "step_rewards": [(row, at, value) for row, r in rows for at, value in r.step_rewards],
+        "outcome": [(row, r.outcome if r.reward is None else float(r.reward)) for row, r in rows if r.outcome is not None],
+        "expert_routing": [(row, r.expert_routing) for row, r in rows if r.expert_routing is not None],
+        "sampling_mask": [(row, r.sampling_mask) for row, r in rows if r.sampling_mask is not None],
+        "columns": [(row, name, array) for row, r in rows for name, array in r.columns.items()],
     }
-    for name, dtype in TOKEN_ARRAYS.items():
-        packed[name] = _joined(list(map(attrgetter(name), rollouts)), dtype)
-    for name, pack in _PACK_OPTIONAL.items():
-        column = pack(rollouts)
-        if column is not None:
-            packed[name] = column
-    return packed
+    packed: dict[str, Any] = {name: _table(name, table) for name, table in tables.items() if table or name == "rollouts"}
+    packed |= {name: _joined(list(map(attrgetter(name), rollouts)), dtype) for name, dtype in TOKEN_ARRAYS.items()}
+    return {**packed, "settings": settings}
 
 
 def pack_samplings(samplings: Sequence[Sampling]) -> dict[str, Any]:
-    """The distinct settings, which of them each is, and the seeds."""
+    """The distinct settings, which of them each sampling has, and the seeds."""
     settings, codes = _distinct(samplings)
-    return {"settings": settings, "numbers": _table(sampling=codes, seed=[sampling.seed for sampling in samplings])}
+    seeds = [sampling.seed for sampling in samplings]
+    return {"settings": settings, "codes": codes, "seeds": _checked_list(seeds, int, "seeds")}
+
+
+def pack_batch(batch: Batch) -> dict[str, Any]:
+    """A batch, its rollouts as columns."""
+    return {
+        "rollouts": pack_rollouts(batch.rollouts),
+        "advantages": _joined(batch.advantages, np.float32),
+        "weights": _joined(batch.weights, np.float32),
+        "settings": {name: getattr(batch, name) for name in _BATCH_SETTINGS},
+    }
+
+
+def pack_episodes(episodes: Sequence[Episode]) -> dict[str, Any]:
+    """A dict for each episode, and the rollouts of all of them as columns."""
+    return {
+        "episodes": [{name: getattr(episode, name) for name in _EPISODE_FIELDS} for episode in episodes],
+        "num_rollouts": [len(episode.rollouts) for episode in episodes],
+        "rollouts": pack_rollouts([rollout for episode in episodes for rollout in episode.rollouts]),
+    }
+
+
+def _table(name: str, rows: list[tuple[Any, ...]]) -> dict[str, list[Any]]:
+    kinds = _TABLES[name]
+    columns = map(list, zip(*rows, strict=True)) if rows else ([] for _ in kinds)
+    return {
+        column: _checked_list(values, kind, f"{name}: {column}")
+        for (column, kind), values in zip(kinds.items(), columns, strict=True)
+    }
 
 
 def _distinct(samplings: Sequence[Sampling]) -> tuple[list[Sampling], list[int]]:
-    """Settings that differ in more than their seed, and which of them each is."""
+    """The samplings that differ in more than their seed, and which of them each one is."""
     keys = list(map(_settings_of, samplings))
     codes = {key: code for code, key in enumerate(dict.fromkeys(keys))}
     last = dict(zip(keys, samplings, strict=True))
     return [last[key].with_seed(0) for key in codes], list(map(codes.__getitem__, keys))
 
 
-def pack_batch(batch: Batch) -> dict[str, Any]:
-    """A batch with its rollouts in columns."""
-    return {
-        "rollouts": pack_rollouts(batch.rollouts),
-        "advantages": _joined(batch.advantages, np.float32),
-        "weights": _joined(batch.weights, np.float32),
-        "loss": batch.loss,
-        "constants": batch.constants,
-        "correction": batch.correction,
-        "correction_constants": batch.correction_constants,
-        "kl": batch.kl,
-        "kl_weight": batch.kl_weight,
-        "version": batch.version,
-    }
-
-
-_settings_of = attrgetter(*SETTINGS)
-_REASON_CODES = {reason: code for code, reason in enumerate(REASONS)}
-
-
-def _pack_calls(rollouts: Sequence[Rollout]) -> dict[str, Any] | None:
-    calls = [call for rollout in rollouts for call in rollout.calls]
-    if not calls:
-        return None
-    engines, engine = _coded([call.engine for call in calls], "engine")
-    settings, sampling = _distinct([call.sampling for call in calls])
-    return {
-        "engines": engines,
-        "settings": settings,
-        "numbers": _table(
-            start=[call.start for call in calls],
-            stop=[call.stop for call in calls],
-            engine=engine,
-            reason=[_REASON_CODES[call.finish_reason] for call in calls],
-            sampling=sampling,
-            seed=[call.sampling.seed for call in calls],
-        ),
-        "times": _floats([[call.started for call in calls], [call.finished for call in calls]], "time of a call"),
-    }
-
-
-def _pack_parent(rollouts: Sequence[Rollout]) -> dict[str, Any] | None:
-    found = [(row, *rollout.parent) for row, rollout in enumerate(rollouts) if rollout.parent is not None]
-    if not found:
-        return None
-    rows, ids, places = map(list, zip(*found, strict=True))
-    return {"rows": _whole(rows, "row"), "ids": _texts(ids, "parent"), "at": _whole(places, "parent")}
-
-
-def _pack_rewards(rollouts: Sequence[Rollout]) -> dict[str, Any] | None:
-    found = [(row, name, value) for row, rollout in enumerate(rollouts) for name, value in rollout.rewards.items()]
-    if not found:
-        return None
-    rows, names, values = map(list, zip(*found, strict=True))
-    distinct, codes = _coded(names, "reward")
-    return {"names": distinct, "numbers": _table(row=rows, name=codes), "values": _floats(values, "reward")}
-
-
-def _pack_step_rewards(rollouts: Sequence[Rollout]) -> dict[str, Any] | None:
-    found = [(row, at, value) for row, rollout in enumerate(rollouts) for at, value in rollout.step_rewards]
-    if not found:
-        return None
-    rows, places, values = map(list, zip(*found, strict=True))
-    return {"rows": _whole(rows, "row"), "at": _whole(places, "step reward"), "values": _floats(values, "step reward")}
-
-
-def _pack_scored(rollouts: Sequence[Rollout]) -> dict[str, Any] | None:
-    found = [(row, rollout.outcome.reward) for row, rollout in enumerate(rollouts) if isinstance(rollout.outcome, Scored)]
-    if not found:
-        return None
-    rows, values = map(list, zip(*found, strict=True))
-    return {"rows": _whole(rows, "row"), "values": _floats(values, "outcome")}
-
-
-def _pack_unscored(rollouts: Sequence[Rollout]) -> dict[str, Any] | None:
-    found = [(row, r.outcome) for row, r in enumerate(rollouts) if r.outcome is not None and not isinstance(r.outcome, Scored)]
-    if not found:
-        return None
-    rows, outcomes = map(list, zip(*found, strict=True))
-    return {"rows": _whole(rows, "row"), "outcomes": outcomes}
-
-
-def _pack_routing(rollouts: Sequence[Rollout]) -> list[dict[str, Any]] | None:
-    return _blocks((row, "", r.expert_routing) for row, r in enumerate(rollouts) if r.expert_routing is not None)
-
-
-def _pack_columns(rollouts: Sequence[Rollout]) -> list[dict[str, Any]] | None:
-    return _blocks((row, name, array) for row, r in enumerate(rollouts) for name, array in r.columns.items())
-
-
-def _pack_mask(rollouts: Sequence[Rollout]) -> dict[str, Any] | None:
-    found = [(row, rollout.sampling_mask) for row, rollout in enumerate(rollouts) if rollout.sampling_mask is not None]
-    if not found:
-        return None
-    return {
-        "rows": _whole([row for row, _ in found], "row"),
-        "counts": _joined([np.diff(mask.offsets) for _, mask in found], np.int64),
-        "ids": _joined([mask.ids for _, mask in found], np.int32),
-    }
-
-
-_PACK_OPTIONAL: dict[str, Callable[[Sequence[Rollout]], Any]] = {
-    "calls": _pack_calls,
-    "parent": _pack_parent,
-    "rewards": _pack_rewards,
-    "step_rewards": _pack_step_rewards,
-    "scored": _pack_scored,
-    "unscored": _pack_unscored,
-    "routing": _pack_routing,
-    "mask": _pack_mask,
-    "columns": _pack_columns,
-}
-assert _PACK_OPTIONAL.keys() == OPTIONAL
-
-
-def _blocks(arrays: Iterable[tuple[int, str, Array]]) -> list[dict[str, Any]] | None:
-    """Arrays of one name, dtype and shape of a row, one after another."""
-    alike: dict[tuple[Any, ...], list[tuple[int, Array]]] = defaultdict(list)
-    for row, name, array in arrays:
-        alike[name, array.dtype.str, array.shape[1:]].append((row, array))
-    blocks = [
-        {
-            "name": name,
-            "rows": _whole([row for row, _ in members], "row"),
-            "values": _joined([array for _, array in members], members[0][1].dtype.type),
-        }
-        for (name, *_), members in alike.items()
-    ]
-    return blocks or None
-
-
-def _texts(values: list[str], name: str) -> list[str]:
-    if not all(isinstance(value, str) for value in values):
-        raise WireError(f"{name} must be text to travel")
-    return values
-
-
-def _coded(values: list[str], name: str) -> tuple[list[str], list[int]]:
-    """The distinct ones, and which of them each is."""
-    codes = {value: code for code, value in enumerate(dict.fromkeys(_texts(values, name)))}
-    return list(codes), list(map(codes.__getitem__, values))
-
-
-def _table(**columns: list[int]) -> Array:
-    """[columns, rows] int64."""
-    values = list(columns.values())
-    table = np.array(values) if values[0] else np.zeros((len(values), 0), dtype=np.int64)
-    if table.dtype != np.int64:
-        for name, column in columns.items():
-            _whole(column, name)
-    table.flags.writeable = False
-    return table
-
-
-def _whole(values: list[int], name: str) -> Array:
-    """As int64, refusing what would be rounded or cut off."""
-    array = np.array(values) if values else np.zeros(0, dtype=np.int64)
-    if array.dtype != np.int64:
-        raise WireError(f"{name} must be a whole number of 64 bits to travel")
-    array.flags.writeable = False
-    return array
-
-
-def _floats(values: list[float] | list[list[float]], name: str) -> Array:
-    try:
-        array = np.array(values, dtype=np.float64)
-    except ESCAPES:
-        raise WireError(f"{name} must be a number to travel") from None
-    array.flags.writeable = False
-    return array
-
-
 def _joined(arrays: Sequence[Array], dtype: type) -> Array:
     joined: Array = np.concatenate(arrays) if len(arrays) else np.zeros(0, dtype=dtype)
     joined.flags.writeable = False
     return joined
+
+
+# Unpacking: what arrives may be anything
+
+
+def unpack_rollouts(packed: Any) -> list[Rollout]:  # noqa: ANN401  (whatever arrived)
+    """The rollouts of `pack_rollouts`; their tokens are views of the columns."""
+    with _wire_errors("rollouts"):
+        _check_keys(packed, _REQUIRED, optional=_TABLES.keys())
+        ids, episodes, groups, indexes, policies, lineages, lengths = _read_table(packed, "rollouts")
+        if min(lengths, default=0) < 0:
+            raise WireError("rollouts: length must be ≥ 0")
+        total = sum(lengths)
+        tokens = {name: _read_array(packed[name], dtype, total, name) for name, dtype in TOKEN_ARRAYS.items()}
+        offsets = np.cumsum([0, *lengths])
+        check_tokens(tokens, ids=ids, offsets=offsets)
+        calls = _read_calls(packed, source=tokens["source"], ids=ids, offsets=offsets)
+        slices = list(map(slice, offsets[:-1].tolist(), offsets[1:].tolist()))
+        optional = _read_optional_fields(packed, num=len(ids))
+        columns: dict[str, Sequence[Any]] = {
+            "id": ids,
+            "episode": episodes,
+            "group": groups,
+            "index": indexes,
+            "policy": policies,
+            "lineage": lineages,
+            **{name: list(map(array.__getitem__, slices)) for name, array in tokens.items()},
+            "calls": calls,
+            "finish_reason": [each[-1].finish_reason if each else None for each in calls],
+            **optional,
+            "media": [None] * len(ids),
+        }
+        rollouts = trusted_many(Rollout, columns, num=len(ids))
+        for row in {row for name in optional if name in packed for row in packed[name]["row"]}:
+            check_optional_fields(rollouts[row])
+        return rollouts
+
+
+def unpack_samplings(packed: Any) -> list[Sampling]:  # noqa: ANN401
+    """The samplings of `pack_samplings`."""
+    with _wire_errors("samplings"):
+        _check_keys(packed, {"settings", "codes", "seeds"})
+        codes, seeds = (_checked_list(packed[name], int, name) for name in ("codes", "seeds"))
+        return _read_samplings(packed["settings"], codes, seeds)
+
+
+def unpack_batch(packed: Any) -> Batch:  # noqa: ANN401
+    """The batch of `pack_batch`."""
+    with _wire_errors("batch"):
+        _check_keys(packed, {"rollouts", "advantages", "weights", "settings"})
+        _check_keys(packed["settings"], _BATCH_SETTINGS)
+        rollouts = unpack_rollouts(packed["rollouts"])
+        total = sum(map(len, rollouts))
+        arrays = {name: _read_array(packed[name], np.float32, total, name) for name in ("advantages", "weights")}
+        return Batch.from_columns(rollouts, **arrays, **packed["settings"])
+
+
+def unpack_episodes(packed: Any) -> list[Episode]:  # noqa: ANN401
+    """The episodes of `pack_episodes`."""
+    with _wire_errors("episodes"):
+        _check_keys(packed, {"episodes", "num_rollouts", "rollouts"})
+        rollouts = unpack_rollouts(packed["rollouts"])
+        counts = _checked_list(packed["num_rollouts"], int, "num_rollouts")
+        if min(counts, default=0) < 0 or sum(counts) != len(rollouts):
+            raise WireError(f"num_rollouts must be ≥ 0 and add up to {len(rollouts)}")
+        episodes, rest = _checked_list(packed["episodes"], dict, "episodes"), iter(rollouts)
+        for fields in episodes:
+            _check_keys(fields, set(_EPISODE_FIELDS))
+        return [Episode(**fields, rollouts=tuple(islice(rest, count))) for fields, count in zip(episodes, counts, strict=True)]
+
+
+def _read_calls(packed: dict[str, Any], *, source: Array, ids: list[str], offsets: Array) -> list[tuple[Call, ...]]:
+    rows, starts, stops, engines, reasons, started, finished, codes, seeds = _read_table(packed, "calls", num=len(ids))
+    whole = [np.array(column, dtype=np.int64) for column in (rows, starts, stops)]
+    check_calls(*whole, source=source, ids=ids, offsets=offsets)
+    columns: dict[str, Sequence[Any]] = {
+        "start": starts,
+        "stop": stops,
+        "engine": engines,
+        "sampling": _read_samplings(packed["settings"], codes, seeds),
+        "finish_reason": list(map(_REASONS.__getitem__, reasons)),
+        "started": started,
+        "finished": finished,
+    }
+    calls = iter(trusted_many(Call, columns, num=len(rows)))
+    return [tuple(islice(calls, count)) for count in np.bincount(whole[0], minlength=len(ids)).tolist()]
+
+
+def _read_optional_fields(packed: dict[str, Any], *, num: int) -> dict[str, list[Any]]:
+    """The fields only some rollouts have, for all of them; not checked against the number of tokens yet."""
+    fields: dict[str, list[Any]] = {name: [None] * num for name in _OPTIONAL}
+    fields["rewards"], fields["columns"] = [{} for _ in range(num)], [{} for _ in range(num)]
+    fields["step_rewards"] = [()] * num
+    for name, build in _OPTIONAL.items():
+        rows, *columns = _read_table(packed, name, num=num)
+        entries: dict[int, list[tuple[Any, ...]]] = defaultdict(list)
+        for row, entry in zip(rows, zip(*columns, strict=True), strict=True):
+            entries[row].append(entry)
+        for row, of_rollout in entries.items():
+            fields[name][row] = build(of_rollout)
+    return fields
+
+
+def _one(entries: list[tuple[Any, ...]]) -> Any:  # noqa: ANN401
+    if len(entries) > 1:
+        raise WireError("a rollout has two values of a field")
+    return entries[0] if len(entries[0]) > 1 else entries[0][0]
+
+
+def _by_name(entries: list[tuple[Any, ...]]) -> dict[str, Any]:
+    named = {name: frozen(value, None, name) if isinstance(value, np.ndarray) else value for name, value in entries}
+    if len(named) < len(entries):
+        raise WireError(f"a rollout has two values of one name, out of {', '.join(named)}")
+    return named
+
+
+def _outcome(entries: list[tuple[Any, ...]]) -> Outcome:
+    value: Outcome | float = _one(entries)
+    return Scored(value) if isinstance(value, float) else value
+
+
+_OPTIONAL: dict[str, Callable[[list[tuple[Any, ...]]], Any]] = {
+    "parent": _one,
+    "rewards": _by_name,
+    "step_rewards": tuple,
+    "outcome": _outcome,
+    "expert_routing": lambda entries: frozen(_one(entries), None, "expert_routing"),
+    "sampling_mask": _one,
+    "columns": _by_name,
+}
+"""How the value of a field is made of the table entries of its rollout."""
+
+
+def _read_samplings(settings: object, codes: list[int], seeds: list[int]) -> list[Sampling]:
+    distinct = _checked_list(settings, Sampling, "settings")
+    if codes and not 0 <= min(codes) <= max(codes) < len(distinct):
+        raise WireError(f"settings: a code is none of the {len(distinct)} there are")
+    chosen = list(map(distinct.__getitem__, codes))
+    columns: dict[str, Sequence[Any]] = {name: list(map(attrgetter(name), chosen)) for name in _SETTINGS}
+    if len(seeds) != len(codes) or (seeds and not -(1 << 63) <= min(seeds) <= max(seeds) < 1 << 63):
+        raise WireError(f"seeds must be {len(codes)} numbers of 64 bits")
+    return trusted_many(Sampling, {**columns, "seed": seeds}, num=len(codes))
+
+
+def _read_table(packed: dict[str, Any], name: str, *, num: int | None = None) -> list[list[Any]]:
+    """The columns of a table, in the order of `_TABLES`; its rows name some of `num` rollouts, in order."""
+    kinds = _TABLES[name]
+    if name not in packed:
+        return [[] for _ in kinds]
+    _check_keys(packed[name], kinds.keys(), where=f"{name}: ")
+    columns = [_checked_list(packed[name][column], kind, f"{name}: {column}") for column, kind in kinds.items()]
+    if len(set(map(len, columns))) > 1:
+        raise WireError(f"{name}: its columns must be equally long")
+    if num is not None and columns[0]:
+        rows = columns[0]
+        if rows[0] < 0 or rows[-1] >= num or rows != sorted(rows):
+            raise WireError(f"{name}: rows must name {num} rollouts in order")
+    return columns
+
+
+def _read_array(value: object, dtype: type, length: int, name: str) -> Array:
+    if not isinstance(value, np.ndarray) or value.dtype != dtype or value.shape != (length,):
+        raise WireError(f"{name} must be an array of {length} {np.dtype(dtype).name}")
+    return frozen(value, dtype, name)
+
+
+def _checked_list(values: Any, kind: type | tuple[type, ...], name: str) -> list[Any]:  # noqa: ANN401
+    """The values, if they are a list of exactly these types."""
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    if not isinstance(values, list) or not set(kinds).issuperset(map(type, values)):
+        raise WireError(f"{name} must be a list of {' or '.join(each.__name__ for each in kinds)}")
+    return values
+
+
+def _check_keys(packed: Any, required: Any, *, optional: Any = frozenset(), where: str = "") -> None:  # noqa: ANN401
+    if not isinstance(packed, dict):
+        raise WireError(f"{where}must be a dict, not a {type(packed).__name__}")
+    if not required <= packed.keys() <= required | optional:
+        odd = sorted(map(str, (required - packed.keys()) | (packed.keys() - required - optional)))
+        raise WireError(f"{where}missing or unknown keys: {', '.join(odd)}")
+
+
+@contextlib.contextmanager
+def _wire_errors(what: str) -> Iterator[None]:
+    """Turns whatever malformed data raises on its way through into a `WireError`."""
+    try:
+        yield
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
+        raise WireError(f"packed {what}: {error}") from error

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from headrace.records.rollout import Rollout, check_outcome
+from headrace.records.check import check_outcome
 from headrace.records.sampling import Outcome, Scored
 from headrace.records.validate import Plain, check_kind, check_plain, trusted_copy
+
+if TYPE_CHECKING:
+    from headrace.records.rollout import Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,14 +21,14 @@ class Episode:
     id: str
     group: str
     task: dict[str, Plain]
-    """The row, as plain data."""
+    """The row of the task source."""
     rollouts: tuple[Rollout, ...] = ()
     """One; several when agents interact or a history forks."""
     environment: str = "single_turn"
     started: float = 0.0
     finished: float = 0.0
     attempts: int = 1
-    """How often it was begun, faults of the machinery included."""
+    """How often it was started, retries after faults included."""
     outcome: Outcome | None = None
 
     def __post_init__(self) -> None:
@@ -36,7 +39,7 @@ class Episode:
 
     def replace(self, **changes: Any) -> Episode:  # noqa: ANN401
         """A copy with some fields changed, checked again where a check could fail."""
-        if not changes.keys() <= _FREE_OF_EPISODE:
+        if not changes.keys() <= _CHANGEABLE:
             return dataclasses.replace(self, **changes)
         if "rollouts" in changes:
             changes["rollouts"] = tuple(changes["rollouts"])
@@ -61,4 +64,5 @@ class Episode:
         return self.outcome.reward if isinstance(self.outcome, Scored) else None
 
 
-_FREE_OF_EPISODE = frozenset({"attempts", "outcome", "rollouts", "started", "finished"})
+_CHANGEABLE = frozenset({"attempts", "outcome", "rollouts", "started", "finished"})
+"""Fields whose change does not require checking the task again."""

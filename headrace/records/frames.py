@@ -1,19 +1,19 @@
-"""Bytes for the records of `headrace.records`: a msgpack header and the raw buffers of its arrays. No pickle.
+"""Values as bytes: a msgpack header and the raw buffers of its arrays. No pickle.
 
 A frame is
 
     magic b"HRW" + schema (1 byte) | crc32 (4) | header length (4) | body length (8) | header | zeros | body
 
 all little-endian. Arrays appear in the header as (dtype, shape, offset, length) and lie in the body, 8-byte aligned,
-so that decoding copies nothing. A key that begins with "$" is ours; a user's own gets one more "$" on its way.
-Everything a frame claims about itself is checked before memory is taken for it, and the records check themselves when
+so that decoding copies nothing. Keys that start with "$" are reserved; a user's own such key gets one more "$" in the frame.
+Small records travel field by field; rollouts, batches and episodes as columns (`headrace.records.columns`).
+Everything a frame claims about itself is checked before memory is allocated for it, and records check themselves when
 they are made: bytes that are not a frame give a `WireError`, never another error.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import enum
 import math
 import struct
 import zlib
@@ -22,58 +22,36 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import msgpack
 import numpy as np
 
-from headrace.records.batch import Batch
-from headrace.records.episode import Episode
-from headrace.records.manifest import Manifest, TensorInfo
-from headrace.records.rollout import Rollout
-from headrace.records.sampling import Call, InfraAbort, Invalid, Sampling, SamplingMask, Scored
+from headrace.records.manifest import Manifest
+from headrace.records.sampling import InfraAbort, Invalid, Sampling, SamplingMask, Scored
 from headrace.records.weight_update import Part, WeightUpdate
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from headrace.records.validate import Array
 
-SCHEMA = 1
-"""Rises when a frame of the old form can no longer be read."""
+SCHEMA = 2
+"""Rises when frames of the old form can no longer be read."""
 MAX_FRAME = 2 << 30
 """Bytes; a frame that claims more is refused before it is read."""
 MAX_DEPTH = 64
-"""Nesting of plain data; deeper is refused."""
+"""Nesting of lists and dicts; deeper is refused."""
 
 _PREAMBLE = struct.Struct("<3sBIIQ")
 PREAMBLE_BYTES = _PREAMBLE.size
-"""What must be read of a frame to know how long it is."""
+"""How much of a frame must be read to know its length."""
 _MAGIC = b"HRW"
 _DTYPES = {
     name: np.dtype(name) for name in ("|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8")
 }
 _RECORDS: dict[str, type[Any]] = {
-    record.__name__: record
-    for record in (
-        Rollout,
-        Episode,
-        Batch,
-        WeightUpdate,
-        Part,
-        TensorInfo,
-        Manifest,
-        Call,
-        Sampling,
-        SamplingMask,
-        Scored,
-        Invalid,
-        InfraAbort,
-    )
+    record.__name__: record for record in (WeightUpdate, Part, Manifest, Sampling, SamplingMask, Scored, Invalid, InfraAbort)
 }
 _NAMES = {record: name for name, record in _RECORDS.items()}
 _FIELDS = {name: tuple(f.name for f in dataclasses.fields(record)) for name, record in _RECORDS.items()}
-_LATER: dict[str, dict[str, object]] = {"Sampling": {"stop": ()}}
-"""Fields that records have got since the schema was fixed, and what they hold in most. Where they hold it they do not
-travel: they cost nothing, and frames from before can still be read."""
-_REQUIRED = {name: frozenset(fields) - _LATER.get(name, {}).keys() for name, fields in _FIELDS.items()}
 _SCALARS = frozenset({type(None), bool, int, float, str})
-"""What stands in a header as it is; a list of nothing else needs no look at each."""
+"""Types that stand in a header as they are; a list of nothing else needs no look at each item."""
 _ARRAY = "$array"
 _RECORD = "$record"
 
@@ -83,7 +61,7 @@ class WireError(ValueError):
 
 
 def encode(value: object) -> bytes:
-    """A frame holding a record, or lists and dicts of records, arrays and plain data."""
+    """A frame of plain data, arrays and small records, nested in lists and dicts."""
     buffers: list[bytes | memoryview] = []
     size = 0
 
@@ -103,7 +81,7 @@ def encode(value: object) -> bytes:
             return {_ARRAY: [array.dtype.str, list(array.shape), start, array.nbytes]}
         name = _NAMES.get(type(item))
         if name is not None:
-            return {_RECORD: name} | {field: plain(getattr(item, field), depth + 1) for field in _sent_fields(name, item)}
+            return {_RECORD: name} | {field: plain(getattr(item, field), depth + 1) for field in _FIELDS[name]}
         if isinstance(item, list | tuple):
             if depth < MAX_DEPTH and _SCALARS.issuperset(map(type, item)):
                 return item
@@ -113,7 +91,7 @@ def encode(value: object) -> bytes:
                 raise WireError("keys must be strings")
             return {f"${key}" if key[:1] == "$" else key: plain(entry, depth + 1) for key, entry in item.items()}
         if isinstance(item, str | int | float):
-            return item.value if isinstance(item, enum.Enum) else _base(item)
+            return next(kind(item) for kind in (str, int, float) if isinstance(item, kind))  # an enum's, or numpy's, value
         raise WireError(f"a {type(item).__name__} does not travel")
 
     try:
@@ -129,20 +107,13 @@ def encode(value: object) -> bytes:
     return b"".join([_PREAMBLE.pack(_MAGIC, SCHEMA, checksum, len(header), size), *parts])
 
 
-def _sent_fields(name: str, record: object) -> Sequence[str]:
-    if name not in _LATER:
-        return _FIELDS[name]
-    later = _LATER[name]
-    return [field for field in _FIELDS[name] if field not in later or getattr(record, field) != later[field]]
-
-
 def _body_start(header_size: int) -> int:
-    """Where the body lies in a frame: on the next multiple of 8, so that its arrays are aligned."""
+    """Where the body starts in a frame: at the next multiple of 8, so that its arrays are aligned."""
     return -(-(_PREAMBLE.size + header_size) // 8) * 8
 
 
 def decode(frame: bytes | memoryview, *, max_bytes: int = MAX_FRAME) -> Any:  # noqa: ANN401  (what was encoded)
-    """The value in a frame; the whole of it must be there, and nothing more."""
+    """The value in a frame, which must be complete and followed by nothing."""
     frame = memoryview(frame)
     header_size, body_size, checksum = _read_preamble(frame, max_bytes=max_bytes)
     expected = _body_start(header_size) + body_size
@@ -151,7 +122,7 @@ def decode(frame: bytes | memoryview, *, max_bytes: int = MAX_FRAME) -> Any:  # 
         raise WireError(f"frame is {what}: {len(frame)} bytes where {expected} were announced")
     payload = frame[_PREAMBLE.size :]
     if zlib.crc32(payload) != checksum:
-        raise WireError("checksum differs: the frame was changed on its way")
+        raise WireError("checksum differs: the frame was changed in transit")
     try:
         header = msgpack.unpackb(payload[:header_size], raw=False, strict_map_key=True)
         return _revive(header, frame[_body_start(header_size) :], 0)
@@ -161,11 +132,6 @@ def decode(frame: bytes | memoryview, *, max_bytes: int = MAX_FRAME) -> Any:  # 
         raise WireError(f"malformed frame: {error}") from error
 
 
-def _base(item: str | int | float) -> str | int | float:
-    """A subclass of a plain type (numpy's float64 is one) as the plain type itself."""
-    return next(kind(item) for kind in (str, int, float) if isinstance(item, kind))
-
-
 def remaining_bytes(preamble: bytes, *, max_bytes: int = MAX_FRAME) -> int:
     """How many bytes of a frame follow its preamble."""
     header_size, body_size, _ = _read_preamble(memoryview(preamble), max_bytes=max_bytes)
@@ -173,7 +139,7 @@ def remaining_bytes(preamble: bytes, *, max_bytes: int = MAX_FRAME) -> int:
 
 
 def read_frames(file: BinaryIO) -> Iterator[Any]:
-    """The values of a file of frames, one after another; a frame cut off by a crash at the end is left out."""
+    """The values of a file of frames; a last frame that a crash left incomplete is left out."""
     while preamble := file.read(_PREAMBLE.size):
         if len(preamble) < _PREAMBLE.size:
             return
@@ -193,7 +159,7 @@ def _read_preamble(frame: memoryview, *, max_bytes: int) -> tuple[int, int, int]
     if schema != SCHEMA:
         raise WireError(f"frame has schema {schema}, this version reads {SCHEMA}")
     if _body_start(header_size) + body_size > max_bytes:
-        raise WireError(f"oversized frame: announces {header_size + body_size} bytes, at most {max_bytes} are taken")
+        raise WireError(f"oversized frame: announces {header_size + body_size} bytes, at most {max_bytes} are accepted")
     return header_size, body_size, checksum
 
 
@@ -219,7 +185,7 @@ def _revive(item: Any, body: memoryview, depth: int) -> Any:  # noqa: ANN401
     name = item[_RECORD]
     if name not in _RECORDS:
         raise WireError(f"unknown record {name!r}")
-    odd = sorted((_REQUIRED[name] - fields.keys()) | (fields.keys() - set(_FIELDS[name])))
+    odd = sorted(fields.keys() ^ set(_FIELDS[name]))
     if odd:
         raise WireError(f"record {name} has missing or unknown fields: {', '.join(odd)}")
     try:
@@ -233,7 +199,7 @@ def _revive_array(claim: Any, body: memoryview) -> Array:  # noqa: ANN401
         raise WireError("an array is described by dtype, shape, offset and length")
     dtype, shape, offset, length = claim
     if not isinstance(dtype, str) or dtype not in _DTYPES:
-        raise WireError(f"arrays of {dtype!r} are not taken")
+        raise WireError(f"arrays of {dtype!r} are not accepted")
     if not isinstance(shape, list) or len(shape) > 8 or not all(type(n) is int and n >= 0 for n in [*shape, offset, length]):
         raise WireError("an array's shape, offset and length must be whole numbers")
     count, kind = math.prod(shape), _DTYPES[dtype]

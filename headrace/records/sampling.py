@@ -1,7 +1,4 @@
-"""The small records a rollout is made of: where its tokens came from, how they were drawn, what was thought of them.
-
-Everyone takes them from `headrace.records`.
-"""
+"""The small records a rollout is made of: where its tokens came from, how they were sampled, how they were scored."""
 
 from __future__ import annotations
 
@@ -37,7 +34,7 @@ class FinishReason(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """The rollout was judged; `reward` is the number advantages are made of."""
+    """The rollout has a score; advantages are computed from `reward`."""
 
     reward: float
 
@@ -48,14 +45,14 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Invalid:
-    """Judged to have no score (every reward said "not applicable"): left out of training, counted as filtered."""
+    """No reward applies, so there is no score: left out of training, counted as filtered."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class InfraAbort:
-    """Something the policy cannot cause went wrong: dropped, counted as failed, retried while attempts last."""
+    """Something the policy cannot cause went wrong: dropped, counted as failed, retried while attempts remain."""
 
     reason: str
 
@@ -65,28 +62,30 @@ Outcome: TypeAlias = Scored | Invalid | InfraAbort
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """The distribution tokens are drawn from, and when to stop. Without it a logprob cannot be computed again."""
+    """The distribution tokens are sampled from, and when to stop. Without it a logprob cannot be recomputed."""
 
     temperature: float = 1.0
-    """0 is greedy; the recorded logprob is then 0, the choice being certain."""
+    """0 is greedy; the recorded logprob is then 0, because the choice is certain."""
     top_k: int = 0
-    """Keep the k likeliest tokens; 0 keeps all."""
+    """Keep the k most likely tokens; 0 keeps all."""
     top_p: float = 1.0
-    """Keep the smallest set of likeliest tokens that holds this much probability."""
+    """Keep the smallest set of most likely tokens that holds this much probability."""
     min_p: float = 0.0
-    """Keep tokens at least this fraction as likely as the likeliest."""
+    """Keep tokens at least this fraction as likely as the most likely one."""
     max_tokens: int = 256
     """At most this many new tokens in one call."""
     min_tokens: int = 0
-    """Stop tokens cannot be drawn before this many new tokens."""
+    """Stop tokens cannot be sampled before this many new tokens."""
     stop_ids: tuple[int, ...] = ()
     """Token ids that end the call; the stop token is part of the rollout."""
     stop: tuple[str, ...] = ()
-    """Texts that end the call; the tokens that complete one are part of the rollout, and the engine trims those after."""
+    """Stop strings; the tokens that complete one are part of the rollout, and the engine trims those after."""
     seed: int = 0
-    """With the token's position, the key of its random number: the same seed draws the same tokens in any batch."""
+    """With the token's position, the key of its random number: the same seed samples the same tokens in any batch."""
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_k", "top_p", "min_p", "max_tokens", "min_tokens", "seed"):
+            _require(isinstance(getattr(self, name), int | float), name, getattr(self, name), "a number")
         object.__setattr__(self, "stop_ids", tuple(int(i) for i in self.stop_ids))
         object.__setattr__(self, "stop", _checked_stop(self.stop))
         _require(self.temperature >= 0 and math.isfinite(self.temperature), "temperature", self.temperature, "≥ 0")
@@ -95,27 +94,26 @@ class Sampling:
         _require(0 <= self.min_p < 1, "min_p", self.min_p, "in [0, 1)")
         _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "≥ 1")
         _require(0 <= self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, "between 0 and max_tokens")
-        _require(-(1 << 63) <= self.seed < 1 << 63, "seed", self.seed, "a number of 64 bits")
+        _require(-(1 << 63) <= self.seed < 1 << 63, "seed", self.seed, "a 64-bit number")
 
     def with_seed(self, seed: int) -> Sampling:
-        """The same distribution drawn with other random numbers; nothing needs checking again."""
+        """The same distribution with other random numbers; nothing needs to be checked again."""
         return trusted_copy(self, {"seed": seed})
 
     @property
     def is_truncated(self) -> bool:
-        """True where some tokens cannot be drawn, so that a sampling mask is needed to compute the logprob again."""
+        """Whether some tokens cannot be sampled, so that recomputing a logprob needs a sampling mask."""
         return self.temperature > 0 and (
             self.top_k > 0 or self.top_p < 1 or self.min_p > 0 or (self.min_tokens > 0 and bool(self.stop_ids))
         )
 
 
 MAX_STOPS = 16
-"""Texts that may end one call; each is looked for after every token."""
+"""Stop strings of one call; each is searched for after every token."""
 
 
 def _checked_stop(stop: Sequence[str]) -> tuple[str, ...]:
-    is_list = isinstance(stop, tuple | list)  # a text is a sequence of texts too, but hardly meant as one
-    _require(is_list, "stop", stop, "a list of texts")
+    _require(isinstance(stop, tuple | list), "stop", stop, "a list of texts")  # a bare string is a sequence of texts too
     texts = tuple(stop)
     _require(len(texts) <= MAX_STOPS, "stop", texts, f"at most {MAX_STOPS} texts")
     for text in texts:
@@ -131,7 +129,7 @@ def _require(holds: bool, name: str, value: object, wanted: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One generate call: the half-open token span it added, and how it was drawn."""
+    """One generate call: the half-open span of tokens it added, and how they were sampled."""
 
     start: int
     stop: int
@@ -148,12 +146,16 @@ class Call:
         if not 0 <= self.start <= self.stop:
             raise ValueError(f"Call spans tokens {self.start} to {self.stop}")
 
+    def cut(self, at: int) -> Call:
+        """As if it had been interrupted before token `at`, unless it ended earlier."""
+        return self if self.stop <= at else trusted_copy(self, {"stop": at, "finish_reason": FinishReason.ABORT})
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingMask:
     """For each token, the ids the sampler could have chosen, ragged: row t is ids[offsets[t]:offsets[t+1]].
 
-    An empty row means the token was not restricted (a prompt token, or a draw from the whole vocabulary).
+    An empty row means the token was not restricted (a prompt token, or one sampled from the whole vocabulary).
     """
 
     offsets: Array
@@ -168,6 +170,11 @@ class SamplingMask:
         if offsets[0] != 0 or offsets[-1] != len(self.ids) or bool((np.diff(offsets) < 0).any()):
             raise ValueError(f"sampling_mask: offsets must rise from 0 to {len(self.ids)}, the number of ids")
 
+    def check_covers(self, num_tokens: int) -> None:
+        """Raise unless there is a row for each of so many tokens."""
+        if len(self.offsets) != num_tokens + 1:
+            raise ValueError(f"sampling_mask covers {len(self.offsets) - 1} of {num_tokens} tokens")
+
     def row(self, index: int) -> Array:
         """The ids token `index` could have been."""
         return self.ids[self.offsets[index] : self.offsets[index + 1]]
@@ -180,7 +187,7 @@ class SamplingMask:
         return cls(offsets=offsets, ids=np.concatenate(rows).astype(np.int32) if rows else np.zeros(0, np.int32))
 
     def cut(self, num_tokens: int) -> SamplingMask | None:
-        """Of the first tokens; None where none of them was restricted."""
+        """The mask of the first tokens; None if none of them was restricted."""
         offsets = self.offsets[: num_tokens + 1]
         return trusted_copy(self, {"offsets": offsets, "ids": self.ids[: offsets[-1]]}) if offsets[-1] else None
 

@@ -1,4 +1,4 @@
-"""What the records of `headrace.records` check themselves with: plain data, read-only arrays, equality to the bit."""
+"""Tools of the records: checks of plain data, read-only arrays, copies without checks, equality to the bit."""
 
 from __future__ import annotations
 
@@ -17,77 +17,65 @@ if TYPE_CHECKING:
 Record = TypeVar("Record")
 Array: TypeAlias = npt.NDArray[Any]
 Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | None"
-"""Data that survives JSON and msgpack unchanged: what a task row and a setting are made of."""
+"""Data that survives JSON and msgpack unchanged: task rows and settings consist of it."""
 MAX_NESTING = 32
-"""Of plain data; deeper is refused."""
+"""Levels of plain data; deeper is refused."""
 
 
-def check_plain(value: object, *, where: str, depth: int = 0) -> None:
-    """Raise unless `value` is plain data that can travel, naming the place that is not."""
-    if not _is_plain(value, depth):
-        _explain_plain(value, where, depth)
+def check_plain(value: object, *, where: str) -> None:
+    """Raise unless `value` is plain data that can travel; the error names the place that is not."""
+    problem = _problem_of(value, 0)
+    if problem:
+        raise ValueError(f"{where}{problem}")
 
 
-def _is_plain(value: Any, depth: int) -> bool:  # noqa: ANN401
-    """Whether it surely is: the common case, without a name for every place on the way."""
-    kind = type(value)
-    if kind is str:
-        return bool(value.isascii())
-    if kind is dict and depth < MAX_NESTING:
-        for key, item in value.items():
-            if type(key) is not str or not key.isascii() or not _is_plain(item, depth + 1):
-                return False
-        return True
-    if kind is list and depth < MAX_NESTING:
-        return all(_is_plain(item, depth + 1) for item in value)
-    if kind is int:
-        return bool(-(2**63) <= value < 2**64)
-    return kind is float or kind is bool or value is None
-
-
-def _explain_plain(value: object, where: str, depth: int) -> None:
-    """The whole rule, with the place in words."""
+def _problem_of(value: Any, depth: int) -> str:  # noqa: ANN401
+    """The path to the first place that is not plain and what is wrong there; empty if there is none."""
     if depth > MAX_NESTING:
-        raise ValueError(f"{where[:80]}… is nested deeper than {MAX_NESTING}")
+        return f" is nested deeper than {MAX_NESTING}"
     if isinstance(value, str):
-        _check_text(value, where)
-        return
-    if isinstance(value, int) and not -(2**63) <= value < 2**64:
-        raise ValueError(f"{where} = {value} does not fit 64 bits")
-    if value is None or isinstance(value, bool | int | float):
-        return
-    if isinstance(value, list):
-        for index, item in enumerate(value):
-            _explain_plain(item, f"{where}[{index}]", depth + 1)
-        return
+        return _problem_of_text(value)
+    if isinstance(value, int):
+        return "" if -(2**63) <= value < 2**64 else f" = {value} does not fit 64 bits"
+    if value is None or isinstance(value, float):
+        return ""
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
-                raise ValueError(f"{where}: key {key!r} is not a string")
-            _check_text(key, where)
-            _explain_plain(item, f"{where}[{key!r}]", depth + 1)
-        return
-    raise ValueError(f"{where} is a {type(value).__name__}; use strings, numbers, booleans, lists and dicts")
+                return f": key {key!r} is not a string"
+            problem = _problem_of_text(key)
+            if problem:
+                return problem
+            problem = _problem_of(item, depth + 1)
+            if problem:
+                return f"[{key!r}]{problem}"
+        return ""
+    if isinstance(value, list):
+        for index, item in enumerate(value):
+            problem = _problem_of(item, depth + 1)
+            if problem:
+                return f"[{index}]{problem}"
+        return ""
+    return f" is a {type(value).__name__}; use strings, numbers, booleans, lists and dicts"
 
 
-def check_messages(messages: Sequence[dict[str, Plain]]) -> None:
-    """Raise unless each holds text, a list of parts or calls of tools: a chat template writes anything else out, None as the
-    word."""
-    for index, message in enumerate(messages):
-        content = message.get("content")
-        if not isinstance(content, str | list) and not (content is None and message.get("tool_calls")):
-            raise ValueError(
-                f"message {index} of the prompt ({message.get('role')}) has the content {content!r}; give text, and '' where "
-                f"there is none"
-            )
-
-
-def _check_text(text: str, where: str) -> None:
+def _problem_of_text(text: str) -> str:
     if not text.isascii():
         try:
             text.encode()
         except UnicodeEncodeError:
-            raise ValueError(f"{where} holds half of a character (a lone surrogate); it cannot be written as UTF-8") from None
+            return " holds half of a character (a lone surrogate); it cannot be written as UTF-8"
+    return ""
+
+
+def check_messages(messages: Sequence[dict[str, Plain]]) -> None:
+    """Raise unless each message holds text, a list of parts or tool calls. A chat template would print anything else,
+    None as the word "None"."""
+    for index, message in enumerate(messages):
+        content = message.get("content")
+        if not isinstance(content, str | list) and not (content is None and message.get("tool_calls")):
+            role = message.get("role")
+            raise ValueError(f"message {index} of the prompt ({role}) has the content {content!r}; give text, or '' for none")
 
 
 def check_kind(value: object, kinds: type | tuple[type, ...], name: str) -> None:
@@ -130,7 +118,7 @@ def _is_writable_somewhere(array: Array) -> bool:
 
 
 def trusted(record: type[Record], fields: dict[str, Any]) -> Record:
-    """A frozen record made without its checks, for who has made them already. Every field must be there."""
+    """A frozen record made without its checks, for callers that have made them already. Every field must be given."""
     made, set_field = object.__new__(record), object.__setattr__
     for name, value in fields.items():
         set_field(made, name, value)
@@ -142,7 +130,7 @@ def trusted_copy(record: Record, changes: dict[str, Any]) -> Record:
     kind: type[Any] = type(record)
     values_of, setters = _slots(kind)  # type: ignore[arg-type]  # classes are hashable
     made: Record = object.__new__(kind)
-    any(map(call, setters, repeat(made), values_of(record)))  # setters return None: this sets all, and quickly
+    any(map(call, setters, repeat(made), values_of(record)))  # setters return None, so this sets every field, quickly
     for name, value in changes.items():
         object.__setattr__(made, name, value)
     return made
@@ -155,7 +143,7 @@ def _slots(record: type) -> tuple[Callable[[object], tuple[Any, ...]], tuple[Cal
 
 
 def trusted_many(record: type[Record], columns: dict[str, Sequence[Any]], *, num: int) -> list[Record]:
-    """As many of them, a column of `num` values for each field."""
+    """`num` records made without their checks, from one column of values for each field."""
     made = [object.__new__(record) for _ in range(num)]
     for name, column in columns.items():
         assert len(column) == num

@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError
 
 from headrace.buffer import Group
-from headrace.records import frames
+from headrace.records import frames, pack_episodes, unpack_episodes
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
@@ -53,7 +53,8 @@ class Checkpoint:
 
     def buffered(self) -> list[Group]:
         """The groups that waited in the buffer."""
-        return [Group(number=entry["number"], episodes=tuple(entry["episodes"])) for entry in self._read(BUFFER)]
+        groups = self._read(BUFFER)
+        return [Group(number=entry["number"], episodes=tuple(unpack_episodes(entry["episodes"]))) for entry in groups]
 
     def in_flight(self) -> list[dict[str, Any]]:
         """The entries of the groups in flight; none in a checkpoint from before they were kept."""
@@ -81,7 +82,7 @@ class CheckpointStore:
     ) -> Path:
         """Write `step-{version}`, and then remove the oldest past `keep`. `in_flight`: entries of the groups in flight."""
         waiting = {
-            BUFFER: [{"number": group.number, "episodes": list(group.episodes)} for group in buffered],
+            BUFFER: [{"number": group.number, "episodes": pack_episodes(group.episodes)} for group in buffered],
             PARTIAL: list(in_flight),
         }
         manifest = {"format": FORMAT, "version": version, **manifest}

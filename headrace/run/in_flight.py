@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from headrace.partial import is_over_age, is_resumable, still_history
-from headrace.records import Scored
+from headrace.records import Scored, pack_episodes, pack_rollouts, unpack_episodes, unpack_rollouts
 from headrace.staleness import too_old
 
 if TYPE_CHECKING:
@@ -156,7 +156,8 @@ class InFlightTable:
         for group in self.groups.values():
             unfinished = [rollout for each in group.episodes if each.ended is None for rollout in partials.get(each.id, ())]
             resumable = [rollout for rollout in unfinished if is_resumable(rollout)]
-            entries.append({"number": group.number, "episodes": group.ended, "rollouts": resumable})
+            columns = {"episodes": pack_episodes(group.ended), "rollouts": pack_rollouts(resumable)}
+            entries.append({"number": group.number, **columns})
         return entries
 
     async def _partial_rollouts(self) -> dict[str, list[Rollout]]:
@@ -178,12 +179,12 @@ class InFlightTable:
         lost = 0
         for entry in entries:
             records = {record.id: record for record in by_number[entry["number"]].episodes}
-            for episode in entry["episodes"]:
+            for episode in unpack_episodes(entry["episodes"]):
                 if too_old([episode], version=version, max_lag=max_lag, lineage=lineage):
                     lost += num_sampled([episode])
                 else:
                     records[episode.id].ended = episode
-            for saved in entry["rollouts"]:
+            for saved in unpack_rollouts(entry["rollouts"]):
                 kept = still_history(saved, lineage)
                 if kept and max_lag is not None and is_over_age(kept.oldest_version, next_version=version, max_lag=max_lag):
                     kept = None

@@ -103,7 +103,7 @@ def make_canary(token_ids: Array) -> Batch:
         started=0.0,
         finished=0.0,
     )
-    rollout = Rollout.from_prompt(ids[:1], id="canary").lengthened(
+    rollout = Rollout.from_prompt(ids[:1], id="canary").extend(
         call,
         token_ids=ids[1:],
         logprobs=np.zeros(count, dtype=np.float32),

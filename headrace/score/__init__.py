@@ -1,8 +1,9 @@
-"""What is good: reward functions, the typed outcomes they end in, and the advantages made of them.
+"""Reward functions, and the typed outcomes their results become.
 
-Errors are not zeros. What the policy can cause scores; a reward that raises, returns NaN or does not answer in time is
-`InfraAbort`: dropped, counted, retried. A reward that says None does not apply; if none applies the rollout is `Invalid`
-and filtered. `workers` are the threads that call plain rewards under a deadline.
+Errors are not zeros. What the policy can cause gets a score; a reward that raises, returns NaN or times out is an
+`InfraAbort`: dropped, counted, retried. A reward that returns None does not apply; if none applies, the rollout is `Invalid`
+and filtered. `rewards` calls a user's function in either of its forms, `scorer` makes outcomes of the results, and
+`workers` are the threads in which plain functions are called under a timeout.
 """
 
 from typing import TYPE_CHECKING
@@ -10,10 +11,9 @@ from typing import TYPE_CHECKING
 from headrace.front_door import front_door
 
 if TYPE_CHECKING:
-    from headrace.score.errors import RewardError as RewardError
     from headrace.score.rewards import GIVEN as GIVEN, RewardFunction as RewardFunction
     from headrace.score.scorer import RewardScorer as RewardScorer, Scorer as Scorer
     from headrace.score.settings import RewardSettings as RewardSettings
-    from headrace.score.workers import RewardWorkers as RewardWorkers
+    from headrace.score.workers import RewardError as RewardError, RewardWorkers as RewardWorkers
 else:
     __getattr__ = front_door(__name__)

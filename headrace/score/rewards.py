@@ -3,9 +3,9 @@
 - TRL's: `f(prompts, completions, completion_ids, **columns) -> list[float | None]`
 - per sample: `f(prompt, completion, **row) -> float | None`
 
-Which one it is shows in its parameter names. Both may be async. As in TRL, the batch form gets completions as messages
-where prompts are chats, and a message that the prompt began is moved from its prompt to the completion, whole; the
-per-sample form always gets the text that was generated.
+Its parameter names tell which form it has. Both may be async. As in TRL, the batch form gets completions as messages
+where prompts are chats, and an assistant message that the prompt started is moved to the completion as a whole; the
+per-sample form always gets the generated text.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ import asyncio
 import inspect
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from headrace.score.errors import RewardError
-from headrace.score.workers import TimedOut
+from headrace.score.workers import RewardError, TimedOut
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
@@ -28,12 +27,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 GIVEN = frozenset({"prompt", "prompts", "completion", "completions", "completion_ids"})
-"""What a reward gets whatever the columns of the tasks are."""
+"""What every reward can take, whatever the columns of the tasks are."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What a reward sees of a rollout."""
+    """The part of a rollout that a reward sees."""
 
     row: dict[str, Plain]
     completion: str
@@ -48,13 +47,17 @@ class Failure:
     cause: BaseException | None = None
 
 
+Result: TypeAlias = "float | Failure | None"
+"""Of one sample; None where the reward does not apply."""
+
+
 class _IsAsync(Exception):
     """A function that did not look async returned something to await."""
 
 
 _NO_SIGNALS = (
     "rewards are called in threads, where no signal handler can be set: switch off the time limit that sets one (math_verify: "
-    "parse(..., parsing_timeout=None) and verify(..., timeout_seconds=None)); reward.timeout is there in any case"
+    "parse(..., parsing_timeout=None) and verify(..., timeout_seconds=None)); reward.timeout applies in any case"
 )
 
 
@@ -65,16 +68,17 @@ class RewardFunction:
         if not callable(function):
             raise RewardError(f"reward: a {type(function).__name__} is not a function")
         if isinstance(function, RewardFunction):
-            name, function = name or function.name, function._function
+            name, function = name or function.name, function.function
         self.name: str = name or getattr(function, "__name__", type(function).__name__)
-        self._function: Callable[..., Any] = function
+        self.function: Callable[..., Any] = function
+        """What the user wrote."""
         parameters = inspect.signature(function).parameters.values()
         self._names = {p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD}
         self._takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
         variadic = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
         needed = [p.name for p in parameters if p.default is p.empty and p.kind not in variadic]
         self.required: list[str] = [name for name in needed if name not in GIVEN]
-        """Columns without which it cannot be called."""
+        """Columns it cannot be called without."""
         self._is_batched = bool(self._names & {"prompts", "completions"})
         self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
         if not self._is_batched and "completion" not in self._names and not self._takes_all:
@@ -85,147 +89,106 @@ class RewardFunction:
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:  # noqa: ANN401  (the user's own signature)
         """The function itself, as it was before `headrace.reward` named it."""
-        return self._function(*arguments, **keywords)
-
-    @property
-    def function(self) -> Callable[..., Any]:
-        """What the user wrote."""
-        return self._function
+        return self.function(*arguments, **keywords)
 
     async def score(
         self, samples: Sequence[Sample], *, attempts: int, deadline: float = 300.0, workers: RewardWorkers | None = None
-    ) -> list[float | Failure | None]:
-        """One result per sample; a batch that raises is taken apart and each tried alone, so that one cannot sink all.
+    ) -> list[Result]:
+        """One result per sample. If a batch raises, each sample is tried alone, so that one cannot fail all.
 
-        With `workers`, a plain function is called in their threads and under their deadline, never in this one.
+        With `workers`, a plain function is called in their threads and under their timeout; otherwise it is called here.
         """
         if workers is not None and not self.is_async:
             try:
-                return await (self._batch_beside if self._is_batched else self._each_beside)(samples, attempts, workers)
+                return await self._score_in_threads(samples, attempts, workers)
             except _IsAsync:
                 self.is_async = True
-        if not self._is_batched:
-            each = (self._one(sample, attempts=attempts, deadline=deadline) for sample in samples)
-            return await together(each, is_async=self.is_async)
-        for _ in range(attempts if len(samples) == 1 else 1):
+        if self._is_batched and len(samples) > 1:
+            whole = await self._attempt(samples, 1, deadline)
+            if isinstance(whole, list):
+                return whole
+        alone = (self._attempt([sample], attempts, deadline) for sample in samples)
+        return [_only(results) for results in await together(alone, is_async=self.is_async)]
+
+    async def _attempt(self, samples: Sequence[Sample], attempts: int, deadline: float) -> list[Result] | Failure:
+        for _ in range(attempts):
             try:
-                return self._listed(await self._call(self._columns(samples), deadline=deadline), samples)
+                result = self._call(samples)
+                if inspect.isawaitable(result):
+                    result = await self._await(result, deadline)
+                return self._checked_results(result, samples)
             except RewardError:
                 raise
             except Exception as error:  # noqa: BLE001  (whatever a user's function raises becomes a typed outcome)
                 failure = self._failed(error)
-        if len(samples) == 1:
-            return [failure]
-        alone = (self.score([sample], attempts=attempts, deadline=deadline) for sample in samples)
-        return [results[0] for results in await together(alone, is_async=self.is_async)]
-
-    async def _one(self, sample: Sample, *, attempts: int, deadline: float) -> float | Failure | None:
-        arguments = _arguments(sample)
-        for _ in range(attempts):
-            try:
-                return self._checked(await self._call(arguments, deadline=deadline))
-            except RewardError:
-                raise
-            except Exception as error:  # noqa: BLE001
-                failure = self._failed(error)
         return failure
 
-    async def _call(self, arguments: dict[str, Any], *, deadline: float) -> Any:  # noqa: ANN401
+    async def _await(self, result: Awaitable[T], deadline: float) -> T:
+        async def finished() -> T:
+            try:  # inside the task that `wait_for` makes: a `SystemExit` that leaves a task ends the whole event loop
+                return await result
+            except SystemExit as error:
+                raise self._exited(error) from error
+
         try:
-            result = self._function(**self._chosen(arguments))
-        except SystemExit as error:
-            raise self._exited(error) from error
-        if not inspect.isawaitable(result):
-            return result
-        try:
-            return await asyncio.wait_for(self._awaited(result), deadline)
+            return await asyncio.wait_for(finished(), deadline)
         except TimeoutError as error:
             raise TimeoutError(f"no answer within reward.timeout = {deadline:g} s") from error
 
-    async def _awaited(self, result: Awaitable[T]) -> T:
-        """In the task that `wait_for` makes of it: a `SystemExit` that leaves a task ends the whole event loop."""
-        try:
-            return await result
-        except SystemExit as error:
-            raise self._exited(error) from error
-
-    # In worker threads
-
-    async def _each_beside(
-        self, samples: Sequence[Sample], attempts: int, workers: RewardWorkers
-    ) -> list[float | Failure | None]:
-        def one(sample: Sample) -> float | Failure | None:
-            return self._tried(lambda: self._checked(self._call_here(_arguments(sample))), attempts, workers)
-
-        results = await workers.map(one, samples, name=self.name)
-        return [self._late(result, workers) if isinstance(result, TimedOut) else result for result in results]
-
-    async def _batch_beside(
-        self, samples: Sequence[Sample], attempts: int, workers: RewardWorkers
-    ) -> list[float | Failure | None]:
-        """A batch that timed out is taken apart too, but once and within one more `reward.timeout` for all, a quarter for
-        each: one that hangs does not sink its siblings, and four that do end it."""
+    async def _score_in_threads(self, samples: Sequence[Sample], attempts: int, workers: RewardWorkers) -> list[Result]:
+        """A batch that times out is split too, but with one attempt per sample, a quarter of `reward.timeout` for each and
+        one `reward.timeout` for all: one sample that hangs does not fail its siblings, and four that hang end the batch."""
         limit, budget, why = workers.timeout, math.inf, ""
-        if len(samples) > 1:
-            (whole,) = await workers.map(lambda batch: self._tried_batch(batch, 1, workers), [samples], name=self.name)
+        if self._is_batched and len(samples) > 1:
+            (whole,) = await workers.map(lambda batch: self._attempt_in_thread(batch, 1, workers), [samples], name=self.name)
             if isinstance(whole, list):
                 return whole
             if isinstance(whole, TimedOut):
                 attempts, limit, budget = 1, workers.timeout / 4, workers.timeout
                 why = f" for its batch, nor for it alone within {limit:g} s"
 
-        def alone(sample: Sample) -> float | Failure | None:
-            result = self._tried_batch([sample], attempts, workers)
-            return result if isinstance(result, Failure) else result[0]
+        def alone(sample: Sample) -> Result:
+            return _only(self._attempt_in_thread([sample], attempts, workers))
 
         results = await workers.map(alone, samples, name=self.name, limit=limit, budget=budget)
         return [self._late(result, workers, why) if isinstance(result, TimedOut) else result for result in results]
 
-    def _tried_batch(
-        self, samples: Sequence[Sample], attempts: int, workers: RewardWorkers
-    ) -> list[float | Failure | None] | Failure:
-        return self._tried(lambda: self._listed(self._call_here(self._columns(samples)), samples), attempts, workers)
-
-    def _tried(self, call: Callable[[], T], attempts: int, workers: RewardWorkers) -> T | Failure:
+    def _attempt_in_thread(self, samples: Sequence[Sample], attempts: int, workers: RewardWorkers) -> list[Result] | Failure:
         for attempt in range(attempts):
             if attempt:
-                workers.again()
+                workers.restart_deadline()
             try:
-                return call()
+                result = self._call(samples)
+                if inspect.isawaitable(result):
+                    if inspect.iscoroutine(result):
+                        result.close()
+                    raise _IsAsync
+                return self._checked_results(result, samples)
             except (RewardError, _IsAsync):
                 raise
             except Exception as error:  # noqa: BLE001
                 failure = self._failed(error)
         return failure
 
-    def _call_here(self, arguments: dict[str, Any]) -> Any:  # noqa: ANN401
+    def _call(self, samples: Sequence[Sample]) -> Any:  # noqa: ANN401  (what the user's function returns)
+        """Call the function with all samples; with the only one in the per-sample form."""
+        if self._is_batched:
+            arguments = _columns(samples)
+        else:
+            (sample,) = samples
+            arguments = {**sample.row, "completion": sample.completion, "completion_ids": sample.completion_ids}
+        if not self._takes_all:
+            arguments = {name: value for name, value in arguments.items() if name in self._names}
         try:
-            result = self._function(**self._chosen(arguments))
+            return self.function(**arguments)
         except SystemExit as error:
             raise self._exited(error) from error
-        if inspect.isawaitable(result):
-            if inspect.iscoroutine(result):
-                result.close()
-            raise _IsAsync
-        return result
 
-    # Both ways
-
-    def _chosen(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        return arguments if self._takes_all else {k: v for k, v in arguments.items() if k in self._names}
-
-    def _columns(self, samples: Sequence[Sample]) -> dict[str, Any]:
-        names = {name for sample in samples for name in sample.row} - {"prompt"}
-        columns: dict[str, Any] = {name: [sample.row.get(name) for sample in samples] for name in names}
-        pairs = [_as_in_trl(sample) for sample in samples]
-        columns["prompts"] = [prompt for prompt, _ in pairs]
-        columns["completions"] = [completion for _, completion in pairs]
-        columns["completion_ids"] = [sample.completion_ids for sample in samples]
-        return columns
-
-    def _listed(self, values: Any, samples: Sequence[Sample]) -> list[float | Failure | None]:  # noqa: ANN401
+    def _checked_results(self, values: Any, samples: Sequence[Sample]) -> list[Result]:  # noqa: ANN401
+        if not self._is_batched:
+            return [self._checked(values)]
         try:
-            if isinstance(values, str | bytes | dict):  # each is a sequence of something, and none of numbers
+            if isinstance(values, str | bytes | dict):  # iterable, but not a list of numbers
                 raise TypeError
             results = list(values)
         except TypeError:
@@ -233,6 +196,20 @@ class RewardFunction:
         if len(results) != len(samples):
             raise RewardError(f"reward {self.name!r} returned {len(results)} values for {len(samples)} completions")
         return [self._checked(value) for value in results]
+
+    def _checked(self, value: Any) -> Result:  # noqa: ANN401
+        if value is None:
+            return None
+        try:
+            if isinstance(value, str | bytes):  # float would accept "1"
+                raise TypeError
+            number = float(value)
+        except (TypeError, ValueError):
+            raise RewardError(
+                f"reward {self.name!r} returned {value!r}, which is not a number but a {type(value).__name__}; return a "
+                f"number, or None where the reward does not apply"
+            ) from None
+        return number if math.isfinite(number) else Failure(reason=f"reward {self.name!r} returned {number}")
 
     def _exited(self, error: SystemExit) -> RewardError:
         return RewardError(
@@ -244,49 +221,46 @@ class RewardFunction:
         advice = f"; {_NO_SIGNALS}" if _is_about_signals(error) else ""
         return Failure(reason=f"reward {self.name!r} raised {type(error).__name__}: {error}{advice}", cause=error)
 
-    def _late(self, result: TimedOut, workers: RewardWorkers, why: str = "") -> Failure:
+    def _late(self, result: TimedOut, workers: RewardWorkers, why: str) -> Failure:
         if result.cause is None:
             why = " for its batch, and then no time was left to try it alone"
         reason = f"reward {self.name!r} gave no answer within reward.timeout = {workers.timeout:g} s{why}"
         return Failure(reason=reason, cause=result.cause)
 
-    def _checked(self, value: Any) -> float | Failure | None:  # noqa: ANN401
-        if value is None:
-            return None
-        try:
-            if isinstance(value, str | bytes):  # float would take "1" for a number
-                raise TypeError
-            number = float(value)
-        except (TypeError, ValueError):
-            raise RewardError(
-                f"reward {self.name!r} returned {value!r}, which is not a number but a {type(value).__name__}; return a "
-                f"number, or None where the reward does not apply"
-            ) from None
-        return number if math.isfinite(number) else Failure(reason=f"reward {self.name!r} returned {number}")
-
 
 async def together(calls: Iterable[Coroutine[Any, Any, T]], *, is_async: bool) -> list[T]:
-    """Async calls at once. Plain ones one after another and without giving way, so that their time is theirs alone."""
+    """Run async calls concurrently. Run plain ones one after another, without yielding, so that their time is theirs alone."""
     return list(await asyncio.gather(*calls)) if is_async else [await call for call in calls]
 
 
+def _only(results: list[Result] | Failure) -> Result:
+    return results if isinstance(results, Failure) else results[0]
+
+
+def _columns(samples: Sequence[Sample]) -> dict[str, Any]:
+    """The arguments of the batch form."""
+    names = {name for sample in samples for name in sample.row} - {"prompt"}
+    columns: dict[str, Any] = {name: [sample.row.get(name) for sample in samples] for name in names}
+    pairs = [_as_in_trl(sample) for sample in samples]
+    columns["prompts"] = [prompt for prompt, _ in pairs]
+    columns["completions"] = [completion for _, completion in pairs]
+    columns["completion_ids"] = [sample.completion_ids for sample in samples]
+    return columns
+
+
 def _as_in_trl(sample: Sample) -> tuple[Any, Any]:
-    """(prompt, completion) of the batch form: a message that the prompt began is the completion's, whole."""
+    """(prompt, completion): an assistant message that the prompt started belongs to the completion, as a whole."""
     prompt: Any = sample.row["prompt"]
     if not isinstance(prompt, list):
         return prompt, sample.completion
     last = prompt[-1]
-    is_begun = last["role"] == "assistant" and isinstance(last["content"], str)
-    begun = last["content"] if is_begun else ""
-    return prompt[:-1] if is_begun else prompt, [{"role": "assistant", "content": begun + sample.completion}]
-
-
-def _arguments(sample: Sample) -> dict[str, Any]:
-    return {**sample.row, "completion": sample.completion, "completion_ids": sample.completion_ids}
+    if last["role"] == "assistant" and isinstance(last["content"], str):
+        return prompt[:-1], [{"role": "assistant", "content": last["content"] + sample.completion}]
+    return prompt, [{"role": "assistant", "content": sample.completion}]
 
 
 def _is_about_signals(error: BaseException | None) -> bool:
-    """Whether a handler was to be set outside the main thread; libraries like to wrap that error in one of their own."""
+    """Whether a signal handler was to be set outside the main thread; libraries often wrap that error in one of their own."""
     while error is not None:
         if isinstance(error, ValueError) and any(text in str(error) for text in ("only works in main thread", "signal.alarm")):
             return True

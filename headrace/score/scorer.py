@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from headrace.records import InfraAbort, Invalid, Scored
-from headrace.score.errors import RewardError
 from headrace.score.rewards import Failure, RewardFunction, Sample, together
+from headrace.score.workers import RewardError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -21,10 +21,10 @@ class Scorer(Protocol):
 
     @property
     def num_calls(self) -> int:
-        """Reward calls that have ended in threads of their own: progress within one `score`."""
+        """Reward calls that have ended in worker threads: progress within one `score`."""
 
     async def score(self, episodes: Sequence[Episode]) -> list[Episode]:
-        """The same episodes, in order, each with an outcome. Called by the score loop with whatever has finished."""
+        """The same episodes, in order, each with an outcome. The score loop calls it with whatever has finished."""
 
 
 class RewardScorer:
@@ -38,7 +38,7 @@ class RewardScorer:
         settings: RewardSettings,
         workers: RewardWorkers | None = None,
     ) -> None:
-        """`workers` call plain rewards in their threads; without them they are called in the event loop's."""
+        """`workers` call plain rewards in their threads; without them, rewards are called in the event loop's thread."""
         self._rewards = list(rewards)
         self._decode = decode
         self._settings = settings
@@ -85,6 +85,5 @@ class RewardScorer:
     def _count_failure(self, failure: Failure) -> None:
         self._failures_in_a_row += 1
         if self._failures_in_a_row >= self._settings.max_failures:
-            raise RewardError(
-                f"{self._failures_in_a_row} rewards failed in a row; the last: {failure.reason}"
-            ) from failure.cause
+            problem = f"{self._failures_in_a_row} rewards failed in a row; the last: {failure.reason}"
+            raise RewardError(problem) from failure.cause

@@ -10,21 +10,21 @@ from headrace.settings import ConfigError, check
 
 @dataclass(frozen=True, kw_only=True)
 class RewardSettings:
-    """What is good."""
+    """The reward functions, and what happens when one fails."""
 
     OPERATIONAL = ("timeout", "workers", "max_failures")
     functions: tuple[str, ...] = ()
-    """`module:name` or `file.py:name` of each reward function; empty takes the one that comes with the task."""
+    """`module:name` or `file.py:name` of each reward function; empty uses the one that comes with the task."""
     weights: tuple[float, ...] = ()
-    """One per function; empty weighs each 1."""
+    """One per function; empty gives each the weight 1."""
     timeout: float = 300.0
-    """Seconds one call of a reward may take; later counts as failed. `inline` cannot interrupt a plain function."""
+    """Seconds one call of a reward may take before it counts as failed. `inline` cannot interrupt a plain function."""
     workers: int = 1
-    """Threads that call plain rewards. With more than one, calls overlap and a reward must bear that; `inline` has none."""
+    """Threads that call plain rewards. With more than one, rewards must be thread-safe; `inline` has none."""
     attempts: int = 2
-    """How often a reward that raises is asked before its rollouts are counted as failed."""
+    """How often a reward that raises is called before its rollouts count as failed."""
     max_failures: int = 64
-    """Rollouts whose reward failed one after another before the run stops and shows the error."""
+    """Failed rewards in a row after which the run stops and shows the error."""
 
     def __post_init__(self) -> None:
         if self.weights and self.functions and len(self.weights) != len(self.functions):

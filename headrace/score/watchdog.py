@@ -1,9 +1,9 @@
-"""For rewards that hold the interpreter itself: a regular expression that backtracks for ever lets no other thread run.
+"""For rewards that never release the GIL: a regular expression that backtracks forever lets no other thread run.
 
-No deadline of ours can then be kept, for the event loop that would keep it is stopped too. `faulthandler` has a timer that
-needs no interpreter. It is wound up while reward calls are open and rewound whenever the event loop runs; when the loop
-has not run for `reward.timeout` and a margin, it writes the stacks of all threads to the run's log and ends the process
-with status 1. There is one such timer in a process.
+No timeout works then, because the event loop that would notice it is blocked too. The timer of `faulthandler` needs no
+interpreter. It is set while reward calls are in flight and set again whenever the event loop runs. When the loop has not
+run for `reward.timeout` plus a margin, the timer writes the stacks of all threads to the run's log and ends the process with
+status 1. A process has one such timer.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import faulthandler
 from typing import IO
 
 MARGIN = 30.0
-"""Seconds beyond `reward.timeout`: a loop that is only busy is not ended."""
+"""Seconds beyond `reward.timeout`, so that a loop that is merely busy is not ended."""
 
 
 class Watchdog:
-    """Wound up from the first open job until a beat finds none, so that busy scoring winds it up once in a while only."""
+    """The timer is set by the first job and then once per beat, until a beat finds no job in flight."""
 
     def __init__(self, file: IO[str], *, timeout: float, margin: float = MARGIN) -> None:
         self._file = file
@@ -25,14 +25,14 @@ class Watchdog:
         self._beat_every = margin / 3
         self._num_open = 0
         self._beating: asyncio.Task[None] | None = None
-        self._has_said = False
+        self._has_announced = False
 
     def opened(self) -> None:
-        """A job begins. Called in the event loop."""
+        """A job starts. Called in the event loop."""
         self._num_open += 1
         if self._beating is None:
-            self._say_once()
-            self._wind()
+            self._announce_once()
+            self._set_timer()
             self._beating = asyncio.get_running_loop().create_task(self._beat())
             self._beating.add_done_callback(self._stopped)  # also when the loop ends, which cancels its tasks
 
@@ -41,25 +41,25 @@ class Watchdog:
         self._num_open -= 1
 
     async def _beat(self) -> None:
-        """Rewinds while a job is open. Wakes by the clock: that it wakes is what is watched."""
+        """Set the timer again while a job is in flight. Woken by the clock; if it is not, the timer fires."""
         while True:
             await asyncio.sleep(self._beat_every)
             if not self._num_open:
                 return
-            self._wind()
+            self._set_timer()
 
-    def _wind(self) -> None:
+    def _set_timer(self) -> None:
         faulthandler.dump_traceback_later(self._after, file=self._file, exit=True)
 
     def _stopped(self, _: asyncio.Task[None]) -> None:
         faulthandler.cancel_dump_traceback_later()
         self._beating = None
 
-    def _say_once(self) -> None:
-        if not self._has_said:
-            self._has_said = True
+    def _announce_once(self) -> None:
+        if not self._has_announced:
+            self._has_announced = True
             self._file.write(
-                f"rewards: stacks of all threads below this line mean that a reward held the interpreter, and with it the "
-                f"whole run, for {self._after:g} s, as a regular expression can, and that the process was ended\n"
+                f"rewards: if stacks of all threads follow this line, a reward blocked the interpreter, and with it the whole "
+                f"run, for {self._after:g} s, as a regular expression can, and the process was ended\n"
             )
             self._file.flush()

@@ -1,19 +1,20 @@
-"""Threads that call plain rewards, so that a slow one holds up no event loop and one that hangs ends in a typed outcome.
+"""Threads that call plain rewards, so that a slow reward does not block the event loop and one that hangs times out.
 
         event loop                                     worker thread
-        map(function, items) ──── job ───────────────► takes an item, notes which and since when, calls
-           waits for the job's end, or for the         …
-           deadline of the call a worker is in         the next item
-           ◄─────────────────── all results, one hop ──┘
+        map(function, items) ──── job ───────────────► takes an item, notes which and since when, calls the function,
+           waits for the end of the job, or for        takes the next item, …
+           the deadline of a call                      │
+           ◄─────────────────── all results at once ───┘
 
-A call past its deadline is given up: its item becomes `TimedOut`, its thread is abandoned, for a thread cannot be killed,
-and a fresh one goes on with the items that are left. What an abandoned thread still returns is thrown away. Nothing is
-pickled: a reward from the user's own script works, and one worker, the default, calls rewards one at a time and in order.
+The item of a call past its deadline becomes `TimedOut`. Threads cannot be killed, so its thread is abandoned and a new one
+takes the remaining items; what an abandoned thread still returns is thrown away. Nothing is pickled, so a reward from the
+user's own script works. One worker, the default, calls rewards one at a time and in order.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import logging
 import math
@@ -26,7 +27,6 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from headrace.score.errors import RewardError
 from headrace.score.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -37,19 +37,23 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 MAX_STUCK = 8
-"""Threads stuck at once, or calls late one after another, at which the run stops."""
+"""Threads stuck at once, or timeouts in a row, at which the run stops."""
+
+
+class RewardError(ValueError):
+    """A reward function is wrong in a way that no retry can fix; the run stops and shows it."""
 
 
 @dataclass(frozen=True)
 class TimedOut:
-    """Stands for the result of a call that did not come back in time, or that there was no time left to make."""
+    """The result of a call that did not return in time, or that no time was left for."""
 
     cause: TimeoutError | None = None
-    """Its traceback is where the call was when it was given up; None if it was never made."""
+    """Its traceback is where the call was when it timed out; None if it was never made."""
 
 
 class _Job:
-    """Items to call one function with, and the results so far. Everything but `done` is guarded by the workers' lock."""
+    """A function, the items to call it with, and the results so far. The workers' lock guards everything but `done`."""
 
     def __init__(self, function: Callable[[Any], Any], items: Sequence[Any], *, name: str, limit: float, budget: float) -> None:
         self.function, self.items, self.name = function, items, name
@@ -64,17 +68,15 @@ class _Job:
         self.done: asyncio.Future[None] = self.loop.create_future()
 
     def drop_rest(self) -> None:
-        """Items not begun yet are left as they are."""
+        """Leave out the items that no worker has taken yet."""
         self.missing -= len(self.items) - self.taken
         self.taken = len(self.items)
 
     def settle(self) -> None:
-        """Wakes the coroutine that waits, from any thread, once nothing is missing."""
+        """Once nothing is missing, wake the coroutine that waits. Called in any thread."""
         if self.missing == 0:
-            try:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 self.loop.call_soon_threadsafe(self._wake)
-            except RuntimeError:  # the loop is closed: nobody waits any more
-                return
 
     def _wake(self) -> None:
         if not self.done.done():
@@ -82,7 +84,7 @@ class _Job:
 
 
 class _Worker:
-    """One thread, and what it is at."""
+    """One thread, and the call it is in."""
 
     def __init__(self, number: int, work: Callable[[_Worker], None]) -> None:
         self.job: _Job | None = None
@@ -93,10 +95,10 @@ class _Worker:
 
 
 class RewardWorkers:
-    """`num_threads` threads, started when first needed. Serves any number of coroutines, of any event loop."""
+    """`num_threads` threads, started when first needed. Any number of coroutines may use them, of any event loop."""
 
     def __init__(self, num_threads: int = 1, *, timeout: float, stacks: IO[str] | None = None) -> None:
-        """`stacks`: a file, the run's log. Where it is given a watchdog is kept: see `headrace.score.watchdog`."""
+        """`stacks` is the run's log; given one, a watchdog writes there (`headrace.score.watchdog`)."""
         assert num_threads >= 1 and timeout > 0
         self.timeout: float = timeout
         self._num_threads = num_threads
@@ -108,7 +110,7 @@ class RewardWorkers:
         self._late_in_a_row = 0
         self._is_closed = False
         self.num_calls = 0
-        """Calls that have ended, in time or not: while it rises, rewards are getting on."""
+        """Calls that have ended, in time or not: while it rises, rewards make progress."""
         self._changed = threading.Condition(threading.Lock())
         self._here = threading.local()
 
@@ -122,8 +124,8 @@ class RewardWorkers:
     ) -> list[T | TimedOut]:
         """`function` of each item, in order. What it raises ends the job and is raised here.
 
-        A call may take `limit` seconds (`timeout` if not given); none is begun later than `budget` seconds after the first.
-        Waits for the workers; woken by the last result, and by the clock when a call is late.
+        A call may take `limit` seconds (default `timeout`); none starts later than `budget` seconds after the first.
+        Waits for the workers; woken by the last result, and by the clock when a call may have timed out.
         """
         if not items:
             return []
@@ -141,12 +143,12 @@ class RewardWorkers:
             raise job.error
         return cast("list[T | TimedOut]", job.results)
 
-    def again(self) -> None:
-        """Called in a worker by a function that begins its call anew: its deadline counts from now."""
+    def restart_deadline(self) -> None:
+        """Called in a worker thread by a function that retries: its deadline counts from now."""
         self._here.worker.since = time.monotonic()
 
     def close(self) -> None:
-        """Idle threads end, the others after their call; none is waited for."""
+        """Idle threads end now, the others after their call; none is waited for."""
         with self._changed:
             self._is_closed = True
             for job in self._jobs:
@@ -173,7 +175,7 @@ class RewardWorkers:
         worker.thread.start()
 
     def _abandon_late(self, soonest: float) -> float:
-        """Gives up every call past its deadline, whoever waits for it; returns the seconds until the next could be."""
+        """Abandon every call past its deadline, whichever job it belongs to; the seconds until the next could be late."""
         with self._changed:
             now = time.monotonic()
             for worker in list(self._workers):
@@ -222,7 +224,7 @@ class RewardWorkers:
                 outcome, error = None, raised
 
     def _turn(self, worker: _Worker, outcome: object, error: BaseException | None) -> _Job | None:
-        """Leaves the result of the call before, if it is still wanted, and takes the next item. None ends the thread.
+        """Store the result of the last call, if it is still wanted, and take the next item. None ends the thread.
 
         Waits for a job; woken by `map` and `close`.
         """
@@ -231,7 +233,7 @@ class RewardWorkers:
                 self._stuck.discard(worker)
                 return None
             if worker.job is not None:
-                self._leave(worker.job, worker.index, outcome, error)
+                self._store(worker.job, worker.index, outcome, error)
                 worker.job = None
             while not self._is_closed:
                 job = self._next_job()
@@ -242,7 +244,7 @@ class RewardWorkers:
                 self._changed.wait()
             return None
 
-    def _leave(self, job: _Job, index: int, outcome: object, error: BaseException | None) -> None:
+    def _store(self, job: _Job, index: int, outcome: object, error: BaseException | None) -> None:
         self._late_in_a_row = 0
         self.num_calls += 1
         if error is None:

@@ -1,7 +1,8 @@
-"""Where tasks come from: rows with a `prompt` column and any others, which are passed to the reward.
+"""Where tasks come from: rows with a `prompt` column; all other columns are passed to the reward.
 
-`TaskStream` mixes sources by weight and is a pure function of (seed, position), so a resumed run goes on with the very
-next task. `builtin:sort_digits` needs no download; `reasoning_gym:NAME` makes the tasks of that package.
+`TaskStream` mixes sources by weight and is a pure function of (seed, position), so a resumed run continues with the
+next task. `builtin:sort_digits` needs no download; `reasoning_gym:NAME` makes the tasks of that package. To add generated
+tasks: one file, and one line in the table of `sources.py`.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""What is wrong with tasks, said to the user."""
+"""The error that tells a user what is wrong with the tasks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""`reasoning_gym:NAME`: the generated tasks of the reasoning-gym package, judged by their own scorers.
+"""`reasoning_gym:NAME`: the generated tasks of the reasoning-gym package, scored by their own scorers.
 
-A row names its task instead of holding it: the metadata that scorers read is not always plain data, but the same name, seed,
-options and number make the same task again.
+A row names its task instead of holding it, because the metadata that scorers read is not always plain data. The same name,
+seed, options and number make the same task again.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ if TYPE_CHECKING:
 
     from headrace.records import Plain
 
-PREFIX = "reasoning_gym:"
 INSTRUCTION = "Answer the question. Write the final answer, and nothing else, between <answer> and </answer>."
 _SIZE = 20_000
-"""Tasks to draw from where `size` is not given: as many as every one of the package's generators allows."""
+"""Tasks to choose from if `size` is not given: as many as every generator of the package allows."""
 _HELD_OUT_SHARE = 8
-"""One question in so many is held out: which ones depends on their text alone, so no seed ever trains on them."""
-_MOST_DRAWS = 2_000
-"""A split that none of so many questions belongs to is taken to be empty."""
-_MOST_EXAMPLES = 64
+"""One question in so many is held out. Which ones depends on their text alone, so no seed ever trains on them."""
+_MAX_TRIES = 2_000
+"""If none of so many questions belongs to a split, the split is taken to be empty."""
+_MAX_EXAMPLES = 64
 _EVALUATES = frozenset(
     [
         "binary_matrix",
@@ -43,27 +42,27 @@ _EVALUATES = frozenset(
         "string_insertion",
     ]
 )
-"""Tasks whose scorer hands the model's text to `eval`, or to sympy's parser, which does (reasoning-gym 0.1.25)."""
+"""Tasks whose scorer passes the model's text to `eval`, or to sympy's parser, which does so (reasoning-gym 0.1.25)."""
 _BAD_ANSWER = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""What scorers raise over an answer that they cannot read."""
+"""What scorers raise for an answer that they cannot read."""
 
 
 class ReasoningGym:
-    """Rows made on the fly; the same (seed, split, index) always gives the same row."""
+    """Rows made on demand; the same (seed, split, index) always gives the same row."""
 
     def __init__(self, name: str, *, seed: int, split: str, options: dict[str, Any]) -> None:
-        """`instruction` (the system message) and `examples` (solved tasks shown before each question) are options of ours;
-        all others are the generator's."""
+        """The options `instruction` (the system message) and `examples` (solved tasks shown before each question) are
+        Headrace's; all others are the generator's."""
         options = {"size": _SIZE, "instruction": INSTRUCTION, "examples": 0, **options}
         if "seed" in options:
-            raise _refused(name, f"options: seed = {options['seed']}: leave it out, the run's own seed is taken")
+            raise _refused(name, f"options: seed = {options['seed']}: leave it out, the run's own seed is used")
         instruction, examples = options.pop("instruction"), options.pop("examples")
         if not isinstance(instruction, str):
             raise _refused(name, f"options: instruction = {instruction!r}: must be text")
-        if type(examples) is not int or not 0 <= examples <= _MOST_EXAMPLES:
-            raise _refused(name, f"options: examples = {examples!r}: must be a whole number up to {_MOST_EXAMPLES}")
+        if type(examples) is not int or not 0 <= examples <= _MAX_EXAMPLES:
+            raise _refused(name, f"options: examples = {examples!r}: must be a whole number up to {_MAX_EXAMPLES}")
         self._name, self._run_seed, self._split = name, seed, split
-        # Generators add a task's number to the seed: from 0 and 1 they would make the same tasks but for one.
+        # Generators add a task's number to the seed: the seeds 0 and 1 would make the same tasks but for one.
         self._seed = int(np.random.SeedSequence(seed).generate_state(1)[0]) >> 1
         self._options = options
         self._dataset = _create(name, self._seed, options)
@@ -73,52 +72,49 @@ class ReasoningGym:
             self._before += self._example(index, answer="<answer>{}</answer>" if "<answer>" in instruction else "{}")
 
     def row(self, index: int) -> dict[str, Plain]:
-        number, entry = self._draw(self._split, index, is_held_out=self._split != "train")
+        number, entry = self._pick(self._split, index, is_held_out=self._split != "train")
         prompt: list[Plain] = [*self._before, {"role": "user", "content": entry["question"]}]
         origin: dict[str, Plain] = {"name": self._name, "seed": self._seed, "number": number, "options": dict(self._options)}
         return {"prompt": prompt, "answer": entry["answer"], "reasoning_gym": origin}
 
     def _example(self, index: int, *, answer: str) -> list[Plain]:
         """A question of the training split and its answer. Rows never ask it again."""
-        _, entry = self._draw("examples", index, is_held_out=False)
+        _, entry = self._pick("examples", index, is_held_out=False)
         if entry["answer"] is None:
             raise _refused(self._name, "options: examples: its tasks name no answer that could be shown; set it to 0")
         self._shown.add(entry["question"])
         question, shown = entry["question"], answer.format(entry["answer"])
         return [{"role": "user", "content": question}, {"role": "assistant", "content": shown}]
 
-    def _draw(self, stream: str, index: int, *, is_held_out: bool) -> tuple[int, dict[str, Any]]:
+    def _pick(self, stream: str, index: int, *, is_held_out: bool) -> tuple[int, dict[str, Any]]:
         random = np.random.default_rng((self._run_seed, zlib.crc32(stream.encode()), index))
-        for _ in range(_MOST_DRAWS):
+        for _ in range(_MAX_TRIES):
             number = int(random.integers(len(self._dataset)))
             entry = self._dataset[number]
             belongs = (zlib.crc32(entry["question"].encode()) % _HELD_OUT_SHARE == 0) == is_held_out
             if belongs and entry["question"] not in self._shown:
                 return number, entry
-        raise _refused(
-            self._name,
-            f"none of {_MOST_DRAWS} questions can be used for {stream}; there are too few different ones, choose options that "
-            f"make more",
-        )
+        problem = f"none of {_MAX_TRIES} questions can be used for {stream}; there are too few different ones"
+        raise _refused(self._name, f"{problem}, choose options that make more")
 
 
 def reward_of(name: str) -> Callable[..., float | None]:
-    """The task's own score, where that does not execute what the model wrote."""
+    """The task's own score, unless its scorer would execute what the model wrote."""
     if name in _EVALUATES:
-        problem = "its scorer evaluates the model's text as Python, which is not done here"
+        problem = "its scorer evaluates the model's text as Python, which Headrace does not allow"
         raise _refused(name, f"{problem}; name a reward of your own in reward.functions")
     return score_answer
 
 
 def score_answer(prompt: Any, completion: str, reasoning_gym: Any = None, **_: object) -> float | None:  # noqa: ANN401
-    """What the task's own scorer gives for the answer in a completion, from 0 to 1. None for rows of another source."""
+    """The score of the answer in a completion by the task's own scorer, from 0 to 1; None for rows of another source."""
     if reasoning_gym is None:
         return None
     origin = reasoning_gym
     dataset = _remembered(origin["name"], origin["seed"], json.dumps(origin["options"], sort_keys=True))
     entry = dataset[origin["number"]]
     if entry["question"] != prompt[-1]["content"]:
-        problem = f"task {origin['number']} reads otherwise than when it was drawn"
+        problem = f"task {origin['number']} reads differently from when it was made"
         raise _refused(origin["name"], f"{problem}; the generator depends on Python's hashing, set PYTHONHASHSEED=0")
     try:
         return float(dataset.score_answer(extract_answer(completion), entry))
@@ -127,7 +123,7 @@ def score_answer(prompt: Any, completion: str, reasoning_gym: Any = None, **_: o
 
 
 def extract_answer(completion: str) -> str:
-    """The text within the last <answer></answer>; without one, the last line that is not blank."""
+    """The text in the last <answer></answer>, or else the last line that is not blank."""
     start = completion.rfind("<answer>", 0, max(completion.rfind("</answer>"), 0))
     if start >= 0:
         return completion[start:].removeprefix("<answer>").partition("</answer>")[0].strip()
@@ -137,7 +133,7 @@ def extract_answer(completion: str) -> str:
 
 @lru_cache(maxsize=64)
 def _remembered(name: str, seed: int, options: str) -> Any:  # noqa: ANN401
-    """The reward's own copy of a source's dataset: it is called in threads, beside those that draw tasks."""
+    """The reward's own copy of a source's dataset: rewards are called in other threads than the one that makes tasks."""
     return _create(name, seed, json.loads(options))
 
 
@@ -147,7 +143,7 @@ def _create(name: str, seed: int, options: dict[str, Any]) -> Any:  # noqa: ANN4
     if name not in names:
         near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
         known = f"did you mean {' or '.join(near)}?" if near else f"there are: {', '.join(names)}"
-        raise _refused(name, f"reasoning-gym has no such task to draw from; {known}")
+        raise _refused(name, f"reasoning-gym has no such task; {known}")
     try:
         return factory.create_dataset(name, seed=seed, **options)
     except (AssertionError, TypeError, ValueError) as error:
@@ -159,9 +155,9 @@ def _package(name: str) -> Any:  # noqa: ANN401  (a module)
     try:
         import reasoning_gym.factory
     except ImportError as error:
-        raise _refused(name, f"needs `pip install reasoning-gym`, which headrace[gym] does ({error})") from error
+        raise _refused(name, f"needs `pip install reasoning-gym`, which headrace[gym] includes ({error})") from error
     return reasoning_gym.factory
 
 
 def _refused(name: str, problem: str) -> TaskError:
-    return TaskError(f"tasks: {PREFIX}{name}: {problem}")
+    return TaskError(f"tasks: reasoning_gym:{name}: {problem}")

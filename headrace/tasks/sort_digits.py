@@ -1,21 +1,40 @@
-"""`builtin:sort_digits`: write distinct digits in ascending order. The answer's length varies with the task's."""
+"""`builtin:sort_digits`: write distinct digits in ascending order. The length of the answer is that of the task."""
 
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from headrace.tasks.errors import TaskError
+
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from headrace.records import Plain
 
 _HELD_OUT_SHARE = 8
-"""One answer in so many is held out: which ones depends on the answer alone, so no order of its digits is ever trained."""
+"""One answer in so many is held out. Which ones depends on the answer alone, so no order of its digits is ever trained."""
+
+
+def open_source(name: str, *, seed: int, split: str, options: dict[str, Any]) -> SortDigits:
+    reward_of(name)
+    try:
+        return SortDigits(seed=seed, split=split, **options)
+    except TypeError as error:
+        problem = str(error).rpartition("() ")[2]  # without the name of the class
+        raise TaskError(f"tasks: builtin:{name}: options: {problem}") from error
+
+
+def reward_of(name: str) -> Callable[..., float]:
+    if name != "sort_digits":
+        raise TaskError(f"tasks: no built-in task {name!r}; there is sort_digits")
+    return partial_credit
 
 
 class SortDigits:
-    """Rows made on the fly; the same (seed, split, index) always gives the same row."""
+    """Rows made on demand; the same (seed, split, index) always gives the same row."""
 
     def __init__(self, *, seed: int, split: str, min_length: int = 3, max_length: int = 8) -> None:
         if not 2 <= min_length <= max_length <= 8:

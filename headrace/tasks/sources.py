@@ -1,4 +1,4 @@
-"""Sources of rows: lists, JSONL and parquet files, `datasets.Dataset`, built-in tasks and those of reasoning-gym."""
+"""Opens sources of tasks: lists of rows, JSONL and parquet files, `datasets.Dataset`, and generated tasks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TaskSource(Protocol):
 
 
 class RowSource:
-    """A finite list, walked again and again, each time in another order."""
+    """A finite list, repeated forever, in another order each time."""
 
     def __init__(self, rows: Iterable[Any], *, name: str, seed: int) -> None:
         self.name: str = name
@@ -46,8 +46,11 @@ class RowSource:
         return self.rows[int(self._order[place])]
 
 
-BUILTIN: dict[str, type[sort_digits.SortDigits]] = {"sort_digits": sort_digits.SortDigits}
-BUILTIN_REWARDS: dict[str, Callable[..., float]] = {"sort_digits": sort_digits.partial_credit}
+_GENERATORS: dict[str, tuple[Callable[..., TaskSource], Callable[[str], Callable[..., float | None]]]] = {
+    "builtin": (sort_digits.open_source, sort_digits.reward_of),
+    "reasoning_gym": (reasoning_gym.ReasoningGym, reasoning_gym.reward_of),
+}
+"""Generated tasks by the prefix of their names: what opens the source of a name, and the reward that comes with it."""
 
 
 def open_source(source: object, *, seed: int, split: str, options: dict[str, Any] | None = None) -> TaskSource:
@@ -55,18 +58,9 @@ def open_source(source: object, *, seed: int, split: str, options: dict[str, Any
 
     `split` is train or held_out.
     """
-    if isinstance(source, str) and source.startswith("builtin:"):
-        name = source.removeprefix("builtin:")
-        if name not in BUILTIN:
-            raise TaskError(f"tasks: no built-in task {name!r}; there is {', '.join(BUILTIN)}")
-        try:
-            return BUILTIN[name](seed=seed, split=split, **(options or {}))
-        except TypeError as error:
-            problem = str(error).rpartition("() ")[2]  # without the name of our class
-            raise TaskError(f"tasks: {source}: options: {problem}") from error
-    if isinstance(source, str) and source.startswith(reasoning_gym.PREFIX):
-        name = source.removeprefix(reasoning_gym.PREFIX)
-        return reasoning_gym.ReasoningGym(name, seed=seed, split=split, options=options or {})
+    prefix, name = _split_name(source)
+    if prefix in _GENERATORS:
+        return _GENERATORS[prefix][0](name, seed=seed, split=split, options=options or {})
     if options:
         raise TaskError(f"tasks: {source}: only built-in and reasoning-gym tasks have options, not {', '.join(options)}")
     if isinstance(source, str | Path):
@@ -76,11 +70,15 @@ def open_source(source: object, *, seed: int, split: str, options: dict[str, Any
     return RowSource(source, name="tasks", seed=seed)
 
 
-def builtin_reward(source: str) -> Callable[..., float | None] | None:
-    """The reward that comes with a task; None where there is none."""
-    if str(source).startswith(reasoning_gym.PREFIX):
-        return reasoning_gym.reward_of(source.removeprefix(reasoning_gym.PREFIX))
-    return BUILTIN_REWARDS.get(source.removeprefix("builtin:")) if str(source).startswith("builtin:") else None
+def builtin_reward(source: object) -> Callable[..., float | None] | None:
+    """The reward that comes with a source; None if it has none."""
+    prefix, name = _split_name(source)
+    return _GENERATORS[prefix][1](name) if prefix in _GENERATORS else None
+
+
+def _split_name(source: object) -> tuple[str, str]:
+    prefix, _, name = source.partition(":") if isinstance(source, str) else ("", "", "")
+    return prefix, name
 
 
 def _read(path: Path) -> Iterable[Any]:
@@ -114,17 +112,14 @@ def _checked(row: Any, where: str) -> Row:  # noqa: ANN401
         raise TaskError(f"{where} is a {type(row).__name__}, not a dict of columns")
     if "prompt" not in row:
         raise TaskError(f"{where} has no 'prompt' column; it has: {', '.join(map(str, row)) or 'nothing'}")
-    try:
-        check_plain(row, where=where)
-    except ValueError as error:
-        raise TaskError(str(error)) from error
     prompt = row["prompt"]
     is_chat = isinstance(prompt, list) and all(isinstance(m, dict) and "role" in m and "content" in m for m in prompt)
     if not prompt or not (isinstance(prompt, str) or is_chat):
         raise TaskError(f"{where}: 'prompt' must be text or a list of messages with role and content, and not empty")
-    if is_chat:
-        try:
+    try:
+        check_plain(row, where=where)
+        if is_chat:
             check_messages(prompt)
-        except ValueError as error:
-            raise TaskError(f"{where}: {error}") from error
+    except ValueError as error:
+        raise TaskError(str(error) if str(error).startswith(where) else f"{where}: {error}") from error
     return row

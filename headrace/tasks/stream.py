@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class TaskStream:
-    """Which source comes next is drawn from (seed, position); each source is walked in its own order."""
+    """The next source is chosen at random by (seed, position); each source has its own order."""
 
     def __init__(self, sources: Sequence[tuple[TaskSource, float]], *, seed: int) -> None:
         self.sources = [source for source, _ in sources]
@@ -27,12 +27,12 @@ class TaskStream:
         return sum(self._counts)
 
     def next(self) -> Row:
-        which = self._draw() if len(self.sources) > 1 else 0
+        which = self._choose() if len(self.sources) > 1 else 0
         row = self.sources[which].row(self._counts[which])
         self._counts[which] += 1
         return row
 
-    def _draw(self) -> int:
+    def _choose(self) -> int:
         number = np.random.default_rng((self._seed, self.position)).random()
         return min(int(np.searchsorted(self._edges, number, side="right")), len(self.sources) - 1)
 

@@ -31,7 +31,7 @@ def finished(token_ids: list[int]) -> Rollout:
     prompt, num = Rollout.from_prompt([7, 8], id="r"), len(token_ids)
     reason = FinishReason.STOP
     call = Call(start=2, stop=2 + num, engine="x", sampling=Sampling(), finish_reason=reason, started=0.0, finished=0.0)
-    return prompt.lengthened(
+    return prompt.extend(
         call,
         token_ids=np.array(token_ids, dtype=np.int32),
         logprobs=np.zeros(num, dtype=np.float32),
@@ -84,7 +84,7 @@ def test_a_final_message_of_the_assistant_is_left_open_to_be_gone_on_with(tokeni
 
 
 def test_a_message_without_content_is_refused_and_not_written_out_as_the_word_none(tokenizer) -> None:
-    with pytest.raises(ConfigError, match=r"message 1 of the prompt \(assistant\) has the content None; give text, and ''"):
+    with pytest.raises(ConfigError, match=r"message 1 of the prompt \(assistant\) has the content None; give text, or ''"):
         PromptEncoder(tokenizer).encode([*CHAT, {"role": "assistant", "content": None}])
 
 

@@ -22,7 +22,7 @@ def batch(*, groups: int = 3, siblings: int = 4) -> Batch:
     for group in range(groups):
         for index in range(siblings):
             made = make_rollouts([20 + 9 * index + group], prompt_tokens=12, vocabulary=90, seed=group)[0]
-            items.append(made.renamed(id=f"{group}/{index}", episode=f"{group}/{index}", group=str(group), index=index))
+            items.append(made.replace(id=f"{group}/{index}", episode=f"{group}/{index}", group=str(group), index=index))
     mask = np.concatenate([item.loss_mask for item in items])
     values = np.random.default_rng(0).normal(size=len(mask)).astype(np.float32)
     return Batch.from_columns(

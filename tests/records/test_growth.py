@@ -60,7 +60,7 @@ def test_a_lengthened_rollout_is_the_one_the_constructor_makes(
     old = rollout.expert_routing
     unknown = None if old is None else np.full((added, *old.shape[1:]), 255 if old.dtype == np.uint8 else -1, old.dtype)
     one_call = call(start, start + added, sampling=sampling)
-    made = rollout.lengthened(one_call, **new, policy="p", lineage="l", sampling_mask=mask)
+    made = rollout.extend(one_call, **new, policy="p", lineage="l", sampling_mask=mask)
     assert made == dataclasses.replace(
         rollout,
         policy="p",
@@ -81,10 +81,10 @@ def test_a_lengthened_rollout_is_the_one_the_constructor_makes(
 
 def test_later_changes_to_what_was_drawn_do_not_reach_the_rollout() -> None:
     given_arrays = drawn()
-    made = begun().lengthened(call(), **given_arrays)
+    made = begun().extend(call(), **given_arrays)
     for name in ("token_ids", "logprobs", "versions"):
         given_arrays[name][:] = 0
-    assert made == begun().lengthened(call(), **drawn())
+    assert made == begun().extend(call(), **drawn())
 
 
 def long_mask(length: int) -> SamplingMask:
@@ -111,13 +111,13 @@ def long_mask(length: int) -> SamplingMask:
 )
 def test_malformed_draws_are_refused_by_name(changes: dict, message: str) -> None:
     with pytest.raises(ValueError, match=f"rollout 'r': .*{message}"):
-        begun().lengthened(call(), **drawn(**changes))
+        begun().extend(call(), **drawn(**changes))
 
 
 @pytest.mark.parametrize(("start", "stop"), [(1, 4), (3, 6), (2, 4), (2, 6), (0, 3)])
 def test_a_call_goes_on_from_the_last_token_over_what_it_drew(start: int, stop: int) -> None:
     with pytest.raises(ValueError, match="rollout 'r'"):
-        begun().lengthened(call(start, stop), **drawn())
+        begun().extend(call(start, stop), **drawn())
 
 
 # Expert routing grows with its rollout
@@ -130,7 +130,7 @@ def rows(*experts: int, dtype: type = np.uint8) -> np.ndarray:
 
 def grown(old: np.ndarray | None, new: np.ndarray | None) -> np.ndarray | None:
     """The routing of the two tokens begun with and the three drawn."""
-    return dataclasses.replace(begun(), expert_routing=old).lengthened(call(), **drawn(expert_routing=new)).expert_routing
+    return dataclasses.replace(begun(), expert_routing=old).extend(call(), **drawn(expert_routing=new)).expert_routing
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int16])
@@ -167,7 +167,7 @@ def test_a_rollout_that_had_no_routing_takes_the_engines() -> None:
 
 def test_later_changes_to_the_engines_routing_do_not_reach_the_rollout() -> None:
     new = rows(1, 2, 3, 4, 255)
-    made = begun().lengthened(call(), **drawn(expert_routing=new))
+    made = begun().extend(call(), **drawn(expert_routing=new))
     new[:] = 9
     assert made.expert_routing is not None
     assert made.expert_routing.ravel().tolist() == [1, 2, 3, 4, 255]
@@ -183,7 +183,7 @@ def test_later_changes_to_the_engines_routing_do_not_reach_the_rollout() -> None
         (None, np.zeros((5, 1, 1), np.int32), "uint8 or int16"),
         (None, np.zeros((5, 1, 1), np.int64), "uint8 or int16"),
         (np.zeros((2, 1, 1), np.uint8), np.zeros((4, 1, 1), np.uint8), "5 tokens"),
-        (np.zeros((2, 1, 1), np.uint8), np.zeros((5, 1, 1), np.int16), "int16 but those it goes on from are .*uint8"),
+        (np.zeros((2, 1, 1), np.uint8), np.zeros((5, 1, 1), np.int16), "int16 but those before are .*uint8"),
         (np.zeros((2, 1, 1), np.uint8), np.zeros((5, 2, 1), np.uint8), "rows of .2, 1."),
         (np.zeros((2, 1, 2), np.uint8), np.zeros((5, 1, 1), np.uint8), "rows of .1, 1."),
     ],

@@ -392,7 +392,7 @@ def test_a_fork_between_calls_keeps_the_one_before_as_it_was() -> None:
 
 
 def test_a_fork_in_the_prompt_is_a_prompt() -> None:
-    fork = whole().forked(2, id="fork", episode="e2", group="g2", index=0)
+    fork = whole().forked(2, id="fork").replace(episode="e2", group="g2", index=0)
     assert fork == Rollout.from_prompt([10, 11], id="fork", episode="e2", group="g2", index=0).replace(
         policy="student",
         lineage="a1",
@@ -419,7 +419,7 @@ def test_a_call_that_drew_nothing_is_kept_only_before_the_fork() -> None:
 
 def test_a_fork_can_be_lengthened_and_forked_again() -> None:
     fork = whole().forked(3, id="fork")
-    longer = fork.lengthened(
+    longer = fork.extend(
         make_call(3, 4),
         token_ids=np.array([77], np.int32),
         logprobs=np.array([-1], np.float32),
@@ -523,6 +523,9 @@ def test_a_malformed_sampling_mask_is_refused(offsets, ids) -> None:
         ("max_tokens", 0),
         ("min_tokens", -1),
         ("min_tokens", 257),
+        ("temperature", np.array(1.0)),
+        ("max_tokens", "8"),
+        ("seed", None),
     ],
 )
 def test_sampling_outside_its_range_is_refused_by_name(name: str, value: float) -> None:

@@ -53,7 +53,7 @@ class Engine:
             started=0.0,
             finished=0.0,
         )
-        return rollout.lengthened(
+        return rollout.extend(
             call,
             token_ids=np.full(count, SIGNATURE[rollout.policy], dtype=np.int32),
             logprobs=np.full(count, -1.0, dtype=np.float32),

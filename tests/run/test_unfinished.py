@@ -17,7 +17,18 @@ from headrace.engine import InFlight
 from headrace.envs import EngineClient, SingleTurn
 from headrace.launch.stop import StopRequest
 from headrace.observe.inspect import read_rollouts
-from headrace.records import Episode, FinishReason, InfraAbort, Invalid, Rollout, Scored, Source, frames
+from headrace.records import (
+    Episode,
+    FinishReason,
+    InfraAbort,
+    Invalid,
+    Rollout,
+    Scored,
+    Source,
+    frames,
+    unpack_episodes,
+    unpack_rollouts,
+)
 from headrace.run.in_flight import GroupInFlight, InFlightTable
 from headrace.run.ledger import Ledger
 from headrace.run.policy import PolicyState, max_generate_calls
@@ -138,9 +149,9 @@ def test_a_group_is_as_old_as_its_oldest_token_that_may_be_trained():
     class Engine:
         async def in_flight(self):
             prompt = Rollout.from_prompt([1, 2], id="young/0", episode="young/0", group="young")
-            grown = prompt.renamed(id="grown/0", episode="grown/0", group="grown", index=0)
-            unknown = prompt.renamed(id="unknown/0", episode="unknown/0", group="unknown", index=0)
-            other = prompt.renamed(id="eval3/0", episode="eval3/0", group="eval3/0", index=0)
+            grown = prompt.replace(id="grown/0", episode="grown/0", group="grown", index=0)
+            unknown = prompt.replace(id="unknown/0", episode="unknown/0", group="unknown", index=0)
+            other = prompt.replace(id="eval3/0", episode="eval3/0", group="eval3/0", index=0)
             return [
                 InFlight.of(prompt, num_drawn=3, first=4, partial=lambda: prompt),
                 InFlight.of(grown, num_drawn=7, first=3, partial=lambda: grown),
@@ -260,7 +271,10 @@ def test_at_lag_0_what_is_too_many_is_given_up(tmp_path):
 
 def saved(folder, step: int) -> list[dict]:
     with (folder / "checkpoints" / f"step-{step}" / "partial.wire").open("rb") as file:
-        return list(frames.read_frames(file))
+        groups = list(frames.read_frames(file))
+    for group in groups:
+        group["episodes"], group["rollouts"] = unpack_episodes(group["episodes"]), unpack_rollouts(group["rollouts"])
+    return groups
 
 
 def note_generated(monkeypatch) -> list[str]:

@@ -377,7 +377,7 @@ def test_a_reward_that_holds_the_interpreter_ends_the_process_and_leaves_its_sta
     )
     assert done.returncode == 1 and done.stdout == "" and seconds < 20
     said = log.read_text()
-    assert "a reward held the interpreter" in said and "in hangs" in said and "Timeout" in said
+    assert "a reward blocked the interpreter" in said and "in hangs" in said and "Timeout" in said
 
 
 def test_the_watchdog_sleeps_when_nothing_is_scored(tmp_path) -> None:

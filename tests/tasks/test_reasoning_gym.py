@@ -201,7 +201,7 @@ def test_a_scorer_that_breaks_is_not_a_zero(fake, monkeypatch: pytest.MonkeyPatc
 def test_a_task_that_reads_otherwise_than_when_it_was_drawn_is_not_scored(fake) -> None:
     (row,) = rows_of(1)
     row["prompt"] = [{"role": "user", "content": "another question"}]
-    with pytest.raises(TaskError, match=r"reads otherwise than when it was drawn.*PYTHONHASHSEED=0"):
+    with pytest.raises(TaskError, match=r"reads differently from when it was made.*PYTHONHASHSEED=0"):
         builtin_reward(SUMS)(completion="5", **row)
 
 
