@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from headrace.bench.stubs import COMPLETION, PROMPT, answer
-from headrace.engine import EnginePool, Member
+from headrace.engine import EnginePool, RemoteEngine
 from headrace.records import Rollout, Sampling, pack_rollouts, unpack_rollouts, unpack_samplings
 from headrace.rpc import Listener, Peer, StreamClosed, connect
 from headrace.run import few_collections
@@ -35,11 +35,11 @@ async def _carry(in_flight: int, rounds: int) -> float:
     arriving = {channel: listener.expect("engine-0", channel) for channel in ("control", "data")}
     echo = threading.Thread(target=lambda: asyncio.run(_echo(listener.address)), daemon=True)
     echo.start()
-    member = Member("engine-0", control=Peer(await arriving["control"]), on_report=lambda *_: None)
-    member.data = Peer(await arriving["data"], notices=member.notices())
-    reading = [asyncio.ensure_future(peer.run()) for peer in (member.control, member.data)]
     pool = EnginePool()
-    await pool.join(member)
+    engine = RemoteEngine("engine-0", pool, control=Peer(await arriving["control"]), on_report=lambda *_: None)
+    engine.data = Peer(await arriving["data"], notices=engine.notices())
+    reading = [asyncio.ensure_future(peer.run()) for peer in (engine.control, engine.data)]
+    await pool.join(engine)
     prompts = [Rollout.from_prompt(np.arange(PROMPT) + 10, id=f"g{number // 8}/{number % 8}") for number in range(in_flight)]
     sampling = Sampling(max_tokens=COMPLETION)
     await asyncio.gather(*(pool.generate(prompt, sampling) for prompt in prompts))  # warm
@@ -47,7 +47,7 @@ async def _carry(in_flight: int, rounds: int) -> float:
     for _ in range(rounds):
         await asyncio.gather(*(pool.generate(prompt, sampling) for prompt in prompts))
     spent = time.thread_time() - started
-    for task, peer in zip(reading, (member.control, member.data), strict=True):
+    for task, peer in zip(reading, (engine.control, engine.data), strict=True):
         peer.stream.close()
         with contextlib.suppress(StreamClosed, asyncio.CancelledError):
             await task

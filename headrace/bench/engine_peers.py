@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
-from headrace.engine import lengthen
+from headrace.engine import append_call
 from headrace.records import Call, FinishReason, Rollout, Sampling
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ def _drawn_rollout(identity: str, prompt: tuple[int, ...], token_ids: list[int],
         started=0.0,
         finished=0.0,
     )
-    return lengthen(
+    return append_call(
         Rollout.from_prompt(list(prompt), id=identity),
         call,
         token_ids=np.asarray(token_ids, dtype=np.int32),

@@ -28,7 +28,7 @@ import numpy as np
 from headrace.bench.stubs import StubTrainer
 from headrace.bench.table import Row, report
 from headrace.config import make_recipe
-from headrace.engine import EngineState, Increment, InFlight, lengthen
+from headrace.engine import EngineState, Increment, InFlight, append_call
 from headrace.launch import LocalProcesses, UserInputs, model_folder, set_threads
 from headrace.observe import WAITING, Observer
 from headrace.partial import Interrupt
@@ -282,7 +282,7 @@ class InstantEngine:
             started=0.0,
             finished=0.0,
         )
-        return lengthen(
+        return append_call(
             rollout,
             call,
             token_ids=np.full(count, 10 + self._drawn // count % 7, dtype=np.int32),

@@ -96,7 +96,7 @@ def are_in_order(rollout: Rollout, *, old: int, new: int, before: int, after: in
 
 async def _drawn(engine: Engine) -> dict[str, int]:
     """By rollout: how many tokens of it are known."""
-    return {each.rollout.id: each.num_drawn for each in await engine.in_flight()}
+    return {each.rollout.id: each.num_sampled for each in await engine.in_flight()}
 
 
 async def _draw(engine: Engine, tokens: int, rolling: asyncio.Future[list[Rollout]]) -> None:
