@@ -11,8 +11,8 @@ import torch
 
 from headrace.config import Recipe, make_recipe, parse_recipe
 from headrace.engine import VllmSettings
+from headrace.engine.vllm.kind import choose_handover, gpu_share, gpus_of
 from headrace.engine.vllm.open import check_sampling, server_arguments
-from headrace.engine.vllm.placement import choose_handover, gpu_share, gpus_of
 from headrace.launch.build import check_engine, check_sync, preflight
 from headrace.launch.inputs import UserInputs
 from headrace.launch.placement import choose_device, choose_transport, receiving_place, threads_of

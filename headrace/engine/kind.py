@@ -113,9 +113,13 @@ class EngineKind:
     ) -> tuple[EngineMemory, int]:
         """(bytes in the engine's process, bytes of a server behind it). `free` is what the engine finds when it starts,
         `total` the size of its GPU."""
-        from headrace.engine.native.engine_memory import EngineMemory
+        from headrace.engine.native.engine_memory import predict_engine_memory
 
-        return EngineMemory(weights=0, staging=0, cache=0, steps=0, process=0), 0
+        dtype = recipe.model.dtype
+        memory = predict_engine_memory(
+            shape, recipe.engine, dtype=dtype, context=context, free=free, most_blocks=most_blocks, on_gpu=on_gpu
+        )
+        return memory, 0
 
     # Engines
 

@@ -155,7 +155,7 @@ class EngineWorker:
         return {
             "pause": self._pause,
             "resume": self._engine.resume,
-            "sleep": self._sleep,
+            "sleep": self._engine.sleep,
             "wake": self._engine.wake,
             "load": self._load,
             "score": self._score,
@@ -169,9 +169,6 @@ class EngineWorker:
 
     async def _pause(self, interrupt: str) -> None:
         await self._engine.pause(Interrupt(interrupt))
-
-    async def _sleep(self, weights: bool) -> None:
-        await self._engine.sleep(weights=weights)
 
     async def _load(self, update: WeightUpdate, interrupt: str) -> None:
         await self._engine.load(update, interrupt=Interrupt(interrupt))

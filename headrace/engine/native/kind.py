@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from headrace.engine.kind import EnginePlace
     from headrace.engine.native.core import EngineCore
     from headrace.engine.native.engine import NativeEngine
-    from headrace.engine.native.engine_memory import EngineMemory
-    from headrace.model import ModelShape
     from headrace.observe import Timeline
     from headrace.sync import WeightSync
 
@@ -21,17 +19,6 @@ if TYPE_CHECKING:
 class NativeKind(EngineKind):
     name = "native"
     is_exact = True
-
-    def predict_memory(
-        self, recipe: Recipe, shape: ModelShape, *, context: int, free: int, most_blocks: int, on_gpu: bool, total: int
-    ) -> tuple[EngineMemory, int]:
-        from headrace.engine.native.engine_memory import predict_engine_memory
-
-        dtype = recipe.model.dtype
-        memory = predict_engine_memory(
-            shape, recipe.engine, dtype=dtype, context=context, free=free, most_blocks=most_blocks, on_gpu=on_gpu
-        )
-        return memory, 0
 
     def make_inline(
         self, recipe: Recipe, model_path: str, *, device: str, sync: WeightSync, timeline: Timeline, most_blocks: int
@@ -60,10 +47,8 @@ def build_core(
     from headrace.engine.tokenizers import decoder_of, stop_tokens
     from headrace.model import context_limit, load_model, load_tokenizer
 
-    model, tokenizer = (
-        load_model(model_path, dtype=recipe.model.dtype, device=device, exact=recipe.exact),
-        load_tokenizer(model_path),
-    )
+    model = load_model(model_path, dtype=recipe.model.dtype, device=device, exact=recipe.exact)
+    tokenizer = load_tokenizer(model_path)
     core = EngineCore(
         model,
         name=name,

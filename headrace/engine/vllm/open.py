@@ -17,7 +17,7 @@ from headrace.engine.vllm.api import VllmApi, VllmError
 from headrace.engine.vllm.call_queue import Limits
 from headrace.engine.vllm.engine import VllmEngine
 from headrace.engine.vllm.handover import FolderHandover, IpcHandover, NcclHandover, Staging
-from headrace.engine.vllm.placement import CPU_CACHE_VARIABLE, choose_handover, cpu_cache_gigabytes, gpu_share, visible_to
+from headrace.engine.vllm.kind import CPU_CACHE_VARIABLE, choose_handover, cpu_cache_gigabytes, gpu_share, visible_to
 from headrace.engine.vllm.running_call import TOGETHER
 from headrace.engine.vllm.server import choose_python, end, start
 from headrace.engine.vllm.try_out import try_out, try_update
