@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headrace.engine.member import Member
 from headrace.engine.native.core import EngineCore
 from headrace.engine.native.engine import NativeEngine
 from headrace.engine.pool import EnginePool
+from headrace.engine.remote_engine import PoolRequest, RemoteEngine
 from headrace.engine.worker import EngineWorker
 from headrace.model.load import load_model
 from headrace.observe import ProcessTimeline
@@ -34,7 +34,7 @@ class Far:
     """One engine and both ends of its streams."""
 
     name: str
-    member: Member
+    remote: RemoteEngine
     engine: NativeEngine
     worker: EngineWorker
     ends: dict[str, Stream]
@@ -47,6 +47,11 @@ class Far:
     @property
     def core(self) -> EngineCore:
         return self.engine.core
+
+    @property
+    def requests(self) -> list[PoolRequest]:
+        """The pool's requests that were sent to it."""
+        return [each for each in self.remote._pool.requests.values() if each.engine is self.remote]
 
     def kill(self) -> None:
         """Its sockets close as those of a killed process do: at once, whatever is under way."""
@@ -89,13 +94,15 @@ class Pooled:
             ends[channel] = await connect(self.listener.address, token=TOKEN, name=name, channel=channel)
             near[channel] = await arriving
         reports: list[dict[str, Any]] = []
-        member = Member(name, control=Peer(near["control"]), on_report=lambda _, report: reports.append(report))
-        member.data = Peer(near["data"], notices=member.notices())
+        remote = RemoteEngine(
+            name, self.pool, control=Peer(near["control"]), on_report=lambda _, report: reports.append(report)
+        )
+        remote.data = Peer(near["data"], notices=remote.notices())
         control, data = Peer(ends["control"], calls=worker.calls()), Peer(ends["data"], notices=worker.notices())
         reading = [asyncio.ensure_future(peer.run()) for peer in (control, data)]
-        far = Far(name, member, engine, worker, ends, control, data, reports, reading)
-        for peer in (member.control, member.data):
-            self._reading.append(asyncio.ensure_future(self._watch(peer, member)))
+        far = Far(name, remote, engine, worker, ends, control, data, reports, reading)
+        for peer in (remote.control, remote.data):
+            self._reading.append(asyncio.ensure_future(self._watch(peer, remote)))
         engine.start()
         worker.attach(data)
         self.far.append(far)
@@ -107,18 +114,18 @@ class Pooled:
 
     async def join(self, *, slots: int = 4, context: int = 96) -> Far:
         far = await self.start(slots=slots, context=context)
-        await self.pool.join(far.member)
+        await self.pool.join(far.remote)
         return far
 
-    async def _watch(self, peer: Peer, member: Member) -> None:
+    async def _watch(self, peer: Peer, remote: RemoteEngine) -> None:
         """What whoever supervises the processes does."""
         try:
             await peer.run()
         finally:
-            for each in (member.control, member.data):
+            for each in (remote.control, remote.data):
                 assert each is not None
                 each.stream.close()
-            self.pool.lose(member)
+            self.pool.lose(remote)
 
     async def close(self) -> None:
         for task in self._reading:

@@ -14,6 +14,7 @@ from headrace.algorithms.losses import LOSSES
 from headrace.algorithms.traits import ADVANTAGES, CORRECTIONS_WITH_TRAITS, LOSSES_WITH_TRAITS
 from headrace.buffer.kinds import POLICIES
 from headrace.config import Recipe
+from headrace.engine.kinds import KINDS
 from headrace.partial import Interrupt
 
 PACKAGE = Path(__file__).parents[1] / "headrace"
@@ -111,18 +112,6 @@ STILL_SPELLED = {
     "bench/partial.py: partial.interrupt or partial.kv",  # the name of the row that the others are compared with
     # Until engines say these of themselves:
     "bench/sync.py: sync.transport",  # the rows that it compares
-    "config/across_rooms.py: engine.kind",
-    "launch/build.py: engine.kind",
-    "launch/build.py: engine.vllm.handover",
-    "launch/child.py: engine.kind",
-    "launch/forecast.py: engine.kind",
-    "launch/forecast.py: engine.vllm.handover",
-    "launch/placement.py: engine.kind",
-    "launch/placement.py: engine.vllm.handover",
-    "launch/vllm.py: engine.vllm.handover",
-    "launch/vllm.py: partial.interrupt",
-    "launch/vllm.py: partial.interrupt or partial.kv",
-    "run/session.py: engine.kind",
 }
 """`file: setting` of each place that spells another room's choice because it cannot ask yet."""
 
@@ -161,6 +150,7 @@ def test_no_room_spells_the_choices_of_another() -> None:
 
 def test_settings_name_every_choice_there_is() -> None:
     assert ALL_CHOICES["buffer.kind"][0] == set(POLICIES)
+    assert ALL_CHOICES["engine.kind"][0] == set(KINDS)
     assert ALL_CHOICES["partial.interrupt"][0] == set(Interrupt)
     assert ALL_CHOICES["staleness.correct"][0] == set(CORRECTIONS) >= set(CORRECTIONS_WITH_TRAITS)
     assert ALL_CHOICES["train.advantage"][0] == set(ADVANTAGES)

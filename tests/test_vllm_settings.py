@@ -11,10 +11,11 @@ import torch
 
 from headrace.config import Recipe, make_recipe, parse_recipe
 from headrace.engine import VllmSettings
+from headrace.engine.vllm.kind import choose_handover, gpu_share, gpus_of
+from headrace.engine.vllm.open import check_sampling, server_arguments
 from headrace.launch.build import check_engine, check_sync, preflight
 from headrace.launch.inputs import UserInputs
-from headrace.launch.placement import choose_handover, choose_transport, gpu_share, gpus_of, receiving_place, threads_of
-from headrace.launch.vllm import check_sampling, server_arguments
+from headrace.launch.placement import choose_device, choose_transport, receiving_place, threads_of
 from headrace.settings import ConfigError, describe, flatten, parse_override, to_dict, to_toml
 
 TEXT = """\
@@ -118,7 +119,7 @@ def test_no_secret_is_taken_or_shown() -> None:
             {"vllm__arguments": {"x": ["a", "--y"]}},
             "engine.vllm.arguments.x = ['a', '--y']: must be a list of one or",
         ),
-        ({"sleep": "cache"}, "engine.sleep = 'cache': vLLM's sleep is not driven yet"),
+        ({"sleep": "cache"}, "engine.sleep = 'cache': engine.kind = 'vllm' cannot sleep"),
     ],
     ids=lambda value: value[:50] if isinstance(value, str) else "",
 )
@@ -206,8 +207,8 @@ def test_vllm_that_is_not_there_is_missed_before_a_run_begins(monkeypatch: pytes
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"sampling.temperature": 2.5}, "sampling.temperature = 2.5: vLLM draws at temperatures from 0.01 to 2"),
-        ({"sampling.temperature": 0.001}, "sampling.temperature = 0.001: vLLM draws"),
+        ({"sampling.temperature": 2.5}, "sampling.temperature = 2.5: vLLM samples at temperatures from 0.01 to 2"),
+        ({"sampling.temperature": 0.001}, "sampling.temperature = 0.001: vLLM samples"),
         ({"engine.vllm.start_seconds": 600}, "engine.vllm.start_seconds = 600: a run stops after deadline = 600 s"),
         (
             {"buffer.kind": "synchronous", "partial.oversample": 1.5},
@@ -249,23 +250,24 @@ def test_weights_take_the_shortest_way_that_the_gpus_have(monkeypatch, gpus: int
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     recipe = vllm(**settings, **({} if "vllm__urls" in settings else {"count": 2}))
-    assert (choose_handover(recipe), choose_transport(recipe), [receiving_place(recipe, each) for each in (0, 1)]) == ways
+    places = [receiving_place(recipe, each) for each in (0, 1)]
+    assert (choose_handover(recipe, device=choose_device(recipe)), choose_transport(recipe), places) == ways
 
 
 def test_handovers_that_the_gpus_do_not_allow_are_refused(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ConfigError, match=r"^engine.vllm.handover = 'nccl': NCCL wants a GPU for each end"):
-        choose_handover(vllm(vllm__handover="nccl"))
+        choose_handover(vllm(vllm__handover="nccl"), device="cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     two = {"vllm__arguments": {"tensor_parallel_size": 2}}
     with pytest.raises(ConfigError, match=r"^engine.vllm.handover = 'ipc': a server of 2 GPUs cannot open the memory of one"):
-        choose_handover(vllm(vllm__handover="ipc", **two))
+        choose_handover(vllm(vllm__handover="ipc", **two), device="cuda")
     for host in ("0.0.0.0", "host.invalid"):
         with pytest.raises(ConfigError, match=rf"^sync.host = '{host}'"):
             check_engine(make_recipe({"engine.kind": "vllm", "engine.vllm.handover": "nccl", "sync.host": host}))
     for settings in ({"engine.vllm.handover": "folder"}, {"engine.vllm.handover": "nccl"}):
-        with pytest.raises(ConfigError, match=r"^sync.transport = 'collective': with engine.vllm.handover"):
+        with pytest.raises(ConfigError, match=r"^sync.transport = 'collective': the engine's process receives weights on"):
             check_sync(make_recipe({"engine.kind": "vllm", "sync.transport": "collective", **settings}))
     check_sync(make_recipe({"engine.kind": "vllm", "sync.transport": "collective"}))
 

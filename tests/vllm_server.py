@@ -15,11 +15,11 @@ import torch
 
 from headrace.config import make_recipe
 from headrace.engine.vllm.api import VllmApi
+from headrace.engine.vllm.call_queue import Limits
 from headrace.engine.vllm.engine import VllmEngine
+from headrace.engine.vllm.handover import Staging
+from headrace.engine.vllm.open import make_handover, server_arguments
 from headrace.engine.vllm.server import end, start
-from headrace.engine.vllm.traffic import Limits
-from headrace.engine.vllm.weights import Staging
-from headrace.launch.vllm import make_handover, server_arguments
 from headrace.model.head import Head
 from headrace.model.load import load_model
 from headrace.observe import Timeline

@@ -13,7 +13,7 @@ import numpy as np
 
 from headrace.bench.harness import Row
 from headrace.bench.stubs import COMPLETION, PROMPT, answer
-from headrace.engine import EnginePool, Member
+from headrace.engine import EnginePool, RemoteEngine
 from headrace.records import Rollout, Sampling, decode, encode, pack_rollouts, unpack_rollouts, unpack_samplings
 from headrace.rpc import Listener, Peer, StreamClosed, connect
 from headrace.run import few_collections
@@ -38,7 +38,7 @@ async def _stream_cost(in_flight: int, rounds: int) -> float:
     listener = await Listener.on_this_host(token=_TOKEN)
     arriving = {channel: listener.expect("engine-0", channel) for channel in ("control", "data")}
     threading.Thread(target=lambda: asyncio.run(_echo(listener.address)), daemon=True).start()
-    member = Member("engine-0", control=Peer(await arriving["control"]), on_report=lambda *_: None)
+    member = RemoteEngine("engine-0", control=Peer(await arriving["control"]), on_report=lambda *_: None)
     member.data = Peer(await arriving["data"], notices=member.notices())
     reading = [asyncio.ensure_future(peer.run()) for peer in (member.control, member.data)]
     pool = EnginePool()

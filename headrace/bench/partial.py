@@ -32,8 +32,8 @@ from headrace.bench.loop_run import drive, make_run
 from headrace.bench.partial_watch import EngineWatch
 from headrace.bench.stubs import StubTrainer
 from headrace.config import make_recipe
-from headrace.engine import NativeEngine
-from headrace.launch import UserInputs, build_core, make_roles, model_folder, pick_device, set_threads
+from headrace.engine import NativeEngine, build_core
+from headrace.launch import UserInputs, make_roles, model_folder, pick_device, set_threads
 from headrace.model import named_tensors
 from headrace.observe import Observer, ProcessTimeline
 from headrace.records import Scored
@@ -291,7 +291,7 @@ async def _rig(plan: Plan) -> AsyncIterator[_Rig]:
     set_threads(recipe)
     with contextlib.ExitStack() as held:
         path = await asyncio.to_thread(held.enter_context, model_folder(recipe, given, say=lambda _: None))
-        core = build_core(recipe, path, name="engine-0", device=plan.device)
+        core, _ = build_core(recipe, path, name="engine-0", device=plan.device)
         core.wait_warm()
         sync = WeightSync(Lineage.new(), MemoryTransport(plan.device))
         engine = UnscoredEngine(core, sync=sync, timeline=ProcessTimeline("engine"))

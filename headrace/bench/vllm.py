@@ -30,8 +30,8 @@ from headrace.bench.loads import Load
 from headrace.bench.mismatch import compare, mismatch_workload, trainer_logprobs
 from headrace.bench.vllm_update import Outlasted, Update, update_in_flight
 from headrace.config import make_recipe
-from headrace.engine import EngineCore, NativeEngine, choose_python, find_vllm
-from headrace.launch import Place, open_engine, receiving_place
+from headrace.engine import EngineCore, EnginePlace, NativeEngine, VllmEngine, choose_python, engine_kind, find_vllm
+from headrace.launch import receiving_place
 from headrace.model import ModelError, ModelSettings, build_folder, load_config, load_model, named_tensors
 from headrace.observe import ProcessTimeline
 from headrace.settings import ConfigError
@@ -156,16 +156,19 @@ async def _vllm(plan: Plan, path: str, log: Path) -> AsyncIterator[Side]:
     transport = MemoryTransport(receiving_place(recipe, 0))
     sync, timeline = WeightSync(Lineage("bench"), transport), ProcessTimeline("engine")
     with tempfile.TemporaryDirectory(prefix="headrace-bench-", dir=shared_folder()) as shared:
-        place = Place("vllm", 0, plan.device, log, Path(shared) / "weights")
-        opened = await open_engine(recipe, path, place, sync=sync, timeline=timeline)
+        receives_on = receiving_place(recipe, 0)
+        place = EnginePlace(
+            name="vllm", index=0, device=plan.device, receives_on=receives_on, log=log, folder=Path(shared) / "weights"
+        )
+        opened = await engine_kind(recipe.engine).open(recipe, path, place, sync=sync, timeline=timeline)
         opened.engine.start()
-        assert opened.server is not None
-        say(f"vLLM: {shlex.join(map(str, opened.server.process.args))}")  # type: ignore[arg-type]  # a list
+        say(f"vLLM: {shlex.join(opened.server_command)}")
         try:
             yield Side("vLLM", opened.engine, sync, timeline)
         finally:
+            assert isinstance(opened.engine, VllmEngine)
             await opened.engine.close()
-            await opened.server.close()
+            opened.close()
             sync.close()
 
 

@@ -95,7 +95,7 @@ def are_in_order(rollout: Rollout, *, old: int, new: int, before: int, after: in
 
 async def _counts(engine: Engine) -> dict[str, int]:
     """By rollout: how many of its tokens are known."""
-    return {each.rollout.id: each.num_drawn for each in await engine.in_flight()}
+    return {each.rollout.id: each.num_sampled for each in await engine.in_flight()}
 
 
 async def _sample(engine: Engine, tokens: int, rolling: asyncio.Future[list[Rollout]]) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from headrace.buffer import buffer_policy, check_buffer
-from headrace.engine import VllmSettings
+from headrace.engine import check_engine_kind
 from headrace.partial import check_unfinished, pauses_unfinished
-from headrace.settings import ConfigError, to_dict
+from headrace.settings import ConfigError
 from headrace.staleness import check_correction
 from headrace.sync import transport_class
 
@@ -19,7 +19,7 @@ def check_across_rooms(recipe: Recipe) -> None:
     """Refuse a recipe whose sections are right one by one but cannot run together."""
     check_buffer(recipe)
     check_correction(recipe)
-    _check_engine(recipe)
+    check_engine_kind(recipe)
     if recipe.exact:
         _check_exact(recipe)
     check_unfinished(recipe)
@@ -31,41 +31,6 @@ def check_across_rooms(recipe: Recipe) -> None:
             f"{recipe.model.context}"
         )
     _check_processes(recipe)
-
-
-def _check_engine(recipe: Recipe) -> None:
-    """What the chosen engine would not look at, or cannot do."""
-    engine = recipe.engine
-    if engine.kind == "vllm":
-        if engine.sleeps:
-            raise ConfigError(f"engine.sleep = '{engine.sleep}': vLLM's sleep is not driven yet; leave it 'never'")
-        if recipe.is_inline:
-            raise ConfigError("engine.kind = 'vllm': a server is a process of its own; set orchestrate = 'local'")
-        _check_vllm(recipe)
-    if engine.kind == "native":
-        usual = to_dict(VllmSettings())
-        for name, value in to_dict(engine.vllm).items():
-            if value != usual[name]:
-                raise ConfigError(
-                    f"engine.vllm.{name} = {value!r}: engine.kind = 'native' does not look at it; set engine.kind = 'vllm'"
-                )
-
-
-def _check_vllm(recipe: Recipe) -> None:
-    """What a vLLM server takes, and what would have to be done with it while it stands still."""
-    temperature, settings = recipe.sampling.temperature, recipe.engine.vllm
-    if not 0.01 <= temperature <= 2:
-        raise ConfigError(f"sampling.temperature = {temperature}: vLLM draws at temperatures from 0.01 to 2")
-    if settings.start_seconds >= recipe.deadline:
-        raise ConfigError(
-            f"engine.vllm.start_seconds = {settings.start_seconds:g}: a run stops after deadline = {recipe.deadline:g} s "
-            f"without news; raise that first"
-        )
-    if pauses_unfinished(recipe) and recipe.partial.pausing.keeps_kv:
-        raise ConfigError(
-            "partial.interrupt = 'keep': vLLM cannot score new weights while it keeps unfinished rollouts of a synchronous "
-            "run paused; set it to 'abort'"
-        )
 
 
 def _check_sleep(recipe: Recipe) -> None:
@@ -99,8 +64,6 @@ def _check_exact(recipe: Recipe) -> None:
         raise ConfigError("device = 'cuda': exact = true is a promise about the CPU; set device = 'cpu'")
     if recipe.model.dtype != "float32":
         raise ConfigError(f"model.dtype = '{recipe.model.dtype}': exact = true needs float32")
-    if recipe.engine.kind != "native":
-        raise ConfigError(f"engine.kind = '{recipe.engine.kind}': exact = true needs the embedded engine; set it to 'native'")
     if recipe.engine.block_size != 16:
         raise ConfigError(f"engine.block_size = {recipe.engine.block_size}: exact = true needs 16")
     if not recipe.staleness.gate and buffer_policy(recipe).max_batches is None:

@@ -1,4 +1,4 @@
-"""One call's tokens appended to a rollout: the one place where what an engine drew becomes part of a record."""
+"""Append the tokens of one generate call to a rollout: the one place where what an engine sampled enters a record."""
 
 from __future__ import annotations
 
@@ -9,41 +9,41 @@ import numpy as np
 from headrace.records import SamplingMask
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from headrace.records import Array, Call, Rollout
 
 _NOTHING = np.zeros(0, np.int32)
 
 
-def lengthen(
+def append_call(
     rollout: Rollout,
     call: Call,
     *,
     token_ids: Array,
     logprobs: Array,
     versions: Array,
-    masks: list[Array],
+    masks: Sequence[Array] = (),
     policy: str,
     lineage: str,
     expert_routing: Array | None = None,
 ) -> Rollout:
     """The rollout with a call's tokens. `masks` has a row for each of them, or none at all.
 
-    `expert_routing` has a row for every token of the lengthened rollout, unknown ones where nothing was recorded.
+    `expert_routing` has a row for every token of the longer rollout, unknown ones where nothing was recorded.
 
-    A rollout names one life of the trainer, `lineage`, and it is the life its first token was drawn in. Say life B began
-    from version 40 of life A. Tokens of A up to 40 are B's history too, so either name would be true of them; a token that
-    A's version 41 drew is of weights that no longer exist, and must not pass for one of B's. An engine cannot tell the one
-    case from the other. Under A's name a rollout that went on into B is refused as soon as it holds a token past 40, which
-    may be one too many and is never one too few. Whoever knows the history cuts a rollout back to it, and may then give it
-    B's name, before it is resumed (`headrace.partial.still_history`).
+    A rollout carries one lineage: that of its first sampled token. Say lineage B started from version 40 of lineage A. Tokens
+    of A up to 40 are part of B's history too, so either name would fit; a token sampled by A's version 41 is of weights that
+    no longer exist, and must not pass for one of B's. An engine cannot tell the two cases apart. Under A's name, a rollout
+    continued in B is rejected as soon as it holds a token past 40: this may over-reject, never under-reject. Before such a
+    rollout is resumed, a caller that knows the history truncates it and may rename it (`headrace.partial.still_history`).
     """
     if any(each.stop > each.start for each in rollout.calls):
         lineage = rollout.lineage
-    added = len(token_ids)
     mask = rollout.sampling_mask
     if mask is not None or masks:
         old = [_NOTHING] * call.start if mask is None else [mask.row(index) for index in range(call.start)]
-        mask = SamplingMask.from_rows([*old, *(masks or [_NOTHING] * added)])
+        mask = SamplingMask.from_rows([*old, *(masks or [_NOTHING] * len(token_ids))])
     return rollout.extend(
         call,
         token_ids=token_ids,

@@ -1,19 +1,21 @@
-"""The seam every engine is reached through."""
+"""The protocols that engines follow, and their errors."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+    from concurrent.futures import Future
 
+    from headrace.engine.request import Growth, Request
     from headrace.partial import Interrupt
     from headrace.records import Array, FinishReason, Rollout, Sampling, WeightUpdate
 
 
 class UnusablePrompt(ValueError):
-    """Nothing can be generated from a prompt; the rollout is left out, the run goes on."""
+    """Nothing can be generated from a prompt; the rollout is left out and the run goes on."""
 
 
 class PromptTooLong(UnusablePrompt):
@@ -21,20 +23,20 @@ class PromptTooLong(UnusablePrompt):
 
 
 class NotFinite(RuntimeError):
-    """The model's logits for a rollout are not numbers: its weights or its input make it overflow."""
+    """The model's logits for a rollout are not finite: its weights or its input make it overflow."""
 
 
 class EngineDied(RuntimeError):
-    """It is gone, or nobody can tell what it runs; whoever supervises it begins it anew."""
+    """The engine is gone, or its state is unknown; its supervisor restarts it."""
 
 
 class EngineAsleep(RuntimeError):
-    """It was asked to finish what is in flight, and has no memory to do it with until it is woken."""
+    """An engine that sleeps cannot finish rollouts in flight: it has no memory for that until it is woken."""
 
 
 @dataclass(frozen=True, slots=True)
 class Increment:
-    """What one decode step added to a streamed rollout."""
+    """The tokens that one decode step added to a streamed rollout."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -45,7 +47,7 @@ class Increment:
 
 @dataclass(frozen=True, slots=True)
 class EngineState:
-    """A look at an engine between two steps."""
+    """An engine's figures between two steps."""
 
     version: int
     lineage: str
@@ -54,40 +56,42 @@ class EngineState:
     slots: int
     free_blocks: int
     tokens: int
-    """Drawn since it was made: a clock that only moves when work does."""
+    """Sampled since it was made: a clock that only moves when work does."""
     memory_peak: int = 0
-    """Bytes its process has come to take at most, of the GPU's memory where it has one; of several engines, the largest."""
+    """Most bytes its process took, of the GPU's memory where it has one; of several engines, the largest."""
+    policy: str = ""
+    """The policy whose weights it holds."""
 
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """A generate call that has not ended, as far as it is known where it was made."""
+    """A generate call that has not ended, as far as the caller's side knows it."""
 
     rollout: Rollout
-    """As it was when it was asked for."""
-    num_drawn: int
-    """Tokens this call is known to have drawn."""
+    """As it was submitted."""
+    num_sampled: int
+    """Tokens this call is known to have sampled."""
     oldest: int | None
-    """The oldest version that one of its tokens, drawn in this call or before, is known to be of; None if there is none."""
+    """The oldest version of its sampled tokens, of this call and earlier ones; None if there are none."""
     partial: Callable[[], Rollout]
-    """What a fault would leave of it now: with `ABORT`, or as it was asked for where nothing is known to be drawn."""
+    """What a failure would leave of it now: with `ABORT`, or as submitted where no sampled token is known."""
 
     @classmethod
-    def of(cls, rollout: Rollout, *, num_drawn: int, first: int, partial: Callable[[], Rollout]) -> InFlight:
-        """`first`: the version of the first token drawn. Engines never go back, so no later one is older, and none of an
-        earlier call is younger."""
+    def of(cls, rollout: Rollout, *, num_sampled: int, first: int, partial: Callable[[], Rollout]) -> InFlight:
+        """`first`: the version of the first sampled token. Versions only rise, so no later token is older, and no token of an
+        earlier call is newer."""
         before = rollout.oldest_version if rollout.calls else -1
-        oldest = before if before >= 0 else first if num_drawn else None
-        return cls(rollout, num_drawn, oldest, partial if num_drawn else lambda: rollout)
+        oldest = before if before >= 0 else first if num_sampled else None
+        return cls(rollout, num_sampled, oldest, partial if num_sampled else lambda: rollout)
 
 
 class Engine(Protocol):
-    """Lengthens rollouts. All calls may be made at any time, from one event loop."""
+    """Generates rollouts. All calls may be made at any time, from one event loop."""
 
     async def generate(self, rollout: Rollout, sampling: Sampling) -> Rollout:
         """The rollout with one more call's tokens. A partial one (`ABORT`) is resumed by generating it again.
 
-        Called by the generate loop and by evaluation; cancelling the await gives the slot back.
+        Called by the generate loop and by evaluation; cancelling the await cancels the call.
         """
 
     def stream(self, rollout: Rollout, sampling: Sampling) -> AsyncIterator[Increment]:
@@ -98,57 +102,95 @@ class Engine(Protocol):
         current weights and each sampled token's own temperature and sampling mask."""
 
     async def pause(self, interrupt: Interrupt) -> None:
-        """Stop decoding, doing with what is in flight as `interrupt` says. An engine that sleeps cannot drain, and says so."""
+        """Stop decoding, and do with rollouts in flight what `interrupt` says. One that sleeps cannot drain, and raises."""
 
     async def resume(self) -> None:
-        """Decode again; requests made while paused were queued."""
+        """Decode again, with the requests that were queued meanwhile."""
 
     async def load(self, update: WeightUpdate, *, interrupt: Interrupt = ...) -> None:
-        """Receive the weights of `update`, decoding on meanwhile where it can, do with what is in flight as `interrupt` says
-        (`KEEP` if not given), and hold the new weights from the next decode step on. Raises, and stays on the old version,
+        """Receive the weights of `update`, decoding meanwhile where it can, do with rollouts in flight what `interrupt` says
+        (`KEEP` if not given), and use the new weights from the next decode step on. Raises, and stays on the old version,
         if what arrived is not what the manifest says. A paused engine stays paused."""
 
     async def state(self) -> EngineState:
-        """A look at it, for the run line and for health."""
+        """For the run line and for health checks."""
 
     async def in_flight(self) -> list[InFlight]:
-        """The generate calls that have not ended. Nothing is stopped for it, and of engines in other processes it says what
-        they have told. Called when a batch has been begun, to cancel what is over age, and for checkpoints."""
+        """The generate calls that have not ended, without stopping any; of engines in other processes, as last reported.
+        Called when a batch has been started, to cancel what is over age, and for checkpoints."""
+
+
+class InlineEngine(Engine, Protocol):
+    """An engine on the launcher's event loop."""
+
+    @property
+    def peak_memory(self) -> int:
+        """Bytes that generation took at most."""
+
+    async def serve(self) -> NoReturn:
+        """Decode until cancelled."""
 
 
 class WeightSource(Protocol):
-    """What a pool asks the trainer's side for when it brings weights to its engines."""
+    """The trainer's side, as a pool uses it to deliver weights to its engines."""
 
     def routes(self, update: WeightUpdate, receivers: Sequence[str]) -> Sequence[WeightUpdate]:
-        """The update as each of them is to get it: from where, and from whom, may differ."""
+        """The update as each receiver gets it: the sender and the place may differ."""
 
     async def send(self, update: WeightUpdate, receivers: Sequence[str]) -> None:
-        """Move it to them while they load it; returns at once where they come for it."""
+        """Send it to them while they load it; returns at once where they fetch it."""
 
     async def catch_up(self, version: int | None) -> Sequence[WeightUpdate]:
-        """What brings an engine that holds `version` of this life, or nothing of it, to the newest that is held."""
+        """The updates that bring an engine which holds `version` of this lineage, or nothing of it, to the newest."""
 
 
 class SleepingEngine(Engine, Protocol):
     """An engine that can give memory back for a while."""
 
     async def sleep(self, *, weights: bool = ...) -> None:
-        """Give the KV cache's memory back, with `weights` that of the weights too. Called when it is paused and another needs
-        the memory; what is in flight waits, and is computed again from its tokens."""
+        """Free the memory of the KV cache, with `weights` that of the weights too. Called when it is paused and the trainer
+        needs the memory; rollouts in flight wait, and their KV cache is computed again."""
 
     async def wake(self) -> None:
-        """Take the memory again, with the weights as they were. One that is awake stays so. Called before new weights are
+        """Take the memory again, with the weights as they were; nothing happens if it is awake. Called before new weights are
         loaded."""
 
 
 class ForkingEngine(Engine, Protocol):
-    """An engine that can go on from the middle of a rollout without computing what came before again."""
+    """An engine that can continue from the middle of a rollout without computing its KV cache again."""
 
     async def fork(self, rollout: Rollout, at: int, *, id: str) -> Rollout:
-        """The first `at` tokens of a rollout as one of its own, to be generated."""
+        """The first `at` tokens of a rollout as a new one, to be generated."""
 
     async def pin(self, rollout_id: str) -> None:
-        """Keep the keys and values of a rollout, running or yet to run, when it ends."""
+        """Keep the KV cache of a rollout, running or yet to run, when it ends."""
 
     async def unpin(self, rollout_id: str) -> None:
-        """Keep them no longer."""
+        """Keep it no longer."""
+
+
+class ProcessEngine(SleepingEngine, ForkingEngine, Protocol):
+    """An engine in a process of its own: it takes requests in batches, and can be asked what they have sampled so far."""
+
+    after_step: Callable[[], None]
+    """Set by its worker; called whenever tokens were sampled or a call has ended, in the thread where that happens."""
+    died: Future[None]
+    """Fails with the reason when the engine can no longer generate."""
+
+    @property
+    def num_slots(self) -> int: ...
+
+    @property
+    def policy(self) -> str: ...
+
+    def start(self) -> None:
+        """Begin to decode, or to watch over the server that does."""
+
+    def submit(self, requests: Sequence[Request], on_refused: Callable[[Request, ValueError], None]) -> None:
+        """Queue many at once; those that cannot be generated are given to `on_refused`."""
+
+    def cancel(self, requests: Sequence[Request]) -> None:
+        """Withdraw many at once."""
+
+    def growth(self, requests: Iterable[Request] | None = None) -> list[Growth]:
+        """The tokens of these requests, or of all that run, since this was last asked. Called within `after_step`."""

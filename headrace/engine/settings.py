@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-import shlex
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from headrace.engine.vllm.settings import VllmSettings
 from headrace.settings import ConfigError, check
 
+if TYPE_CHECKING:
+    from headrace.engine.kind import EngineKind
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingSettings:
-    """How training rollouts are drawn."""
+    """How training rollouts are sampled."""
 
     temperature: float = 1.0
     """Above 0: a greedy policy explores nothing. The trainer applies the same temperature."""
@@ -29,7 +31,7 @@ class SamplingSettings:
     """No stop token before this many."""
     stop: tuple[str, ...] = ()
     """Texts that end a rollout, besides the model's own stop tokens. Looked for in the text that rewards see, which has no
-    special tokens in it; the text of one such token, alone, stands for the token itself."""
+    special tokens; the text of one such token, alone, stands for the token itself."""
 
     def __post_init__(self) -> None:
         check(0 < self.temperature < math.inf, "temperature", self.temperature, "a number above 0 to train")
@@ -42,7 +44,7 @@ class SamplingSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """What generates."""
+    """The engines that generate."""
 
     OPERATIONAL = ("restarts", "sleep")
     kind: Literal["native", "vllm"] = "native"
@@ -60,12 +62,12 @@ class EngineSettings:
     """Tokens in a KV block; exact mode needs 16."""
     kv_blocks: int = 0
     """KV blocks in all; 0 takes what the rollouts that can be in flight need (the longest of the first prompts and
-    `sampling.max_tokens`), within 40 % of the free memory. Where they come to need more, those admitted last are retracted and
-    go on later."""
+    `sampling.max_tokens`), within 40 % of the free memory. If they need more, those admitted last are retracted and continue
+    later."""
     graphs: bool = True
     """On a GPU: compile the model's layers and capture steps as CUDA graphs, beside serving. False serves eagerly."""
     sleep: Literal["never", "cache", "weights"] = "never"
-    """In a synchronous run, what engines give back while the trainer trains, for both to have one GPU in turns: `cache` the KV
+    """In a synchronous run, what engines free while the trainer trains, so that both use one GPU in turns: `cache` the KV
     cache's memory, `weights` that of the weights too."""
     vllm: VllmSettings = field(default_factory=VllmSettings)
 
@@ -82,8 +84,7 @@ class EngineSettings:
 
     @property
     def num_engines(self) -> int:
-        """One for each server of `engine.vllm.urls`, or `engine.count`."""
-        return len(self.vllm.urls) or self.count
+        return self._kind.num_engines(self)
 
     @property
     def sleeps(self) -> bool:
@@ -96,19 +97,15 @@ class EngineSettings:
         return self.sleep == "weights"
 
     def identity(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """The settings that decide a run's result, out of all of them: where its servers run decides nothing."""
-        vllm = settings.pop("vllm")
-        used = {"vllm": {"arguments": vllm["arguments"]}} if self.kind == "vllm" else {}
-        return {**settings, "count": self.num_engines, **used}
+        """The settings that decide a run's result, out of all of them."""
+        return self._kind.identity(self, settings)
 
     def describe(self, *, max_tokens: int) -> list[str]:
         """How much is generated at once, and where, for the summary of a recipe."""
-        counted = "engine.vllm.urls" if self.vllm.urls else "engine.count"
-        rows = [
-            f"engine     {self.num_engines} × {self.slots} rollouts decoded at once ({counted}, engine.slots), "
-            f"{max_tokens} new tokens each at most"
-        ]
-        if self.kind == "vllm":
-            started = f"started here {shlex.join(self.vllm.command_line())}".rstrip()
-            rows.append(f"vllm       {self.num_engines} server(s), {'running already' if self.vllm.urls else started}")
-        return rows
+        return self._kind.describe(self, max_tokens=max_tokens)
+
+    @property
+    def _kind(self) -> EngineKind:
+        from headrace.engine.kinds import engine_kind
+
+        return engine_kind(self)

@@ -1,9 +1,9 @@
 """An engine process's end of its streams.
 
-Two threads: the decode thread, and the event loop this runs in. Rollouts come and go in batches on the data stream, as
-many as were pulled and no more; control calls have a stream of their own and never queue behind them. Every second, and
-for streamed rollouts after every step, what has grown is told, as far as the engine is sure of it, so that whoever loses this
-process loses at most what came since.
+Two threads: the decode thread, and the event loop this runs in. Rollouts come and go in batches on the data stream, as many
+as were pulled and no more; control calls have a stream of their own and never queue behind them. Once a second, and for
+streamed rollouts after every step, the tokens sampled so far are reported, so that at most a second of work is lost with this
+process.
 """
 
 from __future__ import annotations
@@ -13,53 +13,34 @@ import dataclasses
 import time
 from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headrace.engine.protocol import EngineDied, ForkingEngine, SleepingEngine
+from headrace.engine.protocol import EngineDied
 from headrace.engine.request import Request
 from headrace.partial import Interrupt
 from headrace.records import SamplingMask, pack_rollouts, unpack_rollouts, unpack_samplings
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Sequence
+    from collections.abc import Awaitable, Callable
 
+    from headrace.engine.protocol import ProcessEngine
     from headrace.engine.request import Growth
     from headrace.observe import ProcessTimeline
     from headrace.records import Array, Rollout, WeightUpdate
     from headrace.rpc import Peer
 
 TELL_SECONDS = 1.0
+"""Between two reports of the tokens sampled so far."""
 REPORT_SECONDS = 0.25
-
-
-class WorkedEngine(SleepingEngine, ForkingEngine, Protocol):
-    """An engine that takes rollouts in batches, and can be asked what has grown."""
-
-    after_step: Callable[[], None]
-    """Called whenever tokens have been drawn or a call has ended, in whatever thread that happens."""
-
-    @property
-    def num_slots(self) -> int: ...
-
-    @property
-    def policy(self) -> str: ...
-
-    def submit(self, requests: Sequence[Request], on_refused: Callable[[Request, ValueError], None]) -> None:
-        """Queue many at once; those that cannot be generated are told to `on_refused`."""
-
-    def cancel(self, requests: Sequence[Request]) -> None:
-        """Withdraw many at once."""
-
-    def growth(self, requests: Iterable[Request] | None = None) -> list[Growth]:
-        """News of these requests, or of all that run, since the last news of each; called within `after_step`."""
+"""Between two reports of where time goes."""
 
 
 class EngineWorker:
     """Between an engine and the two streams."""
 
-    def __init__(self, engine: WorkedEngine, *, timeline: ProcessTimeline) -> None:
+    def __init__(self, engine: ProcessEngine, *, timeline: ProcessTimeline) -> None:
         self._engine, self._timeline = engine, timeline
         self._loop = asyncio.get_running_loop()
         self._data: Peer | None = None
@@ -67,7 +48,7 @@ class EngineWorker:
         self._keys: dict[Request, int] = {}
         self._streamed: set[Request] = set()
         self._finished: deque[tuple[Request, Rollout]] = deque()
-        self._grown: deque[Growth] = deque()
+        self._sampled: deque[Growth] = deque()
         self._refused: deque[tuple[Request, Exception]] = deque()
         self._told_at = self._reported_at = time.monotonic()
         engine.after_step = self._after_step
@@ -75,13 +56,13 @@ class EngineWorker:
     # The data stream
 
     def attach(self, data: Peer) -> None:
-        """Begin to pull work: what fills every slot, and as much again, so that slots that fall free together are filled in
-        the next step however long the launcher takes over what came back."""
+        """Start to pull work: enough for every slot, and as much again, so that slots which become free together are filled in
+        the next step, however long the launcher takes over the results."""
         self._data = data
         data.notify("pull", 2 * self._engine.num_slots)
 
     def notices(self) -> dict[str, Callable[[Any], None]]:
-        """What its data stream may be told: rollouts to lengthen, and which of those sent before are wanted no more."""
+        """The messages of its data stream: rollouts to generate, and which of those to cancel."""
         return {"work": self._take_work, "cancel": self._take_cancel}
 
     def _take_work(self, value: Any) -> None:  # noqa: ANN401
@@ -89,7 +70,7 @@ class EngineWorker:
         requests, streamed = [], set(value["streamed"])
         for key, rollout, sampling in zip(value["keys"].tolist(), rollouts, samplings, strict=True):
             request = Request(rollout, sampling, on_done=lambda _: None, is_streamed=key in streamed)
-            request.on_done = lambda result, request=request: self._finished.append((request, result))  # type: ignore[misc]
+            request.on_done = partial(self._on_done, request)
             request.on_failed = partial(self._on_refused, request)
             self._requests[key], self._keys[request] = request, key
             requests.append(request)
@@ -104,29 +85,32 @@ class EngineWorker:
             self._engine.cancel(requests)
             self._data.notify("pull", len(requests))
 
+    def _on_done(self, request: Request, result: Rollout) -> None:
+        self._finished.append((request, result))
+
     def _on_refused(self, request: Request, error: Exception) -> None:
-        if isinstance(error, EngineDied):  # nobody refused it: whoever loses this process goes on from what is known of it
-            self._grown.extend(self._engine.growth())
+        if isinstance(error, EngineDied):  # the pool continues the call elsewhere, from the tokens reported
+            self._sampled.extend(self._engine.growth())
         else:
             self._refused.append((request, error))
         self._loop.call_soon_threadsafe(self._flush)
 
     def _after_step(self) -> None:
-        """In the thread the engine steps in: note what there is to tell, and wake the event loop if there is any."""
+        """In the engine's thread: collect what there is to report, and wake the event loop if there is anything."""
         is_due = time.monotonic() - self._told_at >= TELL_SECONDS
         if is_due:
             self._told_at = time.monotonic()
         if is_due or self._streamed:
-            self._grown.extend(self._engine.growth(None if is_due else self._streamed))
-        if self._finished or self._grown:
+            self._sampled.extend(self._engine.growth(None if is_due else self._streamed))
+        if self._finished or self._sampled:
             self._loop.call_soon_threadsafe(self._flush)
 
     def _flush(self) -> None:
-        if self._data is None or not (self._finished or self._grown or self._refused):
+        if self._data is None or not (self._finished or self._sampled or self._refused):
             return
-        grown = _take_all(self._grown)
-        if grown:
-            self._tell_grown([each for each in grown if each.request in self._keys])
+        sampled = [each for each in _take_all(self._sampled) if each.request in self._keys]
+        if sampled:
+            self._tell_sampled(self._data, sampled)
         finished = [pair for pair in _take_all(self._finished) if pair[0] in self._keys]
         if finished:
             keys = [self._forget(request) for request, _ in finished]
@@ -142,23 +126,20 @@ class EngineWorker:
             self._reported_at = time.monotonic()
             self._data.notify("report", self._timeline.report())
 
-    def _tell_grown(self, grown: list[Growth]) -> None:
-        assert self._data is not None
-        if not grown:
-            return
-        masks = {str(place): SamplingMask.from_rows(each.masks) for place, each in enumerate(grown) if each.masks}
-        self._data.notify(
-            "grown",
+    def _tell_sampled(self, data: Peer, sampled: list[Growth]) -> None:
+        masks = {str(place): SamplingMask.from_rows(each.masks) for place, each in enumerate(sampled) if each.masks}
+        data.notify(
+            "sampled",
             {
-                "keys": np.asarray([self._keys[each.request] for each in grown], dtype=np.int64),
-                "counts": np.asarray([len(each.token_ids) for each in grown], dtype=np.int64),
-                "token_ids": np.concatenate([each.token_ids for each in grown]),
-                "logprobs": np.concatenate([each.logprobs for each in grown]),
-                "versions": np.concatenate([each.versions for each in grown]),
-                "started": np.asarray([each.request.started for each in grown]),
+                "keys": np.asarray([self._keys[each.request] for each in sampled], dtype=np.int64),
+                "counts": np.asarray([len(each.token_ids) for each in sampled], dtype=np.int64),
+                "token_ids": np.concatenate([each.token_ids for each in sampled]),
+                "logprobs": np.concatenate([each.logprobs for each in sampled]),
+                "versions": np.concatenate([each.versions for each in sampled]),
+                "started": np.asarray([each.request.started for each in sampled]),
                 "masks": masks,
                 "policy": self._engine.policy,
-                "lineages": [each.lineage for each in grown],
+                "lineages": [each.lineage for each in sampled],
             },
         )
 
@@ -174,7 +155,7 @@ class EngineWorker:
         return {
             "pause": self._pause,
             "resume": self._engine.resume,
-            "sleep": self._sleep,
+            "sleep": self._engine.sleep,
             "wake": self._engine.wake,
             "load": self._load,
             "score": self._score,
@@ -188,9 +169,6 @@ class EngineWorker:
 
     async def _pause(self, interrupt: str) -> None:
         await self._engine.pause(Interrupt(interrupt))
-
-    async def _sleep(self, weights: bool) -> None:
-        await self._engine.sleep(weights=weights)
 
     async def _load(self, update: WeightUpdate, interrupt: str) -> None:
         await self._engine.load(update, interrupt=Interrupt(interrupt))

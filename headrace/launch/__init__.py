@@ -12,7 +12,6 @@ from headrace.front_door import front_door
 
 if TYPE_CHECKING:
     from headrace.launch.build import (
-        build_core as build_core,
         build_trainer as build_trainer,
         check_columns as check_columns,
         check_engine as check_engine,
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
         make_roles as make_roles,
         set_threads as set_threads,
         special_stops as special_stops,
-        stop_tokens as stop_tokens,
     )
     from headrace.launch.folder import is_in_use as is_in_use, read_summary as read_summary
     from headrace.launch.forecast import (
@@ -49,7 +47,6 @@ if TYPE_CHECKING:
     )
     from headrace.launch.process import RoleProcess as RoleProcess
     from headrace.launch.serving import ServeOptions as ServeOptions, serve as serve
-    from headrace.launch.vllm import Place as Place, open_engine as open_engine
     from headrace.launch.warmup import demonstration as demonstration, model_folder as model_folder
 else:
     __getattr__ = front_door(__name__)

@@ -20,20 +20,18 @@ from headrace.algorithms import (
     needed_columns,
     resolve_loss,
 )
-from headrace.engine import EngineCore, NativeEngine
+from headrace.engine import engine_kind
 from headrace.envs import PromptEncoder, SingleTurn
 from headrace.errors import SyncError
 from headrace.launch.inputs import UserInputs, check_inputs, open_tasks, reward_functions
 from headrace.launch.placement import (
     choose_device,
-    choose_handover,
     choose_transport,
-    cpu_cache_gigabytes,
     place_of,
     receiving_place,
     threads_of,
 )
-from headrace.model import ModelError, context_limit, load_model, load_tokenizer
+from headrace.model import ModelError, load_model, load_tokenizer
 from headrace.run import POLICY, Roles, make_canary
 from headrace.score import RewardScorer
 from headrace.settings import ConfigError
@@ -42,9 +40,9 @@ from headrace.sync import MemoryTransport, WeightSync, check_host, transport_cla
 from headrace.trainer import DeviceTrainer, FrozenModel, LocalTrainer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from transformers import GenerationConfig, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
     from headrace.config import Recipe
     from headrace.engine import Engine
@@ -77,7 +75,7 @@ def check_sync(recipe: Recipe) -> None:
     if recipe.is_inline:
         return
     transport = transport_class(choose_transport(recipe))
-    if recipe.engine.kind == "vllm" and transport.needs_gpu_per_end:
+    if engine_kind(recipe.engine).has_server and transport.needs_gpu_per_end:
         _check_gpu_per_end(recipe)
     try:
         transport.check(folder=recipe.sync.folder, host=recipe.sync.host, on_gpu=choose_device(recipe) == "cuda")
@@ -91,29 +89,20 @@ def _check_gpu_per_end(recipe: Recipe) -> None:
     places = {receiving_place(recipe, index) for index in range(recipe.engine.num_engines)}
     if device == "cuda" and places & {"cpu", place_of(device, "trainer")}:
         raise ConfigError(
-            f"sync.transport = '{recipe.sync.transport}': with engine.vllm.handover = '{choose_handover(recipe)}' the engine "
-            f"receives on {', '.join(sorted(places))}, and NCCL wants a GPU of its own there; leave it auto"
+            f"sync.transport = '{recipe.sync.transport}': the engine's process receives weights on "
+            f"{', '.join(sorted(places))}, and NCCL wants a GPU of its own there; leave it auto"
         )
 
 
 def check_engine(recipe: Recipe) -> None:
-    """A server that is to be started can be, and weights can get into it."""
-    if recipe.engine.kind == "vllm":
-        cpu_cache_gigabytes()
-        if choose_handover(recipe) == "nccl":
-            _check_host(recipe)
-    if recipe.engine.kind == "vllm" and not recipe.engine.vllm.urls:
-        from headrace.engine import choose_python, find_vllm
-
-        find_vllm(choose_python(recipe.engine.vllm.python))
-
-
-def _check_host(recipe: Recipe) -> None:
-    """The address that a server's workers are told is one of this machine's."""
-    try:
-        check_host(recipe.sync.host)
-    except SyncError as error:
-        raise ConfigError(f"{error} (engine.vllm.handover = 'nccl')") from error
+    """This machine has what the engine needs."""
+    device, kind = choose_device(recipe), engine_kind(recipe.engine)
+    if kind.listens_on_host(recipe, device=device):
+        try:
+            check_host(recipe.sync.host)
+        except SyncError as error:
+            raise ConfigError(f"{error} (engine.kind = '{kind.name}')") from error
+    kind.check_machine(recipe, device=device)
 
 
 def check_loss(recipe: Recipe) -> None:
@@ -149,13 +138,6 @@ def check_columns(recipe: Recipe, given: UserInputs) -> None:
             )
 
 
-def stop_tokens(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Every token that ends a turn: the tokenizer's, and those the model's generation settings name."""
-    named = getattr(generation, "eos_token_id", None)
-    listed = named if isinstance(named, list) else [named]
-    return tuple(sorted({int(token) for token in [tokenizer.eos_token_id, *listed] if token is not None}))
-
-
 def special_stops(stop: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """The ids of those stop strings that are special tokens. Special tokens are not part of the text that other stop strings
     are searched in, so a stop string that contains one among other text could never be found, and is refused."""
@@ -168,33 +150,6 @@ def special_stops(stop: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> tu
                 f"searched in; write {inside!r} alone to stop at it, or leave it out of the text"
             )
     return tuple(special[text] for text in stop if text in special)
-
-
-def build_core(recipe: Recipe, model_path: str, *, name: str, device: str, most_blocks: int = 0) -> EngineCore:
-    """`most_blocks`: KV blocks that can be in use at once, where that is known."""
-    model = load_model(model_path, dtype=recipe.model.dtype, device=device, exact=recipe.exact)
-    return EngineCore(
-        model,
-        name=name,
-        slots=recipe.engine.slots,
-        context=context_limit(model, recipe.model.context),
-        block_size=recipe.engine.block_size,
-        num_blocks=recipe.engine.kv_blocks,
-        most_blocks=most_blocks,
-        max_tokens=recipe.sampling.max_tokens,
-        exact=recipe.exact,
-        decode=decoder_of(load_tokenizer(model_path)) if recipe.sampling.stop else None,
-        graphs=recipe.engine.graphs,
-    )
-
-
-def decoder_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
-    """From tokens to the text that stop strings are looked for in: what rewards see, and vLLM searches."""
-
-    def decode(token_ids: list[int]) -> str:
-        return str(tokenizer.decode(token_ids, skip_special_tokens=True))
-
-    return decode
 
 
 def build_trainer(recipe: Recipe, model_path: str, *, device: str) -> DeviceTrainer:
@@ -227,8 +182,9 @@ def build_roles(
     """Everything in this process: the model is loaded twice, once to generate and once to train."""
     device = choose_device(recipe)
     sync = WeightSync(lineage, MemoryTransport(device), payload=recipe.sync.payload)
-    core = build_core(recipe, model_path, name="engine-0", device=device, most_blocks=most_blocks)
-    engine = NativeEngine(core, sync=sync, timeline=observer.timeline("engine"))
+    engine, stop_ids = engine_kind(recipe.engine).make_inline(
+        recipe, model_path, device=device, sync=sync, timeline=observer.timeline("engine"), most_blocks=most_blocks
+    )
     trainer = LocalTrainer(
         build_trainer(recipe, model_path, device=device),
         sync=sync,
@@ -244,7 +200,7 @@ def build_roles(
         services=(engine.serve,),
         engine_peak=lambda: engine.peak_memory,
     )
-    return roles.with_stop_ids(stop_tokens(core.model.generation_config, roles.encoder.tokenizer))
+    return roles.with_stop_ids(stop_ids)
 
 
 def make_roles(

@@ -23,11 +23,10 @@ import torch
 
 from headrace import leftovers
 from headrace.config import make_recipe
-from headrace.engine import EngineWorker, NativeEngine
-from headrace.launch.build import build_core, build_trainer, stop_tokens
+from headrace.engine import EnginePlace, EngineWorker, engine_kind
+from headrace.launch.build import build_trainer
 from headrace.launch.heartbeat import watch_launcher
 from headrace.launch.placement import Order
-from headrace.model import load_tokenizer
 from headrace.observe import ProcessTimeline
 from headrace.rpc import Peer, Stream, StreamClosed, connect, describe_error
 from headrace.sync import Lineage, TransportConfig, WeightSync, make_transport
@@ -35,8 +34,7 @@ from headrace.trainer import LocalTrainer
 
 if TYPE_CHECKING:
     from headrace.config import Recipe
-    from headrace.engine import VllmEngine
-    from headrace.launch.vllm import Opened
+    from headrace.engine import OpenedEngine
 
 log = logging.getLogger("headrace.child")
 _ORPHANED_SECONDS = 2.0
@@ -60,8 +58,7 @@ class RoleWorker:
         self._sync: WeightSync | None = None
         self._worker: EngineWorker | LocalTrainer | None = None
         self._reading: asyncio.Task[None] | None = None
-        self._opened: Opened | None = None
-        """A vLLM server of ours: it lives as long as this is held."""
+        self._opened: OpenedEngine | None = None
         self._is_told_to_end = False
         self._is_launcher_silent = False
 
@@ -95,7 +92,7 @@ class RoleWorker:
         if self._sync is not None:
             self._sync.close()
         if self._opened is not None:
-            self._opened.end()
+            self._opened.close()
         order = self._order
         if self._is_launcher_silent or (not self._is_told_to_end and _is_gone(order.launcher)):
             leftovers.remove(Path(order.placement.shared_folder), order.prefix)  # other processes may have been killed too
@@ -161,8 +158,16 @@ class RoleWorker:
         self._sync = WeightSync(life, transport, payload=settings.sync.payload, name=self.name)
         log.info("%s on %s, model %s, process %d", self.name, placement.device, model, os.getpid())
         if self.role == "engine":
-            handover = config.handover(self.name)
-            return await self._build_engine(settings, model, placement.device, self._sync, index, handover, most_blocks)
+            place = EnginePlace(
+                name=self.name,
+                index=index,
+                device=placement.device,
+                receives_on=placement.receives_on,
+                log=Path(placement.log).with_suffix(f".{settings.engine.kind}.log"),
+                folder=config.handover(self.name),
+                most_blocks=most_blocks,
+            )
+            return await self._build_engine(settings, model, place, self._sync)
         trainer = await asyncio.to_thread(build_trainer, settings, model, device=placement.device)
         frees_memory = settings.engine.sleeps
         self._worker = LocalTrainer(
@@ -171,22 +176,9 @@ class RoleWorker:
         self._control.calls.update(self._worker.calls())
         return {"device": placement.device}
 
-    async def _build_engine(
-        self, recipe: Recipe, model: str, device: str, sync: WeightSync, index: int, handover: Path, most_blocks: int
-    ) -> dict[str, Any]:
-        engine: NativeEngine | VllmEngine
-        if recipe.engine.kind == "vllm":
-            from headrace.launch.vllm import Place, open_engine
-
-            written = Path(self._order.placement.log).with_suffix(".vllm.log")
-            place = Place(self.name, index, device, written, handover)
-            opened = await open_engine(recipe, model, place, sync=sync, timeline=self._timeline)
-            self._opened = opened
-            engine, stop_ids = opened.engine, opened.stop_ids
-        else:
-            core = await asyncio.to_thread(build_core, recipe, model, name=self.name, device=device, most_blocks=most_blocks)
-            engine = NativeEngine(core, sync=sync, timeline=self._timeline)
-            stop_ids = stop_tokens(core.model.generation_config, load_tokenizer(model))
+    async def _build_engine(self, recipe: Recipe, model: str, place: EnginePlace, sync: WeightSync) -> dict[str, Any]:
+        opened = self._opened = await engine_kind(recipe.engine).open(recipe, model, place, sync=sync, timeline=self._timeline)
+        engine = opened.engine
         worker = self._worker = EngineWorker(engine, timeline=self._timeline)
         self._control.calls.update(worker.calls())
         engine.died.add_done_callback(lambda died: self._loop.call_soon_threadsafe(self._fail, died.exception()))
@@ -195,7 +187,7 @@ class RoleWorker:
         self._reading = asyncio.ensure_future(data.run())
         self._reading.add_done_callback(self._on_data_closed)
         worker.attach(data)
-        return {"device": device, "stop_ids": list(stop_ids), "relay": sync.relay}
+        return {"device": place.device, "stop_ids": list(opened.stop_ids), "relay": sync.relay}
 
     def _on_data_closed(self, reading: asyncio.Task[None]) -> None:
         if not reading.cancelled() and not isinstance(reading.exception(), StreamClosed):

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from headrace.engine import EngineMemory, blocks_for, free_memory, predict_engine_memory
-from headrace.launch.placement import choose_device, choose_handover, choose_transport, cpu_cache_gigabytes, gpu_share, place_of
+from headrace.engine import blocks_for, engine_kind, free_memory
+from headrace.launch.placement import choose_device, choose_transport, place_of
 from headrace.settings import ConfigError
 from headrace.staleness import max_untrained_groups
 from headrace.sync import transport_class
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from headrace.config import Recipe
+    from headrace.engine import EngineMemory
     from headrace.envs import PromptEncoder
     from headrace.model import ModelShape
     from headrace.records import Plain
@@ -84,15 +85,9 @@ def forecast(
     """`context`: the most tokens a rollout may have; `free`: the memory there is when the engine begins; `most_blocks`: what
     `most_kv_blocks` gives; `total`: of the GPU of a vLLM server."""
     dtype = recipe.model.dtype
-    engine = predict_engine_memory(
-        shape, recipe.engine, dtype=dtype, context=context, free=free, most_blocks=most_blocks, on_gpu=on_gpu
+    engine, server = engine_kind(recipe.engine).predict_memory(
+        recipe, shape, context=context, free=free, most_blocks=most_blocks, on_gpu=on_gpu, total=total
     )
-    server = 0
-    if recipe.engine.kind == "vllm":
-        server = _server_memory(recipe, engine, total=total) if not recipe.engine.vllm.urls else 0
-        is_here = not on_gpu or choose_handover(recipe) != "folder"  # otherwise it holds them in the host's memory
-        held = engine.weights if is_here else 0
-        engine = EngineMemory(weights=held, staging=held, cache=0, steps=0, process=engine.process)
     published = transport_class(transport).memory(engine.weights, on_gpu=on_gpu)
     longest = min(context, longest_prompt + recipe.sampling.max_tokens)
     trainer = predict_memory(
@@ -114,17 +109,6 @@ def forecast(
         mapped=published.engine,
         server=server,
     )
-
-
-def _server_memory(recipe: Recipe, engine: EngineMemory, *, total: int) -> int:
-    """What vLLM is given. On a CPU it has two processes beside its cache."""
-    arguments = recipe.engine.vllm.arguments
-    if not total:
-        return engine.weights + (cpu_cache_gigabytes() << 30) + 2 * engine.process
-    if "kv_cache_memory_bytes" in arguments:
-        return engine.weights + int(arguments["kv_cache_memory_bytes"])
-    held = engine.weights + engine.staging
-    return int(float(arguments.get("gpu_memory_utilization", gpu_share(recipe, 0, held=held, total=total))) * total)
 
 
 def forecast_here(

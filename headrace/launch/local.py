@@ -185,8 +185,8 @@ class LocalProcesses(Orchestration):
         recipe = self._recipe
         await self.listen()
         trainer = RemoteTrainer(self.trainer, deadline=recipe.deadline)
-        courier = supervisor.pool.courier
-        courier.source, courier.patience = TrainerSource(trainer, relays=supervisor.relays), recipe.sync.patience
+        delivery = supervisor.pool.delivery
+        delivery.source, delivery.patience = TrainerSource(trainer, relays=supervisor.relays), recipe.sync.patience
         starting: list[asyncio.Task[Any]] = [asyncio.ensure_future(supervisor.start_engine(each)) for each in self.engines]
         starting.append(asyncio.ensure_future(supervisor.start_trainer(self.trainer)))
         try:

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers.utils import logging as transformers_logging
 
-from headrace.engine import SERVER, EngineCore, NativeEngine, listening, make_app, url_of
-from headrace.launch.build import decoder_of, stop_tokens
+from headrace.engine import SERVER, EngineCore, NativeEngine, decoder_of, listening, make_app, stop_tokens, url_of
 from headrace.launch.placement import pick_device
 from headrace.launch.stop import StopRequest
 from headrace.model import ModelSettings, context_limit, load_model, load_tokenizer, tiny

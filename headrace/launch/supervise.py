@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any, Protocol
 
-from headrace.engine import EnginePool, Member
+from headrace.engine import EnginePool, RemoteEngine
 from headrace.errors import SyncError
 from headrace.launch.process import PING_GRACE_SECONDS, RoleFailed
 from headrace.model import ModelError
@@ -105,21 +105,22 @@ class Supervisor:
 
     async def _start_engine(self, process: RoleProcess) -> dict[str, Any]:
         arriving = await self._connect(process, "control", "data")
-        member = Member(process.name, control=process.control, on_report=self._timelines["engine"].take, log=process.log)
+        report = self._timelines["engine"].take
+        engine = RemoteEngine(process.name, self.pool, control=process.control, on_report=report, log=process.log)
         try:
             told = await self._build(process)
-            data = await process.open("data", arriving["data"], notices=member.notices(), deadline=self._recipe.deadline)
-            member.data = data
+            data = await process.open("data", arriving["data"], notices=engine.notices(), deadline=self._recipe.deadline)
+            engine.data = data
             self._spawn(process.read(data))
             self.relays[process.name] = str(told["relay"])
-            await self.pool.join(member)
+            await self.pool.join(engine)
         except StreamClosed as error:
             raise await process.explain() from error
         except RemoteError as error:
             raise process.failed(error) from error
         except SyncError as error:
             raise RoleFailed(f"{process.name} was not brought to the weights: {error}\n  log {process.log}") from error
-        self._spawn(self._replace(process, member))
+        self._spawn(self._replace(process, engine))
         return told
 
     async def _connect(self, process: RoleProcess, *channels: str) -> dict[str, asyncio.Future[Stream]]:
@@ -151,12 +152,12 @@ class Supervisor:
         await trainer.lost.wait()
         self._fail(await trainer.explain())
 
-    async def _replace(self, process: RoleProcess, member: Member) -> None:
+    async def _replace(self, process: RoleProcess, engine: RemoteEngine) -> None:
         """Waits for an engine to be lost, and starts it again."""
         await process.lost.wait()
         error = await process.explain()
         process.give_up("was lost")
-        self.pool.lose(member)
+        self.pool.lose(engine)
         self._timelines["engine"].forget(process.name)
         try:
             await self.start_engine(self._start_again(process, error), is_first=False)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from headrace.partial.settings import PartialSettings as PartialSettings
     from headrace.partial.unfinished import (
         check_unfinished as check_unfinished,
+        continues_over_updates as continues_over_updates,
         engines_take_turns as engines_take_turns,
         is_over_age as is_over_age,
         pauses_unfinished as pauses_unfinished,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from headrace.buffer import buffer_policy, is_in_submission_order
+from headrace.partial.interrupt import Interrupt
 from headrace.settings import ConfigError
 
 if TYPE_CHECKING:
@@ -19,6 +20,12 @@ def pauses_unfinished(recipe: Recipe) -> bool:
 def engines_take_turns(recipe: Recipe) -> bool:
     """Whether engines stop while a batch is trained, and must be told to resume."""
     return pauses_unfinished(recipe) or recipe.engine.sleeps
+
+
+def continues_over_updates(recipe: Recipe) -> bool:
+    """Whether one generate call may sample with old and new weights."""
+    is_idle = buffer_policy(recipe).takes_turns and not pauses_unfinished(recipe)
+    return recipe.partial.pausing in (Interrupt.KEEP, Interrupt.RETRACT) and not is_idle
 
 
 def is_over_age(oldest: int, *, next_version: int, max_lag: int) -> bool:

@@ -109,7 +109,7 @@ class InFlightTable:
         for call in await self._engine.in_flight():
             if call.oldest is not None:
                 earlier = call.rollout.num_sampled if call.rollout.calls else 0
-                ages[call.rollout.id] = (call.rollout.group, call.oldest, earlier + call.num_drawn)
+                ages[call.rollout.id] = (call.rollout.group, call.oldest, earlier + call.num_sampled)
         oldest: dict[str, int] = {}
         tokens: Counter[str] = Counter()
         for name, version, count in ages.values():

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from vllm_server import MISSING, VARIABLES, vllm_python
 
 from headrace.config import make_recipe
-from headrace.launch.vllm import Place, open_engine
+from headrace.engine.kind import EnginePlace
+from headrace.engine.vllm.open import open_engine
 from headrace.model.load import load_tokenizer
 from headrace.observe import Timeline
 from headrace.observe.sinks import read_metrics
@@ -82,7 +83,8 @@ def test_a_server_that_would_not_run_what_it_is_given_is_refused_and_ended(tmp_p
     vocabulary = load_tokenizer(tiny_model).vocab_size + 8
     AutoModelForCausalLM.from_config(Qwen3MoeConfig(vocab_size=vocabulary, **sizes, **heads)).save_pretrained(folder)
     recipe = make_recipe({"model.path": str(folder), "sampling.max_tokens": 16, "engine.kind": "vllm", "engine.slots": 4})
-    place = Place("engine-0", 0, "cpu", tmp_path / "server.log", tmp_path / "weights")
+    paths = {"log": tmp_path / "server.log", "folder": tmp_path / "weights"}
+    place = EnginePlace(name="engine-0", index=0, device="cpu", receives_on="cpu", **paths)
     sync = WeightSync(Lineage("life"), MemoryTransport())
     with pytest.raises(ConfigError, match=r"^engine.kind = 'vllm': vLLM 0.32.0\S* at \S+ computes something else"):
         asyncio.run(open_engine(recipe, str(folder), place, sync=sync, timeline=Timeline("engine")))

@@ -20,9 +20,9 @@ from headrace.engine import Engine, EngineState, PromptTooLong, UnusablePrompt
 from headrace.engine.native.core import EngineCore
 from headrace.engine.native.engine import NativeEngine
 from headrace.engine.protocol import EngineAsleep, NotFinite
-from headrace.engine.vllm.weights import saved_form
+from headrace.engine.tokenizers import decoder_of
+from headrace.engine.vllm.handover import saved_form
 from headrace.errors import SyncError
-from headrace.launch.build import decoder_of
 from headrace.model.arena import Arena, lay_out
 from headrace.model.load import load_model, load_tokenizer
 from headrace.model.weights import make_manifest, named_tensors
@@ -840,7 +840,7 @@ def test_what_is_in_flight_can_be_looked_at(run):
                 look = found[before.id]
                 partial = look.partial()
                 assert look.oldest == 0 and partial.finish_reason is FinishReason.ABORT
-                assert len(look.rollout) == 6 and partial.num_sampled >= look.num_drawn > 0
+                assert len(look.rollout) == 6 and partial.num_sampled >= look.num_sampled > 0
                 assert np.array_equal(partial.token_ids, before.token_ids[: len(partial)])
             assert isinstance(bench.engine, NativeEngine)
             await bench.engine.pause(Interrupt.RETRACT)  # retracted ones are in flight too

@@ -14,7 +14,7 @@ import torch
 from pooled import Far, Pooled, pooled
 
 from headrace.engine import PromptTooLong, worker
-from headrace.engine.append_tokens import lengthen
+from headrace.engine.append_tokens import append_call
 from headrace.errors import SyncError
 from headrace.model.load import load_model
 from headrace.model.weights import named_tensors
@@ -113,8 +113,8 @@ def test_an_engine_is_sent_what_it_pulled_and_no_more(tiny_model):
 
     async def check(bench: Pooled) -> None:
         far = await bench.join(slots=2)
-        await until(lambda: far.member.credit > 0)
-        room, most, take = far.member.credit, 0, far.worker._take_work
+        await until(lambda: far.remote.credit > 0)
+        room, most, take = far.remote.credit, 0, far.worker._take_work
 
         def count(value: Any) -> None:
             nonlocal most
@@ -131,9 +131,9 @@ def test_an_engine_is_sent_what_it_pulled_and_no_more(tiny_model):
         ended = await asyncio.gather(*calls, return_exceptions=True)
         kinds = Counter(type(each).__name__ for each in ended)
         assert kinds["PromptTooLong"] == 10 and kinds["Rollout"] + kinds["CancelledError"] == 50 and kinds["Rollout"] >= 38
-        await until(lambda: far.member.credit == room)
+        await until(lambda: far.remote.credit == room)
         assert 2 < most <= room == 4
-        assert not far.member.requests and not far.worker._requests and not far.worker._keys
+        assert not far.requests and not far.worker._requests and not far.worker._keys
 
     run(check, tiny_model)
 
@@ -143,13 +143,13 @@ def test_a_call_cancelled_as_soon_as_it_is_sent_is_not_generated(tiny_model):
 
     async def check(bench: Pooled) -> None:
         far = await bench.join(slots=512)
-        await until(lambda: far.member.credit > 0)
-        room = far.member.credit
+        await until(lambda: far.remote.credit > 0)
+        room = far.remote.credit
         calls = [asyncio.ensure_future(bench.pool.generate(prompt(f"r{i}"), Sampling(max_tokens=80))) for i in range(room)]
-        await until(lambda: far.member.credit == 0)
+        await until(lambda: far.remote.credit == 0)
         for call in calls:
             call.cancel()
-        await until(lambda: far.member.credit == room)
+        await until(lambda: far.remote.credit == room)
         await far.engine.between_steps(lambda: None)
         assert (far.core.num_running, far.core.num_waiting) == (0, 0)
         assert far.core.num_sampled < 80 * room / 4
@@ -162,7 +162,7 @@ def test_a_refused_stream_says_why(tiny_model):
         far = await bench.join()
         with pytest.raises(PromptTooLong, match="96"):
             await anext(bench.pool.stream(prompt(length=96), Sampling()))
-        assert not far.member.requests
+        assert not far.requests
 
     run(check, tiny_model)
 
@@ -171,18 +171,18 @@ def test_looking_at_an_engine_does_not_wait_behind_its_work(tiny_model):
     async def check(bench: Pooled) -> None:
         far = await bench.join(slots=2048, context=700)
         await bench.pool.pause(Interrupt.KEEP)
-        await until(lambda: far.member.credit > 0)
-        rollouts = [prompt(f"r{i}", length=600, seed=i) for i in range(far.member.credit)]
-        sent = far.member.data.stream.bytes_sent
+        await until(lambda: far.remote.credit > 0)
+        rollouts = [prompt(f"r{i}", length=600, seed=i) for i in range(far.remote.credit)]
+        sent = far.remote.data.stream.bytes_sent
         calls = [asyncio.ensure_future(bench.pool.generate(rollout, Sampling())) for rollout in rollouts]
-        await until(lambda: far.member.data.stream.bytes_sent > sent)
-        assert far.member.data.stream.bytes_sent - sent > 20e6 and far.member.data.stream.backlog > 0
+        await until(lambda: far.remote.data.stream.bytes_sent > sent)
+        assert far.remote.data.stream.bytes_sent - sent > 20e6 and far.remote.data.stream.backlog > 0
         state = await bench.pool.state()
-        assert far.member.data.stream.backlog > 0, "the answer came before the work was sent"
+        assert far.remote.data.stream.backlog > 0, "the answer came before the work was sent"
         assert state.running == 0
         for call in calls:
             call.cancel()
-        await until(lambda: far.member.credit == len(rollouts))
+        await until(lambda: far.remote.credit == len(rollouts))
 
     run(check, tiny_model)
 
@@ -200,10 +200,10 @@ def test_a_lost_engines_rollouts_go_on_from_what_it_told(tiny_model, monkeypatch
         whole = [await bench.pool.generate(*request) for request in requests[:2]]
         slow(first, 0.004)
         calls = [asyncio.ensure_future(bench.pool.generate(*request)) for request in requests]
-        await until(lambda: sum(len(request.grown) > 1 for request in first.member.requests.values()) == 2)
-        told = [sum(len(part.token_ids) for part in request.grown) for request in first.member.requests.values()][:2]
+        await until(lambda: sum(len(request.parts) > 1 for request in first.requests) == 2)
+        told = [sum(len(part.token_ids) for part in request.parts) for request in first.requests][:2]
         second = await bench.join(slots=2)
-        assert not second.member.requests
+        assert not second.requests
         order: list[str] = []
         submit = second.core.submit
         monkeypatch.setattr(second.core, "submit", lambda request: (order.append(request.rollout.id), submit(request)))
@@ -270,7 +270,7 @@ def test_scoring_is_tried_again_elsewhere(tiny_model):
         first.ends["control"]._writer.transport.abort()
         assert np.array_equal((await call)[0], expected[0])
         gate.open()
-        assert bench.pool.members == [second.member]
+        assert bench.pool.engines == [second.remote]
 
     run(check, tiny_model)
 
@@ -278,9 +278,9 @@ def test_scoring_is_tried_again_elsewhere(tiny_model):
 def test_a_report_read_after_its_engine_was_lost_is_not_counted_again(tiny_model):
     async def check(bench: Pooled) -> None:
         far = await bench.join()
-        report = far.member.notices()["report"]
+        report = far.remote.notices()["report"]
         report({"totals": {}})
-        bench.pool.lose(far.member)
+        bench.pool.lose(far.remote)
         report({"totals": {}})
         assert far.reports == [{"totals": {}}]
 
@@ -293,7 +293,7 @@ def test_a_report_read_after_its_engine_was_lost_is_not_counted_again(tiny_model
 def aborted(name: str, *, seed: int) -> Rollout:
     whole = prompt(name, seed=seed)
     call = Call(start=6, stop=7, engine="e", sampling=Sampling(), finish_reason=FinishReason.ABORT, started=0.0, finished=0.0)
-    return lengthen(
+    return append_call(
         whole,
         call,
         token_ids=np.array([9], dtype=np.int32),
@@ -316,7 +316,7 @@ def test_interrupted_rollouts_go_first_in_the_order_they_come(tiny_model):
         order: list[str] = []
         submit = far.core.submit
         far.core.submit = lambda request: (order.append(request.rollout.id), submit(request))  # type: ignore[method-assign]
-        await bench.pool.join(far.member)
+        await bench.pool.join(far.remote)
         await asyncio.gather(*calls)
         assert order == ["old-0", "old-1", "old-2", "old-3", "new-0", "new-1"]
 
@@ -355,18 +355,18 @@ def test_the_pool_knows_what_is_in_flight_as_far_as_it_was_told(tiny_model, monk
         waiting = asyncio.ensure_future(bench.pool.generate(aborted("old", seed=9), Sampling(max_tokens=60)))
         await asyncio.sleep(0)
         only = (await bench.pool.in_flight())[0]
-        assert (only.rollout.id, only.num_drawn, only.oldest) == ("old", 0, 2) and only.partial() is only.rollout
+        assert (only.rollout.id, only.num_sampled, only.oldest) == ("old", 0, 2) and only.partial() is only.rollout
         policy, far = Policy(bench), await bench.join(slots=3)
         slow(far, 0.004)
         await policy.publish(3)
         calls = [asyncio.ensure_future(bench.pool.generate(prompt(f"r{i}", seed=i), Sampling(max_tokens=60))) for i in range(4)]
-        await until(lambda: sum(len(request.grown) > 1 for request in far.member.requests.values()) == 3)
+        await until(lambda: sum(len(request.parts) > 1 for request in far.requests) == 3)
         found = {call.rollout.id: call for call in await bench.pool.in_flight()}
         assert found.keys() == {"old", "r0", "r1", "r2", "r3"}
         assert (found["old"].oldest, found["r0"].oldest, found["r3"].oldest) == (2, 3, None)
         partial = found["r0"].partial()
-        assert partial.finish_reason is FinishReason.ABORT and partial.num_sampled >= found["r0"].num_drawn > 0
-        assert found["r3"].num_drawn == 0 and found["r3"].partial() is found["r3"].rollout
+        assert partial.finish_reason is FinishReason.ABORT and partial.num_sampled >= found["r0"].num_sampled > 0
+        assert found["r3"].num_sampled == 0 and found["r3"].partial() is found["r3"].rollout
         whole = await calls[0]
         assert np.array_equal(partial.token_ids, whole.token_ids[: len(partial)])
         assert np.array_equal(partial.versions, whole.versions[: len(partial)]) and partial.lineage == "life"
@@ -392,7 +392,7 @@ def test_an_update_counts_for_the_living(tiny_model):
         second.ends["control"]._writer.transport.abort()
         await loading
         gate.open()
-        assert bench.pool.members == [first.member] and (await bench.pool.state()).version == 1
+        assert bench.pool.engines == [first.remote] and (await bench.pool.state()).version == 1
 
     run(check, tiny_model)
 
@@ -406,10 +406,10 @@ def test_an_update_waits_for_an_engine_when_none_is_left(tiny_model):
         await gate.reached()
         only.ends["control"]._writer.transport.abort()
         await asyncio.sleep(0.05)
-        assert not bench.pool.members and not loading.done()
+        assert not bench.pool.engines and not loading.done()
         gate.open()
         successor = await bench.start(slots=4, context=96)
-        await bench.pool.join(successor.member)
+        await bench.pool.join(successor.remote)
         assert successor.core.version == 1
         await loading
 
@@ -426,14 +426,14 @@ def test_who_joins_holds_the_newest_version_first(tiny_model, newest):
         await policy.publish(0)
         late = await bench.start(slots=4, context=96)
         gate = Gate(late, "_stage")
-        joining = asyncio.ensure_future(bench.pool.join(late.member))
+        joining = asyncio.ensure_future(bench.pool.join(late.remote))
         await gate.reached()
         for version in range(1, newest + 1):
             await policy.publish(version)
-        assert not joining.done() and bench.pool.members == [old.member]
+        assert not joining.done() and bench.pool.engines == [old.remote]
         gate.open()
         await joining
-        assert late.core.version == newest and bench.pool.members == [old.member, late.member]
+        assert late.core.version == newest and bench.pool.engines == [old.remote, late.remote]
         drawn = await late.engine.score([prompt()])
         assert np.array_equal(drawn[0], (await old.engine.score([prompt()]))[0])
 
@@ -450,7 +450,7 @@ def test_an_update_that_is_refused_is_wanted_no_more(tiny_model):
             await bench.pool.load(update)
         bench.sync.abort(update)
         late = await bench.join()
-        assert (far.core.version, late.core.version) == (0, 0) and late.member.update is far.member.update
+        assert (far.core.version, late.core.version) == (0, 0) and late.remote.update is far.remote.update
 
     run(check, tiny_model)
 
@@ -486,14 +486,14 @@ def test_what_changes_while_a_joining_engine_is_paused_reaches_it_too(tiny_model
 
         late.engine.pause = held  # type: ignore[method-assign]
         await bench.pool.pause(Interrupt.KEEP)
-        joining = asyncio.ensure_future(bench.pool.join(late.member))
+        joining = asyncio.ensure_future(bench.pool.join(late.remote))
         await is_reached.wait()
         await policy.publish(1)
         await bench.pool.resume()
         may_go.set()
         await joining
         assert late.core.version == 1
-        bench.pool.lose(bench.far[0].member)
+        bench.pool.lose(bench.far[0].remote)
         assert (await bench.pool.generate(prompt(), Sampling(max_tokens=4))).versions[-1] == 1
 
     run(check, tiny_model)
@@ -523,7 +523,7 @@ def engine_of(rollout: Rollout) -> str:
 def test_a_fork_goes_to_the_engine_that_has_its_parent(tiny_model):
     async def check(bench: Pooled) -> None:
         fars = [await bench.join(slots=2) for _ in range(3)]
-        await until(lambda: all(far.member.credit > 0 for far in fars))
+        await until(lambda: all(far.remote.credit > 0 for far in fars))
         names = [f"parent {index}" for index in range(12)]
         for name in names:
             await bench.pool.pin(name)
@@ -549,7 +549,7 @@ def test_a_rollout_pinned_while_it_runs_is_found_again(tiny_model):
         fars = [await bench.join(slots=1) for _ in range(2)]
         for far in fars:
             slow(far, 0.002)
-        await until(lambda: all(far.member.credit > 0 for far in fars))
+        await until(lambda: all(far.remote.credit > 0 for far in fars))
         calls = [asyncio.ensure_future(bench.pool.generate(prompt(f"r{i}", seed=i), Sampling(max_tokens=40))) for i in range(2)]
         await until(lambda: all(far.core.num_sampled > 2 for far in fars))
         await bench.pool.pin("r1")
@@ -568,7 +568,7 @@ async def pinned_parent(bench: Pooled) -> tuple[Rollout, Far, Far]:
     home, other = sorted(bench.far, key=lambda far: far.name != engine_of(parent))
     for far in (home, other):
         slow(far, 0.005)
-        await until(lambda far=far: far.member.credit == 2)  # type: ignore[misc]
+        await until(lambda far=far: far.remote.credit == 2)  # type: ignore[misc]
     return parent, home, other
 
 
@@ -581,19 +581,19 @@ def test_a_fork_waits_for_its_engine_and_nobody_waits_for_the_fork(tiny_model):
             asyncio.ensure_future(bench.pool.generate(parent.forked(9, id=f"busy {i}"), Sampling(max_tokens=60)))
             for i in range(2)
         ]
-        await until(lambda: home.member.credit == 0)
+        await until(lambda: home.remote.credit == 0)
         fork, unwanted = (
             asyncio.ensure_future(bench.pool.generate(parent.forked(9, id=name), Sampling(max_tokens=3))) for name in ("f", "u")
         )
         later = await bench.pool.generate(prompt("later"), Sampling(max_tokens=3))
         assert engine_of(later) == other.name and not fork.done()
-        assert bench.pool._num_waiting == 2 and not other.member.requests
+        assert bench.pool.num_waiting == 2 and not other.requests
         unwanted.cancel()
         await asyncio.sleep(0)
-        assert bench.pool._num_waiting == 1
+        assert bench.pool.num_waiting == 1
         assert engine_of(await fork) == home.name
         assert [engine_of(each) for each in await asyncio.gather(*busy)] == [home.name] * 2
-        assert bench.pool._num_waiting == 0
+        assert bench.pool.num_waiting == 0
 
     run(check, tiny_model)
 
@@ -609,13 +609,13 @@ def test_forks_of_a_lost_engines_rollouts_go_to_another(tiny_model):
             asyncio.ensure_future(bench.pool.generate(parent.forked(9, id=f"f{i}"), Sampling(max_tokens=30, seed=i)))
             for i in range(5)
         ]
-        await until(lambda: len(home.member.requests) == 2)
+        await until(lambda: len(home.requests) == 2)
         home.kill()
-        await until(lambda: home.member.is_lost)
+        await until(lambda: home.remote.is_lost)
         for index, fork in enumerate(await asyncio.gather(*calls)):
             assert engine_of(fork) == other.name and fork.num_sampled == 33 and fork.id == f"f{index}"
         again = await bench.pool.generate(parent.forked(12, id="again"), Sampling(max_tokens=3))
-        assert engine_of(again) == other.name and bench.pool._num_waiting == 0
+        assert engine_of(again) == other.name and bench.pool.num_waiting == 0
 
     run(check, tiny_model)
 
@@ -635,7 +635,7 @@ def test_who_joins_keeps_what_is_pinned_and_nothing_else(tiny_model):
         late.worker._engine.pin = held  # type: ignore[method-assign]
         for call, handler in late.worker.calls().items():
             late.control.calls[call] = handler
-        joining = asyncio.ensure_future(bench.pool.join(late.member))
+        joining = asyncio.ensure_future(bench.pool.join(late.remote))
         await is_reached.wait()
         for name in ("a", "b", "c"):
             await bench.pool.unpin(name)

@@ -31,7 +31,7 @@ def test_all_give_their_memory_back_and_who_comes_meanwhile_is_awake_and_right(t
         await pool.sleep(weights=True)
         assert held(first) == held(second) == 0 and not call.done()
         second.kill()
-        await until(lambda: second.member not in pool.members)
+        await until(lambda: second.remote not in pool.engines)
         third = await bench.join()
         assert held(third) == whole and not third.core.is_asleep
         assert third.engine._is_paused and third.core.version == 1, "it stands still with the others, on what they hold"
@@ -53,7 +53,7 @@ def test_who_was_left_behind_catches_up_before_the_pool_sleeps(tiny_model):
 
     async def check(bench: Pooled) -> None:
         pool, policy = bench.pool, Policy(bench)
-        pool.courier.patience = 0.05
+        pool.delivery.patience = 0.05
         fast, late = await bench.join(), await bench.join()
         gate = Gate(late, "_stage")
         await policy.publish(1)

@@ -21,7 +21,7 @@ from headrace.engine.native.core import EngineCore
 from headrace.engine.native.engine import NativeEngine
 from headrace.engine.server.address import bind, url_of
 from headrace.engine.server.app import MAX_BODY, listening, make_app
-from headrace.engine.server.parameters import NEUTRAL
+from headrace.engine.server.requests import NEUTRAL
 from headrace.model.load import load_model, load_tokenizer
 from headrace.model.weights import named_tensors
 from headrace.observe import Timeline

@@ -15,8 +15,8 @@ from hypothesis import given, strategies as st
 from test_server import END, NAME, Bench, Broken, serving
 
 from headrace.engine import Increment
-from headrace.engine.append_tokens import lengthen
-from headrace.engine.server.tool_calls import ToolCallReader, parse_call
+from headrace.engine.append_tokens import append_call
+from headrace.engine.server.tools import ToolCallReader, parse_call
 from headrace.model.tiny import build_tokenizer
 from headrace.records import Call, FinishReason, Rollout, Sampling
 
@@ -99,7 +99,7 @@ class Saying(Broken):
         values = np.full(len(ids), -1.0, dtype=np.float32)
         versions = np.zeros(len(ids), dtype=np.int32)
         told = {"policy": rollout.policy, "lineage": rollout.lineage, "masks": []}
-        return lengthen(rollout, call, token_ids=ids, logprobs=values, versions=versions, **told)
+        return append_call(rollout, call, token_ids=ids, logprobs=values, versions=versions, **told)
 
 
 @pytest.fixture

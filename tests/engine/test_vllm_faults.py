@@ -17,15 +17,14 @@ from fake_vllm import NEW, OLD, Fake, serving
 
 from headrace.engine import UnusablePrompt
 from headrace.engine.protocol import EngineDied, NotFinite
-from headrace.engine.vllm import abilities, keep
+from headrace.engine.vllm import abilities, server_keeper
 from headrace.engine.vllm.api import VllmApi, VllmError, VllmGone
+from headrace.engine.vllm.call_queue import Limits
 from headrace.engine.vllm.engine import Unsupported, VllmEngine
-from headrace.engine.vllm.handover import FolderHandover
+from headrace.engine.vllm.handover import FolderHandover, Staging
 from headrace.engine.vllm.server import find_vllm, start
-from headrace.engine.vllm.traffic import Limits
-from headrace.engine.vllm.weights import Staging
+from headrace.engine.vllm.try_out import try_out
 from headrace.engine.worker import EngineWorker
-from headrace.launch.vllm_trial import try_out
 from headrace.model.load import load_model
 from headrace.model.weights import named_tensors
 from headrace.observe import ProcessTimeline, Timeline
@@ -144,7 +143,7 @@ def test_what_is_refused_after_the_stream_began_is_that_rollouts_failure_too(run
 
 def test_an_answer_that_no_rollout_can_hold_ends_the_engine_and_hangs_nobody(run):
     async def check(engine, _):
-        with pytest.raises(EngineDied, match="what it answered could not be taken"):
+        with pytest.raises(EngineDied, match="its answer could not be read"):
             await engine.generate(PROMPT, Sampling(max_tokens=4))
 
     run(check, Fake(logprob=0.7))
@@ -155,7 +154,7 @@ def test_a_mask_that_leaves_out_what_could_have_been_drawn_is_no_mask(run):
     fake = Fake(logprob=-1.0, candidates=((50, -1.5), (51, -2.5)))
 
     async def check(engine, _):
-        with pytest.raises(UnusablePrompt, match=r"more tokens could have been drawn than the 3 that came"):
+        with pytest.raises(UnusablePrompt, match=r"more tokens could have been sampled than the 3 that came"):
             await engine.generate(PROMPT, Sampling(max_tokens=4, top_p=0.9))
         fake.candidates = ((50, float(np.log(1 - np.exp(-1.0)))), (51, -9999.0))
         rollout = await engine.generate(PROMPT, Sampling(max_tokens=4, top_p=0.9))
@@ -247,7 +246,7 @@ def test_every_release_stamps_what_was_drawn_before_and_after(run, version, inte
     async def check(engine, publish):
         call = asyncio.ensure_future(engine.generate(PROMPT, Sampling(max_tokens=40)))
         await grown(engine, 5)
-        drawn_before = (await engine.in_flight())[0].num_drawn
+        drawn_before = (await engine.in_flight())[0].num_sampled
         await publish(1, interrupt=interrupt)
         rollout = await call
         versions = rollout.versions[3:]
@@ -276,7 +275,7 @@ def test_logits_that_are_not_numbers_fail_what_runs_and_the_server_is_begun_anew
     async def check(engine, publish):
         with pytest.raises(NotFinite, match="'r'"):
             await engine.generate(PROMPT, Sampling(max_tokens=4))
-        with pytest.raises(EngineDied, match="its cache holds what is not a number; it must be started anew"):
+        with pytest.raises(EngineDied, match="its KV cache holds NaN; it must be restarted"):
             await publish(1)
 
     run(check, fake)
@@ -315,9 +314,9 @@ def test_a_server_that_dies_leaves_what_had_come_and_refuses_nothing(run, versio
         while not engine.died.done():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.05)
-        assert [name for name, _ in told if name in ("grown", "refused", "done")] == ["grown"]
-        grown = dict(told)["grown"]
-        assert grown["keys"].tolist() == [7] and grown["token_ids"].tolist() == come
+        assert [name for name, _ in told if name in ("sampled", "refused", "done")] == ["sampled"]
+        sampled = dict(told)["sampled"]
+        assert sampled["keys"].tolist() == [7] and sampled["token_ids"].tolist() == come
 
     run(check, fake)
 
@@ -393,7 +392,7 @@ def test_a_server_that_leaves_out_which_weights_drew_tokens_it_told_together_cou
         await grown(engine, 17)
         await publish(1)
         fake.holds_at = -1
-        with pytest.raises(EngineDied, match="ends a call and does not name the weights of it"):
+        with pytest.raises(EngineDied, match="ended a call without naming the weights of it"):
             await growing
 
     run(check, fake)
@@ -408,7 +407,7 @@ def test_a_call_that_is_ended_here_ends_before_tokens_whose_weights_are_not_know
         await publish(1)
         fake.holds_at = 40
         await grown(engine, 33)  # of the second sixteen, three are of the old weights
-        assert (await engine.in_flight())[0].num_drawn == 17
+        assert (await engine.in_flight())[0].num_sampled == 17
         await engine.pause(Interrupt.ABORT)
         rollout = await growing
         assert rollout.num_sampled == 17 and set(rollout.versions[3:].tolist()) == {0}
@@ -424,7 +423,7 @@ def test_a_server_that_gives_other_logprobs_than_it_draws_from_is_refused():
                 await try_out(api, "policy", 16)
             await api.close()
 
-    asyncio.run(main(Fake(), r"the logprobs of another distribution than it draws from.*--logprobs-mode"))
+    asyncio.run(main(Fake(), r"the logprobs of another distribution than it samples from.*--logprobs-mode"))
     asyncio.run(main(Fake(fault="refused"), "status 400: too long for me"))
 
 
@@ -519,7 +518,7 @@ if "-c" in sys.argv:
     ("body", "told"),
     [
         ("print('ValueError: Head size 16 is not supported'); sys.exit(1)", "did not start: ValueError: Head size 16 is not"),
-        ("sys.exit(3)", "did not start: it ended without a word"),
+        ("sys.exit(3)", "did not start: it ended without an error message"),
         ("time.sleep(60)", r"did not come up within 1 s \(engine.vllm.start_seconds\)"),
     ],
 )
@@ -553,7 +552,7 @@ def test_nothing_of_a_server_outlives_who_started_it(tmp_path):
     script = tmp_path / "stubborn.py"
     script.write_text(STUBBORN)
     keeper = tmp_path / "keep.py"  # with less patience
-    keeper.write_text(Path(keep.__file__).read_text().replace("_PATIENCE = 8.0", "_PATIENCE = 0.5"))
+    keeper.write_text(Path(server_keeper.__file__).read_text().replace("_PATIENCE = 8.0", "_PATIENCE = 0.5"))
     starter = f"""
 import subprocess, sys, time
 process = subprocess.Popen([sys.executable, {str(keeper)!r}, sys.executable, {str(script)!r}], stdin=subprocess.PIPE)

@@ -17,10 +17,9 @@ from fake_vllm import OLD, Fake, serving
 from headrace.engine.protocol import EngineDied
 from headrace.engine.vllm import handover
 from headrace.engine.vllm.api import VllmApi
+from headrace.engine.vllm.call_queue import Limits
 from headrace.engine.vllm.engine import VllmEngine
-from headrace.engine.vllm.handover import NcclHandover
-from headrace.engine.vllm.traffic import Limits
-from headrace.engine.vllm.weights import Staging, saved_form
+from headrace.engine.vllm.handover import NcclHandover, Staging, saved_form
 from headrace.errors import SyncError
 from headrace.model.load import load_model
 from headrace.model.weights import named_tensors

@@ -18,9 +18,9 @@ import pytest
 import torch
 from vllm_server import VARIABLES, vllm_python
 
-from headrace.engine.vllm.nccl import PackedSender
 from headrace.engine.vllm.nccl_form import chunks, in_order, is_packed_at_init, pickled_id
 from headrace.engine.vllm.nccl_library import NcclLibrary
+from headrace.engine.vllm.nccl_sender import PackedSender
 from headrace.errors import SyncError
 
 CPU = torch.device("cpu")

@@ -124,7 +124,7 @@ group.destroy()
 SENDER = r"""
 import hashlib, json, os, subprocess, sys, threading, time
 import torch
-from headrace.engine.vllm.nccl import PackedSender
+from headrace.engine.vllm.nccl_sender import PackedSender
 from headrace.errors import SyncError
 
 python, script = sys.argv[1:]

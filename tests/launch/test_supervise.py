@@ -147,7 +147,7 @@ def start(tmp_path: Path, *ends: str, is_first: bool = True) -> tuple[list[RoleP
             return error
         finally:
             watching.close()
-        assert told["index"] == 1 and [member.name for member in watching.pool.members] == ["engine-1"]
+        assert told["index"] == 1 and [engine.name for engine in watching.pool.engines] == ["engine-1"]
         return None
 
     return starter.started, said, asyncio.run(main())

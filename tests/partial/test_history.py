@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from headrace.engine.append_tokens import lengthen
+from headrace.engine.append_tokens import append_call
 from headrace.partial import goes_on_from, is_over_age, is_resumable, still_history
 from headrace.records import Call, Episode, FinishReason, Rollout, Sampling, Source
 from headrace.staleness import too_old
@@ -25,7 +25,7 @@ def drawn(rollout: Rollout, versions: list[int], *, lineage: str = "A", reason: 
         started=0.0,
         finished=1.0,
     )
-    return lengthen(
+    return append_call(
         rollout,
         call,
         token_ids=np.arange(start, start + count, dtype=np.int32),

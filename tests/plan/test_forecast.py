@@ -8,9 +8,10 @@ from helpers import small_run
 from transformers import LlamaConfig, Qwen3Config
 
 from headrace.config import make_recipe
+from headrace.engine.native import core
 from headrace.engine.native.core import EngineCore
 from headrace.engine.native.engine_memory import blocks_for
-from headrace.launch import build, launcher as launch
+from headrace.launch import launcher as launch
 from headrace.launch.build import check_engine
 from headrace.launch.forecast import forecast, longest_prompt, most_kv_blocks, tokens_per_pass
 from headrace.launch.inputs import UserInputs, held_out_tasks
@@ -163,7 +164,7 @@ def test_a_run_has_a_cache_for_what_can_be_in_flight(tmp_path, monkeypatch) -> N
             super().__init__(*given, **named)
             made.append(self)
 
-    monkeypatch.setattr(build, "EngineCore", Noted)
+    monkeypatch.setattr(core, "EngineCore", Noted)
     result = small_run(tmp_path / "run", steps=1, model={"context": 512}, engine={"slots": 64}, staleness={"max_lag": 0})
     assert result.summary["status"] == "finished"
     assert made[-1].cache.num_blocks == blocks_for(16 + 2 * 4, tokens=12, block_size=16)

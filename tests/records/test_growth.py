@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, strategies as st
 from strategies import quick, rollouts, samplings, seeds
 
-from headrace.engine.append_tokens import lengthen
+from headrace.engine.append_tokens import append_call
 from headrace.records import (
     Call,
     FinishReason,
@@ -195,10 +195,10 @@ def test_routing_that_does_not_fit_is_refused_by_name(old: np.ndarray | None, ne
 
 def test_engines_lengthen_with_routing() -> None:
     routed = dataclasses.replace(begun(), expert_routing=rows(3, 255))
-    made = lengthen(routed, call(), **drawn(), masks=[], expert_routing=rows(255, 1, 2, 4, 255))
+    made = append_call(routed, call(), **drawn(), masks=[], expert_routing=rows(255, 1, 2, 4, 255))
     assert made.expert_routing is not None
     assert made.expert_routing.ravel().tolist() == [3, 1, 2, 4, 255]
-    assert lengthen(begun(), call(), **drawn(), masks=[]).expert_routing is None
+    assert append_call(begun(), call(), **drawn(), masks=[]).expert_routing is None
 
 
 @pytest.mark.parametrize(("dtype", "unknown"), [(np.uint8, 255), (np.int16, -1), ("uint8", 255)])

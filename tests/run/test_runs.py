@@ -11,7 +11,8 @@ from helpers import TASKS, length_reward, same_weights, small_run, weights
 
 import headrace
 from headrace.engine.stop_strings import completes
-from headrace.launch.build import decoder_of, special_stops
+from headrace.engine.tokenizers import decoder_of
+from headrace.launch.build import special_stops
 from headrace.model.load import load_tokenizer
 from headrace.model.tiny import build_tokenizer
 from headrace.observe.inspect import read_rollouts

@@ -153,10 +153,10 @@ def test_a_group_is_as_old_as_its_oldest_token_that_may_be_trained():
             unknown = prompt.replace(id="unknown/0", episode="unknown/0", group="unknown", index=0)
             other = prompt.replace(id="eval3/0", episode="eval3/0", group="eval3/0", index=0)
             return [
-                InFlight.of(prompt, num_drawn=3, first=4, partial=lambda: prompt),
-                InFlight.of(grown, num_drawn=7, first=3, partial=lambda: grown),
-                InFlight.of(unknown, num_drawn=0, first=-1, partial=lambda: unknown),
-                InFlight.of(other, num_drawn=7, first=0, partial=lambda: other),
+                InFlight.of(prompt, num_sampled=3, first=4, partial=lambda: prompt),
+                InFlight.of(grown, num_sampled=7, first=3, partial=lambda: grown),
+                InFlight.of(unknown, num_sampled=0, first=-1, partial=lambda: unknown),
+                InFlight.of(other, num_sampled=7, first=0, partial=lambda: other),
             ]
 
     table = InFlightTable(Engine())  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from headrace.engine import stop_strings
-from headrace.engine.append_tokens import lengthen
+from headrace.engine.append_tokens import append_call
 from headrace.engine.native.kv_cache import CacheShape, PagedCache
 from headrace.engine.native.plain_runner import PlainRunner
 from headrace.engine.native.releasable_memory import ReleasableMemory, make_memory
@@ -204,7 +204,7 @@ class EngineCore:
             return self._extended(request, sampled, masks, FinishReason.ABORT, policy=policy, lineage=lineage)
 
         first = int(sampled.versions[0]) if len(sampled.versions) else -1
-        return InFlight.of(request.rollout, num_drawn=len(sampled.versions), first=first, partial=partial)
+        return InFlight.of(request.rollout, num_sampled=len(sampled.versions), first=first, partial=partial)
 
     # Interrupting and sleeping
 
@@ -271,7 +271,7 @@ class EngineCore:
 
     def changed_weights(self, *, policy: str, lineage: str, version: int) -> None:
         """From now on tokens are sampled by these weights. When the lineage changes, a request that has sampled something
-        keeps the lineage of its first token: `lengthen` says why."""
+        keeps the lineage of its first token: `append_call` says why."""
         if lineage != self.lineage:
             for request in self.scheduler.started():
                 if request.lineage is None and len(self.scheduler.sampled_tokens(request).token_ids):
@@ -397,7 +397,7 @@ class EngineCore:
             started=request.started,
             finished=time.time(),
         )
-        return lengthen(
+        return append_call(
             request.rollout,
             call,
             token_ids=sampled.token_ids,

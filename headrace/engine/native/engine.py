@@ -339,4 +339,5 @@ class NativeEngine:
             free_blocks=core.num_free_blocks,
             tokens=core.num_sampled,
             memory_peak=self.peak_memory,
+            policy=core.policy,
         )

@@ -1,7 +1,7 @@
 """The engine alone as a server: OpenAI's completions and chat over HTTP, with the token ids and versions that RL needs.
 
-`requests` reads what is asked and refuses what cannot be done, `chat` and `tools` the part of it that makes a chat's prompt;
-`calls` draws the choices, resumed as often as new weights interrupt them; `text` turns tokens into text as they come, and
-`tool_calls` finds in it the tools a model calls; `answers` writes what OpenAI's clients read; `metrics` counts; `address`
-binds; `app` puts them behind HTTP and is the only file that knows aiohttp.
+`app` is the HTTP side, and the only file that knows aiohttp; `body` reads JSON fields; `requests` understands a request and
+refuses what cannot be done, `chat` and `tools` the part that makes a chat's prompt; `calls` generates the choices, resumed as
+often as new weights interrupt them; `text` turns tokens into text as they come; `answers` writes what OpenAI's clients read;
+`control` pauses, resumes and scores; `metrics` counts; `address` binds.
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
 import socket
 
@@ -14,23 +13,16 @@ def bind(host: str, port: int, *, has_token: bool) -> socket.socket:
 
     Connections made before the server is ready wait for it.
     """
-    address = _resolve(host, port)
-    if not has_token and not ipaddress.ip_address(str(address[1][0]).split("%")[0]).is_loopback:
+    family, where = _resolve(host, port)
+    if not has_token and not ipaddress.ip_address(str(where[0]).split("%")[0]).is_loopback:
         raise ConfigError(
             f"--host {host}: others could reach it, so it needs a token; set HEADRACE_API_TOKEN, or leave --host at 127.0.0.1"
         )
-    family, where = address
-    listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            with contextlib.suppress(OSError):
-                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        listener.bind(where)
-        listener.listen(1024)
+        listener = socket.create_server(where, family=family, backlog=1024)
     except OSError as error:
-        listener.close()
-        raise ConfigError(f"--port {port}: cannot listen on {host}: {error.strerror}; give another --port") from error
+        reason = str(error.strerror).partition(" (while")[0]
+        raise ConfigError(f"--port {port}: cannot listen on {host}: {reason}; give another --port") from error
     listener.setblocking(False)
     return listener
 

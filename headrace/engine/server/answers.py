@@ -1,4 +1,4 @@
-"""What is answered: OpenAI's objects with vLLM's additions, as plain data."""
+"""The answers: OpenAI's objects with vLLM's additions, as plain data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.engine.server.calls import num_choices
 from headrace.engine.server.text import decode
-from headrace.engine.server.tool_calls import ToolCallReader
+from headrace.engine.server.tools import ToolCallReader
 from headrace.records import FinishReason
 
 if TYPE_CHECKING:
@@ -16,29 +16,29 @@ if TYPE_CHECKING:
 
     from headrace.engine.server.calls import Piece
     from headrace.engine.server.requests import Ask
-    from headrace.engine.server.served import Served
-    from headrace.engine.server.tool_calls import ToolCall
+    from headrace.engine.server.text import Served
+    from headrace.engine.server.tools import ToolCall
 
 
 @dataclass
 class Answer:
-    """One request's answer in the making. Its methods give the whole, or a chunk for each piece."""
+    """The answer to one request: whole, or a chunk for each piece."""
 
     ask: Ask
     served: Served
     id: str
     prompt_logprobs: Sequence[Sequence[float | None]] = ()
-    """Of each prompt, where they are echoed with logprobs."""
+    """Of each prompt, where it is echoed with logprobs."""
     created: int = field(default_factory=lambda: int(time.time()))
     num_completion_tokens: int = 0
 
     def __post_init__(self) -> None:
         self._offsets = [0] * num_choices(self.ask)
-        """How much text each choice's tokens came to so far."""
-        self._begun = [False] * num_choices(self.ask)
+        """How much text each choice has so far."""
+        self._is_started = [False] * num_choices(self.ask)
         max_calls = self.ask.max_tool_calls
-        self._tool_calls = [ToolCallReader(max_calls=max_calls) for _ in self._begun] if max_calls else None
-        """Of each choice, where calls of tools are read out of the text."""
+        self._tool_calls = [ToolCallReader(max_calls=max_calls) for _ in self._is_started] if max_calls else None
+        """Of each choice, where tool calls are read out of the text."""
 
     def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         """The answer that is not streamed."""
@@ -50,8 +50,8 @@ class Answer:
         return {**head, "choices": choices, "usage": self.usage()}
 
     def chunk(self, piece: Piece) -> dict[str, Any] | None:
-        """One event of a stream; None where the piece has nothing to tell yet."""
-        is_first = not self._begun[piece.index]
+        """One event of a stream; None where the piece has nothing to send yet."""
+        is_first = not self._is_started[piece.index]
         said = self._part(piece.index, [piece])
         is_empty = said == ("", []) and piece.finish_reason is None
         if is_empty and not is_first and not (self.ask.logprobs or self.ask.return_token_ids):
@@ -74,12 +74,12 @@ class Answer:
         if self.ask.is_chat:
             kind = "chat.completion.chunk" if is_chunk else "chat.completion"
         head = {"id": self.id, "object": kind, "created": self.created, "model": self.served.model_name}
-        if self.ask.is_chat and self.ask.return_token_ids and not any(self._begun):
+        if self.ask.is_chat and self.ask.return_token_ids and not any(self._is_started):
             head["prompt_token_ids"] = list(self.ask.prompts[0])
         return head
 
     def _part(self, index: int, pieces: Sequence[Piece]) -> tuple[str, list[ToolCall]]:
-        """What these pieces say: content, and calls of tools where they are read."""
+        """(content, tool calls) of these pieces."""
         text = "".join(piece.text for piece in pieces)
         if self._tool_calls is None:
             return text, []
@@ -94,8 +94,8 @@ class Answer:
     ) -> dict[str, Any]:
         ask = self.ask
         which = index // ask.num_choices
-        is_first = not self._begun[index]
-        self._begun[index] = True
+        is_first = not self._is_started[index]
+        self._is_started[index] = True
         token_ids = [token for piece in pieces for token in piece.token_ids]
         values: list[float | None] = [value for piece in pieces for value in piece.logprobs]
         self.num_completion_tokens += len(token_ids)
@@ -124,7 +124,7 @@ class Answer:
         return choice
 
     def _message(self, index: int, text: str, calls: Sequence[ToolCall], *, is_chunk: bool) -> dict[str, Any]:
-        """OpenAI's message, without the role; null is the content of one that only calls."""
+        """OpenAI's message, without the role; its content is null if it only calls tools."""
         if not calls or self._tool_calls is None:
             return {"content": text}
         bodies = [call.body() for call in calls]
@@ -134,7 +134,7 @@ class Answer:
         return {"content": text or None, "tool_calls": bodies}
 
     def _finish_reason(self, index: int, last: Piece) -> str | None:
-        """A choice that was cut off says so, even if it called before."""
+        """A truncated choice says so, even if it called a tool before."""
         has_called = self._tool_calls is not None and self._tool_calls[index].num_given > 0
         return "tool_calls" if has_called and last.finish_reason is FinishReason.STOP else last.finish_reason
 
@@ -145,7 +145,7 @@ class Answer:
         return decode(self.served.tokenizer, self.ask.prompts[which], skip_special=self.ask.skip_special)
 
     def _logprobs(self, index: int, token_ids: Sequence[int], values: Sequence[float | None]) -> dict[str, Any]:
-        """`top_logprobs` is null: the likeliest tokens are not recorded, only the drawn one."""
+        """`top_logprobs` is null: only the sampled token's logprob is recorded."""
         names, offsets = [], []
         for token in token_ids:
             names.append(self._token_name(token, self._token_text(token)))

@@ -1,7 +1,7 @@
 """The engine behind HTTP. The server waits for the engine's increments and never decodes in its own thread.
 
-Tokens: everything but `/health` asks for the API token where one is set; `/control/` asks for the control token, is
-closed where none is set, and never opens to the API token.
+Tokens: everything but `/health` needs the API token where one is set; `/control/` needs the control token, and is closed where
+none is set.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ from aiohttp import web
 
 from headrace.engine.protocol import PromptTooLong, UnusablePrompt
 from headrace.engine.server.answers import Answer
-from headrace.engine.server.body import Body
-from headrace.engine.server.calls import Calls, Piece, num_choices
+from headrace.engine.server.body import ApiError, Body
+from headrace.engine.server.calls import Calls
 from headrace.engine.server.control import Control
-from headrace.engine.server.errors import ApiError
 from headrace.engine.server.metrics import Metrics
 from headrace.engine.server.requests import parse_chat, parse_completion
-from headrace.engine.server.served import Served
-from headrace.records import FinishReason, Rollout
+from headrace.engine.server.text import Served
+from headrace.records import Rollout
 
 if TYPE_CHECKING:
     import socket
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from headrace.engine.protocol import Engine, EngineState
+    from headrace.engine.server.calls import Piece
     from headrace.engine.server.requests import Ask
 
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -62,12 +62,12 @@ def make_app(
     """The application over an engine that is already decoding.
 
     `probe` returns when the decode loop is alive, `engine.state` if not given. `health_deadline` is how long `/health`
-    waits for it; an engine that has not answered it for `stall_deadline` is given up, and what is in flight is told so.
+    waits for it; after `stall_deadline` without an answer the engine counts as failed, and all requests end.
     """
     served = Served(tokenizer, model_name=model_name, context=context, vocabulary=vocabulary, stop_ids=tuple(stop_ids))
     server = Server(engine, served, probe=probe, health_deadline=health_deadline, stall_deadline=stall_deadline)
-    gate = _Gate(api_token, control_token)
-    app = web.Application(middlewares=[server.observe, _explain, gate.check], client_max_size=MAX_BODY)
+    middlewares = [server.observe, _explain, _token_check(api_token, control_token)]
+    app = web.Application(middlewares=middlewares, client_max_size=MAX_BODY)
     app[SERVER] = server
     app.cleanup_ctx.append(server.watching)
     app.on_shutdown.append(server.on_shutdown)
@@ -110,7 +110,7 @@ class Server:
         stall_deadline: float,
     ) -> None:
         self.failed = asyncio.Event()
-        """Set when the engine has failed, which `failure` explains; whoever runs the server then stops it."""
+        """Set when the engine has failed, for the reason in `failure`; the server is then stopped by its owner."""
         self.failure = ""
         self._engine, self._served, self._probe = engine, served, probe or engine.state
         self._health_deadline, self._stall_deadline = health_deadline, stall_deadline
@@ -153,8 +153,8 @@ class Server:
 
     @web.middleware
     async def observe(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Counts every request by its end, the outermost of all."""
-        began = time.perf_counter()
+        """The outermost middleware: counts every request by its end."""
+        started = time.perf_counter()
         resource = request.match_info.route.resource
         endpoint = "other" if resource is None else resource.canonical
         status = _CLIENT_LEFT  # until something else is known
@@ -165,10 +165,10 @@ class Server:
         finally:
             self._metrics.requests[endpoint, status] += 1
             if endpoint.endswith("/completions"):
-                self._metrics.request.observe(time.perf_counter() - began)
+                self._metrics.request.observe(time.perf_counter() - started)
 
     async def watching(self, app: web.Application) -> AsyncIterator[None]:
-        """Around the application's life: the watch over the engine."""
+        """Watch over the engine while the application runs."""
         watch = asyncio.create_task(self._watch())
         yield
         watch.cancel()
@@ -184,7 +184,7 @@ class Server:
         self.failed.set()
 
     async def _watch(self) -> None:
-        """Waits for the decode loop to answer, again and again, and gives the engine up when it does not."""
+        """Asks the decode loop for an answer, again and again; when none comes, the engine has failed."""
         while True:
             try:
                 async with asyncio.timeout(self._stall_deadline):
@@ -212,29 +212,20 @@ class Server:
     async def _answer(self, request: web.Request, ask: Ask, *, name: str) -> web.StreamResponse:
         prompt_logprobs = await self._score_prompts(ask) if ask.echo and ask.logprobs else []
         answer = Answer(ask, self._served, id=name, prompt_logprobs=prompt_logprobs)
-        async with contextlib.aclosing(self._pieces(ask, name)) as pieces:
+        async with contextlib.aclosing(self._calls.pieces(ask, name=name)) as pieces:
             if ask.stream:
                 return await self._stream(request, answer, pieces)
             return web.json_response(answer.whole([piece async for piece in pieces]))
-
-    async def _pieces(self, ask: Ask, name: str) -> AsyncGenerator[Piece, None]:
-        if ask.is_scored_only:
-            for index in range(num_choices(ask)):
-                yield Piece(index, "", (), (), (), FinishReason.LENGTH, None)
-            return
-        async with contextlib.aclosing(self._calls.pieces(ask, name=name)) as pieces:
-            async for piece in pieces:
-                yield piece
 
     async def _score_prompts(self, ask: Ask) -> list[list[float | None]]:
         rollouts = [Rollout.from_prompt(list(ids), id=f"echo-{index}") for index, ids in enumerate(ask.prompts)]
         return [[None, *values[1:].tolist()] for values in await self._engine.score(rollouts)]
 
     async def _stream(self, request: web.Request, answer: Answer, pieces: AsyncGenerator[Piece, None]) -> web.StreamResponse:
-        """Server-sent events. Until the first piece is there a failure still has a status of its own."""
-        began = time.perf_counter()
+        """Server-sent events. A failure before the first piece still gets its own status."""
+        started = time.perf_counter()
         first = await anext(pieces)
-        self._metrics.first_token.observe(time.perf_counter() - began)
+        self._metrics.first_token.observe(time.perf_counter() - started)
         response = Events(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
         try:
@@ -255,7 +246,7 @@ class Server:
 
 
 class Events(web.StreamResponse):
-    """A stream, which begins with 200 and may still fail."""
+    """A stream, which starts with status 200 and may still fail."""
 
     failed_with = 200
 
@@ -263,28 +254,26 @@ class Events(web.StreamResponse):
 SERVER: web.AppKey[Server] = web.AppKey("server", Server)
 
 
-class _Gate:
-    """Who may come in."""
-
-    def __init__(self, api_token: str | None, control_token: str | None) -> None:
-        self._api, self._control = api_token or None, control_token or None
-
+def _token_check(api_token: str | None, control_token: str | None) -> Any:  # noqa: ANN401  (aiohttp's type of a middleware)
     @web.middleware
-    async def check(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.path.startswith("/control"):
-            if self._control is None:
+            if not control_token:
                 message = "control is closed: no control token is set; start the server with HEADRACE_CONTROL_TOKEN"
                 raise ApiError(403, message, code="control_closed")
-            self._require(request, self._control, "the control token")
-        elif self._api is not None and request.path != "/health":
-            self._require(request, self._api, "the API token")
+            _require(request, control_token, "the control token")
+        elif api_token and request.path != "/health":
+            _require(request, api_token, "the API token")
         return await handler(request)
 
-    def _require(self, request: web.Request, token: str, what: str) -> None:
-        kind, _, given = request.headers.get("Authorization", "").partition(" ")
-        is_right = hmac.compare_digest(given.strip().encode(errors="surrogateescape"), token.encode())
-        if kind.lower() != "bearer" or not is_right:
-            raise ApiError(401, f"send {what} as `Authorization: Bearer …`", code="invalid_api_key")
+    return check
+
+
+def _require(request: web.Request, token: str, what: str) -> None:
+    kind, _, given = request.headers.get("Authorization", "").partition(" ")
+    is_right = hmac.compare_digest(given.strip().encode(errors="surrogateescape"), token.encode())
+    if kind.lower() != "bearer" or not is_right:
+        raise ApiError(401, f"send {what} as `Authorization: Bearer …`", code="invalid_api_key")
 
 
 @web.middleware
@@ -321,7 +310,7 @@ def explain(error: Exception) -> ApiError:
 
 
 async def read_body(request: web.Request) -> Body:
-    """A JSON body. Any other type is refused, which keeps web pages from posting here behind a browser's back."""
+    """A JSON body. Any other type is refused, which keeps web pages from posting here through a browser."""
     raw = await request.read()
     if raw and request.content_type != "application/json":
         raise ApiError(415, f"Content-Type must be application/json, not {request.content_type}")

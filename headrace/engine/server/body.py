@@ -1,4 +1,4 @@
-"""A JSON body read field by field; whatever is left unread at the end is refused by name, never ignored."""
+"""A JSON body read field by field. What is left unread at the end is refused by name, never ignored."""
 
 from __future__ import annotations
 
@@ -6,16 +6,35 @@ import json
 import math
 from typing import TYPE_CHECKING, Any
 
-from headrace.engine.server.errors import ApiError, bad
-
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-
 _MAX_DEPTH = 100
-"""Of lists and objects inside each other: what is nested much deeper overflows the stack of whoever walks it."""
+"""Of lists and objects inside each other: deeper nesting could overflow the stack of code that walks it."""
 _MAX_SHOWN = 100
 """Characters of a client's own value that an error repeats."""
+
+
+class ApiError(Exception):
+    """Ends a request with a status and an OpenAI error object."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    def body(self) -> dict[str, Any]:
+        """The error object OpenAI's clients read."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def bad(param: str, message: str, *, code: str | None = None) -> ApiError:
+    """A 400 that names the parameter."""
+    return ApiError(400, f"{param}: {message}", param=param, code=code)
+
+
+def unsupported(param: str, message: str = "is not supported by this server") -> ApiError:
+    return bad(param, message, code="unsupported_parameter")
 
 
 class Body:
@@ -39,62 +58,53 @@ class Body:
         return self._left.pop(name, None)
 
     def whole(self, name: str, default: int, *, low: int, high: int) -> int:
-        value = self.take(name)
-        if value is None:
-            return default
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise bad(name, f"must be a whole number, not {kind_of(value)}")
+        value: int = self._typed(name, default, int, "a whole number")
         if not low <= value <= high:
             raise bad(name, f"must be between {low} and {high}")
         return value
 
     def number(self, name: str, default: float, *, low: float, high: float) -> float:
-        value = self.take(name)
-        if value is None:
-            return default
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise bad(name, f"must be a number, not {kind_of(value)}")
+        value: float = self._typed(name, default, int | float, "a number")
         if not (low <= value <= high and math.isfinite(value)):
             raise bad(name, f"must be between {low:g} and {high:g}")
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
-        value = self.take(name)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise bad(name, f"must be true or false, not {kind_of(value)}")
-        return value
+        return bool(self._typed(name, default, bool, "true or false"))
 
     def one_of(self, name: str, default: str, choices: Collection[str]) -> str:
         value = self.take(name)
-        if value is None:
-            return default
-        if value not in choices:
+        if value is not None and value not in choices:
             raise bad(name, f"must be one of {', '.join(choices)}")
-        return str(value)
+        return default if value is None else str(value)
 
     def token_ids(self, name: str, *, vocabulary: int) -> tuple[int, ...]:
         value = self.take(name)
         return () if value is None else check_token_ids(value, name, vocabulary=vocabulary)
 
     def end(self, *, harmless: Collection[str] = (), neutral: Mapping[str, Collection[Any]] | None = None) -> None:
-        """Refuse what is left, but for harmless names and for values that ask for nothing."""
+        """Refuse what is left, except harmless names, and `neutral` ones with a value that asks for nothing."""
         for name, value in self._left.items():
             if name in harmless:
                 continue
-            if neutral is not None and name in neutral:
-                if any(value is nothing or (value == nothing and not isinstance(value, bool)) for nothing in neutral[name]):
-                    continue
-                raise bad(name, "is not supported by this server", code="unsupported_parameter")
-            raise bad(shown(name), "is not a parameter this server knows", code="unknown_parameter")
+            if neutral is None or name not in neutral:
+                raise bad(shown(name), "is not a parameter this server knows", code="unknown_parameter")
+            if not any(value is nothing or (value == nothing and not isinstance(value, bool)) for nothing in neutral[name]):
+                raise unsupported(name)
+
+    def _typed(self, name: str, default: Any, kind: Any, what: str) -> Any:  # noqa: ANN401
+        value = self.take(name)
+        if value is None:
+            return default
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise bad(name, f"must be {what}, not {kind_of(value)}")
+        return value
 
 
 def read_json(raw: bytes, name: str) -> Any:  # noqa: ANN401
-    """An object: that of the parameter `name`, or the body, whose name is empty. Raises ValueError where it is not JSON.
+    """The JSON of the parameter `name`, or of the body, whose name is empty. Raises ValueError where it is not JSON.
 
-    What else it may be is for the caller to refuse. Python reads NaN, Infinity and 1e999, which are no numbers of JSON's:
-    they are refused here, with the place they are at.
+    Python also reads NaN, Infinity and 1e999, which are not JSON: they are refused here, with their place.
     """
     not_finite: list[float] = []
 
@@ -129,9 +139,7 @@ def _check_values(content: Any, name: str) -> None:  # noqa: ANN401
 
 def check_token_ids(value: Any, name: str, *, vocabulary: int) -> tuple[int, ...]:  # noqa: ANN401
     """Token ids the model has an embedding for; any other would take the engine down."""
-    if not isinstance(value, list):
-        raise bad(name, f"must be a list of token ids, not {kind_of(value)}")
-    for token in value:
+    for token in check_list(value, name, "token ids"):
         if not isinstance(token, int) or isinstance(token, bool):
             raise bad(name, f"must be a list of token ids, which are whole numbers; it holds {kind_of(token)}")
         if not 0 <= token < vocabulary:
@@ -147,6 +155,18 @@ def check_text(value: Any, name: str) -> str:  # noqa: ANN401
         value.encode()
     except UnicodeEncodeError as error:
         raise bad(name, "holds half of a surrogate pair") from error
+    return value
+
+
+def check_object(value: Any, name: str, what: str = "an object") -> dict[str, Any]:  # noqa: ANN401
+    if not isinstance(value, dict):
+        raise bad(name, f"must be {what}, not {kind_of(value)}")
+    return value
+
+
+def check_list(value: Any, name: str, of: str) -> list[Any]:  # noqa: ANN401
+    if not isinstance(value, list):
+        raise bad(name, f"must be a list of {of}, not {kind_of(value)}")
     return value
 
 

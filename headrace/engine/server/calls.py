@@ -1,4 +1,4 @@
-"""The choices of one request, drawn side by side and given out piece by piece."""
+"""The choices of one request, generated side by side and given out piece by piece."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from headrace.engine.append_tokens import lengthen
+from headrace.engine.append_tokens import append_call
 from headrace.engine.protocol import Increment
 from headrace.engine.server.text import TextReader
 from headrace.records import Call, FinishReason, Rollout
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from headrace.engine.protocol import Engine
     from headrace.engine.server.requests import Ask
-    from headrace.engine.server.served import Served
+    from headrace.engine.server.text import Served
     from headrace.records import Sampling
 
 
@@ -57,11 +57,15 @@ class Calls:
         """The pieces of all choices as they come, until each has had its last. Closing it cancels what still runs."""
         if self._ended is not None:
             raise self._ended
+        if ask.is_scored_only:
+            for index in range(num_choices(ask)):
+                yield Piece(index, "", (), (), (), FinishReason.LENGTH, None)
+            return
         pieces: asyncio.Queue[Piece | Exception] = asyncio.Queue()
         self._open.add(pieces)
-        drawing = [asyncio.create_task(self._draw(ask, index, pieces, name)) for index in range(num_choices(ask))]
+        tasks = [asyncio.create_task(self._generate(ask, index, pieces, name)) for index in range(num_choices(ask))]
         try:
-            left = len(drawing)
+            left = len(tasks)
             while left:
                 piece = await pieces.get()
                 if isinstance(piece, Exception):
@@ -70,20 +74,12 @@ class Calls:
                 left -= piece.finish_reason is not None
         finally:
             self._open.discard(pieces)
-            for task in drawing:
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*drawing, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _draw(self, ask: Ask, index: int, pieces: asyncio.Queue[Piece | Exception], name: str) -> None:
-        """Waits for the engine's increments; its reader is woken by what it puts into `pieces`."""
-        try:
-            async with contextlib.aclosing(self._choice(ask, index, name)) as parts:
-                async for piece in parts:
-                    pieces.put_nowait(piece)
-        except Exception as error:  # noqa: BLE001  (raised again where the request is answered)
-            pieces.put_nowait(error)
-
-    async def _choice(self, ask: Ask, index: int, name: str) -> AsyncGenerator[Piece, None]:
+    async def _generate(self, ask: Ask, index: int, pieces: asyncio.Queue[Piece | Exception], name: str) -> None:
+        """One choice. Waits for the engine's increments; the request's reader is woken by what is put into `pieces`."""
         prompt, sibling = ask.prompts[index // ask.num_choices], index % ask.num_choices
         sampling = ask.sampling_of(prompt, sibling, self._served.context)
         reader = TextReader(
@@ -94,14 +90,17 @@ class Calls:
             skip_special=ask.skip_special,
             min_tokens=sampling.min_tokens,
         )
-        rollout = Rollout.from_prompt(list(prompt), id=f"{name}-{index}", episode=name, group=name, index=index)
         is_streamed = ask.stream or bool(ask.stops)
-        async with contextlib.aclosing(increments(self._engine, rollout, sampling, is_streamed=is_streamed)) as parts:
-            async for part in parts:
-                for piece in self._read(part, reader, ask, index):
-                    yield piece
+        try:
+            rollout = Rollout.from_prompt(list(prompt), id=f"{name}-{index}", episode=name, group=name, index=index)
+            async with contextlib.aclosing(increments(self._engine, rollout, sampling, is_streamed=is_streamed)) as parts:
+                async for part in parts:
+                    for piece in self._read(part, reader, ask, index):
+                        pieces.put_nowait(piece)
                     if piece.finish_reason is not None:
                         return
+        except Exception as error:  # noqa: BLE001  (raised again where the request is answered)
+            pieces.put_nowait(error)
 
     def _read(self, part: Increment, reader: TextReader, ask: Ask, index: int) -> list[Piece]:
         """An increment as pieces: token by token where a stop string could end it in the middle."""
@@ -132,23 +131,23 @@ def num_choices(ask: Ask) -> int:
 async def increments(
     engine: Engine, rollout: Rollout, sampling: Sampling, *, is_streamed: bool
 ) -> AsyncGenerator[Increment, None]:
-    """One call's increments, resumed as often as new weights interrupted it; the last has a finish reason.
+    """One call's increments, resumed as often as new weights interrupt it; the last has a finish reason.
 
-    Not streamed, the engine is asked once and tells once, which spares it a message for every token.
+    Without `is_streamed` the engine sends all tokens in one message.
     """
     start, asked = len(rollout), sampling
     while True:
         if is_streamed:
-            drawn: list[Increment] = []
-            began = time.time()
+            parts: list[Increment] = []
+            started = time.time()
             stream = cast("AsyncGenerator[Increment, None]", engine.stream(rollout, sampling))
             async with contextlib.aclosing(stream):
                 async for part in _until_abort(stream):
-                    drawn.append(part)
+                    parts.append(part)
                     yield part
-            if drawn and drawn[-1].finish_reason is not None:
+            if parts and parts[-1].finish_reason is not None:
                 return
-            rollout = _interrupted(rollout, drawn, sampling, began)
+            rollout = _interrupted(rollout, parts, sampling, started)
         else:
             before, rollout = len(rollout), await engine.generate(rollout, sampling)
             is_aborted = rollout.finish_reason is FinishReason.ABORT
@@ -172,25 +171,24 @@ async def _until_abort(stream: AsyncIterator[Increment]) -> AsyncIterator[Increm
             yield dataclasses.replace(part, finish_reason=None)
 
 
-def _interrupted(rollout: Rollout, drawn: list[Increment], sampling: Sampling, began: float) -> Rollout:
-    """The partial rollout a stream left off at, as `generate` would have returned it."""
-    token_ids = np.asarray([token for part in drawn for token in part.token_ids], dtype=np.int32)
+def _interrupted(rollout: Rollout, parts: list[Increment], sampling: Sampling, started: float) -> Rollout:
+    """The partial rollout that an interrupted stream gave, as `generate` would have returned it."""
+    token_ids = np.asarray([token for part in parts for token in part.token_ids], dtype=np.int32)
     call = Call(
         start=len(rollout),
         stop=len(rollout) + len(token_ids),
         engine="",
         sampling=sampling,
         finish_reason=FinishReason.ABORT,
-        started=began,
+        started=started,
         finished=time.time(),
     )
-    return lengthen(
+    return append_call(
         rollout,
         call,
         token_ids=token_ids,
-        logprobs=np.asarray([value for part in drawn for value in part.logprobs], dtype=np.float32),
-        versions=np.asarray([version for part in drawn for version in part.versions], dtype=np.int32),
-        masks=[],  # a stream does not tell them, and nothing here is trained on
+        logprobs=np.asarray([value for part in parts for value in part.logprobs], dtype=np.float32),
+        versions=np.asarray([version for part in parts for version in part.versions], dtype=np.int32),
         policy=rollout.policy,
         lineage=rollout.lineage,
     )

@@ -6,11 +6,9 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from headrace.engine.server.body import check_text, kind_of, shown
-from headrace.engine.server.errors import ApiError, bad
-from headrace.engine.server.served import encode_prompt
-from headrace.engine.server.tool_calls import writes_tool_calls
-from headrace.engine.server.tools import read_past_calls, read_tools
+from headrace.engine.server.body import ApiError, bad, check_object, check_text, shown, unsupported
+from headrace.engine.server.text import encode_prompt
+from headrace.engine.server.tools import read_past_calls, read_tools, writes_tool_calls
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -18,43 +16,31 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from headrace.engine.server.body import Body
-    from headrace.engine.server.served import Served
+    from headrace.engine.server.text import Served
 
 _RESERVED = ("chat_template", "conversation", "documents", "return_dict", "return_tensors", "tokenize", "tools")
 
 
 @dataclass(frozen=True)
-class Chat:
-    """What is left of a chat once the template has had it."""
-
-    prompt: tuple[int, ...]
-    max_tool_calls: int
-    """How many calls of tools are read out of the answer's text; with 0 all of it is content."""
-
-
-@dataclass(frozen=True)
-class _Page:
-    """What a template is given."""
-
+class _TemplateInput:
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]]
     options: dict[str, Any]
 
     def render(self, tokenizer: PreTrainedTokenizerBase) -> str:
         options: dict[str, Any] = {"tools": self.tools or None, "tokenize": False, **self.options}
-        text = tokenizer.apply_chat_template(self.messages, **options)
-        return check_text(text, "messages")
+        return check_text(tokenizer.apply_chat_template(self.messages, **options), "messages")
 
 
-def read_chat(body: Body, served: Served) -> Chat:
-    """The fields that make the prompt."""
+def read_chat(body: Body, served: Served) -> tuple[tuple[int, ...], int]:
+    """(the prompt, how many tool calls are read out of the answer's text: with 0, all of it is content)."""
     messages = body.take("messages")
     if not isinstance(messages, list) or not messages:
         raise bad("messages", "must be a list of at least one message")
     checked = [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
     _name_answers(checked)
-    tools = read_tools(body)
-    page = _Page(checked, tools.shown, _options(body))
+    tools, max_calls = read_tools(body)
+    given = _TemplateInput(checked, tools, _options(body))
     add_special = body.flag("add_special_tokens", False)
     tokenizer = served.tokenizer
     if tokenizer.chat_template is None:
@@ -62,15 +48,14 @@ def read_chat(body: Body, served: Served) -> Chat:
             400, f"the model {served.model_name!r} has no chat template; use /v1/completions", code="no_chat_template"
         )
     try:
-        text = page.render(tokenizer)
+        text = given.render(tokenizer)
     except ApiError:
         raise
-    except Exception as error:  # a template is a program of the model's author and raises what it likes
+    except Exception as error:  # a template is a program of the model's author and may raise anything
         raise bad("messages", f"the model's chat template refuses them: {shown(error)}") from error
-    _check_nothing_is_dropped(page, text, tokenizer)
-    can_call = bool(tools.shown) and writes_tool_calls(tokenizer.get_chat_template(tools=tools.shown))
-    prompt = encode_prompt(text, "messages", served, add_special=add_special)
-    return Chat(prompt, tools.max_calls if can_call else 0)
+    _check_nothing_is_dropped(given, text, tokenizer)
+    can_call = bool(tools) and writes_tool_calls(tokenizer.get_chat_template(tools=tools))
+    return encode_prompt(text, "messages", served, add_special=add_special), max_calls if can_call else 0
 
 
 def _options(body: Body) -> dict[str, Any]:
@@ -84,41 +69,39 @@ def _options(body: Body) -> dict[str, Any]:
     return {"add_generation_prompt": generates, "continue_final_message": continues, **(extra or {})}
 
 
-def _check_nothing_is_dropped(page: _Page, text: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """A template that was not written for tools says nothing when it is given some; the same text without them tells."""
-    for name, what, less in _without(page):
+def _check_nothing_is_dropped(given: _TemplateInput, text: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """A template not written for tools ignores them silently: then the text without them is the same."""
+    for name, what, less in _without(given):
         try:
             is_dropped = less.render(tokenizer) == text
-        except Exception:  # noqa: BLE001  (a template that cannot do without them does not drop them)
+        except Exception:  # noqa: BLE001  (a template that fails without them does not ignore them)
             is_dropped = False
         if is_dropped:
-            message = f"the model's chat template does not show {what}, so the model would not see them"
-            raise bad(name, message, code="unsupported_parameter")
+            raise unsupported(name, f"the model's chat template does not show {what}, so the model would not see them")
 
 
-def _without(page: _Page) -> Iterator[tuple[str, str, _Page]]:
-    """(parameter, what it gives, the page without it) of everything to do with tools that is there."""
-    if page.tools:
-        yield "tools", "tools", dataclasses.replace(page, tools=[])
-    messages = page.messages
-    calling = [index for index, message in enumerate(messages) if "tool_calls" in message]
-    for index in calling[:1]:  # the first stands for all
-        silent = {key: value for key, value in messages[index].items() if key != "tool_calls"}
-        less = dataclasses.replace(page, messages=[*messages[:index], silent, *messages[index + 1 :]])
-        yield f"messages[{index}].tool_calls", "calls of tools", less
-    answering = [index for index, message in enumerate(messages) if message["role"] == "tool"]
-    for index in answering[:1]:
-        less = dataclasses.replace(page, messages=[*messages[:index], *messages[index + 1 :]])
-        yield f"messages[{index}]", "answers of tools", less
+def _without(given: _TemplateInput) -> Iterator[tuple[str, str, _TemplateInput]]:
+    """(parameter, what it gives, the input without it) for everything about tools; the first of a kind stands for all."""
+    if given.tools:
+        yield "tools", "tools", dataclasses.replace(given, tools=[])
+    messages = given.messages
+    calling = next((index for index, message in enumerate(messages) if "tool_calls" in message), None)
+    if calling is not None:
+        silent = {key: value for key, value in messages[calling].items() if key != "tool_calls"}
+        less = dataclasses.replace(given, messages=[*messages[:calling], silent, *messages[calling + 1 :]])
+        yield f"messages[{calling}].tool_calls", "calls of tools", less
+    answering = next((index for index, message in enumerate(messages) if message["role"] == "tool"), None)
+    if answering is not None:
+        less = dataclasses.replace(given, messages=[*messages[:answering], *messages[answering + 1 :]])
+        yield f"messages[{answering}]", "answers of tools", less
 
 
 def _message(message: Any, name: str) -> dict[str, Any]:  # noqa: ANN401
-    """A message as templates want it. Texts beyond OpenAI's fields are the template's to use; empty ones say nothing."""
-    if not isinstance(message, dict):
-        raise bad(name, f"must be an object, not {kind_of(message)}")
+    """A message as templates want it. Text fields beyond OpenAI's are passed to the template; empty values are dropped."""
+    check_object(message, name)
     role = check_text(message.get("role"), f"{name}.role")
     if message.get("function_call") is not None:
-        raise bad(f"{name}.function_call", "is not supported by this server; use tool_calls", code="unsupported_parameter")
+        raise unsupported(f"{name}.function_call", "is not supported by this server; use tool_calls")
     given = message.get("tool_calls")
     calls = [] if given is None else read_past_calls(given, f"{name}.tool_calls")
     if calls and role != "assistant":
@@ -137,7 +120,7 @@ def _message(message: Any, name: str) -> dict[str, Any]:  # noqa: ANN401
 
 
 def _name_answers(messages: list[dict[str, Any]]) -> None:
-    """OpenAI's clients say which call a tool's answer is to; some templates want the tool's name."""
+    """OpenAI's clients give the id of the call that a tool answers; some templates want the tool's name."""
     names: dict[str, str] = {}
     for message in messages:
         for call in message.get("tool_calls", []):
@@ -149,5 +132,5 @@ def _name_answers(messages: list[dict[str, Any]]) -> None:
 
 def _part(part: Any, name: str) -> str:  # noqa: ANN401
     if not isinstance(part, dict) or part.get("type") != "text":
-        raise bad(name, "only text parts are supported", code="unsupported_parameter")
+        raise unsupported(name, "only text parts are supported")
     return check_text(part.get("text"), name)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from headrace.engine.server.body import check_token_ids
-from headrace.engine.server.errors import bad
+from headrace.engine.server.body import bad, check_token_ids
 from headrace.engine.server.requests import MAX_CHOICES
 from headrace.partial import Interrupt
 from headrace.records import Rollout
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
 
     from headrace.engine.protocol import Engine
     from headrace.engine.server.body import Body
-    from headrace.engine.server.served import Served
+    from headrace.engine.server.text import Served
 
 
 class Control:

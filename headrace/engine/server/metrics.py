@@ -56,7 +56,7 @@ class Metrics:
                 ("slots", "gauge", state.slots, "Completions that can be decoded at once."),
                 ("free_blocks", "gauge", state.free_blocks, "KV cache blocks that are free."),
                 ("weight_version", "gauge", state.version, "Policy version of the weights."),
-                ("tokens_drawn_total", "counter", state.tokens, "Tokens drawn since the start."),
+                ("tokens_drawn_total", "counter", state.tokens, "Tokens sampled since the start."),
             ):
                 add(name, kind, text, [f"headrace_{name} {value}"])
         up = int(state is not None)

@@ -1,4 +1,4 @@
-"""What a client asks for, read from OpenAI's bodies with vLLM's additions; what cannot be done is refused by name."""
+"""Requests, read from OpenAI's bodies with vLLM's additions; what cannot be done is refused by name."""
 
 from __future__ import annotations
 
@@ -7,26 +7,66 @@ import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from headrace.engine.server.body import Body, check_text, check_token_ids, kind_of, shown
+from headrace.engine.server.body import (
+    ApiError,
+    Body,
+    bad,
+    check_object,
+    check_text,
+    check_token_ids,
+    kind_of,
+    shown,
+    unsupported,
+)
 from headrace.engine.server.chat import read_chat
-from headrace.engine.server.errors import ApiError, bad
-from headrace.engine.server.parameters import HARMLESS, NEUTRAL
-from headrace.engine.server.served import encode_prompt
-from headrace.engine.server.tool_calls import has_special_markers
+from headrace.engine.server.text import encode_prompt
+from headrace.engine.server.tools import has_special_markers
 from headrace.records import Sampling
 
 if TYPE_CHECKING:
-    from headrace.engine.server.served import Served
+    from headrace.engine.server.text import Served
 
 MAX_CHOICES = 1024
 """Prompts times n in one request."""
 _MAX_STOPS = 16
 _SEEDS = 2**63
 
+_UNUSED = (
+    "metadata parallel_tool_calls prompt_cache_key prompt_cache_options prompt_cache_retention request_id safety_identifier "
+    "service_tier store user"
+)
+HARMLESS = frozenset(_UNUSED.split())
+"""Parameters of OpenAI and vLLM about the caller's account or caches: accepted and not used."""
+_NEVER = (
+    "allowed_token_ids audio chat_template guided_choice guided_grammar guided_json guided_regex kv_transfer_params "
+    "logits_processors mm_processor_kwargs moderation prediction prompt_embeds prompt_logprobs reasoning_effort "
+    "structured_outputs truncate_prompt_tokens verbosity web_search_options"
+)
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(_NEVER.split(), ()),
+    "bad_words": ([],),
+    "documents": ([],),
+    "frequency_penalty": (0,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "modalities": (["text"],),
+    "presence_penalty": (0,),
+    "priority": (0,),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "use_beam_search": (False,),
+}
+"""Parameters that change what is generated in a way this engine cannot, and the values of each that ask for nothing."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """One request, understood."""
+    """One request, read and checked."""
 
     is_chat: bool
     prompts: tuple[tuple[int, ...], ...]
@@ -48,7 +88,7 @@ class Ask:
     stream: bool
     include_usage: bool
     max_tool_calls: int
-    """How many calls of tools are read out of a choice's text; with 0 all of it is content."""
+    """How many tool calls are read out of a choice's text; with 0 all of it is content."""
 
     def sampling_of(self, prompt: tuple[int, ...], sibling: int, context: int) -> Sampling:
         """The call of one choice."""
@@ -74,7 +114,7 @@ def parse_completion(body: Body, served: Served) -> Ask:
     if logprobs is not None and (not isinstance(logprobs, int) or isinstance(logprobs, bool) or logprobs < 0):
         raise bad("logprobs", "must be 0 or 1")
     if logprobs is not None and logprobs > 1:
-        raise bad("logprobs", "only the drawn token's logprob is recorded: give 0 or 1", code="unsupported_parameter")
+        raise unsupported("logprobs", "only the sampled token's logprob is recorded: give 0 or 1")
     return _ask(
         body,
         served,
@@ -91,20 +131,19 @@ def parse_completion(body: Body, served: Served) -> Ask:
 def parse_chat(body: Body, served: Served) -> Ask:
     """`POST /v1/chat/completions`."""
     _check_model(body, served)
-    chat = read_chat(body, served)
-    top = body.whole("top_logprobs", 0, low=0, high=20)
-    if top:
-        raise bad("top_logprobs", "only the drawn token's logprob is recorded: give 0", code="unsupported_parameter")
+    prompt, max_tool_calls = read_chat(body, served)
+    if body.whole("top_logprobs", 0, low=0, high=20):
+        raise unsupported("top_logprobs", "only the sampled token's logprob is recorded: give 0")
     return _ask(
         body,
         served,
         is_chat=True,
-        prompts=(chat.prompt,),
+        prompts=(prompt,),
         prompt_texts=(None,),
         logprobs=body.flag("logprobs", False),
         echo=False,
         default_tokens=served.context,
-        max_tool_calls=chat.max_tool_calls,
+        max_tool_calls=max_tool_calls,
     )
 
 
@@ -124,9 +163,8 @@ def _ask(
     num_choices = body.whole("n", 1, low=1, high=MAX_CHOICES)
     if num_choices * len(prompts) > MAX_CHOICES:
         raise bad("n", f"{len(prompts)} prompts × {num_choices} choices are more than {MAX_CHOICES} in one request")
-    best_of = body.whole("best_of", num_choices, low=1, high=MAX_CHOICES)
-    if best_of != num_choices:
-        raise bad("best_of", "is not supported by this server; ask for n choices", code="unsupported_parameter")
+    if body.whole("best_of", num_choices, low=1, high=MAX_CHOICES) != num_choices:
+        raise unsupported("best_of", "is not supported by this server; ask for n choices")
     max_tokens = body.whole("max_tokens", default_tokens, low=0, high=_SEEDS)
     max_tokens = body.whole("max_completion_tokens", max_tokens, low=0, high=_SEEDS)
     if max_tokens == 0 and not echo:
@@ -235,9 +273,7 @@ def _include_usage(value: Any, *, stream: bool) -> bool:  # noqa: ANN401
         return False
     if not stream:
         raise bad("stream_options", "is only for stream = true")
-    if not isinstance(value, dict):
-        raise bad("stream_options", f"must be an object, not {kind_of(value)}")
-    options = Body(value)
+    options = Body(check_object(value, "stream_options"))
     wanted = options.flag("include_usage", False)
     options.end(harmless={"include_obfuscation"})
     return wanted

@@ -1,8 +1,12 @@
-"""Tokens to text as they come, without splitting a character, and cut where a stop string begins."""
+"""Text to tokens and back: prompts that fit, and completions as they come, cut where a stop string begins."""
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from headrace.engine.server.body import ApiError, bad
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -11,17 +15,52 @@ if TYPE_CHECKING:
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 _BEFORE = 5
-"""Prompt tokens decoded along: some tokenizers drop a space at the start of what they decode."""
+"""Prompt tokens decoded with the completion: some tokenizers drop a space at the start of what they decode."""
 
 
 _SINGLY = 4
-"""The last tokens of many, pushed one by one, so that those that come later are decoded in the company they would have had."""
+"""The last tokens of many are pushed one by one, so that later ones are decoded after the same tokens as in a stream."""
 _FORGOTTEN = 2
-"""Once this many of them have given text, what was pushed together is out of that company."""
+"""Once this many of them have given text, tokens pushed together before no longer matter to later ones."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """The model that is served, as far as requests are checked against it."""
+
+    tokenizer: PreTrainedTokenizerBase
+    model_name: str
+    context: int
+    """The most tokens of a prompt and its completion together."""
+    vocabulary: int
+    """How many token ids the model has."""
+    stop_ids: tuple[int, ...]
+    """End a completion unless `ignore_eos`."""
+
+    @functools.cached_property
+    def max_characters(self) -> int:
+        """Of the longest text that could fit the context, if it were all of the longest token."""
+        return self.context * max(len(token) for token in self.tokenizer.get_vocab())
+
+
+def encode_prompt(text: str, name: str, served: Served, *, add_special: bool) -> tuple[int, ...]:
+    """The tokens of a prompt, which the parameter `name` gave.
+
+    Text that cannot fit is refused before it is tokenized: for megabytes that takes seconds, in which nobody is answered.
+    """
+    if len(text) > served.max_characters:
+        message = f"{name}: a text of {len(text)} characters is longer than the context of {served.context} tokens can be"
+        raise ApiError(400, message, param=name, code="context_length_exceeded")
+    encoded: Any = served.tokenizer(text, add_special_tokens=add_special, verbose=False)["input_ids"]
+    ids = tuple(int(token) for token in encoded)
+    if ids and max(ids) >= served.vocabulary:
+        message = f"the tokenizer gives token id {max(ids)}, which is outside the model's vocabulary of {served.vocabulary}"
+        raise bad(name, message)
+    return ids
 
 
 class TextReader:
-    """The text of one completion. Whatever the sizes of the pushes, what they return adds up to the same text."""
+    """The text of one completion. Pushes of any size add up to the same text."""
 
     def __init__(
         self,
@@ -34,12 +73,12 @@ class TextReader:
         min_tokens: int = 0,
     ) -> None:
         self.stopped_by: str | None = None
-        """The stop string that ended it; what is pushed after it is not text of this completion."""
+        """The stop string that ended it; tokens pushed later are not part of the completion."""
         self._tokenizer, self._skip_special = tokenizer, skip_special
         self._stops, self._include_stop, self._min_tokens = tuple(stops), include_stop, min_tokens
         self._ids = list(prompt_ids[-_BEFORE:])
         self._given = len(self._ids)
-        """Tokens in `_ids` whose text is out; they are kept so that the next ones are decoded in their company."""
+        """Tokens in `_ids` whose text was returned; they are kept because the next ones are decoded after them."""
         self._num_pushed = 0
         self._held = ""
         """Text that could be the beginning of a stop string."""
@@ -47,10 +86,8 @@ class TextReader:
         """A stop string that ends within so much of `_held` came before min_tokens and does not count."""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that is certain after these tokens. With stop strings, tokens are pushed one by one.
-
-        So they are where some are not whole characters: there, a decoder may take back what it said of earlier tokens.
-        """
+        """The text that is certain after these tokens. Tokens are pushed one by one where there are stop strings, and where
+        some are not whole characters: a decoder may then change what it gave for earlier tokens."""
         if len(token_ids) > _SINGLY and not self._stops and _UNFINISHED not in self._text([*self._ids, *token_ids]):
             before = self._ids.copy(), self._given, self._num_pushed
             text = self._push(token_ids[:-_SINGLY])
@@ -102,22 +139,14 @@ class TextReader:
 
 
 def first_stop(text: str, stops: Sequence[str], *, after: int = 0) -> tuple[int, str] | None:
-    """(where it begins, the stop string) of the one that is complete first and ends past `after`.
-
-    By its end, not its beginning, so that it does not matter how the text was cut into tokens.
-    """
+    """(start, stop string) of the one that is completed first, past `after`: by its end and not its start, so that it does not
+    matter how the text was split into tokens."""
     found = [(text.find(stop, max(0, after - len(stop) + 1)), stop) for stop in stops]
     complete = [(start + len(stop), start, stop) for start, stop in found if start >= 0]
     if not complete:
         return None
     _, start, stop = min(complete)
     return start, stop
-
-
-def encode(tokenizer: PreTrainedTokenizerBase, text: str, *, add_special: bool) -> tuple[int, ...]:
-    """The tokens of a text of any length; whether it fits is for the caller to say."""
-    ids: Any = tokenizer(text, add_special_tokens=add_special, verbose=False)["input_ids"]
-    return tuple(int(token) for token in ids)
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], *, skip_special: bool) -> str:

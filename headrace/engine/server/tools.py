@@ -1,111 +1,224 @@
-"""The tools a chat offers the model: checked here, shown to the model by its chat template."""
+"""Tools: those a chat offers the model, and the calls read out of what the model says.
+
+Calls are read in the form that Hermes and Qwen models write:
+
+Let me look.
+<tool_call>
+{"name": "get_weather", "arguments": {"city": "Paris"}}
+</tool_call>
+"""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import re
+import uuid
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from headrace.engine.server.body import check_text, kind_of, read_json, shown
-from headrace.engine.server.errors import bad
+from headrace.engine.server.body import bad, check_list, check_object, check_text, read_json, shown, unsupported
+from headrace.engine.server.text import could_begin
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from headrace.engine.server.body import Body
 
+OPENS, CLOSES = "<tool_call>", "</tool_call>"
+_BEFORE_CLOSING = re.compile(r'(?:[^"<]++|<(?!/tool_call>)|"(?:[^"\\\n]|\\[\s\S])*+["\n])*+')
+"""Up to a closing marker that is not inside a JSON string. No string goes past its line, so a stray quote swallows little."""
 _MANY = 2**31
 
 
-@dataclass(frozen=True)
-class Tools:
-    """What a request says about tools."""
-
-    shown: list[dict[str, Any]]
-    """Given to the chat template; empty where none are offered, or none may be called."""
-    max_calls: int
-    """In one answer."""
+# What a request says about tools
 
 
-def read_tools(body: Body) -> Tools:
-    """`tools`, `tool_choice` and `parallel_tool_calls`."""
+def read_tools(body: Body) -> tuple[list[dict[str, Any]], int]:
+    """(the tools for the chat template: none where none may be called, the most calls in one answer)."""
     given = body.take("tools")
-    if given is not None and not isinstance(given, list):
-        raise bad("tools", f"must be a list of tools, not {kind_of(given)}")
-    tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(given or [])]
+    listed = [] if given is None else check_list(given, "tools", "tools")
+    tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(listed)]
     names = [tool["function"]["name"] for tool in tools]
     for index, name in enumerate(names):
         if name in names[:index]:
             raise bad(f"tools[{index}].function.name", f"{shown(name)!r} is the name of another tool already")
     max_calls = _MANY if body.flag("parallel_tool_calls", True) else 1
-    may_call = _may_call(body.take("tool_choice"))
-    return Tools(tools if may_call else [], max_calls)
-
-
-def _may_call(choice: Any) -> bool:  # noqa: ANN401
-    if choice in (None, "auto"):
-        return True
-    if choice == "none":
-        return False
+    choice = body.take("tool_choice")
     if choice == "required" or isinstance(choice, dict):
-        message = 'a call cannot be forced, since decoding is not constrained; give "auto" or "none"'
-        raise bad("tool_choice", message, code="unsupported_parameter")
-    raise bad("tool_choice", 'must be "auto" or "none"')
+        raise unsupported("tool_choice", 'a call cannot be forced, since decoding is not constrained; give "auto" or "none"')
+    if choice not in (None, "auto", "none"):
+        raise bad("tool_choice", 'must be "auto" or "none"')
+    return [] if choice == "none" else tools, max_calls
 
 
 def _tool(tool: Any, name: str) -> dict[str, Any]:  # noqa: ANN401
-    """A tool as templates want it; what a function says beyond OpenAI's fields is the template's to show."""
-    if not isinstance(tool, dict):
-        raise bad(name, f"must be an object, not {kind_of(tool)}")
-    if tool.get("type") != "function":
+    """A tool as templates want it. Fields of a function beyond OpenAI's are passed to the template."""
+    if check_object(tool, name).get("type") != "function":
         raise bad(f"{name}.type", 'must be "function"')
     unknown = sorted(tool.keys() - {"type", "function"})
     if unknown:
         raise bad(shown(f"{name}.{unknown[0]}"), "is not a field this server knows", code="unknown_parameter")
-    given = tool.get("function")
-    if not isinstance(given, dict):
-        raise bad(f"{name}.function", f"must be an object, not {kind_of(given)}")
+    given = check_object(tool.get("function"), f"{name}.function")
     function = {key: value for key, value in given.items() if value is not None and key != "strict"}
-    if not check_text(function.get("name"), f"{name}.function.name"):
-        raise bad(f"{name}.function.name", "must not be empty")
+    _check_name(function, name)
     check_text(function.get("description", ""), f"{name}.function.description")
-    if not isinstance(function.get("parameters", {}), dict):
-        raise bad(f"{name}.function.parameters", f"must be a JSON schema, not {kind_of(function['parameters'])}")
+    check_object(function.get("parameters", {}), f"{name}.function.parameters", "a JSON schema")
     if given.get("strict") not in (None, False):
         message = "arguments cannot be held to a schema, since decoding is not constrained; leave it out"
-        raise bad(f"{name}.function.strict", message, code="unsupported_parameter")
+        raise unsupported(f"{name}.function.strict", message)
     check_text(json.dumps(function, ensure_ascii=False), f"{name}.function")
     return {"type": "function", "function": function}
 
 
+def _check_name(function: dict[str, Any], name: str) -> None:
+    if not check_text(function.get("name"), f"{name}.function.name"):
+        raise bad(f"{name}.function.name", "must not be empty")
+
+
 def read_past_calls(calls: Any, name: str) -> list[dict[str, Any]]:  # noqa: ANN401
     """An assistant message's `tool_calls`, their arguments as the objects templates want."""
-    if not isinstance(calls, list):
-        raise bad(name, f"must be a list of calls, not {kind_of(calls)}")
-    return [_past_call(call, f"{name}[{index}]") for index, call in enumerate(calls)]
+    return [_past_call(call, f"{name}[{index}]") for index, call in enumerate(check_list(calls, name, "calls"))]
 
 
 def _past_call(call: Any, name: str) -> dict[str, Any]:  # noqa: ANN401
-    if not isinstance(call, dict):
-        raise bad(name, f"must be an object, not {kind_of(call)}")
-    if call.get("type", "function") != "function":
+    if check_object(call, name).get("type", "function") != "function":
         raise bad(f"{name}.type", 'must be "function"')
-    function = call.get("function")
-    if not isinstance(function, dict):
-        raise bad(f"{name}.function", f"must be an object, not {kind_of(function)}")
-    if not check_text(function.get("name"), f"{name}.function.name"):
-        raise bad(f"{name}.function.name", "must not be empty")
+    function = check_object(call.get("function"), f"{name}.function")
+    _check_name(function, name)
     arguments = _arguments(function.get("arguments"), f"{name}.function.arguments")
     read = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
     return read if call.get("id") is None else {"id": check_text(call["id"], f"{name}.id"), **read}
 
 
 def _arguments(value: Any, name: str) -> dict[str, Any]:  # noqa: ANN401
-    """OpenAI's clients send JSON inside of JSON; a call without arguments may be an empty text."""
+    """OpenAI's clients send JSON inside JSON; a call without arguments may be an empty text."""
     if isinstance(value, str):
         try:
             value = read_json(value.encode(), name) if value.strip() else {}
         except (ValueError, RecursionError) as error:
             raise bad(name, f"is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise bad(name, f"must be a JSON object, not {kind_of(value)}")
+    check_object(value, name, "a JSON object")
     check_text(json.dumps(value, ensure_ascii=False), name)
-    return value
+    return dict(value)
+
+
+# What a model says
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One call that a model made."""
+
+    name: str
+    arguments: str
+    """A JSON object."""
+    id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex}")
+
+    def body(self) -> dict[str, Any]:
+        """OpenAI's object."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+class ToolCallReader:
+    """One choice's text, split into content and calls. Pushes of any size add up to the same result.
+
+    What is not a call is content, markers included. Only the space between calls is dropped, since a template puts it there
+    anyway.
+    """
+
+    def __init__(self, *, max_calls: int) -> None:
+        self.num_given = 0
+        """Calls so far."""
+        self._max_calls = max_calls
+        """Calls after so many are left out."""
+        self._held = ""
+        """Text that could be the beginning of a call; from its marker on, once that is complete."""
+        self._space = ""
+        """Space whose meaning is open: it goes if a call follows, it is content if text does."""
+        self._is_after_call = False
+
+    def push(self, text: str) -> tuple[str, list[ToolCall]]:
+        """The content that is certain after this text, and the calls that are complete."""
+        is_decided = not self._held.startswith(OPENS) or CLOSES in self._held[1 - len(CLOSES) :] + text
+        self._held += text
+        return self._read(is_last=False) if is_decided else ("", [])
+
+    def finish(self) -> tuple[str, list[ToolCall]]:
+        """What was held back, once nothing more will come."""
+        content, calls = self._read(is_last=True)
+        return content + ("" if self._is_after_call else self._space), calls
+
+    def _read(self, *, is_last: bool) -> tuple[str, list[ToolCall]]:
+        contents: list[str] = []
+        calls: list[ToolCall] = []
+        text, at = self._held, 0
+        while at < len(text):
+            if not text.startswith(OPENS, at):
+                end = text.find(OPENS, at)
+                if end < 0:
+                    end = len(text) - (0 if is_last else could_begin(text[at:], [OPENS]))
+                if end == at:
+                    break
+                contents.append(self._content(text[at:end]))
+            else:
+                end = _closing(text, at, is_last=is_last)
+                if end < 0:
+                    break
+                call = parse_call(text[at + len(OPENS) : end].removesuffix(CLOSES))
+                if call is None:
+                    contents.append(self._content(text[at:end]))
+                else:
+                    self._space, self._is_after_call = "", True
+                    if self.num_given < self._max_calls:
+                        self.num_given += 1
+                        calls.append(call)
+            at = end
+        self._held = text[at:]
+        return "".join(contents), calls
+
+    def _content(self, text: str) -> str:
+        """The text with the space before it, without the space after it."""
+        text = self._space + text
+        content = text.rstrip()
+        self._space = text[len(content) :]
+        self._is_after_call = self._is_after_call and not content
+        return content
+
+
+def _closing(text: str, start: int, *, is_last: bool) -> int:
+    """Where the call that begins at `start` ends, its marker included; -1 while that is open.
+
+    At a completion's last token the marker may be missing: some models end right after the JSON.
+    """
+    found = _BEFORE_CLOSING.match(text, start + len(OPENS))
+    if found is not None and text.startswith(CLOSES, found.end()):
+        return found.end() + len(CLOSES)
+    return len(text) if is_last else -1
+
+
+def parse_call(text: str) -> ToolCall | None:
+    """The call between two markers; None where it is not a JSON object with a name and an object of arguments."""
+    try:
+        content = json.loads(text, parse_constant=_refuse_constant)
+        name, arguments = content["name"], content.get("arguments", {})
+        if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+            return None
+        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        (name + written).encode()  # an escape may stand for half of a surrogate pair
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+    return ToolCall(name, written)
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def writes_tool_calls(template: str) -> bool:
+    """Whether a chat template teaches this form. One that teaches another inside these markers is no call, but content."""
+    return OPENS in template and CLOSES in template
+
+
+def has_special_markers(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether text without special tokens would be text without the markers."""
+    return any(token.special and token.content in (OPENS, CLOSES) for token in tokenizer.added_tokens_decoder.values())

@@ -1,4 +1,4 @@
-"""What a given vLLM can do: read off what the server says of its own interface, and refused by name where it cannot."""
+"""What a given vLLM release can do, read from the description of its own interface."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Ability:
-    """Something asked of a server, and how its interface shows that it can."""
+    """Something a server must do, and how its interface shows that it can."""
 
     what: str
     since: str
     """The first release that can."""
     path: str = ""
     field: tuple[str, str] = ("", "")
-    """(a message of the interface by the beginning of its name, one of its fields)."""
+    """(the beginning of the name of a message of the interface, one of its fields)."""
 
     def is_in(self, about: About) -> bool:
         return (not self.path or self.path in about.paths) and (not self.field[0] or about.has(*self.field))
@@ -29,8 +29,8 @@ class Ability:
 GENERATE = Ability("tokens in and tokens out", "0.14", path="/inference/v1/generate")
 PAUSE = Ability("pausing with rollouts in flight (VLLM_SERVER_DEV_MODE=1 opens it)", "0.15", path="/pause")
 RELOAD = Ability("new weights from a folder (VLLM_SERVER_DEV_MODE=1 opens it)", "0.14", path="/collective_rpc")
-DROP_CACHE = Ability("dropping keys and values (VLLM_SERVER_DEV_MODE=1 opens it)", "0.14", path="/reset_prefix_cache")
-SALT = Ability("keys and values kept apart by version", "0.14", field=("GenerateRequest", "cache_salt"))
+DROP_CACHE = Ability("dropping the KV cache (VLLM_SERVER_DEV_MODE=1 opens it)", "0.14", path="/reset_prefix_cache")
+SALT = Ability("a prefix cache kept apart by version", "0.14", field=("GenerateRequest", "cache_salt"))
 NAME_VERSION = Ability(
     "the weight version of every token",
     "0.32",
@@ -40,11 +40,11 @@ NAME_VERSION = Ability(
 TRANSFER = Ability("new weights from GPU memory (VLLM_SERVER_DEV_MODE=1 opens it)", "0.21", path="/start_weight_update")
 
 NEEDED = (GENERATE, PAUSE, RELOAD, DROP_CACHE, SALT)
-"""Without one of these it is no engine here."""
+"""What every run needs."""
 
 
 def check_abilities(about: About, *, server: str, more: tuple[Ability, ...] = ()) -> None:
-    """Refuse a server that lacks what every run needs, or what this one needs besides."""
+    """Refuse a server that lacks what every run needs, or `more`."""
     lacking = [ability for ability in (*NEEDED, *more) if not ability.is_in(about)]
     if lacking:
         told = "; ".join(f"{ability.what} (vLLM {ability.since} can)" for ability in lacking)

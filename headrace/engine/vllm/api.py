@@ -1,7 +1,7 @@
-"""vLLM's HTTP interface: paths, bodies and answers, of every release that is spoken to. Nothing else knows them.
+"""vLLM's HTTP interface: paths, bodies and answers, of every supported release. No other file knows them.
 
-A stock `vllm serve` with VLLM_SERVER_DEV_MODE=1, which opens pausing, weight updates and calls of its workers. Tokens go in and
-come out over `/inference/v1/generate`. What a release lacks is found out by `abilities`, from what the server says of itself.
+The server is a stock `vllm serve` with VLLM_SERVER_DEV_MODE=1, which opens pausing, weight updates and calls of its workers.
+Tokens go in and out over `/inference/v1/generate`. `abilities` finds out what a release lacks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import aiohttp
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 
     from headrace.records import Array, Sampling
 
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 _SHORT = 60.0
 """Seconds for a call that does nothing long."""
 _UPDATE_SECONDS = 1800.0
-"""For a large model to take new weights."""
+"""For a large model to load new weights."""
 _CONNECT_SECONDS = 60.0
-"""A server whose interpreter is busy takes connections late."""
-_AGAIN_SECONDS = 0.1
-"""Before a question that found no connection is asked once more."""
+"""A server whose interpreter is busy accepts connections late."""
+_RETRY_SECONDS = 0.1
+"""Before a GET that found no connection is retried, once."""
 _LONGEST_LINE = 64 << 20
 """Bytes of one event of a stream: those with the whole vocabulary's logprobs are long."""
 _LOST = -9998.0
-"""vLLM writes -9999 for minus infinity, and for what is not a number."""
+"""vLLM writes -9999 for minus infinity and for NaN."""
 _TOKEN = re.compile(r"token_id:(\d+)$")
 
 
@@ -47,20 +47,20 @@ class VllmError(RuntimeError):
 
 
 class VllmRefused(VllmError):
-    """The server answered that it will not do it: its state is what it was."""
+    """The server refused the call; its state is unchanged."""
 
 
 class VllmGone(VllmError):
-    """The server does not answer, or answers what it never should: it counts as dead."""
+    """The server does not answer, or answers nonsense: it counts as dead."""
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """The tokens that could have been drawn at one place."""
+class Candidates:
+    """The tokens that could have been sampled at one place."""
 
     ids: Array
     share: float = 1.0
-    """Of the probability: less than all of it where some are not among them."""
+    """Their probability: less than 1 where the server did not name them all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +69,14 @@ class Piece:
 
     token_ids: list[int]
     logprobs: list[float]
-    kept: list[Kept] | None = None
-    """For each token which could have been drawn, where that was asked for."""
+    candidates: list[Candidates] | None = None
+    """For each token, those that could have been sampled, where that was asked for."""
     finish: str | None = None
     """`stop`, `length`, `abort`; None while more may come."""
     spans: list[tuple[str, int, int]] | None = None
-    """(weight version, start, stop) over all of the call's tokens, where the server says so at the end."""
+    """(weight version, start, stop) over all of the call's tokens, where the server reports it at the end."""
     routing: Array | None = None
-    """[tokens - 1, MoE layers, top k] of prompt and output, where the server says so."""
+    """[tokens - 1, MoE layers, top k] of prompt and output, where the server reports it."""
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,8 @@ class About:
 
 
 class VllmApi:
-    """One server. Used from one event loop; `close` when done. Every call has a connection of its own: a server closes those
-    that were idle, and a call sent into that moment would be lost."""
+    """One server, used from one event loop. Every call has its own connection: a server closes idle ones, and a call sent at
+    that moment would be lost."""
 
     def __init__(self, url: str, *, token: str = "", log: str = "") -> None:
         self.url, self.log = url.rstrip("/"), log
@@ -113,31 +113,31 @@ class VllmApi:
     # What it is
 
     async def is_up(self) -> bool:
-        """Whether it answers that it is well."""
         try:
-            async with self._asking("/health", seconds=10) as answer:
+            async with self._get("/health", seconds=10) as answer:
                 return answer.status == 200
         except (aiohttp.ClientError, TimeoutError, OSError):
             return False
 
     async def about(self) -> About:
-        version = await self._get("/version")
-        schema = await self._get("/openapi.json")
-        try:
+        version, schema = await self._get_json("/version"), await self._get_json("/openapi.json")
+        with self._parsing("/openapi.json"):
             messages = schema["components"]["schemas"]
             fields = {name: frozenset(message.get("properties", {})) for name, message in messages.items()}
             return About(str(version["version"]), frozenset(schema["paths"]), fields)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise self._odd("/openapi.json", f"no description of an interface: {error!r}") from error
 
     async def served(self) -> tuple[str, int]:
-        """(the name it serves its model under, the longest text that takes)."""
-        models = await self._get("/v1/models")
-        try:
+        """(the name of its model, the longest text it takes)."""
+        models = await self._get_json("/v1/models")
+        with self._parsing("/v1/models"):
             first = models["data"][0]
             return str(first["id"]), int(first["max_model_len"])
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise self._odd("/v1/models", f"no model with a length: {models!r}") from error
+
+    async def num_workers(self) -> int:
+        """Processes of it that hold weights, each with a GPU."""
+        told = await self._get_json("/get_world_size")
+        with self._parsing("/get_world_size"):
+            return int(told["world_size"])
 
     async def cache(self) -> tuple[int, int]:
         """(tokens in a block of its KV cache, blocks); (1, 0) where it does not say."""
@@ -161,9 +161,9 @@ class VllmApi:
         model: str,
         every: int = 1,
     ) -> AsyncGenerator[Piece, None]:
-        """One call, piece by piece. `salt` keeps its keys and values from calls with another. `num_candidates` is how many
-        of the likeliest tokens come with each, to tell which could have been drawn; 0 for none. After the first, a piece is of
-        `every` tokens; releases before 0.27 know only of one."""
+        """One call, piece by piece. Only calls with the same `salt` share cached prefixes. `num_candidates` is how many of the
+        likeliest tokens come with each, to tell which could have been sampled; 0 for none. After the first, a piece has
+        `every` tokens; releases before 0.27 only do one."""
         body: dict[str, Any] = {
             "request_id": name,
             "model": model,
@@ -192,16 +192,16 @@ class VllmApi:
             async with self._session.post(self.url + path, json=body) as answer:
                 await self._check(path, answer)
                 async for event in _events(answer.content):
-                    piece = self._piece(path, event, has_kept=num_candidates > 0)
+                    piece = self._piece(path, event, has_candidates=num_candidates > 0)
                     finish = piece.finish or finish
                     yield piece
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise self._gone(path, error) from error
-        if finish is None:  # releases before 0.28 end the stream of an aborted call without a word
+        if finish is None:  # releases before 0.28 end the stream of an aborted call without saying so
             yield Piece([], [], finish="abort")
 
-    def _piece(self, path: str, event: bytes, *, has_kept: bool) -> Piece:
-        try:
+    def _piece(self, path: str, event: bytes, *, has_candidates: bool) -> Piece:
+        with self._parsing(path, f" in {event[:200]!r}"):
             message = json.loads(event)
             if "error" in message:
                 raise self._failed(path, message)
@@ -212,111 +212,99 @@ class VllmApi:
             content = (choice["logprobs"] or {}).get("content") or []
             if len(content) != len(token_ids):
                 raise ValueError(f"{len(token_ids)} tokens and {len(content)} logprobs")
-            kept = None
-            if has_kept:
+            candidates = None
+            if has_candidates:
                 masks = choice.get("sampling_mask")
-                kept = [Kept(np.asarray(row, np.int32)) for row in masks] if masks else [_kept(entry) for entry in content]
+                rows = [Candidates(np.asarray(row, np.int32)) for row in masks] if masks else None
+                candidates = rows or [_candidates(entry) for entry in content]
             spans = choice.get("weight_versions")
             return Piece(
                 token_ids,
                 [_logprob(entry) for entry in content],
-                kept,
+                candidates,
                 choice["finish_reason"],
                 None if spans is None else [(str(s["version"]), int(s["start"]), int(s["end"])) for s in spans],
                 _routing(choice.get("routed_experts")),
             )
-        except (ValueError, KeyError, TypeError, IndexError, binascii.Error) as error:
-            raise self._odd(path, f"{error!r} in {event[:200]!r}") from error
 
     async def prompt_logprobs(
         self, token_ids: Sequence[int], *, model: str, salt: str, whole: bool, seconds: float = 600.0
     ) -> tuple[Array, list[dict[int, float]]]:
-        """([tokens] float32 under the model's own distribution, 0 for the first; with `whole`, for each token but the first
+        """([tokens] float32 under the model's own distribution, 0 for the first; with `whole`, for each token but the first,
         the logprob of every token of the vocabulary)."""
         sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": -1 if whole else 0, "detokenize": False}
         ids = [int(token) for token in token_ids]
         body = {"model": model, "token_ids": ids, "cache_salt": salt, "sampling_params": sampling}
         answer = await self._post("/inference/v1/generate", body, seconds=seconds)
-        try:
+        with self._parsing("/inference/v1/generate"):
             rows = answer["prompt_logprobs"][1:]
             if len(rows) != len(token_ids) - 1:
                 raise ValueError(f"{len(rows)} rows for {len(token_ids)} tokens")
             told = [{int(token): float(entry["logprob"]) for token, entry in row.items()} for row in rows]
             values = [0.0, *(row[token] for row, token in zip(told, ids[1:], strict=True))]
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise self._odd("/inference/v1/generate", f"no logprobs of the prompt: {error!r}") from error
         return np.asarray(values, np.float32), told if whole else []
 
     # Pausing and weights
 
     async def pause(self, mode: PauseMode, *, seconds: float | None = _SHORT) -> None:
-        """`keep`: what runs stands still. `wait`: it finishes first. `abort`: it ends where it is. What comes later waits."""
+        """`keep`: running calls stop where they are. `wait`: they finish first. `abort`: they end. Later calls wait."""
         await self._post(f"/pause?mode={mode}&clear_cache=false", {}, seconds=seconds)
 
     async def resume(self) -> None:
         await self._post("/resume", {})
 
     async def drop_cache(self) -> None:
-        """Forget all keys and values; what runs computes its own again. Called while it is paused."""
+        """Drop the KV cache; running calls compute theirs again. Called while it is paused."""
         answer = await self._post("/reset_prefix_cache?reset_running_requests=true", {})
         if isinstance(answer, dict) and answer.get("success") is False:
             raise VllmRefused(f"{self._where('/reset_prefix_cache')}: its keys and values could not be dropped")
 
     async def reload(self, folder: str) -> None:
-        """Run the weights in a folder, in the form models are saved in. Called while it is paused."""
+        """Load the weights of a saved model. Called while it is paused."""
         await self._post(
             "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}}, seconds=_UPDATE_SECONDS
         )
 
     async def init_transfer(self, told: Mapping[str, Any]) -> None:
-        """How the weights of all updates will come. Called once, before the first."""
+        """How weights will come in all updates. Called once, before the first."""
         await self._post("/init_weight_transfer_engine", {"init_info": dict(told)}, seconds=_UPDATE_SECONDS)
 
     async def start_update(self) -> None:
-        """New weights begin to come, by its weight-transfer interface; until `finish_update` it must not go on."""
+        """New weights will come over its weight-transfer interface; it must stay paused until `finish_update`."""
         await self._post("/start_weight_update", {}, seconds=_UPDATE_SECONDS)
 
     async def update_weights(self, told: Mapping[str, Any]) -> None:
-        """Take these, in the form models are saved in."""
         await self._post("/update_weights", {"update_info": dict(told)}, seconds=_UPDATE_SECONDS)
 
     async def finish_update(self) -> None:
         await self._post("/finish_weight_update", {}, seconds=_UPDATE_SECONDS)
 
-    async def num_workers(self) -> int:
-        """Processes of it that hold weights, each with a GPU."""
-        told = await self._get("/get_world_size")
-        try:
-            return int(told["world_size"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise self._odd("/get_world_size", f"no number of workers: {told!r}") from error
-
     async def name_version(self, name: str) -> None:
-        """What it draws from now on is of these weights, and it says so at the end of every call."""
+        """The version that it reports, at the end of a call, for tokens sampled from now on."""
         await self._post("/update_weight_version", {"new_version": name})
 
     # One call
 
-    async def _get(self, path: str) -> Any:  # noqa: ANN401
-        return self._parsed(path, await self._text(path))
+    async def _get_json(self, path: str) -> Any:  # noqa: ANN401
+        return self._json(path, await self._text(path))
 
     async def _text(self, path: str) -> str:
         try:
-            async with self._asking(path, seconds=_SHORT) as answer:
+            async with self._get(path, seconds=_SHORT) as answer:
                 await self._check(path, answer)
                 return await answer.text()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise self._gone(path, error) from error
 
     @contextlib.asynccontextmanager
-    async def _asking(self, path: str, *, seconds: float) -> AsyncIterator[aiohttp.ClientResponse]:
-        """The answer to a call that changes nothing: one that finds no connection is made once more. One whose connection
-        breaks before any of the answer came is repeated by aiohttp, which does so for what is safe to repeat."""
+    async def _get(self, path: str, *, seconds: float) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Retried once where no connection is made. Where one breaks before any of the answer came, aiohttp retries by
+        itself, since a GET is safe to repeat."""
         timeout = aiohttp.ClientTimeout(total=seconds)
         try:
             answer = await self._session.get(self.url + path, timeout=timeout)
         except aiohttp.ClientConnectorError:
-            await asyncio.sleep(_AGAIN_SECONDS)
+            await asyncio.sleep(_RETRY_SECONDS)
             answer = await self._session.get(self.url + path, timeout=timeout)
         async with answer:
             yield answer
@@ -330,7 +318,7 @@ class VllmApi:
                 text = await answer.text()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise self._gone(path, error) from error
-        return self._parsed(path, text) if text else None
+        return self._json(path, text) if text else None
 
     async def _check(self, path: str, answer: aiohttp.ClientResponse) -> None:
         if answer.status == 200:
@@ -343,18 +331,24 @@ class VllmApi:
         kind = VllmGone if answer.status >= 500 else VllmRefused
         raise kind(f"{self._where(path)}: status {answer.status}: {told or 'it gave no reason'}")
 
-    def _parsed(self, path: str, text: str) -> Any:  # noqa: ANN401
-        try:
+    def _json(self, path: str, text: str) -> Any:  # noqa: ANN401
+        with self._parsing(path, f" in {text[:200]!r}"):
             return json.loads(text)
-        except ValueError as error:
-            raise self._odd(path, f"no JSON: {text[:200]!r}") from error
+
+    @contextlib.contextmanager
+    def _parsing(self, path: str, inside: str = "") -> Iterator[None]:
+        """An answer that is not what it should be counts as the server's death."""
+        try:
+            yield
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, binascii.Error) as error:
+            raise VllmGone(f"{self._where(path)}: an answer that makes no sense: {error!r}{inside}") from error
 
     def _where(self, path: str) -> str:
         log = f", log {self.log}" if self.log else ""
         return f"vLLM at {self.url}, call {path.partition('?')[0]}{log}"
 
     def _failed(self, path: str, message: dict[str, Any]) -> VllmError:
-        """What a stream says after it was begun well: a refusal of that call alone, or the end of the server."""
+        """An error inside a stream: a refusal of that call alone, or the end of the server."""
         code = message["error"].get("code") if isinstance(message["error"], dict) else None
         kind = VllmRefused if isinstance(code, int) and 400 <= code < 500 else VllmGone
         return kind(f"{self._where(path)}: the call failed there: {_told(message)}")
@@ -362,9 +356,6 @@ class VllmApi:
     def _gone(self, path: str, error: BaseException) -> VllmGone:
         told = "no answer in time" if isinstance(error, TimeoutError | asyncio.TimeoutError) else str(error) or repr(error)
         return VllmGone(f"{self._where(path)}: {told}")
-
-    def _odd(self, path: str, told: str) -> VllmGone:
-        return VllmGone(f"{self._where(path)}: an answer that makes no sense: {told}")
 
 
 async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
@@ -386,16 +377,16 @@ async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
 
 
 def _logprob(entry: Mapping[str, Any]) -> float:
-    """NaN where the model's logits were not numbers: newer releases write what stands for minus infinity, older ones null."""
+    """NaN where the model's logits were not finite: newer releases then write minus infinity, older ones null."""
     value = entry["logprob"]
     return float("nan") if value is None or value <= _LOST else float(value)
 
 
-def _kept(entry: Mapping[str, Any]) -> Kept:
-    """The tokens that could have been drawn, from the logprobs of the distribution drawn from: those it left anything."""
+def _candidates(entry: Mapping[str, Any]) -> Candidates:
+    """The tokens that the distribution sampled from left any probability."""
     logprobs = {_id(each): _logprob(each) for each in (entry, *(entry.get("top_logprobs") or ()))}
     left = {token: value for token, value in logprobs.items() if not math.isnan(value)}
-    return Kept(np.asarray(sorted(left), np.int32), sum(math.exp(value) for value in left.values()))
+    return Candidates(np.asarray(sorted(left), np.int32), sum(math.exp(value) for value in left.values()))
 
 
 def _id(entry: Mapping[str, Any]) -> int:

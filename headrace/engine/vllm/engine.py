@@ -1,9 +1,9 @@
 """A vLLM server behind the engine protocol.
 
-Which weights drew a token is known twice. Weights change while the server stands still, and what it had drawn by then has come
-before it goes on (`_settle`): so what comes before is of the old version and what comes after of the new one. Where a server
-names the version of every token at the end of a call, that is what counts, and tokens may come several at a time; it does not
-for a call that was ended here, which then ends before the first token of which the version is not known.
+The version of a token is known in two ways. Weights change while the server is paused, and all tokens sampled before have
+arrived by the time it resumes (`_settle`): so tokens that come before are of the old version, and those after of the new one.
+Some releases report the version of every token at the end of a call. Then that counts, and tokens may come several at a time;
+a call that was cancelled here has no such report, and ends before the first token whose version is not known.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from headrace.engine.protocol import EngineDied, EngineState
 from headrace.engine.request import generate, run_to_the_end, stream
 from headrace.engine.vllm.abilities import NAME_VERSION
 from headrace.engine.vllm.api import VllmError, VllmGone
-from headrace.engine.vllm.call import TOGETHER
+from headrace.engine.vllm.call_queue import CallQueue
+from headrace.engine.vllm.running_call import TOGETHER
 from headrace.engine.vllm.score import score
-from headrace.engine.vllm.traffic import Traffic
 from headrace.partial import Interrupt
 from headrace.records import FinishReason
 
@@ -29,30 +29,29 @@ if TYPE_CHECKING:
 
     from headrace.engine.protocol import Increment, InFlight
     from headrace.engine.vllm.api import About, VllmApi
-    from headrace.engine.vllm.handover import Handover
-    from headrace.engine.vllm.traffic import Limits
-    from headrace.engine.vllm.weights import Staging
+    from headrace.engine.vllm.call_queue import Limits
+    from headrace.engine.vllm.handover import Handover, Staging
     from headrace.observe import Timeline
     from headrace.records import Array, Rollout, Sampling, WeightUpdate
 
 _ARRIVAL_SECONDS = 0.2
-"""For what has ended to be heard of, and for what was sent before a pause to arrive."""
+"""For the end of calls to be heard of, and for calls sent before a pause to arrive."""
 _END_SECONDS = 1.0
-"""For aborted calls to say so; after that they are cut off here."""
+"""For aborted calls to report their end; after that their streams are closed."""
 _ANSWER_SECONDS = 60.0
-"""For a server that has drained to say so."""
-_PULSE = 2.0
-"""Seconds between two looks at whether the server is well."""
+"""For a server that has drained to answer."""
+_HEALTH_SECONDS = 2.0
+"""Between two health checks."""
 _MISSED = 5
-"""Looks in a row that may fail before it counts as dead."""
+"""Health checks in a row that may fail before the server counts as dead."""
 
 
 class Unsupported(RuntimeError):
-    """A stock vLLM cannot do it; the message names the engine that can."""
+    """A stock vLLM cannot do this; the message names the engine that can."""
 
 
-class VllmEngine(Traffic):
-    """An `Engine`, used from one event loop. `start` or `serve` has it watch over the server."""
+class VllmEngine(CallQueue):
+    """A `ProcessEngine`, used from one event loop."""
 
     def __init__(
         self,
@@ -69,21 +68,21 @@ class VllmEngine(Traffic):
         patience: float = 120.0,
         tells_late: bool = False,
     ) -> None:
-        """`model` is the name the server knows its model by; `patience` the seconds it may be silent over calls in flight;
-        `tells_late`: it was started to tell several tokens at a time."""
+        """`model` is the server's name of its model; `patience` the seconds it may be silent while calls run; `tells_late`: it
+        was started to send several tokens at a time."""
         names = NAME_VERSION.is_in(about)
         super().__init__(api, name=name, model=model, limits=limits, timeline=timeline, names_versions=names, decode=decode)
         self._staging, self._handover, self._patience = staging, handover, patience
         self._tells_late = tells_late and not names
         self._is_retracted = False
-        """What has begun waits without keys and values."""
+        """Running calls wait without a KV cache."""
         self._turn, self._loading = asyncio.Lock(), asyncio.Lock()
-        """Of whoever pauses, resumes or exchanges weights, and of whoever has an update on its way: one at a time."""
+        """One at a time: pause, resume and exchange of weights; and updates being received."""
         self._watching: asyncio.Task[NoReturn] | None = None
 
     @property
     def most_untold(self) -> int:
-        """Tokens of a rollout that may have been drawn and not been heard of."""
+        """Tokens of a rollout that may have been sampled and not yet reported."""
         return TOGETHER - 1 if self._names_versions or self._tells_late else 0
 
     async def generate(self, rollout: Rollout, sampling: Sampling) -> Rollout:
@@ -103,7 +102,8 @@ class VllmEngine(Traffic):
             waiting=len(self._waiting) + len(self._running) - running,
             slots=self.limits.slots,
             free_blocks=max(0, self.limits.num_blocks - sum(-(-length // size) for length in lengths)),
-            tokens=self._num_drawn,
+            tokens=self._num_sampled,
+            policy=self.policy,
         )
 
     async def in_flight(self) -> list[InFlight]:
@@ -147,7 +147,7 @@ class VllmEngine(Traffic):
         await self._in_turn(self._resume())
 
     async def _in_turn(self, doing: Coroutine[Any, Any, None]) -> None:
-        """Begun, it is done to its end, whoever asked for it: half of it would leave a server that nobody resumes."""
+        """Once started it runs to its end, even if the caller is cancelled: half of it could leave the server paused."""
 
         async def work() -> None:
             async with self._turn:
@@ -173,7 +173,7 @@ class VllmEngine(Traffic):
         self._note()
 
     def _check_told(self, interrupt: Interrupt) -> None:
-        """What goes on over an update must have been heard of, token by token."""
+        """Calls can only go on over an update if every token sampled before it is known to have arrived."""
         if self._tells_late and self._running and interrupt in (Interrupt.KEEP, Interrupt.RETRACT):
             raise Unsupported(
                 f"{self.name}: {interrupt.value!r} with rollouts in flight needs a vLLM that names the weights of every token "
@@ -181,8 +181,8 @@ class VllmEngine(Traffic):
             )
 
     async def _drain(self) -> None:
-        """What has begun finishes; one that was paused goes on for that, and so does what reached the server after it had
-        stopped to take anything new."""
+        """Let running calls finish. A paused server resumes for that, and again for calls that reach it just after it was
+        paused."""
         self._is_admitting = False
         if self._is_paused:
             self._is_paused, self._heard_at = False, time.monotonic()
@@ -195,7 +195,7 @@ class VllmEngine(Traffic):
             await self._guarded(self._api.resume)
 
     async def _pause_when_drained(self) -> None:
-        """Rollouts may take as long as they grow; a server over which none is left has a minute to say so."""
+        """Rollouts may take as long as they grow; once none is left, the server has a minute to answer."""
         pausing = asyncio.ensure_future(self._guarded(self._api.pause, "wait", seconds=None))
         pausing.add_done_callback(lambda task: task.cancelled() or task.exception())
         drained = asyncio.ensure_future(self._idle.wait())
@@ -208,8 +208,9 @@ class VllmEngine(Traffic):
         self._raise_if_dead()
 
     async def _abort(self) -> None:
-        """What has begun ends where it is. What reached the server too late to hear of it has not begun, and waits again."""
-        self._is_paused = True  # nothing new begins meanwhile
+        """End running calls where they are. Calls that reached the server too late for that have sampled nothing, and wait
+        again."""
+        self._is_paused = True  # nothing new starts meanwhile
         await self._guarded(self._api.pause, "abort")
         if await self._comes_idle(_END_SECONDS):
             return
@@ -225,7 +226,7 @@ class VllmEngine(Traffic):
         self._idle.set()
 
     async def _comes_idle(self, seconds: float) -> bool:
-        """Whether nothing runs within so long."""
+        """Whether all calls end within so long."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), seconds)
         self._raise_if_dead()
@@ -238,37 +239,37 @@ class VllmEngine(Traffic):
         self._fill()
 
     async def _settle(self) -> None:
-        """Until all that was drawn has come. A server that stands still says nothing new; what it has said is on its way, and
-        passes before an answer that is asked for later does, or shortly after it: so until two answers with nothing between."""
+        """Wait until all sampled tokens have arrived. A paused server sends nothing new, and what it sent before arrives before
+        the answer to a later health check, or shortly after: so wait for two answers with no token between them."""
         quiet = missed = 0
         while quiet < 2 and self._running:
-            before = self._num_drawn
+            before = self._num_sampled
             missed = 0 if await self._api.is_up() else missed + 1
             if missed >= _MISSED:
                 self._die(VllmGone(f"vLLM at {self._api.url} does not answer while it is paused, log {self._api.log}"))
             self._raise_if_dead()
             await asyncio.sleep(0.002)
-            quiet = quiet + 1 if self._num_drawn == before and not missed else 0
+            quiet = quiet + 1 if self._num_sampled == before and not missed else 0
 
     # Weights
 
     async def load(self, update: WeightUpdate, *, interrupt: Interrupt = Interrupt.KEEP) -> None:
-        """Received and laid ready while the server goes on; it stands still only while it takes them."""
+        """The server goes on while the update is received and made ready; it is paused only while it loads it."""
         async with self._loading:
             self._check_told(interrupt)
-            if self._is_poisoned:
-                self._die(VllmGone(f"vLLM at {self._api.url}: its cache holds what is not a number; it must be started anew"))
+            if self._has_bad_cache:
+                self._die(VllmGone(f"vLLM at {self._api.url}: its KV cache holds NaN; it must be restarted"))
             self._raise_if_dead()
             staging = self._staging
             with self._timeline.beside(f"receive {update.version}"):
                 receiving = asyncio.to_thread(staging.receive, update, lineage=self.lineage, version=self.version)
                 await run_to_the_end(receiving, on_cancel=staging.give_up)
-            await run_to_the_end(self._bring_in(update, interrupt), on_cancel=lambda: None)
+            await run_to_the_end(self._hand_over(update, interrupt), on_cancel=lambda: None)
 
-    async def _bring_in(self, update: WeightUpdate, interrupt: Interrupt) -> None:
-        """What was received to the server. Half an update is none that can be named: whatever fails here ends the engine."""
+    async def _hand_over(self, update: WeightUpdate, interrupt: Interrupt) -> None:
+        """From this process to the server. A failure could leave it with half an update, so it ends the engine."""
         try:
-            await asyncio.to_thread(lambda: self._handover.lay_ready(self._staging.take()))
+            await asyncio.to_thread(lambda: self._handover.prepare(self._staging.take()))
             await self._exchange(update, interrupt)
         except EngineDied:
             raise
@@ -277,7 +278,7 @@ class VllmEngine(Traffic):
             raise EngineDied(f"version {update.version} did not get into the server: {error}") from error
 
     async def _exchange(self, update: WeightUpdate, interrupt: Interrupt) -> None:
-        """The server stands still meanwhile."""
+        """Pause, load, resume."""
         async with self._turn:
             was_paused = self._is_paused
             if interrupt is Interrupt.DRAIN:
@@ -300,17 +301,17 @@ class VllmEngine(Traffic):
     # What it cannot do
 
     async def sleep(self, *, weights: bool = False) -> None:
-        raise Unsupported("vLLM's sleep is not driven here; engine.kind = 'native' sleeps")
+        raise Unsupported("vLLM's sleep is not supported; engine.kind = 'native' sleeps")
 
     async def wake(self) -> None:
-        """It never sleeps."""
+        """It is always awake."""
 
     async def fork(self, rollout: Rollout, at: int, *, id: str) -> Rollout:
-        """The first `at` tokens; the server's prefix cache spares what it still holds of them."""
+        """Its prompt is computed again, except what the server's prefix cache holds of it."""
         return rollout.forked(at, id=id)
 
     async def pin(self, rollout_id: str) -> None:
-        raise Unsupported("vLLM cannot be told to keep a rollout's keys and values; engine.kind = 'native' can")
+        raise Unsupported("vLLM cannot be told to keep a rollout's KV cache; engine.kind = 'native' can")
 
     async def unpin(self, rollout_id: str) -> None:
         """Nothing is pinned."""
@@ -318,15 +319,15 @@ class VllmEngine(Traffic):
     # Its life
 
     def start(self) -> None:
-        """Begin to watch over the server, beside everything else."""
-        self._watching = asyncio.ensure_future(self.serve())
+        """Start to watch over the server."""
+        self._watching = asyncio.ensure_future(self._watch())
         self._watching.add_done_callback(lambda task: task.cancelled() or task.exception())
 
-    async def serve(self) -> NoReturn:
-        """Watch over the server; raises what it died of."""
+    async def _watch(self) -> NoReturn:
+        """Raises the reason when the server is dead."""
         missed, died = 0, asyncio.wrap_future(self.died)
         while True:
-            await asyncio.wait([died], timeout=_PULSE)
+            await asyncio.wait([died], timeout=_HEALTH_SECONDS)
             if died.done():
                 died.exception()
             if not self._is_paused:
@@ -342,16 +343,17 @@ class VllmEngine(Traffic):
             self._die(VllmGone(f"vLLM at {self._api.url}: {told} (engine.vllm.answer_seconds), log {self._api.log}"))
 
     async def close(self) -> None:
-        """Give up what is in flight."""
+        """Cancel the calls in flight and disconnect."""
         if self._watching is not None:
             self._watching.cancel()
         for call in [*self._running.values()]:
             self.withdraw(call.request)
         self._waiting.clear()
         await asyncio.to_thread(self._handover.close)
+        await self._api.close()
 
     async def _guarded(self, call: Callable[..., Awaitable[None]], *arguments: Any, **options: Any) -> None:  # noqa: ANN401
-        """A call of which nobody knows what it did where it failed: the engine ends with it."""
+        """A call whose failure ends the engine, since nobody knows how much of it the server has done."""
         self._raise_if_dead()
         try:
             await call(*arguments, **options)

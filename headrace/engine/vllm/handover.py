@@ -1,8 +1,7 @@
-"""The last step of new weights into a vLLM server: from this process's memory, where they were checked, to the server's.
+"""New weights into a vLLM server: received and checked in this process (`Staging`), handed over in the form of a saved model.
 
-A server reads them from a folder, or takes them by its weight-transfer interface: from this process's GPU memory, which it
-opens (`ipc`, where both use the same GPU), or as they are broadcast to its workers' GPUs (`nccl`). Which of the two is decided
-when it is started.
+The server reads them from a folder, or receives them over its weight-transfer interface: from this process's GPU memory, which
+it opens (`ipc`, where both use the same GPU), or broadcast to its workers' GPUs (`nccl`). It is started for one of the two.
 """
 
 from __future__ import annotations
@@ -17,18 +16,23 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from safetensors.torch import save_file
 from torch.multiprocessing.reductions import reduce_tensor
+from transformers.core_model_loading import revert_weight_conversion
 
 from headrace.cuda_driver import Bytes
-from headrace.engine.vllm.nccl import PackedSender
 from headrace.engine.vllm.nccl_form import described
+from headrace.engine.vllm.nccl_sender import PackedSender
+from headrace.model import SpareWeights, check_order, named_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping
     from pathlib import Path
 
     from torch import Tensor
+    from transformers import PreTrainedModel
 
     from headrace.engine.vllm.api import VllmApi
+    from headrace.records import WeightUpdate
+    from headrace.sync import WeightSync
 
     Tensors = Mapping[str, Tensor]
     """By the names of a saved folder."""
@@ -37,24 +41,53 @@ _SIZE, _STRIDE, _OFFSET, _STORAGE, _DTYPE, _DEVICE, _COUNTER, _WAITS = 1, 2, 3, 
 """Places in what torch needs to rebuild a tensor of another process."""
 
 
+class Staging:
+    """The last update that was received whole. Its calls block, and are made in a thread."""
+
+    def __init__(self, model: PreTrainedModel, *, sync: WeightSync) -> None:
+        """`model` is the policy, in the host's memory or on a GPU."""
+        self._model, self._sync = model, sync
+        self._spare = SpareWeights(model, in_place=False)
+
+    def receive(self, update: WeightUpdate, *, lineage: str, version: int) -> None:
+        """Raises where it is not what was sent."""
+        check_order(update, lineage=lineage, version=version)
+        self._spare.receive(update, lambda incoming: self._sync.receive(update, incoming))
+
+    def give_up(self) -> None:
+        self._spare.give_up()
+
+    def take(self) -> dict[str, Tensor]:
+        """What was received. The next update overwrites what was held before."""
+        self._spare.exchange()
+        return saved_form(self._model)
+
+
+@torch.no_grad()
+def saved_form(model: PreTrainedModel) -> dict[str, Tensor]:
+    """A model's tensors under the names and in the shapes of a saved folder: experts one by one, tied ones once."""
+    held = dict(named_tensors(model))
+    return {name: tensor.contiguous() for name, tensor in revert_weight_conversion(model, held).items()}
+
+
 class Handover(Protocol):
-    """One way. What it is given stays as it is until it is given the next."""
+    """One way. The tensors of an update stay unchanged until the next is prepared."""
 
     async def open(self, api: VllmApi, release: str) -> None:
-        """Called once, when the server is up; `release` is which vLLM it is."""
+        """Called once, when the server is up; `release` is its version of vLLM."""
 
-    def lay_ready(self, tensors: Tensors) -> None:
-        """All that can be done while the server goes on. Blocks: it is called in a thread."""
+    def prepare(self, tensors: Tensors) -> None:
+        """All that can be done while the server runs. Blocks; called in a thread."""
 
     async def hand_over(self, api: VllmApi) -> None:
-        """Have the server, which stands still, take what lies ready."""
+        """Have the paused server load what was prepared."""
 
     def close(self) -> None:
-        """Give back what is held. Blocks."""
+        """Free what is held. Blocks."""
 
 
 class FolderHandover:
-    """Written to a folder, best in memory, that the server reads."""
+    """Through a file in a folder, best in memory."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -63,7 +96,7 @@ class FolderHandover:
     async def open(self, api: VllmApi, release: str) -> None:
         """Any server can read files."""
 
-    def lay_ready(self, tensors: Tensors) -> None:
+    def prepare(self, tensors: Tensors) -> None:
         save_file(dict(tensors), self._folder / "model.safetensors")
 
     async def hand_over(self, api: VllmApi) -> None:
@@ -74,20 +107,20 @@ class FolderHandover:
 
 
 class IpcHandover:
-    """Handles of GPU memory: the server opens it and copies from there. It must use the GPU that the tensors are on."""
+    """Through handles of GPU memory, which the server opens and copies from. It must use the GPU that the tensors are on."""
 
     def __init__(self, device: torch.device) -> None:
         index = device.index if device.index is not None else torch.cuda.current_device()
         self._gpu = str(torch.cuda.get_device_properties(index).uuid)
         self._update: dict[str, Any] = {}
         self._held: list[Tensor] = []
-        """What the server may be reading."""
+        """What the server may still read."""
 
     async def open(self, api: VllmApi, release: str) -> None:
         await api.init_transfer({})
 
-    def lay_ready(self, tensors: Tensors) -> None:
-        """The server wants to know how each tensor is rebuilt. All but a few share one memory, of which there is one handle."""
+    def prepare(self, tensors: Tensors) -> None:
+        """The server needs to know how to rebuild each tensor. Nearly all share one memory, for which one handle is made."""
         handles: dict[int, list[Any]] = {}
         rebuilt = []
         for tensor in tensors.values():
@@ -112,8 +145,8 @@ class IpcHandover:
 
 
 def _handle_of(tensor: Tensor) -> list[Any]:
-    """How another process rebuilds all of the memory that a tensor lies in. torch would count who has it open, and hold the
-    memory until nobody has: what holds it here is the handover, so the count is over at once, and nobody waits for an event."""
+    """How another process rebuilds all of the memory that a tensor lies in. torch would count who has it open and hold the
+    memory until then. Here the handover holds it, so the count is released at once, and no event is waited for."""
     storage = tensor.untyped_storage()
     alias = torch.as_tensor(Bytes(storage.data_ptr(), storage.nbytes()), device=tensor.device)
     parts = list(reduce_tensor(alias)[1])
@@ -123,15 +156,15 @@ def _handle_of(tensor: Tensor) -> list[Any]:
 
 
 def _written(handles: list[dict[str, tuple[Any, ...]]]) -> str:
-    """In the one form that vLLM reads over HTTP. Nothing here reads it."""
+    """In the one form that vLLM reads over HTTP. Headrace never reads it."""
     return base64.b64encode(ForkingPickler.dumps(handles)).decode()
 
 
 class NcclHandover:
-    """Broadcast to the GPUs of the server's workers from one that is none of them."""
+    """Broadcast over NCCL to the GPUs of the server's workers, from a GPU that is none of them."""
 
     def __init__(self, device: torch.device, *, host: str, deadline: float) -> None:
-        """`host` is an address of this machine that the server reaches; `deadline` the seconds in which something moves."""
+        """`host` is an address of this machine that the server reaches; `deadline` how long nothing may move."""
         self._device, self._host, self._deadline = device, host, deadline
         self._sender: PackedSender | None = None
         self._release = ""
@@ -141,21 +174,20 @@ class NcclHandover:
         workers = await api.num_workers()
         self._sender = PackedSender(self._device, host=self._host, num_workers=workers, deadline=self._deadline)
         self._release = release
-        await self._beside(api.init_transfer(self._sender.init_info(release)), self._sender.join)
+        await self._together(api.init_transfer(self._sender.init_info(release)), self._sender.join)
 
-    def lay_ready(self, tensors: Tensors) -> None:
+    def prepare(self, tensors: Tensors) -> None:
         self._tensors = tensors
 
     async def hand_over(self, api: VllmApi) -> None:
         assert self._sender is not None
         await api.start_update()
         told = self._sender.update_info(self._tensors, self._release)
-        await self._beside(api.update_weights(told), functools.partial(self._sender.send, self._tensors))
+        await self._together(api.update_weights(told), functools.partial(self._sender.send, self._tensors))
         await api.finish_update()
 
-    async def _beside(self, asking: Coroutine[Any, Any, None], sending: Callable[[], None]) -> None:
-        """The server answers when it has all, and has it only while it is sent; where one of the two fails, the other would
-        wait for nothing."""
+    async def _together(self, asking: Coroutine[Any, Any, None], sending: Callable[[], None]) -> None:
+        """The server answers when it has received everything; where one of the two fails, the other would wait for ever."""
         assert self._sender is not None
         both = [asyncio.ensure_future(asking), asyncio.ensure_future(asyncio.to_thread(sending))]
         try:

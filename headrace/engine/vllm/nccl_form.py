@@ -1,7 +1,7 @@
-"""What vLLM's workers read of an `nccl` weight transfer, in the form they read it, made without vLLM.
+"""What vLLM's workers read in an `nccl` weight transfer, made without vLLM.
 
 The store through which they find rank 0, the group's id in it, and where one broadcast of packed weights ends and the next
-begins: both ends work that out alone, so it must come out the same.
+starts, which both ends compute on their own and must agree on.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
     Named = tuple[str, Tensor]
 
 ID_KEY = "broadcast_from/0/0"
-"""Where a worker's `StatelessProcessGroup` looks for the first thing that rank 0 tells all."""
+"""The key at which a worker's `StatelessProcessGroup` finds the first broadcast of rank 0."""
 _PACKED_AT_INIT = (0, 28)
 
 
 def is_packed_at_init(release: str) -> bool:
-    """Whether that vLLM is told at the beginning, and not with every update, how weights are packed: it refuses what it does
-    not expect. One that names no number counts as new."""
+    """Whether that vLLM is told how weights are packed once, and not with every update: it refuses fields it does not expect.
+    A release without a number counts as new."""
     numbers = re.match(r"v?(\d+)\.(\d+)", release)
     return numbers is None or (int(numbers[1]), int(numbers[2])) >= _PACKED_AT_INIT
 
 
 def described(tensors: Iterable[Named]) -> dict[str, Any]:
-    """What an update brings, by any of its ways."""
+    """The names, dtypes and shapes of an update."""
     named = list(tensors)
     return {
         "names": [name for name, _ in named],
@@ -47,12 +47,12 @@ def described(tensors: Iterable[Named]) -> dict[str, Any]:
 
 
 def in_order(tensors: Mapping[str, Tensor]) -> list[Named]:
-    """As they are sent: long elements first, for a worker reads each where it lies, which must be a multiple of its length."""
+    """In the order of sending: long elements first, since a worker needs each tensor at a multiple of its element size."""
     return sorted(tensors.items(), key=lambda named: -named[1].element_size())
 
 
 def chunks(ordered: Sequence[Named], buffer_bytes: int) -> list[list[Named]]:
-    """Those of each broadcast. A worker goes on to the next after the tensor that took it past the size, so this must too."""
+    """The tensors of each broadcast. Like a worker, it goes on to the next after the tensor that exceeds the size."""
     made: list[list[Named]] = []
     total = buffer_bytes + 1
     for name, tensor in ordered:
@@ -65,7 +65,7 @@ def chunks(ordered: Sequence[Named], buffer_bytes: int) -> list[list[Named]]:
 
 
 def pickled_id(group_id: bytes) -> bytes:
-    """The id as a worker reads it: as the ctypes structure that vLLM's wrapper of NCCL has for it. Only ever written here."""
+    """The id as a worker reads it: a pickle of the ctypes structure in vLLM's NCCL wrapper. Headrace never reads one."""
     assert len(group_id) == ID_BYTES
     names = b"c_ctypes\n_unpickle\ncvllm.distributed.device_communicators.pynccl_wrapper\nncclUniqueId\n"
     # Protocol 3; both names; no attributes, and the bytes, as one pair; that and the class as another; call; end
@@ -73,7 +73,7 @@ def pickled_id(group_id: bytes) -> bytes:
 
 
 def open_store(host: str, *, deadline: float) -> TCPStore:
-    """On a free port of `host` and of no other address: torch by itself would listen on all."""
+    """On a free port of `host` alone: torch by itself would listen on all addresses."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         listening = socket.create_server(address[:2], family=family)

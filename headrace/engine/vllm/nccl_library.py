@@ -1,7 +1,7 @@
-"""NCCL as far as one sender needs it, called in the library that torch brought along.
+"""The few calls of NCCL that a sender needs, in the library that torch brought along.
 
-torch's own groups agree on an id among themselves, and vLLM's workers want it in their way: so the calls are made here. The
-communicator is of the kind whose calls return at once: what is going on is asked for, and can be ended at any time.
+torch's own process groups exchange their id in their own way, vLLM's workers in another: so NCCL is called directly. The
+communicator is non-blocking: its calls return at once, its state is polled, and it can be aborted at any time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SUCCESS, _IN_PROGRESS = 0, 7
 _UINT8, _FLOAT32, _SUM = 1, 7, 0
 _NAME = "libnccl.so.2"
 _CONFIG_VERSION, _CONFIG_MAGIC = 21400, 0xCAFEBEEF
-"""The first release with a configuration; later ones read its form, and take what it lacks as not set."""
+"""The first release with a configuration; later ones read its form too."""
 
 
 class _Id(ctypes.Structure):
@@ -52,7 +52,7 @@ _CALLS: dict[str, list[type]] = {
 
 
 class NcclLibrary:
-    """Calls by name. A communicator is a number here; 0 is none. Whatever NCCL calls an error is raised as `SyncError`."""
+    """A communicator is a number here; 0 is none. Errors of NCCL are raised as `SyncError`."""
 
     def __init__(self) -> None:
         self._library = _load()
@@ -67,7 +67,7 @@ class NcclLibrary:
         return f"{code.value // 10000}.{code.value // 100 % 100}.{code.value % 100}"
 
     def new_id(self) -> bytes:
-        """By which the ranks of a group find each other; NCCL listens for them from here on."""
+        """By which the ranks of a group find each other. NCCL listens for them from now on."""
         made = _Id()
         self._call("ncclGetUniqueId", ctypes.byref(made))
         return ctypes.string_at(ctypes.byref(made), ID_BYTES)
@@ -81,7 +81,7 @@ class NcclLibrary:
         return communicator.value or 0
 
     def is_idle(self, communicator: int) -> bool:
-        """Whether the last call has done all it does before the GPU goes on alone. Raises what failed, then or since."""
+        """Whether the last call has put its work on the GPU. Raises any failure until now."""
         status = ctypes.c_int()
         self._call("ncclCommGetAsyncError", communicator, ctypes.byref(status))
         self._check("the group", status.value)
@@ -96,7 +96,7 @@ class NcclLibrary:
         self._call("ncclBroadcast", address, address, num_bytes, _UINT8, 0, communicator, stream)
 
     def abort(self, communicator: int) -> None:
-        """End what runs and free it all. Asks no peer; can wait for a kernel to leave the GPU."""
+        """End what runs and free everything. Needs no peer; can wait for a kernel to leave the GPU."""
         self._call("ncclCommAbort", communicator)
 
     def _call(self, name: str, *arguments: object) -> None:
@@ -117,7 +117,7 @@ class NcclLibrary:
 
 
 def _load() -> ctypes.CDLL:
-    """What is loaded is found by its bare name; else what torch's packages brought."""
+    """The loaded one, by its bare name; else the one in torch's packages."""
     places = [_NAME]
     with contextlib.suppress(ModuleNotFoundError):
         found = importlib.util.find_spec("nvidia.nccl")

@@ -1,7 +1,7 @@
 """Logprobs of given tokens under the weights a vLLM server runs.
 
-A server tells those of a prompt under the model's own distribution. At another temperature, or where only some tokens could
-have been drawn, the logprob follows from those of all that could: their differences are those of the logits.
+A server gives those of a prompt under the model's own distribution. At another temperature, or where only some tokens could
+have been sampled, the logprob follows from the logprobs of all that could, whose differences are those of the logits.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ async def score(api: VllmApi, rollout: Rollout, *, model: str, salt: str, may_as
     changed = _changed(rollout)
     if changed and not may_ask_for_all:
         raise VllmRefused(
-            f"rollout {rollout.id!r} was drawn at a temperature or from a part of the vocabulary, and this vLLM does not give "
-            f"the logprobs of all of it (--max-logprobs): it cannot be scored there"
+            f"rollout {rollout.id!r} was sampled at a temperature or from a part of the vocabulary, and this vLLM does not "
+            f"give the logprobs of all of it (--max-logprobs): it cannot be scored there"
         )
     values, rows = await api.prompt_logprobs(rollout.token_ids.tolist(), model=model, salt=salt, whole=bool(changed))
     for index, temperature in changed.items():
@@ -33,8 +33,8 @@ async def score(api: VllmApi, rollout: Rollout, *, model: str, salt: str, may_as
 
 
 def _changed(rollout: Rollout) -> dict[int, float]:
-    """The tokens that were not drawn from the model's own distribution, and the temperature of each; greedy ones are scored
-    as if it were 1."""
+    """The tokens that were not sampled from the model's own distribution, and the temperature of each; greedy tokens are
+    scored at 1."""
     mask, changed = rollout.sampling_mask, {}
     for index, temperature in enumerate(np.where(rollout.temperatures == 0, 1.0, rollout.temperatures).tolist()):
         if index and (temperature != 1 or (mask is not None and len(mask.row(index)))):

@@ -1,4 +1,4 @@
-"""A vLLM server of our own: started on this machine, waited for, and ended with whoever started it."""
+"""Start a vLLM server on this machine; it ends with the process that started it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,36 +22,37 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 _ATTEMPTS = 3
-"""To find a port that nobody else takes meanwhile."""
+"""To find a port that nobody else takes in between."""
 _POLL = 0.25
 _ENDING = 25.0
-"""Seconds: more than its keeper takes to end what does not heed it."""
+"""Seconds: more than `server_keeper` takes to end a server that ignores SIGTERM."""
 _TAIL = 64 << 10
-"""Bytes of a log that are looked at for why a server did not come up."""
+"""Bytes of a log that are searched for the reason."""
 _PORT_TAKEN = re.compile(r"address already in use|Errno 98", re.IGNORECASE)
 _REASON = re.compile(r"^(?:\(\w[^)]*\)\s*)?(?:\w+\.)*(?:\w*(?:Error|Exception)|pydantic_core\S*): .+")
 
 
+@dataclass(frozen=True)
 class VllmServer:
-    """A running one. `api` speaks to it."""
+    """A running server."""
 
-    def __init__(self, process: subprocess.Popen[bytes], port: int, *, token: str, log: Path, begins_at: int) -> None:
-        """`begins_at`: where in the log its own lines begin."""
-        self.process, self.token, self.log = process, token, log
-        self._begins_at = begins_at
-        self.api = VllmApi(f"http://127.0.0.1:{port}", token=token, log=str(log))
-
-    @property
-    def has_ended(self) -> bool:
-        return self.process.poll() is not None
-
-    def why(self) -> str:
-        """The last reason its log gives."""
-        return reason_in(self.log, self._begins_at)
+    process: subprocess.Popen[bytes]
+    """Of its keeper."""
+    api: VllmApi
+    token: str
+    log: Path
+    log_start: int
+    """Where its own lines begin: what an earlier server wrote stays."""
 
     def output(self) -> str:
         """The last of what it wrote."""
-        return _tail(self.log, self._begins_at)
+        try:
+            with self.log.open("rb") as file:
+                file.seek(0, os.SEEK_END)
+                file.seek(max(self.log_start, file.tell() - _TAIL))
+                return file.read().decode(errors="replace")
+        except OSError:
+            return ""
 
     async def close(self) -> None:
         """End it, and everything it started."""
@@ -77,11 +79,16 @@ async def start(
         "VLLM_API_KEY": token,
         **(environment or {}),
     }
+    log.parent.mkdir(parents=True, exist_ok=True)
+    keeper = [sys.executable, str(Path(__file__).with_name("server_keeper.py"))]
     for attempt in range(1, _ATTEMPTS + 1):
-        port = _free_port()
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
         command = [python, "-m", "vllm.entrypoints.cli.main", "serve", model, "--host", "127.0.0.1", "--port", str(port)]
-        process, begins_at = _run([*command, *opening, *arguments], variables, log)
-        server = VllmServer(process, port, token=token, log=log, begins_at=begins_at)
+        command = [*keeper, *command, *opening, *arguments]
+        process, log_start = _spawn(command, variables, log)
+        api = VllmApi(f"http://127.0.0.1:{port}", token=token, log=str(log))
+        server = VllmServer(process, api, token, log, log_start)
         try:
             await _wait_up(server, seconds)
         except BaseException as error:
@@ -94,7 +101,7 @@ async def start(
 
 
 def find_vllm(python: str) -> Path:
-    """Where an interpreter has vLLM; refused where it has none, before anything is waited for."""
+    """The folder of vLLM in an interpreter's environment. Raises `ConfigError` where there is none."""
     hint = "install vLLM in an environment and name its interpreter in engine.vllm.python or HEADRACE_VLLM_PYTHON"
     look = "import importlib.util; print(*importlib.util.find_spec('vllm').submodule_search_locations)"
     try:
@@ -107,24 +114,24 @@ def find_vllm(python: str) -> Path:
 
 
 def _opening(package: Path) -> list[str]:
-    """What opens the interface for tokens: newer releases keep it shut unless told, older ones do not know the word."""
+    """The flag that opens the token interface in newer releases; older ones do not know it."""
     words = (file.read_text(errors="replace") for file in package.glob("entrypoints/**/cli_args.py"))
     return ["--enable-scale-out"] if any("enable_scale_out" in text for text in words) else []
 
 
 def choose_python(named: str) -> str:
-    """The interpreter that the recipe names, or the environment, or this one."""
+    """Named by the recipe, or by the environment, or this one."""
     return named or os.environ.get("HEADRACE_VLLM_PYTHON", "") or sys.executable
 
 
 def _inherited(python: str) -> dict[str, str]:
-    """This process's variables; another interpreter finds its own packages, not those this one was pointed to."""
+    """This process's variables, without those that would point another interpreter to this one's packages."""
     is_ours = Path(python).resolve() == Path(sys.executable).resolve() and Path(python).parent == Path(sys.executable).parent
     return {name: value for name, value in os.environ.items() if is_ours or name not in ("PYTHONPATH", "PYTHONHOME")}
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Its keeper ends it when it is told to, or when its pipe closes."""
+    """Its keeper ends it when it gets SIGTERM, or when its pipe closes."""
     if process.stdin is not None:
         with contextlib.suppress(OSError):
             process.stdin.close()
@@ -137,51 +144,30 @@ def end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _run(command: list[str], variables: dict[str, str], log: Path) -> tuple[subprocess.Popen[bytes], int]:
-    """(the process of its keeper, where in the log it begins): the log of one before it stays."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    keeper = str(Path(__file__).with_name("keep.py"))
+def _spawn(command: list[str], variables: dict[str, str], log: Path) -> tuple[subprocess.Popen[bytes], int]:
     with log.open("ab") as output:
-        begins_at = output.seek(0, os.SEEK_END)
-        process = subprocess.Popen(
-            [sys.executable, keeper, *command], stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, env=variables
-        )
-    return process, begins_at
+        log_start = output.seek(0, os.SEEK_END)
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, env=variables)
+    return process, log_start
 
 
 async def _wait_up(server: VllmServer, seconds: float) -> None:
     until = time.monotonic() + seconds
     while not await server.api.is_up():
-        if server.has_ended:
-            raise VllmError(f"vLLM did not start: {server.why()} (log {server.log})")
+        if server.process.poll() is not None:
+            raise VllmError(f"vLLM did not start: {_reason_in(server.output())} (log {server.log})")
         if time.monotonic() > until:
             raise VllmError(f"vLLM did not come up within {seconds:g} s (engine.vllm.start_seconds), log {server.log}")
         await asyncio.sleep(_POLL)
 
 
-def reason_in(log: Path, start: int = 0) -> str:
-    """From that byte on, the first error of the last traceback in a log that says something: vLLM wraps one in another."""
-    lines = _tail(log, start).splitlines()
+def _reason_in(output: str) -> str:
+    """The last telling error: vLLM wraps the first one in others that say nothing."""
+    lines = output.splitlines()
     reasons = [
         f"{match[0]}: {after.strip()}" if "validation error" in line else match[0]
         for line, after in zip(lines, [*lines[1:], ""], strict=False)
         if (match := _REASON.match(line.strip()))
     ]
     telling = [reason for reason in reasons if "See root cause above" not in reason and "Engine core" not in reason]
-    return (telling or reasons or lines[-1:] or ["it ended without a word"])[-1][:500]
-
-
-def _tail(log: Path, start: int = 0) -> str:
-    try:
-        with log.open("rb") as file:
-            file.seek(0, os.SEEK_END)
-            file.seek(max(start, file.tell() - _TAIL))
-            return file.read().decode(errors="replace")
-    except OSError:
-        return ""
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return (telling or reasons or lines[-1:] or ["it ended without an error message"])[-1][:500]

@@ -1,4 +1,4 @@
-"""A stock vLLM server as the engine: where it runs, what it is started with, how long it is waited for."""
+"""`[engine.vllm]`: where the servers run, what they are started with, how long to wait for them."""
 
 from __future__ import annotations
 
@@ -28,39 +28,39 @@ _DECIDED = {
     "generation_config": "the recipe's sampling decides; leave it out",
     "seed": "the recipe's seed decides it; set that instead",
     "return_sampling_mask": "Headrace reads it off the logprobs; leave it out",
-    "config": "a file could decide what Headrace decides; give its lines here",
+    "config": "a file could set what Headrace decides; give its lines here",
     "weight_transfer_config": "engine.vllm.handover decides it; set that instead",
-    "stream_interval": "Headrace tells when tokens may come several at a time; leave it out",
+    "stream_interval": "Headrace decides when tokens may come several at a time; leave it out",
     "uds": "Headrace chooses where its servers listen; leave it out",
-    "api_server_count": "one that is asked must have heard of all; leave it out",
-    "logprobs_mode": "training needs the logprobs of what was drawn; leave it out",
+    "api_server_count": "Headrace needs a single API server; leave it out",
+    "logprobs_mode": "training needs the logprobs of the distribution sampled from; leave it out",
 }
-"""Of vLLM's arguments, those that are not the user's to give, and why."""
+"""vLLM's arguments that a recipe must not set, and why."""
 PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
-"""Those that multiply the GPUs of a server."""
+"""Arguments that multiply the GPUs of a server."""
 _JSON_LISTS = ("allowed_origins", "allowed_methods", "allowed_headers")
 _COMMA_LISTS = ("device_ids", "disable_access_log_for_endpoints")
 _REPEATED = ("middleware",)
-"""Of vLLM's options that take lists, from 0.26 to 0.32, those that do not take them as separate words."""
+"""Options of vLLM 0.26 to 0.32 that do not take lists as separate words."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VllmSettings:
-    """Of `engine.kind = "vllm"`: servers that run already, or are started on this machine."""
+    """For `engine.kind = "vllm"`: servers that already run, or are started on this machine."""
 
     python: str = ""
-    """Interpreter of the environment that has vLLM; empty takes the one in the variable HEADRACE_VLLM_PYTHON, then this one."""
+    """Python interpreter of an environment with vLLM; empty takes the variable HEADRACE_VLLM_PYTHON, then this one."""
     urls: tuple[str, ...] = ()
-    """Servers that run already, one engine each, such as `http://host:8000`; empty starts engine.count of them here."""
+    """Servers that already run, one engine each, such as `http://host:8000`; empty starts engine.count of them here."""
     token_variable: str = "VLLM_API_KEY"
-    """The environment variable that holds the token of the servers in `urls`; never the token itself, for recipes are saved."""
+    """The environment variable with the token of the servers in `urls`; never the token itself, since recipes are saved."""
     arguments: dict[str, Any] = field(default_factory=dict)
-    """More of vLLM's own command line for servers that are started: `tensor_parallel_size = 2` is `--tensor-parallel-size 2`,
-    true a bare flag, false the flag with `--no-` before it, a list its words one after another; tables are given as JSON."""
+    """Arguments for vLLM's own command line: `tensor_parallel_size = 2` is `--tensor-parallel-size 2`, true a bare flag, false
+    the flag with `--no-` before it, a list its words one after another; tables are given as JSON."""
     handover: Literal["auto", "folder", "ipc", "nccl"] = "auto"
     """How new weights get into a server. `folder`: it reads files in sync.folder. `ipc`: it opens GPU memory of the engine's
-    process, on the GPU it uses too. `nccl`: they are broadcast to its GPUs from the trainer's. auto is folder for `urls` and on
-    the CPU, ipc for servers of one GPU, nccl for those of more."""
+    process, on the same GPU. `nccl`: they are broadcast from the trainer's GPU to its own. auto is folder for `urls` and on the
+    CPU, ipc for servers of one GPU, nccl for those of more."""
     start_seconds: float = 300.0
     """How long a server may take to come up."""
     answer_seconds: float = 120.0
@@ -127,7 +127,7 @@ def _check_argument(key: str, value: object) -> None:
     name = f"arguments.{key}"
     if not (key.isascii() and key.isidentifier()):
         raise ConfigError(f"{name} is not a name; write vLLM's option without dashes, such as tensor_parallel_size")
-    decided = next((other for other in _DECIDED if other.startswith(key)), None)  # argparse takes a beginning for the whole
+    decided = next((other for other in _DECIDED if other.startswith(key)), None)  # argparse accepts any unique beginning
     if decided is not None:
         shown = "…" if decided in ("api_key", "hf_token") else repr(value)
         taken = "" if key == decided else f"vLLM takes it for {decided}, and "

@@ -14,6 +14,7 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from transformers.utils.versions import require_version
 
+from headrace.engine import stop_tokens
 from headrace.envs import PromptEncoder
 from headrace.launch import (
     UserInputs,
@@ -24,7 +25,6 @@ from headrace.launch import (
     choose_device,
     longest_prompt,
     special_stops,
-    stop_tokens,
 )
 from headrace.model import ModelError, ModelShape, config_limit, load_config, load_generation, load_tokenizer, tiny
 from headrace.plan.doctor.finding import Finding, of_recipe, problem, size

@@ -1,7 +1,7 @@
-"""Runs a command and ends it, with all it started, when whoever asked for it is gone: `python keep.py COMMAND...`.
+"""`python server_keeper.py COMMAND...`: run a command, and end it with all it started when this one's starter is gone.
 
-It holds the far end of a pipe for that: its standard input, on which nothing is ever said. A server that was started plainly
-would outlive a starter that is killed, and go on holding a GPU. This file stands alone: it is run as a script.
+It reads a pipe for that, its standard input, which closes when the starter ends, even if it is killed. Otherwise a vLLM server
+would outlive it and hold on to a GPU. This file stands alone: it is run as a script.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 _PATIENCE = 8.0
-"""Seconds between asking and killing."""
+"""Seconds between SIGTERM and SIGKILL."""
 _TRACKERS = 3.0
 """Seconds that resource trackers are left after that."""
 
@@ -32,7 +32,7 @@ def main() -> int:
 
 
 def _watch(child: subprocess.Popen[bytes]) -> None:
-    """Wait until nobody holds the near end any more; then the command has its time, and is killed after it."""
+    """Wait until the pipe closes; then ask the command to end, and kill it if it does not."""
     while os.read(0, 1024):
         pass
     child.terminate()
@@ -43,8 +43,8 @@ def _watch(child: subprocess.Popen[bytes]) -> None:
 
 
 def _end_others(until: float) -> None:
-    """What the command left behind, in its group. Python's resource trackers come last: when all that used it are gone, they
-    remove the shared memory that those could not."""
+    """End what the command left behind in its process group. Python's resource trackers come last: they remove the shared
+    memory of those that were killed."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.killpg(0, signal.SIGTERM)
     for is_last in (False, True):
@@ -58,7 +58,7 @@ def _end_others(until: float) -> None:
 
 
 def _others() -> list[int]:
-    """The other processes of this group that run still."""
+    """The other living processes of this group."""
     found = []
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):

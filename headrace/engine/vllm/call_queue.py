@@ -1,7 +1,7 @@
-"""The calls of a vLLM engine: as many at the server as it has slots, each a stream of its own, the others waiting here.
+"""The calls of a vLLM engine: as many at the server as it has slots, each a stream of its own; the others wait here.
 
-So what runs and what waits is known, an interruption reaches exactly what has begun, and what a lost server leaves is known to
-the last piece that came.
+So the engine knows what runs and what waits, an interrupt reaches exactly the calls that have started, and when the server is
+lost, every call is known up to the last piece that came.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from headrace.engine.protocol import EngineDied, NotFinite, PromptTooLong, UnusablePrompt
 from headrace.engine.vllm.api import VllmError, VllmGone, VllmRefused
-from headrace.engine.vllm.call import RunningCall
+from headrace.engine.vllm.running_call import RunningCall
 from headrace.records import FinishReason
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ class Limits:
     """The most logprobs a token may come with."""
 
 
-class Traffic:
-    """What waits and what runs. Used from one event loop."""
+class CallQueue:
+    """Calls that wait and calls that run. Used from one event loop."""
 
     def __init__(
         self,
@@ -54,12 +54,12 @@ class Traffic:
         names_versions: bool,
         decode: Callable[[list[int]], str] | None,
     ) -> None:
-        """`model` is the name the server knows its model by; `names_versions`: it says which weights drew each token."""
+        """`model` is the server's name of its model; `names_versions`: it reports the version of every token."""
         self.name, self.limits = name, limits
         self.version, self.lineage, self.policy = -1, "", ""
         self.after_step: Callable[[], None] = lambda: None
         self.died: Future[None] = Future()
-        """Fails with what ended it."""
+        """Fails with the reason when the engine can no longer generate."""
         self._api, self._model, self._timeline, self._decode = api, model, timeline, decode
         self._names_versions = names_versions
         self._waiting: OrderedDict[Request, RunningCall] = OrderedDict()
@@ -67,9 +67,9 @@ class Traffic:
         self._idle = asyncio.Event()
         self._idle.set()
         self._is_paused, self._is_admitting, self._is_swapping = False, True, False
-        self._is_poisoned = False
-        """Its keys and values may hold what is not a number, and vLLM computes with those of freed blocks, at no weight."""
-        self._num_drawn = self._num_begun = 0
+        self._has_bad_cache = False
+        """Its KV cache may hold NaN. vLLM computes with the values of freed blocks, if at weight 0, which keeps NaN alive."""
+        self._num_sampled = self._num_started = 0
         self._heard_at = time.monotonic()
         self._note()
 
@@ -79,7 +79,7 @@ class Traffic:
 
     @property
     def salt(self) -> str:
-        """Keeps keys and values of older weights from new calls, and names the weights to the server."""
+        """Keeps new calls off the cached prefixes of older weights."""
         return f"{self.lineage}:{self.version}"
 
     # Requests come and go
@@ -92,14 +92,12 @@ class Traffic:
         self._fill()
 
     def withdraw(self, request: Request) -> None:
-        """Its stream is closed, by which the server ends it."""
+        """Closing its stream ends the call at the server."""
         self._waiting.pop(request, None)
-        call = self._running.get(request)
-        if call is not None:
-            call.end()
+        if request in self._running:
+            self._running[request].end()
 
     def submit(self, requests: Sequence[Request], on_refused: Callable[[Request, ValueError], None]) -> None:
-        """Queue many at once."""
         for request in requests:
             try:
                 self.begin(request)
@@ -111,7 +109,6 @@ class Traffic:
             self.withdraw(request)
 
     def growth(self, requests: Iterable[Request] | None = None) -> list[Growth]:
-        """News of these requests, or of all that run, since the last news of each."""
         calls = self._running.values() if requests is None else [self._running[r] for r in requests if r in self._running]
         return [grown for call in calls if (grown := call.growth()) is not None]
 
@@ -139,8 +136,8 @@ class Traffic:
             self._running[request] = call
             self._idle.clear()
             request.started = time.time()
-            self._num_begun += 1
-            call.task = asyncio.ensure_future(self._run(call, f"{self.name}-{self._num_begun}"))
+            self._num_started += 1
+            call.task = asyncio.ensure_future(self._run(call, f"{self.name}-{self._num_started}"))
         self._note()
 
     async def _run(self, call: RunningCall, name: str) -> None:
@@ -148,17 +145,17 @@ class Traffic:
         try:
             await self._read(call, name)
         except asyncio.CancelledError:
-            if not call.is_over:  # by whoever ends this process
+            if not call.is_over:  # the process is ending
                 raise
         except VllmRefused as error:
             _fail(request, UnusablePrompt(f"rollout {request.rollout.id!r}: {error}"))
         except (NotFinite, UnusablePrompt) as error:
-            self._is_poisoned = self._is_poisoned or isinstance(error, NotFinite)
+            self._has_bad_cache = self._has_bad_cache or isinstance(error, NotFinite)
             _fail(request, error)
         except VllmError as error:
             self._die(error)
-        except Exception as error:  # noqa: BLE001  (whatever it is, who waits for the call must hear of it)
-            self._die(VllmGone(f"vLLM at {self._api.url}: what it answered could not be taken: {error!r}, log {self._api.log}"))
+        except Exception as error:  # noqa: BLE001  (whatever it is, the caller must hear of it)
+            self._die(VllmGone(f"vLLM at {self._api.url}: its answer could not be read: {error!r}, log {self._api.log}"))
         finally:
             if self._running.get(request) is call:
                 del self._running[request]
@@ -168,8 +165,7 @@ class Traffic:
             self.after_step()
 
     async def _read(self, call: RunningCall, name: str) -> None:
-        request, limits = call.request, self.limits
-        rollout, sampling = request.rollout, request.sampling
+        rollout, sampling, limits = call.request.rollout, call.request.sampling, self.limits
         pieces = self._api.generate(
             rollout.token_ids.tolist(),
             sampling,
@@ -181,7 +177,7 @@ class Traffic:
             model=self._model,
             every=call.tokens_together() if self._names_versions else 1,  # otherwise all must come before weights change
         )
-        async with contextlib.aclosing(pieces):  # whatever ends it here, its stream is closed and the server hears of it
+        async with contextlib.aclosing(pieces):  # however it ends, the stream is closed, which ends the call at the server
             async for piece in pieces:
                 self._heard_at = time.monotonic()
                 if self._take(call, piece):
@@ -189,7 +185,7 @@ class Traffic:
 
     def _take(self, call: RunningCall, piece: Piece) -> bool:
         """Append what came; whether the call is over."""
-        self._num_drawn += len(piece.token_ids)
+        self._num_sampled += len(piece.token_ids)
         vocabulary = self.limits.vocabulary
         reason = call.take(piece, version=self.version, lineage=self.lineage, decode=self._decode, vocabulary=vocabulary)
         if reason is None:
@@ -197,33 +193,32 @@ class Traffic:
             return False
         if piece.spans is not None and self._names_versions:
             call.stamp(piece.spans)
-        if call.num_sure < call.num_drawn and reason is not FinishReason.ABORT:
-            raise VllmGone(f"vLLM at {self._api.url} ends a call and does not name the weights of it, log {self._api.log}")
+        if call.num_sure < call.num_sampled and reason is not FinishReason.ABORT:
+            raise VllmGone(f"vLLM at {self._api.url} ended a call without naming the weights of it, log {self._api.log}")
         self._finish(call, reason)
         return True
 
     def _finish(self, call: RunningCall, reason: FinishReason) -> None:
-        lengthened = call.lengthened(reason, engine=self.name, policy=self.policy, lineage=call.lineage or self.lineage)
+        rollout = call.rollout(reason, engine=self.name, policy=self.policy, lineage=call.lineage or self.lineage)
         call.is_over = True
         del self._running[call.request]
-        call.request.on_done(lengthened)
+        call.request.on_done(rollout)
 
     def _put_back(self, call: RunningCall) -> None:
-        """Have a call that has drawn nothing wait again, before all others."""
+        """Have a call that has sampled nothing wait again, before all others."""
         self._waiting[call.request] = RunningCall(call.request)
         self._waiting.move_to_end(call.request, last=False)
 
     # Its end
 
     def _die(self, error: Exception) -> None:
-        """Everything in flight fails; whoever holds what had come of it goes on from there."""
+        """All calls in flight fail; the pool continues them elsewhere from the tokens it knows."""
         if self.died.done():
             return
         self.died.set_exception(error)
-        dead = EngineDied(str(error))
         for call in [*self._running.values(), *self._waiting.values()]:
             if not call.is_over:
-                _fail(call.request, dead)
+                _fail(call.request, EngineDied(str(error)))
                 call.end()
         self._waiting.clear()
         self._idle.set()
@@ -234,7 +229,7 @@ class Traffic:
             raise EngineDied(str(error)) from error
 
     def _note(self) -> None:
-        """What its time goes to from now on."""
+        """For the time budget: what the engine does from now on."""
         self._timeline.count(occupied=len(self._running), slots=self.limits.slots)
         paused = "swap" if self._is_swapping else "wait-weights" if self._is_paused else ""
         self._timeline.enter(paused or ("decode" if self._running else "wait-gate"))

@@ -1,4 +1,4 @@
-"""One generate call at a vLLM server, as far as it has come."""
+"""One generate call at a vLLM server, with what came of it so far."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from headrace.engine import stop_strings
-from headrace.engine.append_tokens import lengthen
+from headrace.engine.append_tokens import append_call
 from headrace.engine.protocol import Increment, InFlight, NotFinite, UnusablePrompt
 from headrace.engine.request import Growth
 from headrace.records import Call, FinishReason, unknown_routing
@@ -28,61 +28,57 @@ _MIX = 0x9E3779B97F4A7C15
 _TIES = 16
 """Tokens as likely as the last of the k likeliest, which vLLM keeps too."""
 TOGETHER = 16
-"""Most of what a server and who reads it compute beside the model is for events, however many tokens one brings."""
+"""Tokens in one event, where they need not come one by one: an event costs server and reader the same for any number."""
 _MISSING = 1e-3
-"""Of the probability, at most, that may lie outside a sampling mask before it counts as incomplete."""
+"""The most probability that may lie outside a sampling mask before it counts as incomplete."""
 
 
 class RunningCall:
-    """What came of one request so far."""
-
     def __init__(self, request: Request) -> None:
         self.request = request
         self.task: asyncio.Task[None] | None = None
         self.is_over = False
         self.lineage = ""
-        """The life of the trainer its first token was drawn in."""
+        """Of the weights that sampled its first token."""
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
         self._versions: list[int] = []
         self._masks: list[Array] = []
         self._routing: Array | None = None
-        self._told = 0
+        self._num_reported = 0
         self._together = 1
-        """Tokens that one piece may bring by intention: of those, some may be of weights that have been replaced since. Where
-        they come one by one, all that was drawn is here before weights are replaced, however many one piece brings."""
+        """Tokens that one piece may bring on purpose: some of them may be of weights that were replaced since. Where tokens
+        come one by one, all of them have arrived before weights are replaced."""
         self._unsure_from: int | None = None
-        """The first token of a piece that holds some of older weights and some of newer, until the server says which."""
+        """The first token of a piece with tokens of older and newer weights, until the server says which is which."""
 
     @property
-    def num_drawn(self) -> int:
+    def num_sampled(self) -> int:
         return len(self._token_ids)
 
     @property
     def num_sure(self) -> int:
         """Tokens whose versions are known."""
-        return self.num_drawn if self._unsure_from is None else self._unsure_from
+        return self.num_sampled if self._unsure_from is None else self._unsure_from
+
+    @property
+    def length(self) -> int:
+        """Of the rollout with the tokens so far."""
+        return len(self.request.rollout) + self.num_sampled
+
+    @property
+    def seed(self) -> int:
+        """vLLM restarts its random numbers with each call, so a resumed call needs others than the one it continues."""
+        return (self.request.sampling.seed + len(self.request.rollout) * _MIX) & ((1 << 63) - 1)
 
     def tokens_together(self) -> int:
-        """To ask for of a server that names versions at the end: one, where somebody waits for each or looks for the end in
-        them."""
+        """How many tokens a piece should bring: one, where each is streamed on or could complete a stop string."""
         is_read = self.request.on_tokens is not None or self.request.is_streamed
         self._together = 1 if is_read or self.request.sampling.stop else TOGETHER
         return self._together
 
-    @property
-    def length(self) -> int:
-        """Of the rollout as it would be now."""
-        return len(self.request.rollout) + self.num_drawn
-
-    @property
-    def seed(self) -> int:
-        """vLLM begins its random numbers anew with each call: one that goes on where another was interrupted must not draw
-        with the same ones again."""
-        return (self.request.sampling.seed + len(self.request.rollout) * _MIX) & ((1 << 63) - 1)
-
     def num_candidates(self, vocabulary: int, most: int) -> int:
-        """Logprobs to ask for with each token, so that those which could have been drawn are among them."""
+        """Logprobs to ask for with each token, so that all tokens which could have been sampled are among them."""
         sampling = self.request.sampling
         if not (sampling.temperature > 0 and (sampling.top_k or sampling.top_p < 1 or sampling.min_p)):
             return 0
@@ -94,7 +90,7 @@ class RunningCall:
         """Append what came, up to the end of a stop string; why the call is over, if it is."""
         sampling = self.request.sampling
         reason = None if piece.finish is None else _REASONS.get(piece.finish, FinishReason.ABORT)
-        start = self.num_drawn
+        start = self.num_sampled
         is_split = self._together > 1 and len(piece.token_ids) > 1 and start and self._versions[-1] != version
         if is_split and self._unsure_from is None:
             self._unsure_from = start
@@ -113,30 +109,33 @@ class RunningCall:
                 break
         if piece.routing is not None:
             self._routing = piece.routing
-        self._tell(start, reason)
+        on_tokens, has_news = self.request.on_tokens, start < self.num_sampled or reason is not None
+        if on_tokens is not None and has_news and reason is not FinishReason.ABORT:
+            new = slice(start, None)
+            on_tokens(Increment(tuple(self._token_ids[new]), tuple(self._logprobs[new]), tuple(self._versions[new]), reason))
         return reason
 
     def end(self) -> None:
-        """Close its stream, by which the server ends it."""
+        """Close its stream, which ends the call at the server."""
         self.is_over = True
         if self.task is not None:
             self.task.cancel()
 
     def stamp(self, spans: list[tuple[str, int, int]]) -> None:
-        """The versions as the server gives them; a name is a life and a version."""
+        """Set the versions that the server reports, as `lineage:version`."""
         for name, start, stop in spans:
             version = name.rpartition(":")[2]
             if version.lstrip("-").isdigit():
-                for place in range(start, min(stop, self.num_drawn)):
+                for place in range(start, min(stop, self.num_sampled)):
                     self._versions[place] = int(version)
         self._unsure_from = None
 
     def growth(self) -> Growth | None:
-        """What came since this was last asked, as far as its versions are known."""
-        start, self._told = self._told, self.num_sure
-        if self.num_sure == start:
+        """What came since this was last called, as far as its versions are known."""
+        new = slice(self._num_reported, self.num_sure)
+        if new.start == new.stop:
             return None
-        new = slice(start, self.num_sure)
+        self._num_reported = new.stop
         return Growth(
             self.request,
             np.asarray(self._token_ids[new], np.int32),
@@ -147,73 +146,62 @@ class RunningCall:
         )
 
     def in_flight(self, *, engine: str, policy: str) -> InFlight:
-        """`partial` is of what has come when it is called, which may be more by then."""
-
         def partial() -> Rollout:
-            return self.lengthened(FinishReason.ABORT, engine=engine, policy=policy, lineage=self.lineage)
+            return self.rollout(FinishReason.ABORT, engine=engine, policy=policy, lineage=self.lineage)
 
         first = self._versions[0] if self._versions else -1
-        return InFlight.of(self.request.rollout, num_drawn=self.num_sure, first=first, partial=partial)
+        return InFlight.of(self.request.rollout, num_sampled=self.num_sure, first=first, partial=partial)
 
-    def lengthened(self, reason: FinishReason, *, engine: str, policy: str, lineage: str) -> Rollout:
-        """What is not known for sure is left out, to be drawn again."""
-        rollout, kept = self.request.rollout, self.num_sure
-        start = len(rollout)
+    def rollout(self, reason: FinishReason, *, engine: str, policy: str, lineage: str) -> Rollout:
+        """With the tokens whose versions are known; the others are sampled again."""
+        known = slice(0, self.num_sure)
+        start = len(self.request.rollout)
         call = Call(
             start=start,
-            stop=start + kept,
+            stop=start + self.num_sure,
             engine=engine,
             sampling=self.request.sampling,
             finish_reason=reason,
             started=self.request.started,
             finished=time.time(),
         )
-        return lengthen(
-            rollout,
+        return append_call(
+            self.request.rollout,
             call,
-            token_ids=np.asarray(self._token_ids[:kept], np.int32),
-            logprobs=np.asarray(self._logprobs[:kept], np.float32),
-            versions=np.asarray(self._versions[:kept], np.int32),
-            masks=self._masks[:kept],
+            token_ids=np.asarray(self._token_ids[known], np.int32),
+            logprobs=np.asarray(self._logprobs[known], np.float32),
+            versions=np.asarray(self._versions[known], np.int32),
+            masks=self._masks[known],
             policy=policy,
             lineage=lineage,
             expert_routing=self._whole_routing(call.stop),
         )
 
     def _mask(self, piece: Piece, place: int, vocabulary: int) -> Array:
-        """The ids that could have been drawn at the place just filled; empty where all could."""
+        """The ids that could have been sampled at the place just filled; empty where all could."""
         sampling = self.request.sampling
-        if piece.kept is not None:
-            kept = piece.kept[place]
-            if kept.share < 1 - _MISSING:
+        if piece.candidates is not None:
+            candidates = piece.candidates[place]
+            if candidates.share < 1 - _MISSING:
                 raise UnusablePrompt(
-                    f"rollout {self.request.rollout.id!r}: more tokens could have been drawn than the {len(kept.ids)} that "
-                    f"came with their logprobs; set sampling.top_k to fewer"
+                    f"rollout {self.request.rollout.id!r}: more tokens could have been sampled than the {len(candidates.ids)} "
+                    f"that came with their logprobs; set sampling.top_k to fewer"
                 )
-            return kept.ids
-        if self.num_drawn <= sampling.min_tokens and sampling.stop_ids:
+            return candidates.ids
+        if self.num_sampled <= sampling.min_tokens and sampling.stop_ids:
             return np.setdiff1d(np.arange(vocabulary, dtype=np.int32), np.asarray(sampling.stop_ids, np.int32))
         return _NOTHING
 
     def _completes_stop(self, decode: Callable[[list[int]], str]) -> bool:
         rollout, sampling = self.request.rollout, self.request.sampling
-        first = stop_strings.window(rollout, sampling, len(rollout) + self.num_drawn)
+        first = stop_strings.window(rollout, sampling, self.length)
         if first is None:
             return False
         before = rollout.token_ids[first:].tolist()
         return stop_strings.completes(sampling.stop, before + self._token_ids[max(0, first - len(rollout)) :], decode)
 
-    def _tell(self, start: int, reason: FinishReason | None) -> None:
-        request = self.request
-        if request.on_tokens is None or reason is FinishReason.ABORT or (start == self.num_drawn and reason is None):
-            return
-        new = slice(start, None)
-        request.on_tokens(
-            Increment(tuple(self._token_ids[new]), tuple(self._logprobs[new]), tuple(self._versions[new]), reason)
-        )
-
     def _whole_routing(self, length: int) -> Array | None:
-        """A row for every token; the last one drawn was never computed, nor what was cut off."""
+        """A row for every token; the last sampled token was never computed, nor what was cut off."""
         if self._routing is None:
             return None
         known = self._routing[:length]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from pooled import Far, Pooled, pooled
 
-from headrace.engine.courier import Courier
+from headrace.engine.weight_delivery import WeightDelivery
 from headrace.errors import SyncError
 from headrace.model.load import load_model
 from headrace.model.weights import make_manifest, named_tensors
@@ -46,7 +46,7 @@ class Source:
 class Policy:
     def __init__(self, bench: Pooled) -> None:
         self.bench, self.model = bench, load_model(bench.model_path)
-        self.source = bench.pool.courier.source = Source(bench)
+        self.source = bench.pool.delivery.source = Source(bench)
 
     async def publish(self, version: int, *, interrupt: Interrupt = Interrupt.KEEP) -> WeightUpdate:
         with torch.no_grad():
@@ -103,7 +103,7 @@ async def engines_of(bench: Pooled, name: str) -> set[str]:
 def test_the_slowest_engine_does_not_hold_the_others(tiny_model):
     async def check(bench: Pooled) -> None:
         policy, fast, slow = Policy(bench), await bench.join(), await bench.join()
-        bench.pool.courier.patience = 0.1
+        bench.pool.delivery.patience = 0.1
         await policy.publish(1)
         assert await engines_of(bench, "both") == {"engine-0", "engine-1"}
         held = Held(slow)
@@ -113,7 +113,7 @@ def test_the_slowest_engine_does_not_hold_the_others(tiny_model):
         assert (fast.core.version, slow.core.version) == (3, 1)
         assert await engines_of(bench, "one") == {"engine-0"}, "whoever is behind begins nothing"
         held.may_go.set()
-        await until(lambda: not slow.member.is_behind)
+        await until(lambda: not slow.remote.is_behind)
         assert bench.pool.versions == {"engine-0": 3, "engine-1": 3} and policy.is_held_by(slow)
         assert await engines_of(bench, "again") == {"engine-0", "engine-1"}
         await policy.publish(4)
@@ -127,7 +127,7 @@ def test_an_engine_that_drains_does_not_hold_one_that_is_empty(tiny_model):
 
     async def check(bench: Pooled) -> None:
         policy, busy = Policy(bench), await bench.join(context=4096)
-        bench.pool.courier.patience = 0.05
+        bench.pool.delivery.patience = 0.05
         await policy.publish(1)
         long = asyncio.ensure_future(bench.pool.generate(prompts(1, "long")[0], Sampling(max_tokens=1000)))
         await until(lambda: busy.core.num_running == 1)
@@ -136,7 +136,7 @@ def test_an_engine_that_drains_does_not_hold_one_that_is_empty(tiny_model):
         assert (busy.core.version, empty.core.version) == (1, 2) and not long.done()
         rollout = await long
         assert (rollout.versions[rollout.is_sampled] == 1).all()
-        await until(lambda: not busy.member.is_behind)
+        await until(lambda: not busy.remote.is_behind)
         assert busy.core.version == 2
 
     run(check, tiny_model)
@@ -147,12 +147,12 @@ def test_nobody_scores_with_weights_that_the_others_hold_no_more(tiny_model):
 
     async def check(bench: Pooled) -> None:
         policy, fast, slow = Policy(bench), await bench.join(), await bench.join()
-        bench.pool.courier.patience = 0.05
+        bench.pool.delivery.patience = 0.05
         await policy.publish(1)
         held = Held(slow)
         await policy.publish(2)
         fast.kill()
-        await until(lambda: fast.member.is_lost)
+        await until(lambda: fast.remote.is_lost)
         scoring = asyncio.ensure_future(bench.pool.score(prompts(1, "canary")))
         await asyncio.sleep(0.1)
         assert not scoring.done()
@@ -173,15 +173,15 @@ def test_an_engine_that_took_what_others_refused_is_ahead_and_not_behind(tiny_mo
         new, held = await bench.start(slots=4, context=96), Held(bad)
         loading = asyncio.ensure_future(bench.pool.load(update))
         await until(lambda: good.core.version == 2)
-        pinning, may_pin = new.member.call, asyncio.Event()
+        pinning, may_pin = new.remote.call, asyncio.Event()
 
         async def pins_late(name: str, **arguments: object) -> object:
             await (may_pin.wait() if name == "pin" else asyncio.sleep(0))
             return await pinning(name, **arguments)
 
-        new.member.call = pins_late  # type: ignore[method-assign]
+        new.remote.call = pins_late  # type: ignore[method-assign]
         bench.pool._pinned["some"] = None
-        joining = asyncio.ensure_future(bench.pool.join(new.member))
+        joining = asyncio.ensure_future(bench.pool.join(new.remote))
         await until(lambda: new.core.version == 2)
         bench.parcel(update)[20] ^= 1
         held.may_go.set()
@@ -228,7 +228,7 @@ def test_with_patience_all_of_them_hold_it(tiny_model):
 def test_an_engine_that_cannot_be_brought_up_to_date_is_hung_up_on(tiny_model):
     async def check(bench: Pooled) -> None:
         policy, fast, slow = Policy(bench), await bench.join(), await bench.join()
-        bench.pool.courier.patience = 0.05
+        bench.pool.delivery.patience = 0.05
         await policy.publish(1)
         attempts = 0
 
@@ -240,8 +240,8 @@ def test_an_engine_that_cannot_be_brought_up_to_date_is_hung_up_on(tiny_model):
 
         slow.engine._sync.receive = fails  # type: ignore[method-assign]
         await policy.publish(2)
-        await until(lambda: slow.member.is_lost)
-        assert bench.pool.members == [fast.member] and attempts == 4 and slow.core.version == 1
+        await until(lambda: slow.remote.is_lost)
+        assert bench.pool.engines == [fast.remote] and attempts == 4 and slow.core.version == 1
         await policy.publish(3)
         assert fast.core.version == 3
 
@@ -256,7 +256,7 @@ def test_an_engine_that_nobody_can_say_what_it_missed_to_is_hung_up_on(tiny_mode
 
     async def check(bench: Pooled) -> None:
         policy, fast, slow = Policy(bench), await bench.join(), await bench.join()
-        bench.pool.courier.patience = 0.05
+        bench.pool.delivery.patience = 0.05
         await policy.publish(1)
         held = Held(slow)
         for version in (2, 3, 4):
@@ -267,8 +267,8 @@ def test_an_engine_that_nobody_can_say_what_it_missed_to_is_hung_up_on(tiny_mode
 
         policy.source.catch_up = fails  # type: ignore[method-assign]
         held.may_go.set()
-        await until(lambda: slow.member.is_lost)
-        assert bench.pool.members == [fast.member]
+        await until(lambda: slow.remote.is_lost)
+        assert bench.pool.engines == [fast.remote]
 
     run(check, tiny_model, payload="delta")
 
@@ -276,14 +276,14 @@ def test_an_engine_that_nobody_can_say_what_it_missed_to_is_hung_up_on(tiny_mode
 def test_an_engine_that_missed_differences_replays_them_and_a_new_one_gets_all(tiny_model):
     async def check(bench: Pooled) -> None:
         policy, first, slow = Policy(bench), await bench.join(), await bench.join()
-        bench.pool.courier.patience = 0.05
+        bench.pool.delivery.patience = 0.05
         assert (await policy.publish(1)).payload == "full"
         held = Held(slow)
         updates = [await policy.publish(version) for version in (2, 3, 4)]
         assert [update.payload for update in updates] == ["delta"] * 3
         assert [update.base_version for update in updates] == [1, 2, 3]
         held.may_go.set()
-        await until(lambda: not slow.member.is_behind)
+        await until(lambda: not slow.remote.is_behind)
         replayed = [update.version for update in policy.source.asked[-1]]
         assert replayed == [3, 4] and all(update.payload == "delta" for update in policy.source.asked[-1])
         late = await bench.join()
@@ -304,13 +304,13 @@ def test_differences_that_are_no_longer_kept_are_made_good_by_all_of_it(tiny_mod
 
     async def check(bench: Pooled) -> None:
         policy, _, slow = Policy(bench), await bench.join(), await bench.join()
-        bench.pool.courier.patience = 0.0
+        bench.pool.delivery.patience = 0.0
         await policy.publish(1)
         held = Held(slow)
         for version in range(2, 8):
             await policy.publish(version)
         held.may_go.set()
-        await until(lambda: not slow.member.is_behind)
+        await until(lambda: not slow.remote.is_behind)
         assert [update.payload for update in policy.source.asked[-1]] == ["full"]
         assert slow.core.version == 7 and policy.is_held_by(slow)
         assert len(bench.sync._offered) == 4, "three differences and all of it: what nobody needs is freed"
@@ -347,11 +347,11 @@ def test_after_a_refusal_the_version_is_sent_again_whole(tiny_model, payload):
     run(check, tiny_model, payload=payload)
 
 
-# The courier alone
+# A delivery alone
 
 
 class Stub:
-    """A member that loads as it is told to."""
+    """An engine that loads as it is told to."""
 
     is_lost = is_behind = False
     update = None
@@ -375,11 +375,11 @@ def test_an_engine_that_is_gone_is_told_and_is_no_failure_of_the_others():
 
     async def check() -> None:
         lost: list[str] = []
-        courier = Courier(on_lost=lambda member: lost.append(member.name))
-        members = [Stub("gone", closes), Stub("there", works)]
+        delivery = WeightDelivery(on_lost=lambda engine: lost.append(engine.name))
+        engines = [Stub("gone", closes), Stub("there", works)]
         update = WeightUpdate(policy="policy", lineage="life", version=3)
-        assert await courier.deliver(update, members, Interrupt.KEEP) == {}  # type: ignore[arg-type]
-        assert lost == ["gone"] and members[1].update is update and members[0].update is None
+        assert await delivery.deliver(update, engines, Interrupt.KEEP) == {}  # type: ignore[arg-type]
+        assert lost == ["gone"] and engines[1].update is update and engines[0].update is None
 
     asyncio.run(check())
 
@@ -404,9 +404,9 @@ def test_a_delivery_that_is_cancelled_leaves_nothing_under_way():
                 finally:
                     ended.append("send")
 
-        courier = Courier(on_lost=lambda _: None, source=Sending())  # type: ignore[arg-type]
+        delivery = WeightDelivery(on_lost=lambda _: None, source=Sending())  # type: ignore[arg-type]
         update = WeightUpdate(policy="policy", lineage="life", version=3)
-        delivering = asyncio.ensure_future(courier.deliver(update, [Stub("one", hangs)], Interrupt.KEEP))  # type: ignore[list-item]
+        delivering = asyncio.ensure_future(delivery.deliver(update, [Stub("one", hangs)], Interrupt.KEEP))  # type: ignore[list-item]
         await asyncio.sleep(0.01)
         delivering.cancel()
         await asyncio.wait([delivering])

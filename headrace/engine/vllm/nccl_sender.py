@@ -1,16 +1,16 @@
 """New weights into a vLLM server's GPUs over NCCL: the sending end of vLLM's own `nccl` weight transfer.
 
-vLLM is not imported: `nccl_form` writes what its workers read. They find rank 0, which is here, through a store of torch's on
-a port of ours, take the group's id from it and sum one number with us. From then on every update is a series of broadcasts of
-raw bytes, after the names, dtypes and shapes have gone ahead over HTTP.
+vLLM is not imported: `nccl_form` writes what its workers read. They find rank 0, which is here, through a torch TCPStore on a
+port of ours, read the group's id from it and all-reduce one number with us. From then on every update is a series of broadcasts
+of raw bytes; their names, dtypes and shapes go ahead over HTTP.
 
     sender = PackedSender(device, host=host, num_workers=..., deadline=...)
     POST /init_weight_transfer_engine   sender.init_info(release)               while sender.join() runs in a thread
     POST /update_weights                sender.update_info(tensors, release)    while sender.send(tensors) does
     sender.close()
 
-Whoever learns that the server failed calls `abort`, which ends what waits here. NCCL wants the same release of itself at
-both ends, and a GPU for each rank.
+If the server fails, `abort` ends whatever waits here. NCCL wants the same release of itself at both ends, and a GPU for each
+rank.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ if TYPE_CHECKING:
     from headrace.engine.vllm.nccl_form import Named
 
 BUFFER_BYTES = 256 << 20
-"""A broadcast ends with the tensor that takes it past this many. A server needs room for two beside all it holds."""
+"""A broadcast ends with the tensor that takes it past this size. A server needs room for two of them."""
 NUM_BUFFERS = 2
 _POLL, _SLOW_POLL = 0.0002, 0.02
-"""Seconds between two looks at a GPU's work, which cannot be waited for with a limit; and at who has come."""
+"""Seconds between two looks at a GPU's work, for which there is no wait with a timeout; and at which workers have come."""
 _ENDING = 0.25
-"""Seconds that whoever ends a group waits for it to be gone."""
+"""Seconds that `abort` waits for the group to end."""
 
 
 class PackedSender:
-    """Rank 0 of a group with one server's workers. `join`, then `send` as often as wanted; a failed one is good for no more.
+    """Rank 0 of a group with one server's workers. `join`, then `send` any number of times; after a failure it is of no use.
 
     `join` and `send` block and are called in a thread, one at a time; `abort` and `close` from any.
     """
@@ -60,7 +60,7 @@ class PackedSender:
         library: NcclLibrary | None = None,
     ) -> None:
         """`host` is an address of this machine that the server reaches, and the only one listened on. `deadline` is how many
-        seconds may pass without anything moving. `library` is for tests."""
+        seconds nothing may move. `library` is for tests."""
         if num_workers < 1 or buffer_bytes < 1 or deadline <= 0:
             raise ValueError(f"num_workers {num_workers}, buffer_bytes {buffer_bytes} and deadline {deadline} must be positive")
         if library is None and device.type != "cuda":
@@ -69,10 +69,10 @@ class PackedSender:
         self._host, self._deadline, self._buffer_bytes = host, deadline, buffer_bytes
         self._library = library or NcclLibrary()
         self._calls = threading.Lock()
-        """Held during a call of NCCL, so that no call is given a communicator that is being freed."""
+        """Held during a call of NCCL, so that no call gets a communicator that is being freed."""
         self._communicator = 0
         self._ended = ""
-        """Why it is over, once it is."""
+        """The reason, once it has ended."""
         self._streams = [torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(NUM_BUFFERS)]
         self._store: TCPStore | None = open_store(host, deadline=deadline)
         self._port = self._store.port
@@ -94,11 +94,11 @@ class PackedSender:
     # What the workers are sent
 
     def join(self) -> None:
-        """Until every worker is in the group."""
+        """Wait until every worker is in the group."""
         with self._fatal():
             if self._communicator or self._ended:
                 raise SyncError(self._ended or "the workers have joined already")
-            # NCCL listens for good once it has made an id: so not before somebody is there to take it
+            # making an id makes NCCL listen for ever: so not before a worker has come
             come = f"none of the server's {self.num_workers} workers came to {self._host}:{self._port}, which it must reach,"
             self._wait(self._is_anyone_there, come, pause=_SLOW_POLL)
             with self._on(self._streams[0]):
@@ -122,7 +122,7 @@ class PackedSender:
         self._wait_for(lane, late)
 
     def send(self, tensors: Mapping[str, Tensor]) -> None:
-        """Until every worker has them all. They may lie on the GPU or in the host's memory, where pinned is faster."""
+        """Wait until every worker has them all. They may be on the GPU or in the host's memory, where pinned is faster."""
         with self._fatal(), torch.no_grad():
             if not self._communicator:
                 raise SyncError(self._ended or "no worker has joined: call join first")
@@ -143,7 +143,7 @@ class PackedSender:
             self._wait_for(lane, f"the last of {len(planned)} broadcasts to {self.num_workers} workers did not end")
 
     def _lanes(self, planned: Sequence[Sequence[Named]]) -> list[_Lane]:
-        """Their memory is allocated on their streams, so that it is used for nothing else before these are through with it."""
+        """Their memory is allocated on their streams, so that it is not reused before these are done with it."""
         largest = max(sum(tensor.nbytes for _, tensor in chunk) for chunk in planned)
         lanes = []
         for stream in self._streams[: len(planned)]:
@@ -159,9 +159,9 @@ class PackedSender:
     # The end
 
     def abort(self, reason: str = "the sender was closed") -> None:
-        """End what runs, and with a `SyncError` who waits for it. Asks no worker, and can be called again."""
+        """End what runs; waiting calls raise `SyncError`. Needs no worker, and can be called again."""
         self._ended = self._ended or reason
-        # A call that hangs although it should not is ended by the abort itself, so the lock is not waited for long
+        # a call that hangs is ended by the abort itself, so do not wait long for the lock
         is_held = self._calls.acquire(timeout=_ENDING)
         communicator, self._communicator, self._store = self._communicator, 0, None
         if is_held:
@@ -175,13 +175,13 @@ class PackedSender:
         self.abort()
 
     def _end(self, communicator: int) -> None:
-        """In a thread of its own: this can wait for a kernel to leave the GPU."""
-        with self._on(None), contextlib.suppress(SyncError):  # of something broken, that it is broken
+        """In its own thread, since it can wait for a kernel to leave the GPU."""
+        with self._on(None), contextlib.suppress(SyncError):  # it is broken already
             self._library.abort(communicator)
 
     @contextlib.contextmanager
     def _fatal(self) -> Iterator[None]:
-        """Whatever goes wrong leaves the ends out of step, so it ends the group. Who was ended from outside says by what."""
+        """Any failure leaves the two ends out of step, so it ends the group. After an `abort`, its reason is raised."""
         try:
             yield
         except BaseException as error:
@@ -194,7 +194,7 @@ class PackedSender:
     # Waiting
 
     def _wait(self, is_done: Callable[[], bool], late: str, *, pause: float = _POLL) -> None:
-        """Nobody wakes it: it looks."""
+        """Polls."""
         until = time.monotonic() + self._deadline
         while not is_done():
             self._go_on()
@@ -215,16 +215,16 @@ class PackedSender:
             return self._library.is_idle(self._communicator)
 
     def _call(self, call: Callable[[int], None], late: str) -> None:
-        """One of NCCL's; over when what it puts on the GPU's stream is there, which may take reaching all peers."""
+        """An NCCL call. It is over when its work is on the GPU's stream, for which all peers may have to be reached."""
         with self._calls:
             self._go_on()
             call(self._communicator)
         self._wait(self._is_idle, late)
 
-    # The store: an error that is kept must not keep it open, so no frame that raises one holds it
+    # The store. An error that somebody keeps must not keep the store open, so no frame that raises one may hold it
 
     def _is_anyone_there(self) -> bool:
-        """A worker counts itself as it comes, under a name that only torch can read: it can be seen that there is one."""
+        """A worker counts itself under a key that only torch can read; that there is a key can be seen."""
         store = self._store
         return store is not None and store.num_keys() > 0
 
@@ -235,7 +235,7 @@ class PackedSender:
 
     @contextlib.contextmanager
     def _on(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
-        """With our GPU as the current one, and that stream where one is named."""
+        """With our GPU, and that stream if one is given, as the current ones."""
         if self.device.type != "cuda":
             yield
             return
@@ -244,7 +244,7 @@ class PackedSender:
 
 
 class _Lane:
-    """A buffer, and the stream on which it is filled and sent. One is filled while the other is on its way."""
+    """A buffer, and the stream on which it is filled and sent. One is filled while the other is sent."""
 
     def __init__(self, stream: torch.cuda.Stream | None, buffer: Tensor) -> None:
         self.stream, self._buffer = stream, buffer
@@ -259,7 +259,7 @@ class _Lane:
         return self.stream.cuda_stream if self.stream is not None else 0
 
     def fill(self, chunk: Sequence[Named]) -> int:
-        """How many bytes it takes."""
+        """Copy the tensors in; how many bytes they are."""
         start = 0
         for _, tensor in chunk:
             room = self._buffer[start : start + tensor.nbytes]
@@ -268,7 +268,7 @@ class _Lane:
         return start
 
     def mark(self) -> None:
-        """All that was put on the stream until now is what `is_free` waits for."""
+        """Have `is_free` tell when all that is on the stream by now is done."""
         if self._event is not None:
             self._event.record(self.stream)
 

@@ -1,0 +1,256 @@
+"""One engine process as the pool sees it, and the generate calls in flight."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from headrace.engine.append_tokens import append_call
+from headrace.engine.protocol import Increment, InFlight, NotFinite, PromptTooLong, UnusablePrompt
+from headrace.errors import SyncError
+from headrace.records import Call, FinishReason, WireError, pack_rollouts, pack_samplings, unpack_rollouts
+from headrace.rpc import RemoteError, StreamClosed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from headrace.engine.pool import EnginePool
+    from headrace.partial import Interrupt
+    from headrace.records import Array, Rollout, Sampling, WeightUpdate
+    from headrace.rpc import Peer
+
+_MOST_BACKLOG = 8 << 20
+"""Bytes an engine may leave unread before it is sent no more."""
+_REFUSED_UPDATES = {"SyncError", "WeightError"}
+_REFUSALS = {"PromptTooLong": PromptTooLong, "UnusablePrompt": UnusablePrompt, "NotFinite": NotFinite}
+
+
+@dataclass(frozen=True, slots=True)
+class SampledPart:
+    """Tokens of a running call, as its engine reported them."""
+
+    token_ids: Array
+    logprobs: Array
+    versions: Array
+    masks: list[Array]
+    started: float
+    policy: str
+    lineage: str
+
+
+@dataclass(eq=False, slots=True)
+class PoolRequest:
+    """A generate call in flight: an entry of the pool's one table."""
+
+    key: int
+    rollout: Rollout
+    """As it was submitted."""
+    sampling: Sampling
+    is_streamed: bool
+    engine: RemoteEngine | None = None
+    """The engine it was sent to; None while it waits."""
+    parts: list[SampledPart] = field(default_factory=list)
+    """What is known to have been sampled so far."""
+    news: asyncio.Queue[Increment | Rollout | Exception] = field(default_factory=asyncio.Queue)
+    """For the caller: the increments of a stream, or the finished rollout; an exception where the call was refused."""
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(len(part.token_ids) for part in self.parts)
+
+    async def next_news(self) -> Increment | Rollout:
+        news = await self.news.get()
+        if isinstance(news, Exception):
+            raise news
+        return news
+
+    def add(self, part: SampledPart) -> None:
+        self.parts.append(part)
+        if self.is_streamed:
+            self.news.put_nowait(_increment(part.token_ids, part.logprobs, part.versions))
+
+    def finish(self, rollout: Rollout) -> None:
+        if self.is_streamed:
+            told = len(self.rollout) + self.num_sampled
+            new = (rollout.token_ids[told:], rollout.logprobs[told:], rollout.versions[told:])
+            self.news.put_nowait(_increment(*new, finish_reason=rollout.finish_reason))
+        else:
+            self.news.put_nowait(rollout)
+
+    def abort(self) -> None:
+        """End it with what is known, because its engine is gone."""
+        self.news.put_nowait(Increment((), (), (), FinishReason.ABORT) if self.is_streamed else self.partial())
+
+    def partial(self) -> Rollout:
+        """The rollout with the tokens that are known, and `ABORT`."""
+        assert self.engine is not None
+        first, last = self.parts[0], self.parts[-1]
+        start = len(self.rollout)
+        call = Call(
+            start=start,
+            stop=start + self.num_sampled,
+            engine=self.engine.name,
+            sampling=self.sampling,
+            finish_reason=FinishReason.ABORT,
+            started=first.started,
+            finished=time.time(),
+        )
+        return append_call(
+            self.rollout,
+            call,
+            token_ids=np.concatenate([part.token_ids for part in self.parts]),
+            logprobs=np.concatenate([part.logprobs for part in self.parts]),
+            versions=np.concatenate([part.versions for part in self.parts]),
+            masks=[row for part in self.parts for row in part.masks],
+            policy=last.policy,
+            lineage=first.lineage,
+        )
+
+    def in_flight(self) -> InFlight:
+        first = int(self.parts[0].versions[0]) if self.parts else -1
+        return InFlight.of(self.rollout, num_sampled=self.num_sampled, first=first, partial=self.partial)
+
+
+class RemoteEngine:
+    """One engine process."""
+
+    def __init__(
+        self,
+        name: str,
+        pool: EnginePool,
+        *,
+        control: Peer,
+        on_report: Callable[[str, dict[str, Any]], None],
+        log: str = "",
+    ) -> None:
+        self.name, self.control, self._log = name, control, log
+        self.data: Peer | None = None
+        self.credit = 0
+        """Calls it may still be sent: it pulls as many as it has room for."""
+        self.bound: deque[int] = deque()
+        """Keys of waiting requests that only this engine should run: forks of what it generated."""
+        self.update: WeightUpdate | None = None
+        """The weights it holds."""
+        self.is_behind = False
+        """The others hold newer weights: it finishes the calls it has, and gets no new ones until it has caught up."""
+        self.is_lost = False
+        self._pool, self._on_report = pool, on_report
+        self._cancelled: list[int] = []
+
+    def notices(self) -> dict[str, Callable[[Any], None]]:
+        """The messages of its data stream."""
+        return {
+            "pull": self._take_pull,
+            "done": self._take_done,
+            "sampled": self._take_sampled,
+            "refused": self._take_refused,
+            "report": self._take_report,
+        }
+
+    @property
+    def takes_work(self) -> bool:
+        is_reading = self.data is not None and self.data.stream.backlog < _MOST_BACKLOG
+        return self.credit > 0 and not self.is_behind and is_reading
+
+    async def load(self, update: WeightUpdate, interrupt: Interrupt) -> None:
+        await self.call("load", update=update, interrupt=interrupt.value)
+
+    def version_of(self, lineage: str) -> int | None:
+        """The version it holds of a lineage, if any."""
+        return self.update.version if self.update is not None and self.update.lineage == lineage else None
+
+    async def call(self, name: str, **arguments: Any) -> Any:  # noqa: ANN401
+        """A control call. What the engine raises is raised here, with its name and log."""
+        try:
+            return await self.control.call(name, **arguments)
+        except RemoteError as error:
+            if error.kind == "EngineDied":  # its process ends too, and is started again
+                raise StreamClosed(f"{self.name}: {error.message}") from error
+            told = SyncError(error.message) if error.kind in _REFUSED_UPDATES else error
+            told.add_note(f"in {self.name}, log {self._log}" if self._log else f"in {self.name}")
+            raise told from error
+
+    def send(self, requests: list[PoolRequest]) -> None:
+        assert self.data is not None
+        for request in requests:
+            request.engine = self
+        self.credit -= len(requests)
+        self.data.notify(
+            "work",
+            {
+                "keys": np.asarray([request.key for request in requests], dtype=np.int64),
+                "rollouts": pack_rollouts([request.rollout for request in requests]),
+                "samplings": pack_samplings([request.sampling for request in requests]),
+                "streamed": [request.key for request in requests if request.is_streamed],
+            },
+        )
+
+    def cancel(self, key: int) -> None:
+        """Soon, so that calls cancelled together are told together."""
+        if not self._cancelled:
+            asyncio.get_running_loop().call_soon(self._tell_cancelled)
+        self._cancelled.append(key)
+
+    def _tell_cancelled(self) -> None:
+        assert self.data is not None
+        keys, self._cancelled = self._cancelled, []
+        try:
+            self.data.notify("cancel", keys)  # on the data stream, behind the work it is about
+        except StreamClosed:
+            self._pool.lose(self)
+
+    def _own(self, key: int) -> PoolRequest | None:
+        """The request, unless it was cancelled, or given to another engine because this one is lost."""
+        request = self._pool.requests.get(key)
+        return request if request is not None and request.engine is self else None
+
+    def _take_pull(self, count: int) -> None:
+        self.credit += int(count)
+        self._pool.send_soon()
+
+    def _take_done(self, value: Any) -> None:  # noqa: ANN401
+        for key, rollout in zip(value["keys"].tolist(), unpack_rollouts(value["rollouts"]), strict=True):
+            request = self._own(key)
+            if request is not None:
+                del self._pool.requests[key]
+                request.finish(rollout)
+
+    def _take_sampled(self, value: Any) -> None:  # noqa: ANN401
+        ends = np.cumsum(value["counts"])
+        for place, key in enumerate(value["keys"].tolist()):
+            request = self._own(key)
+            if request is None:
+                continue
+            new = slice(int(ends[place] - value["counts"][place]), int(ends[place]))
+            mask = value["masks"].get(str(place))
+            request.add(
+                SampledPart(
+                    token_ids=value["token_ids"][new],
+                    logprobs=value["logprobs"][new],
+                    versions=value["versions"][new],
+                    masks=[] if mask is None else [mask.row(row) for row in range(len(mask.offsets) - 1)],
+                    started=float(value["started"][place]),
+                    policy=value["policy"],
+                    lineage=value["lineages"][place],
+                )
+            )
+
+    def _take_refused(self, value: Any) -> None:  # noqa: ANN401
+        for key, kind, message in value:
+            request = self._own(key)
+            if request is not None:
+                del self._pool.requests[key]
+                request.news.put_nowait(_REFUSALS.get(kind, WireError)(message))
+
+    def _take_report(self, report: dict[str, Any]) -> None:
+        if not self.is_lost:  # when it is lost, a last report may still be unread, and has been counted already
+            self._on_report(self.name, report)
+
+
+def _increment(token_ids: Array, logprobs: Array, versions: Array, *, finish_reason: FinishReason | None = None) -> Increment:
+    return Increment(tuple(token_ids.tolist()), tuple(logprobs.tolist()), tuple(versions.tolist()), finish_reason)

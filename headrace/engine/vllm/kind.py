@@ -1,0 +1,189 @@
+"""`engine.kind = "vllm"`: a stock vLLM server over HTTP, for models past one GPU. Which GPUs it has, and how weights get there.
+
+The trainer has the first GPU, each server those that follow. `device` is what the run computes on: "cpu" or "cuda".
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from typing import TYPE_CHECKING, Any
+
+from headrace.engine.kind import EngineKind
+from headrace.engine.native.engine_memory import EngineMemory
+from headrace.engine.vllm.settings import PARALLEL
+from headrace.partial import pauses_unfinished
+from headrace.settings import ConfigError
+
+if TYPE_CHECKING:
+    from headrace.config import Recipe
+    from headrace.engine.kind import EnginePlace, OpenedEngine
+    from headrace.engine.settings import EngineSettings
+    from headrace.model import ModelShape
+    from headrace.observe import Timeline
+    from headrace.sync import WeightSync
+
+_SHARED_GPU = 0.4
+"""Share of the memory of a GPU that vLLM servers have together with the trainer; vLLM by itself would take nearly all."""
+_WHOLE_GPU = 0.92
+"""vLLM's own default."""
+_CONTEXT_BYTES = 1 << 30
+"""What a process takes on a GPU before it holds anything, and some room."""
+CPU_CACHE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
+_CPU_CACHE_GIGABYTES = "2"
+
+
+class VllmKind(EngineKind):
+    name = section = "vllm"
+    runs_inline = False
+    can_sleep = False
+    has_server = True
+
+    def num_engines(self, settings: EngineSettings) -> int:
+        return len(settings.vllm.urls) or settings.count
+
+    def identity(self, settings: EngineSettings, given: dict[str, Any]) -> dict[str, Any]:
+        """What its servers are started with; where they run decides nothing."""
+        return {**super().identity(settings, given), "vllm": {"arguments": settings.vllm.arguments}}
+
+    def check(self, recipe: Recipe) -> None:
+        temperature, settings = recipe.sampling.temperature, recipe.engine.vllm
+        if not 0.01 <= temperature <= 2:
+            raise ConfigError(f"sampling.temperature = {temperature}: vLLM samples at temperatures from 0.01 to 2")
+        if settings.start_seconds >= recipe.deadline:
+            raise ConfigError(
+                f"engine.vllm.start_seconds = {settings.start_seconds:g}: a run stops after deadline = {recipe.deadline:g} s "
+                f"without news; raise that first"
+            )
+        if pauses_unfinished(recipe) and recipe.partial.pausing.keeps_kv:
+            raise ConfigError(
+                "partial.interrupt = 'keep': vLLM cannot score new weights while it keeps unfinished rollouts of a synchronous "
+                "run paused; set it to 'abort'"
+            )
+
+    def describe(self, settings: EngineSettings, *, max_tokens: int) -> list[str]:
+        vllm, count = settings.vllm, self.num_engines(settings)
+        started = f"started here {shlex.join(vllm.command_line())}".rstrip()
+        return [
+            self._sizes(settings, max_tokens=max_tokens, counted="engine.vllm.urls" if vllm.urls else "engine.count"),
+            f"vllm       {count} server(s), {'running already' if vllm.urls else started}",
+        ]
+
+    def check_machine(self, recipe: Recipe, *, device: str) -> None:
+        from headrace.engine.vllm.server import choose_python, find_vllm
+
+        cpu_cache_gigabytes()
+        choose_handover(recipe, device=device)
+        if not recipe.engine.vllm.urls:
+            find_vllm(choose_python(recipe.engine.vllm.python))
+
+    def listens_on_host(self, recipe: Recipe, *, device: str) -> bool:
+        return choose_handover(recipe, device=device) == "nccl"
+
+    def receives_on(self, recipe: Recipe, index: int, *, device: str, trainer: str, engine: str) -> str:
+        """The engine's process hands weights on to its server from there."""
+        handover = choose_handover(recipe, device=device)
+        if handover == "folder":
+            return "cpu"
+        if handover == "nccl":  # the GPUs of the server's workers are theirs alone
+            return trainer
+        if recipe.engine.vllm.urls or num_gpus() < 2:
+            return engine
+        return f"cuda:{gpus_of(recipe, index, count=num_gpus())[0]}"
+
+    def predict_memory(
+        self, recipe: Recipe, shape: ModelShape, *, context: int, free: int, most_blocks: int, on_gpu: bool, total: int
+    ) -> tuple[EngineMemory, int]:
+        """On a CPU vLLM has two processes beside its cache."""
+        native, _ = super().predict_memory(
+            recipe, shape, context=context, free=free, most_blocks=most_blocks, on_gpu=on_gpu, total=total
+        )
+        weights, arguments = native.weights, recipe.engine.vllm.arguments
+        if recipe.engine.vllm.urls:
+            server = 0
+        elif not total:
+            server = weights + (cpu_cache_gigabytes() << 30) + 2 * native.process
+        elif "kv_cache_memory_bytes" in arguments:
+            server = weights + int(arguments["kv_cache_memory_bytes"])
+        else:
+            share = gpu_share(recipe, 0, held=weights + native.staging, total=total)
+            server = int(float(arguments.get("gpu_memory_utilization", share)) * total)
+        if on_gpu and choose_handover(recipe, device="cuda") == "folder":
+            weights = 0  # it holds them in the host's memory
+        return EngineMemory(weights=weights, staging=weights, cache=0, steps=0, process=native.process), server
+
+    async def open(
+        self, recipe: Recipe, model_path: str, place: EnginePlace, *, sync: WeightSync, timeline: Timeline
+    ) -> OpenedEngine:
+        from headrace.engine.vllm.open import open_engine
+
+        return await open_engine(recipe, model_path, place, sync=sync, timeline=timeline)
+
+
+def choose_handover(recipe: Recipe, *, device: str) -> str:
+    """`engine.vllm.handover`, with `auto` resolved."""
+    settings = recipe.engine.vllm
+    wanted = settings.handover
+    if wanted == "folder" or (wanted == "auto" and (device != "cuda" or settings.urls)):
+        return "folder"
+    setting = f"engine.vllm.handover = '{wanted}'"
+    if device != "cuda":
+        raise ConfigError(f"{setting}: the run is on the CPU, and has no GPU memory to hand over from; leave it auto")
+    if settings.urls:
+        return wanted
+    gpus = gpus_of(recipe, 0, count=num_gpus())
+    if wanted == "auto":
+        return "ipc" if len(gpus) == 1 else "nccl"
+    if wanted == "ipc" and len(gpus) > 1:
+        raise ConfigError(f"{setting}: a server of {len(gpus)} GPUs cannot open the memory of one; set it to 'nccl'")
+    if wanted == "nccl" and 0 in gpus:
+        raise ConfigError(f"{setting}: NCCL wants a GPU for each end, and the server has the trainer's; set it to 'ipc'")
+    return wanted
+
+
+def num_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def gpus_of(recipe: Recipe, index: int, *, count: int) -> list[int]:
+    """The numbers of a server's GPUs, as many as its parallelism takes. On a machine of one GPU, trainer and servers share
+    that one."""
+    each, num_servers = 1, recipe.engine.count
+    for name in PARALLEL:
+        each *= int(recipe.engine.vllm.arguments.get(name, 1))
+    if each == 1 and count < 2:
+        return [0]
+    free = max(count - 1, 1)
+    if each > 1 and each * num_servers > free:
+        raise ConfigError(
+            f"engine.vllm.arguments: {num_servers} servers of {each} GPUs each and the trainer's one are more than the "
+            f"{count} there are"
+        )
+    return [1 + (index * each + offset) % free for offset in range(each)]
+
+
+def visible_to(recipe: Recipe, index: int) -> str:
+    """CUDA_VISIBLE_DEVICES of a server, by the numbers that this process's own variable has."""
+    seen = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
+    gpus = gpus_of(recipe, index, count=num_gpus())
+    return ",".join(seen[number] if seen else str(number) for number in gpus)
+
+
+def gpu_share(recipe: Recipe, index: int, *, held: int, total: int) -> float:
+    """The share of a GPU's memory to give a vLLM server; `held` is how many bytes its engine's process holds there."""
+    firsts = [gpus_of(recipe, each, count=num_gpus())[0] for each in range(recipe.engine.count)]
+    num_servers = firsts.count(firsts[index])
+    if firsts[index] == 0:  # which is the trainer's too
+        return round(_SHARED_GPU / num_servers, 3)
+    beside = held + _CONTEXT_BYTES if choose_handover(recipe, device="cuda") == "ipc" else 0
+    return round(max(_WHOLE_GPU / num_servers - beside / total, 0.0), 3)
+
+
+def cpu_cache_gigabytes() -> int:
+    """For the KV cache of a vLLM server on a CPU, which by itself would take half of the memory."""
+    said = os.environ.get(CPU_CACHE_VARIABLE, _CPU_CACHE_GIGABYTES)
+    if not said.isdecimal():
+        raise ConfigError(f"the variable {CPU_CACHE_VARIABLE} is {said!r}: vLLM wants a whole number of gigabytes there")
+    return int(said)

@@ -1,0 +1,179 @@
+"""New weights to the engines of a pool: one update reaches all of them, and slow ones do not hold up the others."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from typing import TYPE_CHECKING
+
+from headrace.errors import SyncError
+from headrace.partial import Interrupt
+from headrace.rpc import RemoteError, StreamClosed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from headrace.engine.protocol import WeightSource
+    from headrace.engine.remote_engine import RemoteEngine
+    from headrace.records import WeightUpdate
+
+_ATTEMPTS = 3
+"""To bring an engine that fell behind up to date."""
+
+
+class WeightDelivery:
+    """Delivers updates. Calls `on_lost` with an engine that is gone or cannot be brought up to date, and `on_caught_up` when
+    one that fell behind may have new work."""
+
+    def __init__(
+        self,
+        on_lost: Callable[[RemoteEngine], None],
+        on_caught_up: Callable[[], None] = lambda: None,
+        *,
+        source: WeightSource | None = None,
+        patience: float = math.inf,
+    ) -> None:
+        self.source = source
+        """The trainer's side, where engines do not simply fetch weights."""
+        self.patience = patience
+        """Seconds that updated engines wait for slow ones."""
+        self.wanted: WeightUpdate | None = None
+        """The newest update: what every engine is to hold."""
+        self.catching_up: dict[RemoteEngine, asyncio.Future[None]] = {}
+        """Engines that fell behind, on their way to the newest update."""
+        self._on_lost, self._on_caught_up = on_lost, on_caught_up
+        self._sending: set[asyncio.Future[None]] = set()
+        self._interrupt = Interrupt.KEEP
+        """What the last update did with rollouts in flight; engines that catch up do the same."""
+
+    # All engines, and one that is behind
+
+    async def load(self, update: WeightUpdate, engines: Sequence[RemoteEngine], interrupt: Interrupt) -> None:
+        """Returns when the engines hold the update. The first ones that do wait `patience` seconds for the others, which then
+        fall behind and catch up on their own. If one refuses the update, it is withdrawn and the refusal is raised."""
+        before, self.wanted = self.wanted, update
+        try:
+            late = await self.deliver(update, engines, interrupt, others=self.catching_up)
+        except BaseException:
+            if self.wanted is update:
+                self.wanted = before
+            raise
+        for engine, loading in late.items():
+            engine.is_behind = True
+            self.catching_up[engine] = asyncio.ensure_future(self._catch_up(engine, loading))
+
+    def is_current(self, engine: RemoteEngine) -> bool:
+        return self.wanted is None or holds(engine, self.wanted)
+
+    async def bring_up_to_date(self, engine: RemoteEngine) -> None:
+        """Deliver the newest update to one engine: with those it missed, where each is only a difference."""
+        wanted = self.wanted
+        assert wanted is not None
+        try:
+            held = engine.version_of(wanted.lineage)
+            if wanted.base_version is not None and held != wanted.base_version:
+                assert self.source is not None, "differences come from a source that can tell what was missed"
+                for update in await self.source.catch_up(held):
+                    await self._deliver_to_one(engine, update)
+            if not holds(engine, wanted):
+                await self._deliver_to_one(engine, wanted)
+        except (RemoteError, SyncError):
+            if self.wanted is wanted:  # otherwise a newer one overwrote it while it was read
+                raise
+
+    async def _deliver_to_one(self, engine: RemoteEngine, update: WeightUpdate) -> None:
+        await self.deliver(update, [engine], self._interrupt)
+        if engine.is_lost:
+            raise StreamClosed(f"{engine.name} was lost while it was brought up to date")
+
+    async def _catch_up(self, engine: RemoteEngine, loading: asyncio.Future[None]) -> None:
+        """Waits for the load of an engine that fell behind, then brings it up to date. One for which that fails is
+        disconnected; its supervisor starts it again."""
+        await asyncio.wait([loading])
+        _ = loading.cancelled() or loading.exception()  # however it ended, it is tried again
+        try:
+            for _ in range(_ATTEMPTS):
+                with contextlib.suppress(RemoteError, SyncError):
+                    while not self.is_current(engine):
+                        await self.bring_up_to_date(engine)
+                    engine.is_behind = False
+                    self._on_caught_up()
+                    return
+        except StreamClosed:
+            pass
+        except Exception:
+            logging.getLogger("headrace").exception("%s could not be brought up to date", engine.name)
+        finally:
+            self.catching_up.pop(engine, None)
+        self._on_lost(engine)
+        engine.control.stream.close()
+
+    # One update
+
+    async def deliver(
+        self,
+        update: WeightUpdate,
+        engines: Sequence[RemoteEngine],
+        interrupt: Interrupt,
+        *,
+        others: Mapping[RemoteEngine, asyncio.Future[None]] | None = None,
+    ) -> dict[RemoteEngine, asyncio.Future[None]]:
+        """Have these engines load it while its source sends it. Returns when all of them hold it, or when the first do and
+        `patience` is over, with those that are still loading. Raises if one refuses it. `others` are catching up to it; the
+        first to hold it may be one of them."""
+        self._interrupt = interrupt
+        names = [engine.name for engine in engines]
+        routes = [update] * len(engines) if self.source is None else self.source.routes(update, names)
+        loading = {
+            engine: asyncio.ensure_future(self._load(engine, update, route, interrupt))
+            for engine, route in zip(engines, routes, strict=True)
+        }
+        sending = self._send(update, names)
+        try:
+            await self._settled(update, {**(others or {}), **loading})
+        except asyncio.CancelledError:
+            for task in (*loading.values(), *sending):
+                task.cancel()
+            raise
+        refusal = next((error for load in loading.values() if load.done() and (error := load.exception())), None)
+        if refusal is not None:
+            ended = (task for task in sending if task.done() and not task.cancelled())
+            raise refusal from next((error for task in ended if (error := task.exception())), refusal.__cause__)
+        return {engine: load for engine, load in loading.items() if not load.done()}
+
+    async def _settled(self, update: WeightUpdate, loading: Mapping[RemoteEngine, asyncio.Future[None]]) -> None:
+        """Waits until all are done, or `patience` seconds after one holds the update or has refused it."""
+        waiting, until = set(loading.values()), math.inf
+        while waiting:
+            left = None if until == math.inf else max(0.0, until - time.monotonic())
+            done, waiting = await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                return
+            if any(holds(engine, update) for engine in loading) or any(task.exception() for task in done):
+                until = min(until, time.monotonic() + self.patience)
+
+    async def _load(self, engine: RemoteEngine, update: WeightUpdate, route: WeightUpdate, interrupt: Interrupt) -> None:
+        try:
+            await engine.load(route, interrupt)
+            engine.update = update
+        except StreamClosed:
+            self._on_lost(engine)  # if it comes back, it loads the newest weights before it joins
+
+    def _send(self, update: WeightUpdate, receivers: Sequence[str]) -> list[asyncio.Future[None]]:
+        """A failure to send shows as a failure to receive; this one is then given as its cause."""
+        if self.source is None or not receivers:
+            return []
+        sending = asyncio.ensure_future(self.source.send(update, receivers))
+        self._sending.add(sending)
+        sending.add_done_callback(self._sending.discard)
+        sending.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return [sending]
+
+
+def holds(engine: RemoteEngine, update: WeightUpdate) -> bool:
+    """Whether an engine holds that version or a newer one: one that took an update which another refused does not go back."""
+    held = engine.version_of(update.lineage)
+    return held is not None and held >= update.version
