@@ -38,11 +38,11 @@ async def _stream_cost(in_flight: int, rounds: int) -> float:
     listener = await Listener.on_this_host(token=_TOKEN)
     arriving = {channel: listener.expect("engine-0", channel) for channel in ("control", "data")}
     threading.Thread(target=lambda: asyncio.run(_echo(listener.address)), daemon=True).start()
-    member = RemoteEngine("engine-0", control=Peer(await arriving["control"]), on_report=lambda *_: None)
-    member.data = Peer(await arriving["data"], notices=member.notices())
-    reading = [asyncio.ensure_future(peer.run()) for peer in (member.control, member.data)]
     pool = EnginePool()
-    await pool.join(member)
+    engine = RemoteEngine("engine-0", pool, control=Peer(await arriving["control"]), on_report=lambda *_: None)
+    engine.data = Peer(await arriving["data"], notices=engine.notices())
+    reading = [asyncio.ensure_future(peer.run()) for peer in (engine.control, engine.data)]
+    await pool.join(engine)
     prompts = [Rollout.from_prompt(np.arange(PROMPT) + 10, id=f"g{number // 8}/{number % 8}") for number in range(in_flight)]
     sampling = Sampling(max_tokens=COMPLETION)
     started = 0.0
@@ -51,7 +51,7 @@ async def _stream_cost(in_flight: int, rounds: int) -> float:
             started = time.thread_time()
         await asyncio.gather(*(pool.generate(prompt, sampling) for prompt in prompts))
     spent = time.thread_time() - started
-    for task, peer in zip(reading, (member.control, member.data), strict=True):
+    for task, peer in zip(reading, (engine.control, engine.data), strict=True):
         peer.stream.close()
         with contextlib.suppress(StreamClosed, asyncio.CancelledError):
             await task
