@@ -172,9 +172,9 @@ def test_stopped_while_it_starts_it_leaves_nothing(tmp_path):
 
 
 def test_two_runs_in_one_folder_are_refused(tmp_path):
-    run = start(tmp_path)
+    run = start(tmp_path, "--steps=400")  # more than the first trains while the second starts
     run.wait_for_version(1)
-    second = again(run)
+    second = again(run, "--steps=400")
     output = second.finish(seconds=60)
     assert second.process.returncode == 2 and "in use by another process" in output
     run.process.send_signal(signal.SIGINT)
