@@ -14,14 +14,8 @@ from typing import TYPE_CHECKING
 from headrace.front_door import front_door
 
 if TYPE_CHECKING:
-    from headrace.buffer.groups import Group as Group, GroupBuffer as GroupBuffer
-    from headrace.buffer.kinds import (
-        buffer_policy as buffer_policy,
-        check_buffer as check_buffer,
-        describe_buffer as describe_buffer,
-        is_in_submission_order as is_in_submission_order,
-        make_buffer as make_buffer,
-    )
-    from headrace.buffer.settings import BufferSettings as BufferSettings
+    from headrace.buffer.groups import Group, GroupBuffer
+    from headrace.buffer.kinds import buffer_policy, check_buffer, describe_buffer, is_in_submission_order, make_buffer
+    from headrace.buffer.settings import BufferSettings
 else:
     __getattr__ = front_door(__name__)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from headrace.front_door import front_door
 
 if TYPE_CHECKING:
-    from headrace.envs.call_limit import CallLimit as CallLimit
-    from headrace.envs.client import Client as Client, EngineClient as EngineClient, PromptEncoder as PromptEncoder
-    from headrace.envs.single_turn import Environment as Environment, SingleTurn as SingleTurn
+    from headrace.envs.call_limit import CallLimit
+    from headrace.envs.client import Client, EngineClient, PromptEncoder
+    from headrace.envs.single_turn import Environment, SingleTurn
 else:
     __getattr__ = front_door(__name__)

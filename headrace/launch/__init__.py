@@ -12,41 +12,31 @@ from headrace.front_door import front_door
 
 if TYPE_CHECKING:
     from headrace.launch.build import (
-        build_trainer as build_trainer,
-        check_columns as check_columns,
-        check_engine as check_engine,
-        check_loss as check_loss,
-        check_sync as check_sync,
-        make_roles as make_roles,
-        set_threads as set_threads,
-        special_stops as special_stops,
+        build_trainer,
+        check_columns,
+        check_engine,
+        check_loss,
+        check_sync,
+        make_roles,
+        set_threads,
+        special_stops,
     )
-    from headrace.launch.folder import is_in_use as is_in_use, read_summary as read_summary
-    from headrace.launch.forecast import (
-        Forecast as Forecast,
-        forecast_here as forecast_here,
-        free_here as free_here,
-        longest_prompt as longest_prompt,
-        most_kv_blocks as most_kv_blocks,
-    )
+    from headrace.launch.folder import is_in_use, read_summary
+    from headrace.launch.forecast import Forecast, forecast_here, free_here, longest_prompt, most_kv_blocks
     from headrace.launch.inputs import (
-        UserInputs as UserInputs,
-        check_inputs as check_inputs,
-        check_task_columns as check_task_columns,
-        held_out_sources as held_out_sources,
-        held_out_tasks as held_out_tasks,
-        open_tasks as open_tasks,
-        reward_functions as reward_functions,
+        UserInputs,
+        check_inputs,
+        check_task_columns,
+        held_out_sources,
+        held_out_tasks,
+        open_tasks,
+        reward_functions,
     )
-    from headrace.launch.launcher import Launch as Launch, RunResult as RunResult, launch as launch
-    from headrace.launch.local import LocalProcesses as LocalProcesses
-    from headrace.launch.placement import (
-        choose_device as choose_device,
-        pick_device as pick_device,
-        receiving_place as receiving_place,
-    )
-    from headrace.launch.process import RoleProcess as RoleProcess
-    from headrace.launch.serving import ServeOptions as ServeOptions, serve as serve
-    from headrace.launch.warmup import demonstration as demonstration, model_folder as model_folder
+    from headrace.launch.launcher import Launch, RunResult, launch
+    from headrace.launch.local import LocalProcesses
+    from headrace.launch.placement import choose_device, pick_device, receiving_place
+    from headrace.launch.process import RoleProcess
+    from headrace.launch.serving import ServeOptions, serve
+    from headrace.launch.warmup import demonstration, model_folder
 else:
     __getattr__ = front_door(__name__)

@@ -12,59 +12,33 @@ from typing import TYPE_CHECKING
 from headrace.front_door import front_door
 
 if TYPE_CHECKING:
-    from headrace.model.arena import (
-        Arena as Arena,
-        Slot as Slot,
-        allocate_bytes as allocate_bytes,
-        arena_bytes as arena_bytes,
-        held_tensors as held_tensors,
-        lay_out as lay_out,
-    )
-    from headrace.model.attention import (
-        EXACT_ROWS as EXACT_ROWS,
-        AttentionSpec as AttentionSpec,
-        PackedContext as PackedContext,
-        attend as attend,
-        causal as causal,
-        layer_of as layer_of,
-    )
-    from headrace.model.contexts import make_context as make_context
-    from headrace.model.fused_head import Scaling as Scaling
-    from headrace.model.head import AllowedTokens as AllowedTokens, Head as Head
-    from headrace.model.kernels.softcap import capped as capped
-    from headrace.model.layout import Unit as Unit
+    from headrace.model.arena import Arena, Slot, allocate_bytes, arena_bytes, held_tensors, lay_out
+    from headrace.model.attention import EXACT_ROWS, AttentionSpec, PackedContext, attend, causal, layer_of
+    from headrace.model.contexts import make_context
+    from headrace.model.fused_head import Scaling
+    from headrace.model.head import AllowedTokens, Head
+    from headrace.model.kernels.softcap import capped
+    from headrace.model.layout import Unit
     from headrace.model.load import (
-        ModelError as ModelError,
-        config_limit as config_limit,
-        context_limit as context_limit,
-        has_experts as has_experts,
-        hidden_states as hidden_states,
-        load_config as load_config,
-        load_generation as load_generation,
-        load_model as load_model,
-        load_tokenizer as load_tokenizer,
-        narrow as narrow,
-        prepare as prepare,
-        served_dtype as served_dtype,
+        ModelError,
+        config_limit,
+        context_limit,
+        has_experts,
+        hidden_states,
+        load_config,
+        load_generation,
+        load_model,
+        load_tokenizer,
+        narrow,
+        prepare,
+        served_dtype,
     )
-    from headrace.model.packing import Packed as Packed, pack as pack, score as score
-    from headrace.model.pass_planning import members_of as members_of, num_rows as num_rows, plan_passes as plan_passes
-    from headrace.model.routers import Routers as Routers, find_readable_routers as find_readable_routers
-    from headrace.model.settings import ModelSettings as ModelSettings
-    from headrace.model.shape import ModelShape as ModelShape
-    from headrace.model.tiny import (
-        build_config as build_config,
-        build_folder as build_folder,
-        build_tokenizer as build_tokenizer,
-    )
-    from headrace.model.weights import (
-        Incoming as Incoming,
-        Inspector as Inspector,
-        SpareWeights as SpareWeights,
-        WeightError as WeightError,
-        check_order as check_order,
-        describe as describe,
-        named_tensors as named_tensors,
-    )
+    from headrace.model.packing import Packed, pack, score
+    from headrace.model.pass_planning import members_of, num_rows, plan_passes
+    from headrace.model.routers import Routers, find_readable_routers
+    from headrace.model.settings import ModelSettings
+    from headrace.model.shape import ModelShape
+    from headrace.model.tiny import build_config, build_folder, build_tokenizer
+    from headrace.model.weights import Incoming, Inspector, SpareWeights, WeightError, check_order, describe, named_tensors
 else:
     __getattr__ = front_door(__name__)

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 from headrace.front_door import front_door
 
 if TYPE_CHECKING:
-    from headrace.observe.inspect import InspectError as InspectError, read_rollouts as read_rollouts, render as render
-    from headrace.observe.observer import Observer as Observer
-    from headrace.observe.process_memory import peak_memory as peak_memory
-    from headrace.observe.remote import MirroredTimeline as MirroredTimeline, ProcessTimeline as ProcessTimeline
-    from headrace.observe.report import final_report as final_report
-    from headrace.observe.screen import Screen as Screen, open_screen as open_screen, share as share
-    from headrace.observe.settings import ObserveSettings as ObserveSettings
-    from headrace.observe.sinks import read_metrics as read_metrics
-    from headrace.observe.spans import WAITING as WAITING, Signal as Signal, Timeline as Timeline, bound_by as bound_by
+    from headrace.observe.inspect import InspectError, read_rollouts, render
+    from headrace.observe.observer import Observer
+    from headrace.observe.process_memory import peak_memory
+    from headrace.observe.remote import MirroredTimeline, ProcessTimeline
+    from headrace.observe.report import final_report
+    from headrace.observe.screen import Screen, open_screen, share
+    from headrace.observe.settings import ObserveSettings
+    from headrace.observe.sinks import read_metrics
+    from headrace.observe.spans import WAITING, Signal, Timeline, bound_by
 else:
     __getattr__ = front_door(__name__)

@@ -18,19 +18,15 @@ from typing import TYPE_CHECKING
 from headrace.front_door import front_door
 
 if TYPE_CHECKING:
-    from headrace.partial.history import (
-        goes_on_from as goes_on_from,
-        is_resumable as is_resumable,
-        still_history as still_history,
-    )
-    from headrace.partial.interrupt import Interrupt as Interrupt
-    from headrace.partial.settings import PartialSettings as PartialSettings
+    from headrace.partial.history import goes_on_from, is_resumable, still_history
+    from headrace.partial.interrupt import Interrupt
+    from headrace.partial.settings import PartialSettings
     from headrace.partial.unfinished import (
-        check_unfinished as check_unfinished,
-        continues_over_updates as continues_over_updates,
-        engines_take_turns as engines_take_turns,
-        is_over_age as is_over_age,
-        pauses_unfinished as pauses_unfinished,
+        check_unfinished,
+        continues_over_updates,
+        engines_take_turns,
+        is_over_age,
+        pauses_unfinished,
     )
 else:
     __getattr__ = front_door(__name__)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from headrace.front_door import front_door
 
 if TYPE_CHECKING:
-    from headrace.plan.doctor import examine as examine, render as render
-    from headrace.plan.doctor.finding import Subject as Subject
+    from headrace.plan.doctor import examine, render
+    from headrace.plan.doctor.finding import Subject
 else:
     __getattr__ = front_door(__name__)

@@ -199,7 +199,8 @@ class Rollout:
         for name in changes.keys() & _CONVERT.keys():
             changes[name] = _CONVERT[name](changes[name])
         copy = trusted_copy(self, changes)
-        check_optional_fields(copy)
+        if not changes.keys() <= _NAMES:
+            check_optional_fields(copy)
         return copy
 
     @property
@@ -241,6 +242,8 @@ class Rollout:
 
 _FREE_FIELDS = {f.name for f in dataclasses.fields(Rollout)} - {*TOKEN_ARRAYS, "calls", "finish_reason"}
 """Fields that change without a check of all tokens."""
+_NAMES = {"id", "episode", "group", "index", "policy", "lineage"}
+"""Fields that need no check."""
 _DEFAULTS = {f.name: f.default for f in dataclasses.fields(Rollout) if f.default is not dataclasses.MISSING}
 _CONVERT: dict[str, Callable[[Any], Any]] = {
     **{name: partial(frozen, dtype=dtype, name=name) for name, dtype in TOKEN_ARRAYS.items()},

@@ -13,27 +13,17 @@ from typing import TYPE_CHECKING
 from headrace.front_door import front_door
 
 if TYPE_CHECKING:
-    from headrace.run.checkpoint import (
-        FORMAT as FORMAT,
-        MANIFEST as MANIFEST,
-        Checkpoint as Checkpoint,
-        CheckpointStore as CheckpointStore,
-        checkpoints_in as checkpoints_in,
-    )
-    from headrace.run.collector import few_collections as few_collections
-    from headrace.run.evaluate import Evaluator as Evaluator
-    from headrace.run.in_flight import EpisodeInFlight as EpisodeInFlight
-    from headrace.run.loops import first_failure as first_failure, leg as leg, run_loops as run_loops
-    from headrace.run.policy import PolicyState as PolicyState
-    from headrace.run.publishing import make_canary as make_canary
-    from headrace.run.roles import POLICY as POLICY, Roles as Roles
-    from headrace.run.session import Session as Session
-    from headrace.run.settings import (
-        CheckpointSettings as CheckpointSettings,
-        EvaluateSettings as EvaluateSettings,
-        WarmupSettings as WarmupSettings,
-    )
-    from headrace.run.state import Run as Run
-    from headrace.run.work import StartedBatch as StartedBatch
+    from headrace.run.checkpoint import FORMAT, MANIFEST, Checkpoint, CheckpointStore, checkpoints_in
+    from headrace.run.collector import few_collections
+    from headrace.run.evaluate import Evaluator
+    from headrace.run.in_flight import EpisodeInFlight
+    from headrace.run.loops import first_failure, leg, run_loops
+    from headrace.run.policy import PolicyState
+    from headrace.run.publishing import make_canary
+    from headrace.run.roles import POLICY, Roles
+    from headrace.run.session import Session
+    from headrace.run.settings import CheckpointSettings, EvaluateSettings, WarmupSettings
+    from headrace.run.state import Run
+    from headrace.run.work import StartedBatch
 else:
     __getattr__ = front_door(__name__)

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from headrace.front_door import front_door
 
 if TYPE_CHECKING:
-    from headrace.score.rewards import GIVEN as GIVEN, RewardFunction as RewardFunction
-    from headrace.score.scorer import RewardScorer as RewardScorer, Scorer as Scorer
-    from headrace.score.settings import RewardSettings as RewardSettings
-    from headrace.score.workers import RewardError as RewardError, RewardWorkers as RewardWorkers
+    from headrace.score.rewards import GIVEN, RewardFunction
+    from headrace.score.scorer import RewardScorer, Scorer
+    from headrace.score.settings import RewardSettings
+    from headrace.score.workers import RewardError, RewardWorkers
 else:
     __getattr__ = front_door(__name__)

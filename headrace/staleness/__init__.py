@@ -14,18 +14,9 @@ from typing import TYPE_CHECKING
 from headrace.front_door import front_door
 
 if TYPE_CHECKING:
-    from headrace.staleness.correction import (
-        check_correction as check_correction,
-        correction_constants as correction_constants,
-        correction_of as correction_of,
-    )
-    from headrace.staleness.gate import (
-        Gate as Gate,
-        describe_gate as describe_gate,
-        make_gate as make_gate,
-        max_untrained_groups as max_untrained_groups,
-    )
-    from headrace.staleness.reject import too_old as too_old
-    from headrace.staleness.settings import StalenessSettings as StalenessSettings
+    from headrace.staleness.correction import check_correction, correction_constants, correction_of
+    from headrace.staleness.gate import Gate, describe_gate, make_gate, max_untrained_groups
+    from headrace.staleness.reject import too_old
+    from headrace.staleness.settings import StalenessSettings
 else:
     __getattr__ = front_door(__name__)

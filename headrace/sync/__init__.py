@@ -13,21 +13,15 @@ from typing import TYPE_CHECKING
 from headrace.front_door import front_door
 
 if TYPE_CHECKING:
-    from headrace.sync.collective.transport import CollectiveTransport as CollectiveTransport
-    from headrace.sync.folder import shared_folder as shared_folder
-    from headrace.sync.http.transport import PIECE_BYTES as PIECE_BYTES, HttpTransport as HttpTransport
-    from headrace.sync.lineage import Lineage as Lineage
-    from headrace.sync.memory import MemoryTransport as MemoryTransport
-    from headrace.sync.settings import SyncSettings as SyncSettings
-    from headrace.sync.shared_memory import SharedMemoryTransport as SharedMemoryTransport
-    from headrace.sync.table import (
-        is_pushed as is_pushed,
-        make_transport as make_transport,
-        resolve_transport as resolve_transport,
-        routed as routed,
-        transport_class as transport_class,
-    )
-    from headrace.sync.transport import TransportConfig as TransportConfig, check_host as check_host
-    from headrace.sync.weight_sync import WeightSync as WeightSync
+    from headrace.sync.collective.transport import CollectiveTransport
+    from headrace.sync.folder import shared_folder
+    from headrace.sync.http.transport import PIECE_BYTES, HttpTransport
+    from headrace.sync.lineage import Lineage
+    from headrace.sync.memory import MemoryTransport
+    from headrace.sync.settings import SyncSettings
+    from headrace.sync.shared_memory import SharedMemoryTransport
+    from headrace.sync.table import is_pushed, make_transport, resolve_transport, routed, transport_class
+    from headrace.sync.transport import TransportConfig, check_host
+    from headrace.sync.weight_sync import WeightSync
 else:
     __getattr__ = front_door(__name__)

@@ -10,14 +10,9 @@ from typing import TYPE_CHECKING
 from headrace.front_door import front_door
 
 if TYPE_CHECKING:
-    from headrace.tasks.errors import TaskError as TaskError
-    from headrace.tasks.settings import TaskSettings as TaskSettings
-    from headrace.tasks.sources import (
-        RowSource as RowSource,
-        TaskSource as TaskSource,
-        builtin_reward as builtin_reward,
-        open_source as open_source,
-    )
-    from headrace.tasks.stream import TaskStream as TaskStream
+    from headrace.tasks.errors import TaskError
+    from headrace.tasks.settings import TaskSettings
+    from headrace.tasks.sources import RowSource, TaskSource, builtin_reward, open_source
+    from headrace.tasks.stream import TaskStream
 else:
     __getattr__ = front_door(__name__)

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 from headrace.front_door import front_door
 
 if TYPE_CHECKING:
-    from headrace.trainer.frozen_model import FrozenModel as FrozenModel
-    from headrace.trainer.local import LocalTrainer as LocalTrainer
-    from headrace.trainer.memory_prediction import TrainerMemory as TrainerMemory, predict_memory as predict_memory
-    from headrace.trainer.protocol import PolicyTrainer as PolicyTrainer, Published as Published, Superseded as Superseded
-    from headrace.trainer.remote import RemoteTrainer as RemoteTrainer
-    from headrace.trainer.schedule import learning_rate as learning_rate
-    from headrace.trainer.settings import TrainSettings as TrainSettings
-    from headrace.trainer.trainer import DeviceTrainer as DeviceTrainer
+    from headrace.trainer.frozen_model import FrozenModel
+    from headrace.trainer.local import LocalTrainer
+    from headrace.trainer.memory_prediction import TrainerMemory, predict_memory
+    from headrace.trainer.protocol import PolicyTrainer, Published, Superseded
+    from headrace.trainer.remote import RemoteTrainer
+    from headrace.trainer.schedule import learning_rate
+    from headrace.trainer.settings import TrainSettings
+    from headrace.trainer.trainer import DeviceTrainer
 else:
     __getattr__ = front_door(__name__)
