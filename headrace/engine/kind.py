@@ -59,8 +59,8 @@ class EngineKind:
     """Its own section of `[engine]`, which recipes with another kind must leave alone."""
     interrupts: ClassVar[frozenset[Interrupt]] = frozenset(Interrupt)
     """What it can do with rollouts in flight when new weights come (`partial.interrupt`)."""
-    payloads: ClassVar[frozenset[str]] = frozenset({"full", "delta"})
-    """In what form it takes new weights (`sync.payload`)."""
+    payloads: ClassVar[frozenset[str] | None] = None
+    """In what form it takes new weights (`sync.payload`); None takes every form."""
     runs_inline: ClassVar[bool] = True
     """Whether it runs on the launcher's event loop too (`orchestrate = "inline"`)."""
     can_sleep: ClassVar[bool] = True
@@ -77,7 +77,9 @@ class EngineKind:
 
     def identity(self, settings: EngineSettings, given: dict[str, Any]) -> dict[str, Any]:
         """Of the settings as a dict, those that decide what is generated; others may change when a run is resumed."""
-        sections = {"vllm"}
+        from headrace.engine.kinds import KINDS
+
+        sections = {kind.section for kind in KINDS.values()}
         kept = {name: value for name, value in given.items() if name not in sections}
         return {**kept, "count": self.num_engines(settings)}
 

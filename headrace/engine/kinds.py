@@ -1,17 +1,17 @@
-"""The table of engine kinds: to add one, write its `EngineKind` and name it here and in `EngineSettings.kind`."""
+"""The table of engine kinds: to add one, write its `EngineKind` and name it here."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from headrace.engine.native.kind import NativeKind
-from headrace.engine.settings import EngineSettings
 from headrace.engine.vllm.kind import VllmKind
 from headrace.settings import ConfigError, to_dict
 
 if TYPE_CHECKING:
     from headrace.config import Recipe
     from headrace.engine.kind import EngineKind
+    from headrace.engine.settings import EngineSettings
 
 KINDS: dict[str, EngineKind] = {kind.name: kind for kind in (NativeKind(), VllmKind())}
 
@@ -35,7 +35,7 @@ def check_engine_kind(recipe: Recipe) -> None:
         ("partial.interrupt", recipe.partial.interrupt, kind.interrupts),
         ("sync.payload", recipe.sync.payload, kind.payloads),
     ):
-        if value not in can:
+        if can is not None and value not in can:
             raise ConfigError(f"{name} = '{value}': {named} cannot do that; set it to one of {', '.join(sorted(can))}")
     for other in KINDS.values():
         if other.section and other is not kind:
@@ -44,7 +44,7 @@ def check_engine_kind(recipe: Recipe) -> None:
 
 
 def _check_left_alone(other: EngineKind, engine: EngineSettings, named: str) -> None:
-    given, usual = (to_dict(each)[other.section] for each in (engine, EngineSettings()))
+    given, usual = (to_dict(each)[other.section] for each in (engine, type(engine)()))
     for name, value in given.items():
         if value != usual[name]:
             raise ConfigError(

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from headrace.engine.kinds import KINDS
 from headrace.engine.vllm.settings import VllmSettings
 from headrace.settings import ConfigError, check
 
 if TYPE_CHECKING:
     from headrace.engine.kind import EngineKind
+
+    KindName: TypeAlias = str
+else:
+    KindName = Literal[tuple(KINDS)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +52,7 @@ class EngineSettings:
     """The engines that generate."""
 
     OPERATIONAL = ("restarts", "sleep")
-    kind: Literal["native", "vllm"] = "native"
+    kind: KindName = "native"
     """`native`: the embedded engine, which runs the trainer's own model code. `vllm`: a stock vLLM server over HTTP, for models
     past one GPU."""
     count: int = 1
