@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _MAX_SPANS = 20_000
-"""Spans kept between two reports. With more, the trace has gaps; the budget is exact all the same."""
+"""Spans kept between two reports. Beyond that the trace has gaps, but not the budget."""
 
 
 class ProcessTimeline(Timeline):
@@ -25,7 +25,7 @@ class ProcessTimeline(Timeline):
         self._delays = _RunDelay()
         self._spans: list[tuple[str, float, float]] = []
         self._lock = threading.Lock()
-        """Another thread calls `report`: never while a span is being closed."""
+        """Held while a span is closed, because another thread may call `report`."""
 
     def report(self) -> dict[str, Any]:
         """Totals since the process started, and the spans since the last report. Any thread may call it."""
@@ -74,7 +74,7 @@ class _RunDelay:
         self._last = 0
 
     def take(self, most: float) -> float:
-        """Seconds since the last call; the excess over `most` is left for the next. Only the working thread calls it."""
+        """Seconds waited since the last call; the excess over `most` is left for the next. Only the working thread calls it."""
         thread = threading.get_native_id()
         if thread != self._thread:  # its first call
             self._open(thread)
@@ -85,7 +85,7 @@ class _RunDelay:
         return taken / 1e9
 
     def so_far(self) -> float:
-        """Seconds since the last `take`. Any thread may call it."""
+        """Seconds waited since the last `take`. Any thread may call it."""
         return (self._read() - self._last) / 1e9
 
     def _open(self, thread: int) -> None:

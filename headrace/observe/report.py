@@ -42,7 +42,6 @@ def final_report(summary: dict[str, Any], equation: str, samples: list[tuple[str
 
 
 def _held_out_lines(before: dict[str, float], after: dict[str, float]) -> list[str]:
-    """All sources together, then each if there are several."""
     lines = []
     for success in dict.fromkeys(["success", *(name for name in after if name.startswith("success/"))]):
         greedy, source = success.replace("success", "greedy", 1), success.partition("/")[2]

@@ -43,8 +43,6 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Scalars for TensorBoard, in the run folder."""
-
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
