@@ -21,7 +21,7 @@ class Scorer(Protocol):
 
     @property
     def num_calls(self) -> int:
-        """Reward calls that have ended in worker threads: how others see progress during one `score`."""
+        """Reward calls that have ended in worker threads: shows progress while `score` runs."""
 
     async def score(self, episodes: Sequence[Episode]) -> list[Episode]:
         """The same episodes, in order, each with an outcome. The score loop calls it with all that have finished."""

@@ -84,8 +84,6 @@ class _Job:
 
 
 class _Worker:
-    """One thread, and the call it is in."""
-
     def __init__(self, number: int, work: Callable[[_Worker], None]) -> None:
         self.job: _Job | None = None
         self.index = 0
