@@ -25,7 +25,7 @@ INSTRUCTION = "Answer the question. Write the final answer, and nothing else, be
 _SIZE = 20_000
 """Tasks to choose from by default: the most that every generator of the package allows."""
 _HELD_OUT_SHARE = 8
-"""One question in 8 is held out. Its text alone decides, so no seed ever trains on it."""
+"""One question in this many is held out. Its text alone decides, so no seed ever trains on it."""
 _MAX_TRIES = 2_000
 """Questions to try before a split counts as empty."""
 _MAX_EXAMPLES = 64
@@ -48,8 +48,6 @@ _BAD_ANSWER = (ArithmeticError, AttributeError, LookupError, TypeError, ValueErr
 
 
 class ReasoningGym:
-    """Rows made on demand; the same (seed, split, index) always gives the same row."""
-
     def __init__(self, name: str, *, seed: int, split: str, options: dict[str, Any]) -> None:
         """The options `instruction` (the system message) and `examples` (solved tasks shown before each question) are
         Headrace's; all others are the generator's."""

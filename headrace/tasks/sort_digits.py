@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from headrace.records import Plain
 
 _HELD_OUT_SHARE = 8
-"""One answer in 8 is held out. The answer alone decides, so no order of its digits is ever trained."""
+"""One answer in this many is held out. The answer alone decides, so no order of its digits is ever trained."""
 
 
 def open_source(name: str, *, seed: int, split: str, options: dict[str, Any]) -> SortDigits:
@@ -34,8 +34,6 @@ def reward_of(name: str) -> Callable[..., float]:
 
 
 class SortDigits:
-    """Rows made on demand; the same (seed, split, index) always gives the same row."""
-
     def __init__(self, *, seed: int, split: str, min_length: int = 3, max_length: int = 8) -> None:
         if not 2 <= min_length <= max_length <= 8:
             raise TypeError(f"min_length = {min_length} and max_length = {max_length} must lie between 2 and 8, in order")

@@ -19,7 +19,7 @@ Row = dict[str, Plain]
 
 
 class TaskSource(Protocol):
-    """Rows by number; the same number always gives the same row."""
+    """Rows by number; the same (seed, split, number) always gives the same row."""
 
     def row(self, index: int) -> Row:
         """Row `index` of an endless sequence."""
