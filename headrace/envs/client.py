@@ -100,8 +100,6 @@ def _decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
 
 
 class EngineClient:
-    """A `Client` over an engine."""
-
     def __init__(
         self,
         engine: Engine,

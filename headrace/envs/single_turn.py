@@ -16,7 +16,7 @@ class Environment(Protocol):
     """Runs a task to its end."""
 
     async def run(self, task: dict[str, Plain], client: Client) -> Episode:
-        """The generate loop calls it once per attempt. If it raises, the episode is retried; after the last attempt, failed."""
+        """The generate loop calls it once per attempt. If all attempts raise, the episode counts as failed."""
 
 
 class SingleTurn:
