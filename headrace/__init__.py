@@ -55,10 +55,10 @@ def train(
     `model` is a Hugging Face folder or hub name, `builtin:tiny`, or a recipe's whole model section as a dict.
     `tasks` is a list of dicts with a `prompt` (text or chat messages), a JSONL or parquet file, a `datasets.Dataset`, or
     a list of files or of (source, weight) pairs of these; other columns are passed to the reward. `reward` has TRL's batch
-    signature or is `f(prompt, completion, **row)`; a list of them is summed by `reward_weights`; a dict is the recipe's
-    reward section. `held_out` tasks are evaluated, never trained. Everything else a recipe can say comes as sections,
-    `train={"learning_rate": 1e-5}`, on top of `recipe` where one is named. `fresh` starts anew where an unfinished run of
-    the same call would be resumed; `quiet` prints nothing. Ctrl-C saves, then raises `KeyboardInterrupt`.
+    signature or is `f(prompt, completion, **row)`; a list is summed with `reward_weights`; a dict is the recipe's reward
+    section. `held_out` tasks are evaluated, never trained. Any other section of a recipe is a keyword argument,
+    `train={"learning_rate": 1e-5}`, and overrides the file `recipe` if given. `fresh` starts a new run even if the same call
+    would resume an unfinished one; `quiet` prints nothing. Ctrl-C saves, then raises `KeyboardInterrupt`.
     """
     overrides: dict[str, Any] = dict(settings)
     if isinstance(reward, dict):
@@ -98,7 +98,7 @@ def reward(function: Any = None, *, name: str = "") -> Any:  # noqa: ANN401  (a 
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401
-    if name == "Environment":  # imported only when it is used
+    if name == "Environment":  # imported on first use
         from headrace.envs import Environment
 
         return Environment

@@ -1,4 +1,4 @@
-"""The command line. It parses before anything heavy is imported, so that mistakes are reported at once."""
+"""The command line. It parses arguments before it imports anything heavy, so that mistakes are reported at once."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ DEVICES = ["auto", "cpu", "cuda"]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The entry point. A mistake of the user's ends with one line and status 2, a failed run with status 1."""
+    """The entry point. Exits with one line and status 2 if the user made a mistake, with 1 if the run failed."""
     parser = make_parser()
     known, rest = parser.parse_known_args(arguments)
     try:
@@ -177,7 +177,7 @@ def _train(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
             _launch(recipe, options)
     except ConfigError:
         raise
-    except Exception as error:  # noqa: BLE001  (told in a few lines; the log has the traceback)
+    except Exception as error:  # noqa: BLE001  (shown in a few lines; the log has the traceback)
         notes = "".join(f"\n  {note}" for note in [user_frame(error), *getattr(error, "__notes__", [])] if note)
         print(f"headrace: {in_words(error)}{notes}", file=sys.stderr)
         return 1
@@ -212,8 +212,7 @@ def _doctor(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
 
 
 def _check_inputs(recipe: Recipe) -> None:
-    """What a dry run checks: tasks, held-out tasks, rewards and the loss. Only losses and advantages other than the default are
-    looked up, since that imports torch."""
+    """What a dry run checks: tasks, rewards, and a loss or advantage other than the default (looking one up imports torch)."""
     from headrace.launch import UserInputs, check_inputs
     from headrace.trainer import TrainSettings
 

@@ -1,4 +1,4 @@
-"""Errors that more than one room knows, how they are told, and where in the user's own code one arose."""
+"""Errors that rooms share, how errors are shown to users, and where in the user's code one was raised."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ _OURS = str(Path(__file__).parent)
 
 
 class SyncError(RuntimeError):
-    """An update could not be moved; every engine stays on its old version."""
+    """A weight update could not be delivered; every engine stays on its old version."""
 
 
 def is_ours(error: BaseException) -> bool:
-    """Whether it is of a kind of ours, whose message is written to be read. A broken assertion is a bug, and wants more."""
+    """Whether Headrace defines its class: then the message is enough. A failed assertion is a bug and needs its traceback."""
     return type(error).__module__.partition(".")[0] == "headrace" and not isinstance(error, AssertionError)
 
 
 def in_words(error: BaseException) -> str:
-    """Its message, with the name of its class where that is needed to understand it."""
+    """Its message; with the class name too, unless the error is ours."""
     text = str(error).strip()
     return text if text and is_ours(error) else f"{type(error).__name__}: {text}".removesuffix(": ")
 
 
 def user_frame(error: BaseException) -> str:
-    """The last frame outside this package and the libraries, or nothing."""
+    """The last frame in the user's own code, or "" if there is none."""
     cause = error.__cause__ or error
     frames = traceback.extract_tb(cause.__traceback__)
     own = [f for f in frames if not f.filename.startswith((_OURS, sys.prefix, sys.base_prefix, "<"))]
@@ -35,7 +35,7 @@ def user_frame(error: BaseException) -> str:
 
 
 def user_cause(error: BaseException) -> BaseException | None:
-    """What was raised in the user's own code and became this error, from our last frame on; None if nothing was."""
+    """The exception in the user's code that caused this error, its traceback starting after our last frame; None if none."""
     cause = error.__cause__
     if cause is None or not user_frame(error):
         return None
@@ -48,7 +48,7 @@ def user_cause(error: BaseException) -> BaseException | None:
 
 
 def command() -> str:
-    """What to type for `headrace` in a shell: with its path, or by way of the interpreter, where it is not on PATH."""
+    """How to run `headrace` in a shell: by name if it is on PATH, else by its path or as a module of the interpreter."""
     if shutil.which("headrace") is not None:
         return "headrace"
     script = Path(sys.executable).with_name("headrace")

@@ -1,4 +1,4 @@
-"""Functions by name: `module:name` or `path/to/file.py:name`. Names travel between processes and files, never code."""
+"""Imports by name: `module:name` or `path/to/file.py:name`. Names travel between processes and files, never code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headrace.settings import ConfigError
 
 
 def import_name(reference: str, *, setting: str) -> Any:  # noqa: ANN401  (whatever the user named)
-    """The object a reference names; modules are found from the working directory as well."""
+    """The object that `reference` names; modules in the working directory are found too."""
     place, _, name = reference.rpartition(":")
     if not place or not name:
         raise ConfigError(f"{setting} = {reference!r}: write module:name or file.py:name")

@@ -1,7 +1,7 @@
 """Strict settings: TOML or plain dicts into frozen dataclasses, errors that name the line, `--a.b=value` overrides.
 
-It knows nothing of recipes (`headrace.config` does) and imports nothing heavy, so a wrong key is refused in well under a
-second. The string under each field is its documentation in the code and in `--help`.
+It knows nothing of recipes (`headrace.config` does) and imports nothing heavy, so a wrong key is reported in well under a
+second. The string under each field is its documentation, also in `--help`.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Origin:
     overrides: frozenset[str] = frozenset()
     """Dotted keys given on the command line or in a call."""
     advise: Callable[[str], str] = lambda _: ""
-    """What to write instead of a name that is not a setting; "" where that is not known."""
+    """What to write instead of a name that is not a setting; "" if unknown."""
 
     def locate(self, key: str) -> str:
-        """`file:line: ` of a dotted key, or as much of that as can be found."""
+        """`file:line: ` of a dotted key; the file alone if the line is not found."""
         if any(key == given or given.startswith(f"{key}.") or key.startswith(f"{given}.") for given in self.overrides):
             return "override: "
         if not self.name:
@@ -111,7 +111,7 @@ def apply_overrides(data: Mapping[str, Any], overrides: Mapping[str, Any]) -> di
 
 
 def parse_override(argument: str) -> tuple[str, Any]:
-    """`--a.b=value` as (path, value); the value is TOML, or a plain string where it is not."""
+    """`--a.b=value` as (path, value); the value is TOML if it parses, else a string."""
     key, separator, text = argument.removeprefix("--").partition("=")
     if not argument.startswith("--") or not separator or not key:
         raise ConfigError(f"{argument!r}: write an override as --section.key=value")
@@ -124,7 +124,7 @@ def parse_override(argument: str) -> tuple[str, Any]:
 
 
 def to_dict(settings: Any) -> dict[str, Any]:  # noqa: ANN401  (any settings dataclass)
-    """Nested plain data, None left out: what `build` would take."""
+    """Nested plain data that `build` accepts; None is left out."""
 
     def plain(value: object) -> object:
         if dataclasses.is_dataclass(value):
@@ -138,8 +138,7 @@ def to_dict(settings: Any) -> dict[str, Any]:  # noqa: ANN401  (any settings dat
 
 
 def identity(settings: Any) -> dict[str, Any]:  # noqa: ANN401  (any settings dataclass)
-    """`to_dict` without the settings that a section lists as `OPERATIONAL`: they do not decide the result of a run.
-    A section may define `identity` itself to decide further."""
+    """`to_dict` without each section's `OPERATIONAL` settings, which do not affect the result; its `identity` may refine it."""
     left_out = getattr(settings, "OPERATIONAL", ())
     result = {name: value for name, value in to_dict(settings).items() if name not in left_out}
     for name in result:
@@ -298,6 +297,6 @@ def _toml_value(value: object) -> str:
 
 
 def check(holds: bool, name: str, value: object, wanted: str) -> None:
-    """Refuse a value unless `holds`; `build` adds the name of the section and the line of the file."""
+    """Refuse a value unless `holds`; `build` adds the section's name and the line of the file."""
     if not holds:
         raise ConfigError(f"{name} = {value!r}: must be {wanted}")

@@ -1,12 +1,11 @@
 """Where scored groups wait for the trainer.
 
-A kind of buffer is a file with a `BufferPolicy`: how many batches may wait before submission stops (one, `buffer.depth`, or as
-many as come), whether generation and training take turns, and which staleness settings it works with. `kinds.POLICIES` is the
-table of them, `buffer_policy(recipe)` the one a recipe chooses, and `make_buffer(recipe)` makes it.
+Each kind of buffer is a file with a `BufferPolicy`: how many batches may wait before submission stops (one, `buffer.depth`,
+or any number), whether generation and training take turns, and which staleness settings it works with. `kinds.POLICIES` lists
+them, `buffer_policy(recipe)` is the recipe's choice, and `make_buffer(recipe)` builds the buffer.
 
-Putting a group never blocks, so a full buffer cannot deadlock a run: it only stops submission, and what is in flight when it
-fills up is bounded and still comes in. Groups leave in the order they were completed or, where batches must not depend on
-timing, submitted.
+`put` never blocks, so a full buffer cannot deadlock a run: it only stops submission, and still accepts the groups in flight,
+which are bounded. Groups leave in completion order or, if batches must not depend on timing, in submission order.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Up to `buffer.depth` batches wait."""
+"""Up to `buffer.depth` batches wait: evens out batches that take unequally long to generate, but tokens get older."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
 
 class Bounded(BufferPolicy):
-    """Evens out batches that take unequally long to generate, at the price of older tokens."""
-
     name = "bounded"
     has_depth = True
 

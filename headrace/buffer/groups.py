@@ -1,4 +1,4 @@
-"""A buffer of scored groups: what it holds, and in which order they leave."""
+"""The buffer of scored groups, and the order in which they leave it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Group:
-    """Episodes of one task, scored."""
+    """The scored episodes of one task."""
 
     number: int
-    """Counted in the order of submission, from 0."""
+    """In the order of submission, from 0."""
     episodes: tuple[Episode, ...]
 
     @property
@@ -34,15 +34,14 @@ class Group:
 
     @cached_property
     def _origin(self) -> tuple[frozenset[str], int | None]:
-        """The lineages that sampled it, and its oldest version, or None where nothing was sampled."""
+        """The lineages that sampled it, and its oldest version, or None if nothing was sampled."""
         rollouts = [rollout for episode in self.episodes for rollout in episode.rollouts]
         versions = np.concatenate([rollout.versions for rollout in rollouts]) if rollouts else np.zeros(0, dtype=np.int32)
         sampled = versions[versions >= 0]
         return frozenset(rollout.lineage for rollout in rollouts), int(sampled.min()) if len(sampled) else None
 
     def is_within(self, lineage: str, *, oldest: int | None) -> bool:
-        """Whether all of it was sampled in this lineage and no token before version `oldest`: then it cannot be too old. Asked
-        at every version, so what it needs is computed once."""
+        """Whether all tokens are of this lineage and none is older than `oldest`. Called every version: `_origin` is cached."""
         lineages, first = self._origin
         return lineages <= {lineage} and (oldest is None or first is None or first >= oldest)
 
@@ -64,7 +63,7 @@ class GroupBuffer:
 
     @property
     def is_full(self) -> bool:
-        """Submission stops while it is."""
+        """While it is, no groups are submitted."""
         return self._capacity is not None and len(self._groups) >= self._capacity
 
     @property
@@ -77,14 +76,14 @@ class GroupBuffer:
         self._update()
 
     def skip(self, number: int) -> None:
-        """That group will never be trained: it failed or was filtered, or is rejected now."""
+        """That group will never be trained: it failed, or was filtered or rejected."""
         self._groups.pop(number, None)
         if self._in_order:
             self._skipped.add(number)
         self._update()
 
     def take(self) -> list[Group]:
-        """A batch of groups; only while `ready` is set."""
+        """Remove and return a batch; only while `ready` is set."""
         numbers = self._available()[: self._batch]
         assert len(numbers) == self._batch
         taken = [self._groups.pop(number) for number in numbers]
@@ -104,11 +103,11 @@ class GroupBuffer:
         self._update()
 
     def groups(self) -> list[Group]:
-        """What waits, in the order it was put."""
+        """The waiting groups, in the order they were put."""
         return list(self._groups.values())
 
     def state(self) -> dict[str, object]:
-        """For a checkpoint, which has the groups themselves too."""
+        """For a checkpoint, which stores the groups themselves too."""
         return {"next": self._next, "skipped": sorted(self._skipped)}
 
     def restore(self, *, next_number: int, skipped: list[int], groups: list[Group]) -> None:
@@ -117,7 +116,7 @@ class GroupBuffer:
         self._update()
 
     def _available(self) -> list[int]:
-        """Numbers of the groups that may leave now, in that order."""
+        """Numbers of the groups that may leave now, in order."""
         if not self._in_order:
             return list(self._groups)
         numbers, number = [], self._next

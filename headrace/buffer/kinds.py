@@ -1,4 +1,4 @@
-"""The table of buffer kinds, and what is made of the recipe's choice."""
+"""The table of buffer kinds, and functions that apply the recipe's choice."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _automatic(staleness: StalenessSettings) -> type[BufferPolicy]:
 
 
 def check_buffer(recipe: Recipe) -> None:
-    """Refuse a `[buffer]` that does not go with `[staleness]`."""
+    """Refuse a `[buffer]` that conflicts with `[staleness]`."""
     settings, with_depth = recipe.buffer, [name for name, policy in POLICIES.items() if policy.has_depth]
     if settings.depth and settings.kind not in with_depth:
         kinds = " or ".join(f"'{name}'" for name in with_depth)

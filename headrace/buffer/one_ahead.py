@@ -1,4 +1,4 @@
-"""One batch waits while another is trained."""
+"""The usual choice: one batch may wait, so generating the next overlaps with training this one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,5 @@ from headrace.buffer.policy import BufferPolicy
 
 
 class OneAhead(BufferPolicy):
-    """The usual choice: generation of the next batch overlaps with training of this one."""
-
     name = "one_ahead"
     least_lag = 1

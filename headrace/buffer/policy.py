@@ -1,4 +1,4 @@
-"""What a kind of buffer says of itself."""
+"""The base class of buffer kinds."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ if TYPE_CHECKING:
 
 
 class BufferPolicy:
-    """One kind of buffer. Each is a subclass in a file of its own, with a line in `kinds.POLICIES`."""
+    """One kind of buffer. Each is a subclass in its own file, listed in `kinds.POLICIES`."""
 
     name: ClassVar[str]
     takes_turns: ClassVar[bool] = False
-    """Generation and training take turns: nothing is submitted for the next batch until the last one has been trained."""
+    """Generation and training take turns: nothing is submitted for the next batch until the previous one has been trained."""
     has_depth: ClassVar[bool] = False
     """Whether `buffer.depth` says how many batches may wait."""
     least_lag: ClassVar[int] = 0
-    """The smallest staleness.max_lag, where lag is bounded at all, under which this kind can do anything."""
+    """The smallest staleness.max_lag, if lag is bounded, that this kind works with."""
     max_batches: int | None = 1
-    """Batches that may wait before submission stops; None: as many as come."""
+    """Batches that may wait before submission stops; None: any number."""
 
     def __init__(self, *, depth: int) -> None:
-        """`depth`: of `buffer.depth`, or what `auto` makes of staleness.max_lag."""
+        """`depth` is `buffer.depth`, or staleness.max_lag if the kind is `auto`."""
 
     def check(self, staleness: StalenessSettings) -> None:
         """Refuse staleness settings that this kind cannot work with."""

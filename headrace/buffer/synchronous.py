@@ -1,4 +1,4 @@
-"""Generate a batch, train it, and only then generate the next."""
+"""Generate a batch, train it, then generate the next: no token lags unless `partial.oversample` carries rollouts over."""
 
 from __future__ import annotations
 
@@ -6,7 +6,5 @@ from headrace.buffer.policy import BufferPolicy
 
 
 class Synchronous(BufferPolicy):
-    """Every token is sampled by the version that trains it, unless `partial.oversample` carries rollouts over."""
-
     name = "synchronous"
     takes_turns = True

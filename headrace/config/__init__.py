@@ -1,4 +1,4 @@
-"""Every setting of a run: the recipe made of the rooms' sections, and the checks that need two rooms at once."""
+"""Every setting of a run: the recipe, with a section for each room, and the checks that involve several rooms."""
 
 from headrace.config.recipe import Recipe, load_recipe, make_recipe, parse_recipe
 

@@ -1,4 +1,4 @@
-"""The checks that need two rooms at once: settings that are right one by one but cannot run together."""
+"""Checks that involve several rooms: settings that are valid one by one but cannot run together."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def check_across_rooms(recipe: Recipe) -> None:
-    """Refuse a recipe whose sections are right one by one but cannot run together."""
+    """Raise `ConfigError` if sections contradict each other."""
     check_buffer(recipe)
     check_correction(recipe)
     check_engine_kind(recipe)

@@ -1,4 +1,4 @@
-"""What a setting of TRL is called in Headrace, for users who write TRL's names."""
+"""Headrace's names for TRL's settings, for the error message when a user writes TRL's."""
 
 from __future__ import annotations
 
@@ -60,4 +60,4 @@ TRL: dict[str, str] = {
     "vllm_tensor_parallel_size": "engine.vllm.arguments.tensor_parallel_size",
     "warmup_ratio": "train.warmup_steps",
 }
-"""A key of a recipe, or a sentence where no single key does the same."""
+"""TRL's name → the recipe key, or a sentence where no single key does the same."""

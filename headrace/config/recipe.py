@@ -1,4 +1,4 @@
-"""The recipe: all sections of a run, and how one is read."""
+"""The recipe: all settings of a run, and how to load one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from headrace.score import RewardSettings
 from headrace.settings import ConfigError, Origin, apply_overrides, build, check, describe, identity, load_toml
 from headrace.staleness import StalenessSettings, describe_gate
 from headrace.sync import SyncSettings
-from headrace.tasks import TaskSettings  # noqa: TC001  (`build` reads the hints while it runs)
+from headrace.tasks import TaskSettings  # noqa: TC001  (`build` reads type hints at run time)
 from headrace.trainer import TrainSettings
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Everything a run is made of."""
+    """All settings of a run; each section is defined in its room."""
 
     OPERATIONAL = ("observe", "orchestrate", "deadline", "heartbeat", "sync")
     steps: int = 100
@@ -80,11 +80,11 @@ class Recipe:
 
     @property
     def hash(self) -> str:
-        """The run's identity, of all settings that decide its result. Others may change when it is resumed."""
+        """Identifies a run by the settings that affect its result. The others may change when it is resumed."""
         return hashlib.sha256(json.dumps(identity(self), sort_keys=True).encode()).hexdigest()[:16]
 
     def derivation(self) -> list[str]:
-        """How the sizes of a run follow from the settings, a line each."""
+        """How a run's sizes follow from its settings, one line each."""
         rows = [
             *self.train.describe(steps=self.steps),
             describe_gate(self),
@@ -111,16 +111,16 @@ def parse_recipe(text: str, *, name: str, overrides: Mapping[str, Any] | None = 
 
 
 def make_recipe(data: Mapping[str, Any]) -> Recipe:
-    """A recipe from nested or dotted plain data."""
+    """A recipe from a dict, nested or with dotted keys."""
     return build(Recipe, apply_overrides({}, data), origin=Origin(advise=lambda name: advise(name, is_python=True)))
 
 
 def advise(name: str, *, is_python: bool = False) -> str:
-    """What to write instead of a name that is TRL's or belongs to another section; "" if it is neither."""
+    """What to write instead of a name that is TRL's or another section's; "" if it is neither."""
     keys = [TRL[name]] if name in TRL else [key for key, *_ in describe(Recipe) if key.rpartition(".")[2] == name]
     if not keys or " " in keys[0]:
         return "".join(keys)
-    keys.sort(key=lambda key: key.startswith("warmup."))  # rarely the one meant
+    keys.sort(key=lambda key: key.startswith("warmup."))  # rarely what the user means
     section, _, leaf = keys[0].rpartition(".")
     example = f" In Python: {section}={{'{leaf}': …}}" if is_python and section and "." not in section else ""
     return f"did you mean {' or '.join(keys)}?{example}"

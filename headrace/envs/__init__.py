@@ -1,7 +1,6 @@
-"""Environments run one task to its end through a client: `run(task, client) -> Episode`. Single-turn is built in.
+"""Environments run one task to its end: `run(task, client) -> Episode`. Single-turn is built in.
 
-`client` is what an environment may use of the system; `EngineClient.generate` is the one place that resumes rollouts which
-a weight update aborted.
+The client is all that an environment sees of Headrace. It alone resumes rollouts that a weight update aborted.
 """
 
 from typing import TYPE_CHECKING

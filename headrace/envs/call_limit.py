@@ -1,4 +1,4 @@
-"""How many generate calls may be at the engines at once."""
+"""Bounds the generate calls in flight at the engines."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections import deque
 
 
 class CallLimit:
-    """Places for generate calls. An episode holds one only during a call, not while it waits for a tool, and later calls of an
-    episode go before the first calls of others: what was started finishes first."""
+    """A semaphore for generate calls. An episode holds a place during a call, not while it waits for a tool. Its later calls
+    go before the first calls of other episodes, so that started episodes finish first."""
 
     def __init__(self, limit: int) -> None:
         self.num_free = limit
@@ -26,7 +26,7 @@ class CallLimit:
             await place
         except asyncio.CancelledError:
             if not place.cancelled():
-                self.release()  # it was handed over at the same moment
+                self.release()  # `release` handed it over just before
             raise
 
     def release(self) -> None:

@@ -28,25 +28,25 @@ class Client(Protocol):
 
     @property
     def episode(self) -> str:
-        """Its id."""
+        """The episode's id."""
 
     @property
     def group(self) -> str:
-        """Of the siblings it is compared with."""
+        """The id it shares with the siblings it is compared with."""
 
     def prompt(self, prompt: Plain) -> Rollout:
         """A rollout of this episode with nothing sampled yet."""
 
     async def generate(self, rollout: Rollout) -> Rollout:
-        """The rollout with one more completion. If a weight update aborts it, it is resumed until it is finished."""
+        """The rollout with one more completion. If a weight update aborts it, the client resumes it until it finishes."""
 
     def text(self, rollout: Rollout) -> str:
         """The generated text, for display and for rewards; it is never tokenized again."""
 
 
 class PromptEncoder:
-    """Prompts to token ids, by the chat template if they are messages. A final assistant message is left open for the policy to
-    continue. Recent prompts are cached, because siblings share one."""
+    """Turns prompts into token ids, with the chat template if they are messages; the policy continues a final assistant
+    message. Recent prompts are cached, because siblings share one."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
@@ -78,15 +78,14 @@ class PromptEncoder:
             check_messages(messages)
         except ValueError as error:
             raise ConfigError(f"tasks: {error}") from error
-        is_open = messages[-1]["role"] == "assistant"  # to be continued, as TRL and vLLM do
+        is_open = messages[-1]["role"] == "assistant"  # the policy continues it, as in TRL and vLLM
         return self.tokenizer.apply_chat_template(
             messages, add_generation_prompt=not is_open, continue_final_message=is_open, return_dict=False
         )
 
 
 def _decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
-    """`tokenizer.decode` without special tokens; its backend's own where the result is the same. The wrapper looks at each
-    token, which takes longer than decoding does."""
+    """`tokenizer.decode` without special tokens; the backend's where equal, because the wrapper costs more than decoding."""
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
     if (
@@ -101,8 +100,6 @@ def _decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
 
 
 class EngineClient:
-    """A `Client` over an engine."""
-
     def __init__(
         self,
         engine: Engine,
@@ -117,9 +114,9 @@ class EngineClient:
         partials: dict[str, Rollout] | None = None,
         limit: CallLimit | None = None,
     ) -> None:
-        """`seed` is the run's; each rollout gets random numbers of its own by its id, which for the first is the episode's.
-        `partials` holds unfinished rollouts by their id: those of a checkpoint, which a call with the same prompt continues,
-        and those a weight update aborted, until their call ends. `limit` bounds the calls at the engine."""
+        """`seed` is the run's; a rollout's id gives it random numbers of its own. `partials` holds unfinished rollouts by id:
+        a checkpoint's, which a call with the same prompt continues, and those that a weight update aborted, until their call
+        ends. `limit` bounds the calls in flight at the engine."""
         self._engine, self._encoder = engine, encoder
         self._limit, self._has_called = limit, False
         self.policy = policy
@@ -135,7 +132,7 @@ class EngineClient:
         self._rollouts += 1
         names = {"id": self.episode + suffix, "episode": self.episode, "group": self.group, "policy": self.policy}
         shared = self._encoder.rollout(prompt)
-        return shared.replace(**names, index=self._index, rewards={}, columns={})  # dictionaries of its own
+        return shared.replace(**names, index=self._index, rewards={}, columns={})  # its own dictionaries
 
     async def generate(self, rollout: Rollout) -> Rollout:
         if self._limit is None:
@@ -167,7 +164,7 @@ class EngineClient:
         return rollout
 
     def limit(self, max_tokens: int) -> None:
-        """Let its calls sample no more tokens than this."""
+        """Let each later call sample at most this many tokens."""
         self._sampling = dataclasses.replace(self._sampling, max_tokens=max_tokens)
 
     def text(self, rollout: Rollout) -> str:

@@ -1,4 +1,4 @@
-"""The protocol of environments, and the built-in one: a prompt, a completion."""
+"""The protocol of environments, and the built-in one: one prompt, one completion."""
 
 from __future__ import annotations
 
@@ -16,13 +16,10 @@ class Environment(Protocol):
     """Runs a task to its end."""
 
     async def run(self, task: dict[str, Plain], client: Client) -> Episode:
-        """Called once per attempt by the generate loop. If it raises, the episode is retried while attempts remain, and then
-        counted as failed."""
+        """The generate loop calls it once per attempt. If all attempts raise, the episode counts as failed."""
 
 
 class SingleTurn:
-    """One prompt, one completion."""
-
     async def run(self, task: dict[str, Plain], client: Client) -> Episode:
         started = time.time()
         rollout = await client.generate(client.prompt(task["prompt"]))

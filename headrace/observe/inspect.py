@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class InspectError(ValueError):
-    """There are no such rollouts."""
+    """The rollouts to show were not kept."""
 
 
 def kept_steps(folder: Path) -> list[int]:
@@ -23,7 +23,7 @@ def kept_steps(folder: Path) -> list[int]:
 
 
 def read_rollouts(folder: Path, step: int | None = None) -> tuple[int, list[Rollout]]:
-    """(version, its rollouts): of one step, or of the last whose rollouts were kept."""
+    """(version, its rollouts) of `step`, by default the last whose rollouts were kept."""
     steps = kept_steps(folder)
     if not steps:
         raise InspectError(f"{folder} holds no rollouts; is it a run folder? (observe.keep_rollouts_every keeps them)")

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 class Observer:
-    """Timelines, metrics, trace, kept rollouts and the screen of one run. Without a folder nothing is written; a run goes on
-    where writing fails. `elsewhere`: roles in other processes; `restored`: the version that a run resumes from."""
+    """Timelines, metrics, trace, kept rollouts and the screen of one run. Without a folder it writes nothing; a failed write
+    does not stop the run. `elsewhere`: roles in other processes; `restored`: the version that a run resumes from."""
 
     def __init__(
         self,
@@ -51,13 +51,13 @@ class Observer:
         return {role: timeline for role, timeline in self._timelines.items() if isinstance(timeline, MirroredTimeline)}
 
     def start(self) -> None:
-        """Start the window of the time budget, at the first request."""
+        """Start the time budget's window, just before the first rollout."""
         for timeline in self._timelines.values():
             timeline.start()
         self._before = {}
 
     def budget(self) -> Budget:
-        """Shares of every role; each sums to 1."""
+        """Every role's shares of time, which sum to 1."""
         return {role: timeline.shares() for role, timeline in self._timelines.items()}
 
     @property
@@ -67,7 +67,7 @@ class Observer:
         return engine.occupied / engine.slots if engine.slots else 0.0
 
     def version(self, version: int, metrics: Mapping[str, Any]) -> None:
-        """A version was trained: write its metrics, with the seconds of every state since the last version."""
+        """After a version is trained: write its metrics, and the seconds in each state since the last version."""
         budget = self.budget()
         row = {**metrics, **self._seconds()}
         self._sinks = [sink for sink in self._sinks if self._safely(type(sink).__name__, sink.write, version, row)]
@@ -76,8 +76,7 @@ class Observer:
         self.screen.row({"version": version, **metrics}, budget)
 
     def keep_rollouts(self, version: int, rollouts: Sequence[Rollout]) -> Path | None:
-        """Write them to the run's folder for `headrace inspect`, replacing any kept of that version. The file, or None where it
-        could not be written."""
+        """Write them for `headrace inspect`, over any of the same version. Returns the file, or None if it was not written."""
         if self._folder is None:
             return None
         path = self._folder / "rollouts" / f"step-{version}.wire"
@@ -108,7 +107,7 @@ class Observer:
             self._trace = None
 
     def _safely(self, name: str, write: Callable[..., object], *arguments: object) -> bool:
-        """Whether the write succeeded; the run does not depend on it."""
+        """Whether the write succeeded; if not, tell the user and go on."""
         try:
             write(*arguments)
         except Exception as error:  # noqa: BLE001  (a full disk, or whatever a metrics service raises)

@@ -1,4 +1,4 @@
-"""How much memory this process has used at most."""
+"""Peak memory of this process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes since the process started: on a GPU those that torch has allocated there, elsewhere those resident."""
+    """Peak bytes since the process started: on a GPU allocated by torch, else resident."""
     if device.type == "cuda":
         import torch
 
@@ -22,8 +22,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def peak_resident() -> int:
-    """From /proc where there is one: `getrusage` also counts the process before it became this program, which right after a
-    start is its parent's size."""
+    """From /proc if there is one: `getrusage` also covers the time between fork and exec, when the size is the parent's."""
     with contextlib.suppress(OSError, StopIteration, ValueError):
         lines = Path("/proc/self/status").read_text().splitlines()
         return 1024 * int(next(line for line in lines if line.startswith("VmHWM:")).split()[1])

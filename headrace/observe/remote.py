@@ -1,4 +1,4 @@
-"""Timelines of roles in other processes: kept there (`ProcessTimeline`), mirrored in the launcher (`MirroredTimeline`)."""
+"""Timelines of roles in other processes: each process keeps a `ProcessTimeline`, the launcher a `MirroredTimeline`."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _MAX_SPANS = 20_000
-"""Kept between two reports. A trace with more of them has gaps, the budget has none."""
+"""Spans kept between two reports. Beyond that the trace has gaps, but not the budget."""
 
 
 class ProcessTimeline(Timeline):
-    """Of a role with a thread of its own. The operating system says how long that thread waited for a processor."""
+    """The timeline of a role with its own thread. The kernel reports how long that thread waited for a processor."""
 
     def __init__(self, role: str) -> None:
         super().__init__(role)
         self._delays = _RunDelay()
         self._spans: list[tuple[str, float, float]] = []
         self._lock = threading.Lock()
-        """Another thread's `report` falls between two spans, never into the end of one."""
+        """Held while a span is closed, because another thread may call `report`."""
 
     def report(self) -> dict[str, Any]:
-        """Totals since the process started, until now, and the spans since the last report. From any thread."""
+        """Totals since the process started, and the spans since the last report. Any thread may call it."""
         with self._lock:
             totals, state = dict(self.totals), self._state
             span = max(0.0, time.perf_counter() - self._since)
@@ -66,7 +66,7 @@ class ProcessTimeline(Timeline):
 
 
 class _RunDelay:
-    """Seconds the working thread has waited for a processor, where the system tells (Linux)."""
+    """Seconds the working thread has waited for a processor; 0 where unknown (not on Linux)."""
 
     def __init__(self) -> None:
         self._file = -1
@@ -74,7 +74,7 @@ class _RunDelay:
         self._last = 0
 
     def take(self, most: float) -> float:
-        """Seconds since the last call, from the thread that works; more than `most` is left for the next span."""
+        """Seconds waited since the last call; the excess over `most` is left for the next. Only the working thread calls it."""
         thread = threading.get_native_id()
         if thread != self._thread:  # its first call
             self._open(thread)
@@ -85,7 +85,7 @@ class _RunDelay:
         return taken / 1e9
 
     def so_far(self) -> float:
-        """What could be taken now. From any thread."""
+        """Seconds waited since the last `take`. Any thread may call it."""
         return (self._read() - self._last) / 1e9
 
     def _open(self, thread: int) -> None:
@@ -107,7 +107,7 @@ class _RunDelay:
 
 
 class MirroredTimeline(Timeline):
-    """The reports of all processes of one role, added up. The launcher adds why the trainer's process waited."""
+    """The sum of the reports of one role's processes. The launcher adds when the trainer waited for an evaluation."""
 
     def __init__(self, role: str, *, on_span: Callable[[str, str, float, float], None] | None = None) -> None:
         super().__init__(role, on_span=on_span)
@@ -116,7 +116,7 @@ class MirroredTimeline(Timeline):
         self._evaluated = 0.0
 
     def take(self, name: str, report: dict[str, Any]) -> None:
-        """The newest report of one process."""
+        """Store a process's newest report."""
         self._reports[name] = report
         if self._on_span is not None:
             for state, start, stop in report["spans"]:
@@ -124,7 +124,7 @@ class MirroredTimeline(Timeline):
         self._update()
 
     def forget(self, name: str) -> None:
-        """The process has ended. What it reported still counts, and another may start under its name."""
+        """A process has ended: its report still counts, and a restarted process may reuse the name."""
         if name in self._reports:
             self._reports[f"{name}, ended ({len(self._reports)})"] = self._reports.pop(name)
 
@@ -135,7 +135,7 @@ class MirroredTimeline(Timeline):
 
     @contextlib.contextmanager
     def during(self, state: str) -> Iterator[None]:
-        """The process idles during an evaluation and cannot know why; work it reports itself."""
+        """Count evaluations: the process knows only that it is idle. All other states it reports itself."""
         started = time.perf_counter()
         try:
             yield
@@ -145,7 +145,7 @@ class MirroredTimeline(Timeline):
                 self._update()
 
     def _close(self, now: float) -> None:
-        """Nothing: the process closes its own spans."""
+        """Do nothing: the process closes its own spans."""
 
     def _sums(self) -> dict[str, float]:
         """Seconds in every state, and slot counts, of all processes since they started."""

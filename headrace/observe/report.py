@@ -42,7 +42,6 @@ def final_report(summary: dict[str, Any], equation: str, samples: list[tuple[str
 
 
 def _held_out_lines(before: dict[str, float], after: dict[str, float]) -> list[str]:
-    """All sources together, and each where there are several."""
     lines = []
     for success in dict.fromkeys(["success", *(name for name in after if name.startswith("success/"))]):
         greedy, source = success.replace("success", "greedy", 1), success.partition("/")[2]
@@ -55,7 +54,6 @@ def _held_out_lines(before: dict[str, float], after: dict[str, float]) -> list[s
 
 
 def _memory_line(memory: dict[str, dict[str, int | None]]) -> str:
-    """The peak of each role, and what was predicted."""
     parts = []
     for role, sizes in memory.items():
         peak, expected = sizes["peak"] or 0, sizes["predicted"]

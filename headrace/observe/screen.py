@@ -1,4 +1,4 @@
-"""What the user sees during a run: a live table on a terminal, plain lines elsewhere."""
+"""What the user sees during a run: a live table on a terminal, elsewhere one line per version."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ _ROWS = 8
 
 
 class Screen:
-    """What the user sees. This one shows nothing."""
+    """Shows nothing; subclasses do."""
 
     def say(self, text: str) -> None:
         """Show a message."""
 
     def row(self, row: Mapping[str, Any], budget: Budget) -> None:
-        """Show a version that was trained: its metrics, and where the time went."""
+        """Show a trained version: its metrics, and where the time went."""
 
     def close(self) -> None:
         """Nothing more will be shown."""
 
 
 def open_screen(*, steps: int, quiet: bool = False) -> Screen:
-    """The screen that suits where the output goes."""
+    """A live table if stdout is a terminal, else plain lines; nothing if `quiet`."""
     if quiet:
         return Screen()
     console = Console()
@@ -42,8 +42,6 @@ def open_screen(*, steps: int, quiet: bool = False) -> Screen:
 
 
 class PlainLines(Screen):
-    """One line per version."""
-
     def __init__(self, *, steps: int) -> None:
         self._steps = steps
 
@@ -104,7 +102,7 @@ def _cells(row: Mapping[str, Any]) -> dict[str, str]:
 
 
 def share(found: Mapping[str, float], name: str) -> str:
-    """A share that an evaluation measured, or "not judged" where it scored nothing."""
+    """A share that an evaluation measured, or "not judged" if it scored nothing."""
     return f"{found[name]:.1%}" if name in found else "not judged"
 
 

@@ -1,4 +1,4 @@
-"""Where metrics are written. A sink that fails (a full disk, a service that is down) is dropped with a message."""
+"""Where metrics go. A sink that fails (a full disk, a service that is down) is dropped with a message."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Sink(Protocol):
-    """Takes flat metrics once per version."""
+    """Receives flat metrics once per version."""
 
     def write(self, version: int, metrics: Mapping[str, Any]) -> None: ...
 
@@ -43,8 +43,6 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Scalars for TensorBoard, in the run folder."""
-
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
@@ -60,8 +58,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A W&B run named after the folder, which keeps its id: a resumed run continues in W&B, and one that starts anew is
-    another."""
+    """A W&B run named after the folder, which stores its id: a resumed run continues it, a fresh one starts another."""
 
     def __init__(self, folder: Path, *, config: Mapping[str, Any], is_resumed: bool) -> None:
         import wandb
@@ -77,7 +74,7 @@ class WeightsAndBiases:
             resume="allow",
             config=dict(config),
         )
-        # Not W&B's own step, which only rises: versions after the checkpoint that a run resumes from are logged again.
+        # W&B's own step can only rise, but a resumed run logs the versions after its checkpoint again.
         self._run.define_metric("version")
         self._run.define_metric("*", step_metric="version")
 
@@ -90,7 +87,7 @@ class WeightsAndBiases:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl; a line truncated by a crash is left out."""
+    """The rows of a metrics.jsonl; a line truncated by a crash is skipped."""
     rows = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
@@ -101,7 +98,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def open_sinks(names: tuple[str, ...], folder: Path, *, restored: int | None, config: Mapping[str, Any]) -> list[Sink]:
-    """metrics.jsonl, and those of `observe.sinks`. `config`: the recipe, for sinks that show it."""
+    """metrics.jsonl, and the sinks in `observe.sinks`. `config`: the recipe, for sinks that show it."""
     sinks: list[Sink] = [JsonLines(folder / "metrics.jsonl", restored=restored)]
     for name in names:
         try:

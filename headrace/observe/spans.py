@@ -1,4 +1,4 @@
-"""Timelines: each role is in exactly one state at any moment, so its shares of the time always sum to one."""
+"""Timelines: each role is in exactly one state at any moment, so its shares of time always sum to 1."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 Budget: TypeAlias = dict[str, dict[str, float]]
-"""Of every role, the share of time in each of its states."""
+"""Role → state → share of time."""
 STATES = {
     "engine": ("prefill", "decode", "swap", "wait-gate", "wait-weights", "descheduled"),
     "trainer": ("compute", "publish", "save", "evaluate", "wait-batch", "descheduled"),
@@ -20,7 +20,7 @@ STATES = {
 }
 """`descheduled`: ready to run, but without a processor. `evaluate`: the trainer waits for a held-out evaluation."""
 BESIDE = "beside "
-"""Starts the names of spans that are not states."""
+"""Prefix of spans that are not states (`Timeline.beside`)."""
 IDLE = {"engine": "wait-gate", "trainer": "wait-batch", "scorer": "wait"}
 WAITING = frozenset({"wait-gate", "wait-weights", "wait-batch", "wait", "evaluate", "descheduled"})
 
@@ -51,7 +51,7 @@ class Timeline:
         self._since = time.perf_counter()
 
     def start(self) -> None:
-        """Start the window of which shares are taken."""
+        """Start the window that `shares` covers."""
         self.totals = dict.fromkeys(STATES[self.role], 0.0)
         self.occupied = self.slots = 0
         self._since = time.perf_counter()
@@ -72,7 +72,7 @@ class Timeline:
 
     @contextlib.contextmanager
     def during(self, state: str) -> Iterator[None]:
-        """In `state` inside the block, then back in the state before; blocks of one state may overlap."""
+        """Be in `state` inside the block, then return to the previous state; blocks of one state may overlap."""
         self._depth[state] += 1
         if self._depth[state] == 1:
             self._before[state] = self._state
@@ -86,7 +86,7 @@ class Timeline:
 
     @contextlib.contextmanager
     def beside(self, what: str) -> Iterator[None]:
-        """Work of another thread at the same time: shown in the trace on a track of its own, not counted in the budget."""
+        """Concurrent work of another thread: it has its own track in the trace and is not counted in the budget."""
         start = time.perf_counter()
         try:
             yield
@@ -94,7 +94,7 @@ class Timeline:
             self._note(BESIDE + what, start, time.perf_counter())
 
     async def wait(self, state: str, signal: Signal) -> None:
-        """In `state` until the signal is set, and descheduled from then until this coroutine runs."""
+        """Wait for the signal in `state`. From when it is set until this coroutine runs, the role is descheduled."""
         if signal.is_set():
             return
         if not any(self._depth.values()):  # otherwise the role is at work during this wait
@@ -104,12 +104,12 @@ class Timeline:
             self.enter("descheduled", at=signal.raised_at)
 
     def count(self, *, occupied: int, slots: int) -> None:
-        """Slot occupancy of a decode step."""
+        """Add a decode step's slot occupancy."""
         self.occupied += occupied
         self.slots += slots
 
     def shares(self) -> dict[str, float]:
-        """Each state's part of the window so far; they sum to 1."""
+        """Each state's share of the window so far; they sum to 1."""
         self._close(time.perf_counter())
         window = sum(self.totals.values())
         return {state: total / window if window else float(state == IDLE[self.role]) for state, total in self.totals.items()}
@@ -126,7 +126,7 @@ class Timeline:
 
 
 def at_work(budget: Budget) -> dict[str, float]:
-    """The share of time each role was at work. Being descheduled counts as waiting, for the processor."""
+    """The share of time each role was at work. Descheduled counts as waiting (for a processor)."""
     return {role: 1.0 - sum(shares.get(state, 0.0) for state in WAITING) for role, shares in budget.items()}
 
 

@@ -1,4 +1,4 @@
-"""trace.json for Perfetto: a JSON array that is closed only at the end of a run. Perfetto opens it before that too."""
+"""trace.json for Perfetto: a JSON array that is closed when the run ends; Perfetto can open it before."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _SHORTEST = 50e-6
 
 
 def _reopen(path: Path) -> None:
-    """Make a closed or truncated array one that can be appended to: whole lines, each ending in a comma."""
+    """Make a closed or truncated array appendable: whole lines, each ending in a comma."""
     lines = path.read_text(encoding="utf-8").splitlines()
     whole = [line.rstrip(",") for line in lines[1:] if line.rstrip(",").endswith("}")]
     path.write_text("[\n" + "".join(f"{line},\n" for line in whole), encoding="utf-8")
 
 
 class Trace:
-    """Writes the spans of every role, appending to the trace of a run that is resumed."""
+    """Writes the spans of every role; a resumed run appends to its trace."""
 
     def __init__(self, path: Path) -> None:
         is_new = not path.exists() or path.stat().st_size == 0
@@ -47,7 +47,7 @@ class Trace:
             self._event({"name": name, "ph": "X", "pid": 1, "tid": track, "ts": at, "dur": round((stop - start) * 1e6, 1)})
 
     def mark(self, name: str) -> None:
-        """A moment on every track, and everything so far to disk."""
+        """Mark a moment on every track, and flush the file."""
         self._event(_moment(name))
         self._file.flush()
 

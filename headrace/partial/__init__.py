@@ -4,13 +4,13 @@
   version and sampled over the older version's KV cache. Nothing is wasted and nothing stalls.
 - `RETRACT`: as `KEEP`, but the KV cache is dropped and each prefix is computed again under the new weights, inside the engine:
   no call ends. `kv = "recompute"` turns `KEEP` into this.
-- `DRAIN`: what is in flight finishes first, so no rollout spans two versions; the engine empties meanwhile.
-- `ABORT`: what is in flight ends at once with `finish_reason=ABORT`; each rollout is resumed from its prefix, computed again
-  under the new weights.
+- `DRAIN`: rollouts in flight finish first, so none spans two versions; the engine runs empty meanwhile.
+- `ABORT`: rollouts in flight end at once with `finish_reason=ABORT` and are resumed from their prefix, computed again under the
+  new weights.
 
-Two settings decide about groups that are unfinished when a batch is taken (`unfinished`): `cancel` gives up those too old to be
-trained, and `oversample` starts more than a batch needs and lets the unfinished continue into the next. Unfinished rollouts are
-saved with a run's checkpoint and resumed after a restart (`history`).
+Two settings are about groups that are unfinished when a batch is taken (`unfinished`): `cancel` gives up those too old to be
+trained, and `oversample` starts more than a batch needs and lets the unfinished continue into the next. Checkpoints include
+unfinished rollouts, which are resumed after a restart (`history`).
 """
 
 from typing import TYPE_CHECKING

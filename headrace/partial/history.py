@@ -14,11 +14,9 @@ if TYPE_CHECKING:
 
 
 def is_resumable(rollout: Rollout) -> bool:
-    """Whether an interrupted rollout can be resumed by running its episode again from the start.
-
-    Only the first generate call of an episode's first rollout can. Before a later call the environment may have called a tool
-    or built a prompt from another rollout's text; that is lost, and may come out differently the second time.
-    """
+    """Whether an interrupted rollout can be resumed by running its episode again from the start. Only the first generate call
+    of an episode's first rollout can: before a later call, the environment may have called a tool or built a prompt from
+    another rollout's text, which may come out differently the second time."""
     is_first = rollout.id == rollout.episode and rollout.parent is None
     is_cut = rollout.finish_reason is FinishReason.ABORT and rollout.num_sampled > 0
     return is_first and is_cut and bool((np.diff(rollout.is_sampled.astype(np.int8)) >= 0).all())
@@ -37,12 +35,9 @@ def goes_on_from(prompt: Rollout, partial: Rollout) -> bool:
 
 
 def still_history(rollout: Rollout, lineage: Lineage) -> Rollout | None:
-    """The part of a partial rollout sampled by weights that this lineage descends from; None if there is none.
-
-    The part that is left is relabelled with this lineage. That is correct: every token left was sampled by a version this
-    lineage descends from, so (this lineage, version) names the same weights. Under the old label, the first token sampled
-    past the checkpoint would get the rollout rejected.
-    """
+    """The part of a partial rollout sampled by weights that this lineage descends from; None if there is none. It is relabelled
+    with this lineage, since (this lineage, version) names the same weights for all its tokens; under the old label, the first
+    token sampled past the checkpoint would get the rollout rejected."""
     versions = np.unique(rollout.versions[rollout.is_sampled]).tolist()
     dead = [version for version in versions if not lineage.contains(rollout.lineage, version)]
     if dead:

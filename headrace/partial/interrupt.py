@@ -15,7 +15,7 @@ class Interrupt(enum.StrEnum):
 
     @property
     def waits_for_rollouts(self) -> bool:
-        """Whether the pause begins only once every rollout in flight has finished."""
+        """Whether the pause starts only once every rollout in flight has finished."""
         return self is Interrupt.DRAIN
 
     @property

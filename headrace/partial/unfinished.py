@@ -1,4 +1,4 @@
-"""Groups still in flight when a batch is taken: whether they are paused while it is trained, and when they are given up."""
+"""Groups still in flight when a batch is taken: whether they are paused while it is trained, and when they are cancelled."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def pauses_unfinished(recipe: Recipe) -> bool:
-    """Whether rollouts in flight are paused while a batch is trained: in a synchronous run that starts more than it needs."""
+    """Whether rollouts in flight are paused while a batch is trained: in a synchronous run that oversamples."""
     return buffer_policy(recipe).takes_turns and recipe.partial.extra_groups(recipe.train.groups_per_batch) > 0
 
 
@@ -29,17 +29,14 @@ def continues_over_updates(recipe: Recipe) -> bool:
 
 
 def is_over_age(oldest: int, *, next_version: int, max_lag: int) -> bool:
-    """Whether a token of version `oldest` is too old for every batch to come.
-
-    `next_version` is the first version for which no batch has been taken yet. A group still in flight is trained at that one
-    or later, where the token's lag is at least `next_version - oldest`; versions only rise. So a group over age would be
-    rejected whenever it ended (`staleness.reject`), and one that is not might still be trained.
-    """
+    """Whether a token of version `oldest` is too old for every batch to come. `next_version` is the first version for which no
+    batch has been taken. A group in flight is trained at that version or later, so its lag is at least `next_version - oldest`:
+    if over age, it is sure to be rejected (`staleness.reject`); otherwise it may still be trained."""
     return next_version - oldest > max_lag
 
 
 def check_unfinished(recipe: Recipe) -> None:
-    """Refuse a `[partial]` that cannot have an effect, or not the one it promises."""
+    """Refuse a `[partial]` that would have no effect, or not the one it promises."""
     if recipe.partial.cancels:
         _check_cancel(recipe)
     if recipe.partial.oversample > 1:

@@ -1,4 +1,4 @@
-"""What a run will need, and what would go wrong with it, said before it starts: `headrace doctor`."""
+"""`headrace doctor`: predicts what a run needs and what would go wrong, before it starts."""
 
 from typing import TYPE_CHECKING
 

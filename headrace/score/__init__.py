@@ -2,8 +2,8 @@
 
 Errors are not zeros. What the policy can cause gets a score; a reward that raises, returns NaN or times out is an
 `InfraAbort`: dropped, counted, retried. A reward that returns None does not apply; if none applies, the rollout is `Invalid`
-and filtered. `rewards` calls a user's function in either of its forms, `scorer` makes outcomes of the results, and
-`workers` are the threads in which plain functions are called under a timeout.
+and filtered. `rewards` calls a user's function in either form, `scorer` turns the results into outcomes, and `workers` are
+the threads that call plain functions under a timeout.
 """
 
 from typing import TYPE_CHECKING

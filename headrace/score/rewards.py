@@ -1,11 +1,11 @@
-"""A user's reward function, in either form it may have.
+"""Calls a user's reward function, in either form:
 
 - TRL's: `f(prompts, completions, completion_ids, **columns) -> list[float | None]`
 - per sample: `f(prompt, completion, **row) -> float | None`
 
-Its parameter names tell which form it has. Both may be async. As in TRL, the batch form gets completions as messages
-where prompts are chats, and an assistant message that the prompt started is moved to the completion as a whole; the
-per-sample form always gets the generated text.
+Its parameter names tell which; both may be async. As in TRL, if prompts are chats the batch form gets completions as
+messages, including the start of an assistant message that the prompt ends with; the per-sample form always gets the
+generated text.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 GIVEN = frozenset({"prompt", "prompts", "completion", "completions", "completion_ids"})
-"""What every reward can take, whatever the columns of the tasks are."""
+"""Arguments that Headrace provides; all others are columns of the tasks."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Failure:
-    """The reward raised, or returned something that is not a number."""
+    """The reward raised, timed out, or returned NaN or infinity."""
 
     reason: str
     cause: BaseException | None = None
@@ -52,7 +52,7 @@ Result: TypeAlias = "float | Failure | None"
 
 
 class _IsAsync(Exception):
-    """A function that did not look async returned something to await."""
+    """A function that did not look async returned an awaitable."""
 
 
 _NO_SIGNALS = (
@@ -62,7 +62,7 @@ _NO_SIGNALS = (
 
 
 class RewardFunction:
-    """One reward under one name, called the way it wants to be."""
+    """A named reward function, called in the form that its parameters show."""
 
     def __init__(self, function: Callable[..., Any], *, name: str = "") -> None:
         if not callable(function):
@@ -71,14 +71,13 @@ class RewardFunction:
             name, function = name or function.name, function.function
         self.name: str = name or getattr(function, "__name__", type(function).__name__)
         self.function: Callable[..., Any] = function
-        """What the user wrote."""
         parameters = inspect.signature(function).parameters.values()
         self._names = {p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD}
         self._takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
         variadic = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
         needed = [p.name for p in parameters if p.default is p.empty and p.kind not in variadic]
         self.required: list[str] = [name for name in needed if name not in GIVEN]
-        """Columns it cannot be called without."""
+        """Task columns it cannot be called without."""
         self._is_batched = bool(self._names & {"prompts", "completions"})
         self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
         if not self._is_batched and "completion" not in self._names and not self._takes_all:
@@ -88,16 +87,14 @@ class RewardFunction:
             )
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:  # noqa: ANN401  (the user's own signature)
-        """The function itself, as it was before `headrace.reward` named it."""
+        """Call the user's function, so that `@headrace.reward` leaves it usable as before."""
         return self.function(*arguments, **keywords)
 
     async def score(
         self, samples: Sequence[Sample], *, attempts: int, deadline: float = 300.0, workers: RewardWorkers | None = None
     ) -> list[Result]:
-        """One result per sample. If a batch raises, each sample is tried alone, so that one cannot fail all.
-
-        With `workers`, a plain function is called in their threads and under their timeout; otherwise it is called here.
-        """
+        """One result per sample. If a batch raises, each sample is retried alone, so that one cannot fail all. `workers` call a
+        plain function in their threads, under their timeout; without them it is called here."""
         if workers is not None and not self.is_async:
             try:
                 return await self._score_in_threads(samples, attempts, workers)
@@ -119,7 +116,7 @@ class RewardFunction:
                 return self._checked_results(result, samples)
             except RewardError:
                 raise
-            except Exception as error:  # noqa: BLE001  (whatever a user's function raises becomes a typed outcome)
+            except Exception as error:  # noqa: BLE001  (anything a user's function raises becomes a typed outcome)
                 failure = self._failed(error)
         return failure
 
@@ -137,7 +134,7 @@ class RewardFunction:
 
     async def _score_in_threads(self, samples: Sequence[Sample], attempts: int, workers: RewardWorkers) -> list[Result]:
         """A batch that times out is split too, but with one attempt per sample, a quarter of `reward.timeout` for each and
-        one `reward.timeout` for all: one sample that hangs does not fail its siblings, and four that hang end the batch."""
+        one `reward.timeout` for all: one sample that hangs does not fail the others, and four that hang end the batch."""
         limit, budget, why = workers.timeout, math.inf, ""
         if self._is_batched and len(samples) > 1:
             (whole,) = await workers.map(lambda batch: self._attempt_in_thread(batch, 1, workers), [samples], name=self.name)
@@ -171,7 +168,7 @@ class RewardFunction:
         return failure
 
     def _call(self, samples: Sequence[Sample]) -> Any:  # noqa: ANN401  (what the user's function returns)
-        """Call the function with all samples; with the only one in the per-sample form."""
+        """Call the function once; the per-sample form takes exactly one sample."""
         if self._is_batched:
             arguments = _columns(samples)
         else:
@@ -229,7 +226,7 @@ class RewardFunction:
 
 
 async def together(calls: Iterable[Coroutine[Any, Any, T]], *, is_async: bool) -> list[T]:
-    """Run async calls concurrently. Run plain ones one after another, without yielding, so that their time is theirs alone."""
+    """Run async calls concurrently; run plain ones one after another without yielding, so that each is timed alone."""
     return list(await asyncio.gather(*calls)) if is_async else [await call for call in calls]
 
 
@@ -249,7 +246,7 @@ def _columns(samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def _as_in_trl(sample: Sample) -> tuple[Any, Any]:
-    """(prompt, completion): an assistant message that the prompt started belongs to the completion, as a whole."""
+    """(prompt, completion); an unfinished assistant message at the end of the prompt moves to the completion."""
     prompt: Any = sample.row["prompt"]
     if not isinstance(prompt, list):
         return prompt, sample.completion
@@ -260,7 +257,7 @@ def _as_in_trl(sample: Sample) -> tuple[Any, Any]:
 
 
 def _is_about_signals(error: BaseException | None) -> bool:
-    """Whether a signal handler was to be set outside the main thread; libraries often wrap that error in one of their own."""
+    """Whether it comes from setting a signal handler outside the main thread; libraries often wrap that error in their own."""
     while error is not None:
         if isinstance(error, ValueError) and any(text in str(error) for text in ("only works in main thread", "signal.alarm")):
             return True

@@ -1,4 +1,4 @@
-"""Episodes in, episodes with outcomes out."""
+"""Gives finished episodes their outcomes."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 class Scorer(Protocol):
-    """Outcome rewards."""
+    """Scores whole episodes."""
 
     @property
     def num_calls(self) -> int:
-        """Reward calls that have ended in worker threads: progress within one `score`."""
+        """Reward calls that have ended in worker threads: shows progress while `score` runs."""
 
     async def score(self, episodes: Sequence[Episode]) -> list[Episode]:
-        """The same episodes, in order, each with an outcome. The score loop calls it with whatever has finished."""
+        """The same episodes, in order, each with an outcome. The score loop calls it with all that have finished."""
 
 
 class RewardScorer:

@@ -1,9 +1,8 @@
-"""For rewards that never release the GIL: a regular expression that backtracks forever lets no other thread run.
+"""Ends a run whose reward never releases the GIL, such as a regular expression that backtracks forever.
 
-No timeout works then, because the event loop that would notice it is blocked too. The timer of `faulthandler` needs no
-interpreter. It is set while reward calls are in flight and set again whenever the event loop runs. When the loop has not
-run for `reward.timeout` plus a margin, the timer writes the stacks of all threads to the run's log and ends the process with
-status 1. A process has one such timer.
+No timeout works then, because the event loop is blocked too; `faulthandler`'s timer needs no interpreter. It is set while
+reward calls are in flight and reset whenever the event loop runs. If the loop has not run for `reward.timeout` plus a margin,
+the timer writes the stacks of all threads to the run's log and exits with status 1. A process has one such timer.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ import faulthandler
 from typing import IO
 
 MARGIN = 30.0
-"""Seconds beyond `reward.timeout`, so that a loop that is merely busy is not ended."""
+"""Seconds beyond `reward.timeout`, so that a loop that is merely busy does not end the run."""
 
 
 class Watchdog:
-    """The timer is set by the first job and then once per beat, until a beat finds no job in flight."""
+    """The first job sets the timer; every beat resets it, until a beat finds no job in flight."""
 
     def __init__(self, file: IO[str], *, timeout: float, margin: float = MARGIN) -> None:
         self._file = file
@@ -41,7 +40,7 @@ class Watchdog:
         self._num_open -= 1
 
     async def _beat(self) -> None:
-        """Set the timer again while a job is in flight. Woken by the clock; if it is not, the timer fires."""
+        """Reset the timer while a job is in flight. Woken by the clock; if the loop is blocked, the timer fires."""
         while True:
             await asyncio.sleep(self._beat_every)
             if not self._num_open:

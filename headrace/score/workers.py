@@ -6,9 +6,9 @@
            the deadline of a call                      │
            ◄─────────────────── all results at once ───┘
 
-The item of a call past its deadline becomes `TimedOut`. Threads cannot be killed, so its thread is abandoned and a new one
-takes the remaining items; what an abandoned thread still returns is thrown away. Nothing is pickled, so a reward from the
-user's own script works. One worker, the default, calls rewards one at a time and in order.
+The result of a call past its deadline is `TimedOut`. Threads cannot be killed, so its thread is abandoned, and its late result
+ignored; a new thread takes the remaining items. Nothing is pickled, so a reward from the user's own script works. One worker,
+the default, calls rewards one at a time and in order.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class RewardError(ValueError):
 
 @dataclass(frozen=True)
 class TimedOut:
-    """The result of a call that did not return in time, or that no time was left for."""
+    """The result of a call that did not return in time, or that there was no time left to make."""
 
     cause: TimeoutError | None = None
     """Its traceback is where the call was when it timed out; None if it was never made."""
@@ -68,14 +68,14 @@ class _Job:
         self.done: asyncio.Future[None] = self.loop.create_future()
 
     def drop_rest(self) -> None:
-        """Leave out the items that no worker has taken yet."""
+        """Skip the items that no worker has taken yet."""
         self.missing -= len(self.items) - self.taken
         self.taken = len(self.items)
 
     def settle(self) -> None:
-        """Once nothing is missing, wake the coroutine that waits. Called in any thread."""
+        """Wake `map` once no result is missing. Any thread may call it."""
         if self.missing == 0:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody waits
                 self.loop.call_soon_threadsafe(self._wake)
 
     def _wake(self) -> None:
@@ -84,8 +84,6 @@ class _Job:
 
 
 class _Worker:
-    """One thread, and the call it is in."""
-
     def __init__(self, number: int, work: Callable[[_Worker], None]) -> None:
         self.job: _Job | None = None
         self.index = 0
@@ -95,10 +93,10 @@ class _Worker:
 
 
 class RewardWorkers:
-    """`num_threads` threads, started when first needed. Any number of coroutines may use them, of any event loop."""
+    """`num_threads` threads, started when first needed. Any number of coroutines, in any event loop, may share them."""
 
     def __init__(self, num_threads: int = 1, *, timeout: float, stacks: IO[str] | None = None) -> None:
-        """`stacks` is the run's log; given one, a watchdog writes there (`headrace.score.watchdog`)."""
+        """`stacks`: the run's log, to which a watchdog writes (`headrace.score.watchdog`); None: no watchdog."""
         assert num_threads >= 1 and timeout > 0
         self.timeout: float = timeout
         self._num_threads = num_threads
@@ -116,17 +114,15 @@ class RewardWorkers:
 
     @property
     def num_stuck(self) -> int:
-        """Abandoned threads whose call has not come back yet."""
+        """Abandoned threads whose call has not returned yet."""
         return len(self._stuck)
 
     async def map(
         self, function: Callable[[S], T], items: Sequence[S], *, name: str, limit: float = 0.0, budget: float = math.inf
     ) -> list[T | TimedOut]:
-        """`function` of each item, in order. What it raises ends the job and is raised here.
-
-        A call may take `limit` seconds (default `timeout`); none starts later than `budget` seconds after the first.
-        Waits for the workers; woken by the last result, and by the clock when a call may have timed out.
-        """
+        """The results of `function` for each item, in order. An exception ends the job and is raised here. A call may take
+        `limit` seconds (default `timeout`); none starts later than `budget` seconds after the first. Waits for the workers;
+        woken by the last result, and by the clock when a call may have timed out."""
         if not items:
             return []
         job = _Job(function, items, name=name, limit=limit or self.timeout, budget=budget)
@@ -148,7 +144,7 @@ class RewardWorkers:
         self._here.worker.since = time.monotonic()
 
     def close(self) -> None:
-        """Idle threads end now, the others after their call; none is waited for."""
+        """End idle threads now and the others after their call, without waiting for them."""
         with self._changed:
             self._is_closed = True
             for job in self._jobs:
@@ -175,7 +171,7 @@ class RewardWorkers:
         worker.thread.start()
 
     def _abandon_late(self, soonest: float) -> float:
-        """Abandon every call past its deadline, whichever job it belongs to; the seconds until the next could be late."""
+        """Abandon all calls past their deadline, of any job. Returns the seconds until the next may be."""
         with self._changed:
             now = time.monotonic()
             for worker in list(self._workers):
@@ -220,14 +216,11 @@ class RewardWorkers:
                 seen, context = job, job.context.copy()
             try:
                 outcome, error = context.run(job.function, job.items[worker.index]), None
-            except BaseException as raised:  # noqa: BLE001  (raised again where the job is waited for)
+            except BaseException as raised:  # noqa: BLE001  (`map` raises it again)
                 outcome, error = None, raised
 
     def _turn(self, worker: _Worker, outcome: object, error: BaseException | None) -> _Job | None:
-        """Store the result of the last call, if it is still wanted, and take the next item. None ends the thread.
-
-        Waits for a job; woken by `map` and `close`.
-        """
+        """Store the last result and take the next item; None ends the thread. Waits for a job; woken by `map` and `close`."""
         with self._changed:
             if worker.is_abandoned:
                 self._stuck.discard(worker)

@@ -5,7 +5,7 @@
   n is trained at version floor(n / B), so none of its tokens lags more than d. One integer instead of checks per sample.
 - `too_old` rejects a group with a token older than `max_lag`, or sampled by weights that a restart discarded. It makes the
   bound hard where groups are trained in the order they finish.
-- `correction_of` names the correction that weights each token by how likely the newer policy is to sample it, or leaves out
+- `correction_of` names the correction that weights each token by how likely the newer policy is to sample it, or masks
   tokens that are too far off; the corrections themselves are in `headrace.algorithms`.
 """
 

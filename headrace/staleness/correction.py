@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def correction_of(recipe: Recipe) -> str:
-    """`staleness.correct`, or where that is "none" the correction that is part of the loss."""
+    """`staleness.correct`, or if that is "none" the loss's own correction."""
     correct = recipe.staleness.correct
     return loss_traits(recipe.train.loss).correction if correct == "none" else correct
 

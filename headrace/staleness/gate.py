@@ -1,4 +1,4 @@
-"""Bound staleness by counting: no group is submitted before the engines hold the version it may be sampled from."""
+"""Bounds staleness by counting: no group is submitted before the engines hold a version that is new enough for it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ if TYPE_CHECKING:
 class Gate:
     """Counts groups. Groups that will never be trained (rejected, failed, filtered) make room for others.
 
-    With depth d, B groups a batch and E extra ones, a group may be submitted while version v is held only if
+    With depth d, B groups a batch and E extra ones, a group may be submitted while the engines hold version v only if
 
         submitted − dropped < (v + 1 + d) · B + E
 
-    The extra ones (`partial.oversample`) are a constant, not a share of each batch: of those submitted (v + 1)·B are trained
-    once version v + 1 is, and the unfinished rest still counts as submitted. So there are never more than (1 + d)·B + E
-    submitted and untrained while the trainer's version is the engines', however long an extra one takes. Trained in the order
-    they were submitted, group n comes at version ⌊n/B⌋ and was submitted at v ≥ ⌊(n − E)/B⌋ − d: the depth bounds its lag by
-    d + ⌈E/B⌉, and only `reject` makes it d.
+    The extra groups (`partial.oversample`) are a constant, not a share of each batch: at version v, v·B groups have been
+    trained, and unfinished ones still count as submitted. So while trainer and engines hold the same version, at most
+    (1 + d)·B + E groups are submitted and untrained, however long an extra one takes. In submission order, group n is trained
+    at version ⌊n/B⌋ and was submitted at v ≥ ⌊(n − E)/B⌋ − d: the gate bounds its lag by d + ⌈E/B⌉; only `reject` makes it d.
     """
 
     def __init__(self, *, depth: int | None, groups_per_batch: int, steps: int, extra: int = 0) -> None:
@@ -42,7 +41,7 @@ class Gate:
 
 
 def make_gate(recipe: Recipe) -> Gate:
-    """The recipe's gate; one without a depth bounds a run by its steps alone."""
+    """The recipe's gate; without a depth, only the run's steps bound submission."""
     return Gate(
         depth=gate_depth(recipe),
         groups_per_batch=recipe.train.groups_per_batch,
@@ -52,14 +51,14 @@ def make_gate(recipe: Recipe) -> Gate:
 
 
 def gate_depth(recipe: Recipe) -> int | None:
-    """Versions that submission may run ahead of training; None where it is not gated."""
+    """Versions that submission may run ahead of training; None if it is not gated."""
     if buffer_policy(recipe).takes_turns:
         return 0
     return recipe.staleness.max_lag if recipe.staleness.gate else None
 
 
 def max_untrained_groups(recipe: Recipe) -> int | None:
-    """Groups that the gate lets be submitted and untrained at once; None where it is not gated."""
+    """The most groups that the gate lets be submitted and untrained; None if there is no gate."""
     depth, groups = gate_depth(recipe), recipe.train.groups_per_batch
     return None if depth is None else (depth + 1) * groups + recipe.partial.extra_groups(groups)
 

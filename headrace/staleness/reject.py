@@ -1,4 +1,4 @@
-"""Reject what is too old when a batch is made."""
+"""Rejects groups that are too old when a batch is made."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ if TYPE_CHECKING:
 
 
 def too_old(episodes: Iterable[Episode], *, version: int, max_lag: int | None, lineage: Lineage) -> str | None:
-    """Why these episodes cannot be trained at `version`, or None. Tokens of weights that a restart discarded are rejected at
-    any age."""
+    """Why these episodes cannot be trained at `version`, or None. Tokens of weights that a restart discarded never can be."""
     for episode in episodes:
         for rollout in episode.rollouts:
             if not rollout.num_sampled:

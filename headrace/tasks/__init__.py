@@ -1,8 +1,8 @@
 """Where tasks come from: rows with a `prompt` column; all other columns are passed to the reward.
 
 `TaskStream` mixes sources by weight and is a pure function of (seed, position), so a resumed run continues with the
-next task. `builtin:sort_digits` needs no download; `reasoning_gym:NAME` makes the tasks of that package. To add generated
-tasks: one file, and one line in the table of `sources.py`.
+next task. `builtin:sort_digits` needs no download; `reasoning_gym:NAME` generates that package's tasks. To add generated
+tasks, write one file and add one line to the table in `sources.py`.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""The error that tells a user what is wrong with the tasks."""
+"""The error that all task sources raise."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """`reasoning_gym:NAME`: the generated tasks of the reasoning-gym package, scored by their own scorers.
 
-A row names its task instead of holding it, because the metadata that scorers read is not always plain data. The same name,
-seed, options and number make the same task again.
+A row names its task instead of containing it, because the metadata that scorers read is not always plain data. The same
+name, seed, options and number generate the same task again.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 INSTRUCTION = "Answer the question. Write the final answer, and nothing else, between <answer> and </answer>."
 _SIZE = 20_000
-"""Tasks to choose from if `size` is not given: as many as every generator of the package allows."""
+"""Tasks to choose from by default: the most that every generator of the package allows."""
 _HELD_OUT_SHARE = 8
-"""One question in so many is held out. Which ones depends on their text alone, so no seed ever trains on them."""
+"""One question in this many is held out. Its text alone decides, so no seed ever trains on it."""
 _MAX_TRIES = 2_000
-"""If none of so many questions belongs to a split, the split is taken to be empty."""
+"""Questions to try before a split counts as empty."""
 _MAX_EXAMPLES = 64
 _EVALUATES = frozenset(
     [
@@ -44,12 +44,10 @@ _EVALUATES = frozenset(
 )
 """Tasks whose scorer passes the model's text to `eval`, or to sympy's parser, which does so (reasoning-gym 0.1.25)."""
 _BAD_ANSWER = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""What scorers raise for an answer that they cannot read."""
+"""What scorers raise for an answer they cannot parse."""
 
 
 class ReasoningGym:
-    """Rows made on demand; the same (seed, split, index) always gives the same row."""
-
     def __init__(self, name: str, *, seed: int, split: str, options: dict[str, Any]) -> None:
         """The options `instruction` (the system message) and `examples` (solved tasks shown before each question) are
         Headrace's; all others are the generator's."""
@@ -62,7 +60,7 @@ class ReasoningGym:
         if type(examples) is not int or not 0 <= examples <= _MAX_EXAMPLES:
             raise _refused(name, f"options: examples = {examples!r}: must be a whole number up to {_MAX_EXAMPLES}")
         self._name, self._run_seed, self._split = name, seed, split
-        # Generators add a task's number to the seed: the seeds 0 and 1 would make the same tasks but for one.
+        # Generators add a task's number to the seed, so seeds 0 and 1 would share all tasks but one.
         self._seed = int(np.random.SeedSequence(seed).generate_state(1)[0]) >> 1
         self._options = options
         self._dataset = _create(name, self._seed, options)
@@ -78,7 +76,7 @@ class ReasoningGym:
         return {"prompt": prompt, "answer": entry["answer"], "reasoning_gym": origin}
 
     def _example(self, index: int, *, answer: str) -> list[Plain]:
-        """A question of the training split and its answer. Rows never ask it again."""
+        """A question of the training split and its answer; rows never repeat it."""
         _, entry = self._pick("examples", index, is_held_out=False)
         if entry["answer"] is None:
             raise _refused(self._name, "options: examples: its tasks name no answer that could be shown; set it to 0")
@@ -99,7 +97,7 @@ class ReasoningGym:
 
 
 def reward_of(name: str) -> Callable[..., float | None]:
-    """The task's own score, unless its scorer would execute what the model wrote."""
+    """The task's own scorer, unless that would execute the model's text."""
     if name in _EVALUATES:
         problem = "its scorer evaluates the model's text as Python, which Headrace does not allow"
         raise _refused(name, f"{problem}; name a reward of your own in reward.functions")
@@ -133,7 +131,7 @@ def extract_answer(completion: str) -> str:
 
 @lru_cache(maxsize=64)
 def _remembered(name: str, seed: int, options: str) -> Any:  # noqa: ANN401
-    """The reward's own copy of a source's dataset: rewards are called in other threads than the one that makes tasks."""
+    """The reward's own copy of a source's dataset, because rewards run in other threads than the task source."""
     return _create(name, seed, json.loads(options))
 
 

@@ -1,4 +1,4 @@
-"""`builtin:sort_digits`: write distinct digits in ascending order. The length of the answer is that of the task."""
+"""`builtin:sort_digits`: write distinct digits in ascending order. The answer is as long as the task."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from headrace.records import Plain
 
 _HELD_OUT_SHARE = 8
-"""One answer in so many is held out. Which ones depends on the answer alone, so no order of its digits is ever trained."""
+"""One answer in this many is held out. The answer alone decides, so no order of its digits is ever trained."""
 
 
 def open_source(name: str, *, seed: int, split: str, options: dict[str, Any]) -> SortDigits:
@@ -34,8 +34,6 @@ def reward_of(name: str) -> Callable[..., float]:
 
 
 class SortDigits:
-    """Rows made on demand; the same (seed, split, index) always gives the same row."""
-
     def __init__(self, *, seed: int, split: str, min_length: int = 3, max_length: int = 8) -> None:
         if not 2 <= min_length <= max_length <= 8:
             raise TypeError(f"min_length = {min_length} and max_length = {max_length} must lie between 2 and 8, in order")
@@ -54,6 +52,6 @@ class SortDigits:
 
 
 def partial_credit(prompt: object, completion: str, answer: str, **_: object) -> float:
-    """The share of positions that are right; 1 only for the answer itself."""
+    """The share of positions that are right; 1 only for the exact answer."""
     right = sum(given == wanted for given, wanted in zip(completion, answer, strict=False))
     return right / max(len(answer), len(completion))

@@ -19,14 +19,14 @@ Row = dict[str, Plain]
 
 
 class TaskSource(Protocol):
-    """Rows by number; the same number always gives the same row."""
+    """Rows by number; the same (seed, split, number) always gives the same row."""
 
     def row(self, index: int) -> Row:
         """Row `index` of an endless sequence."""
 
 
 class RowSource:
-    """A finite list, repeated forever, in another order each time."""
+    """A finite list, repeated forever and reshuffled each epoch."""
 
     def __init__(self, rows: Iterable[Any], *, name: str, seed: int) -> None:
         self.name: str = name
@@ -50,14 +50,11 @@ _GENERATORS: dict[str, tuple[Callable[..., TaskSource], Callable[[str], Callable
     "builtin": (sort_digits.open_source, sort_digits.reward_of),
     "reasoning_gym": (reasoning_gym.ReasoningGym, reasoning_gym.reward_of),
 }
-"""Generated tasks by the prefix of their names: what opens the source of a name, and the reward that comes with it."""
+"""Generated tasks, by the prefix of their name: functions from the name to its source, and to its reward."""
 
 
 def open_source(source: object, *, seed: int, split: str, options: dict[str, Any] | None = None) -> TaskSource:
-    """A source from what a user gave: `builtin:NAME`, `reasoning_gym:NAME`, a file, a list of dicts or a Dataset.
-
-    `split` is train or held_out.
-    """
+    """Open `builtin:NAME`, `reasoning_gym:NAME`, a file, a list of dicts or a Dataset. `split` is train or held_out."""
     prefix, name = _split_name(source)
     if prefix in _GENERATORS:
         return _GENERATORS[prefix][0](name, seed=seed, split=split, options=options or {})

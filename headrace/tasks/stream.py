@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class TaskStream:
-    """The next source is chosen at random by (seed, position); each source has its own order."""
+    """(seed, position) decides at random which source is next; each source has its own order."""
 
     def __init__(self, sources: Sequence[tuple[TaskSource, float]], *, seed: int) -> None:
         self.sources = [source for source, _ in sources]

@@ -1,7 +1,7 @@
-"""`headrace doctor`: what would go wrong with a run, found before a model is loaded, each finding with its fix.
+"""`headrace doctor`: finds what would go wrong with a run, and how to fix it, before a model is loaded.
 
-A check is a function from a `Subject` to findings; to add one, write it and name it in its file's `CHECKS`. Checks run in
-order and store what they loaded on the subject for later ones, which find nothing to say where it is missing.
+A check is a function from a `Subject` to findings; to add one, write it and list it in its file's `CHECKS`. Checks run in
+order and store what they load on the subject; a later check whose input is missing reports nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["Finding", "Subject", "examine", "render"]
 
 
 def examine(subject: Subject) -> Iterator[Finding]:
-    """Every finding, as soon as it is made. torch is imported only after the checks that do not need it."""
+    """Run all checks and yield findings as they come. torch is imported only after the checks that do not need it."""
     from headrace.plan.doctor import inputs, machine
 
     for check in (*inputs.CHECKS, *machine.CHECKS):
@@ -32,6 +32,6 @@ def examine(subject: Subject) -> Iterator[Finding]:
 
 
 def render(finding: Finding) -> str:
-    """One aligned line, and one for the fix."""
+    """One aligned line, plus one for the fix if there is one."""
     fix = f"\n{'':9}fix: {finding.fix}" if finding.fix else ""
     return f"{finding.level:<8} {finding.what}{fix}"

@@ -1,4 +1,4 @@
-"""What a check reports, and what it examines."""
+"""What a check reports (`Finding`) and what it examines (`Subject`)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Finding:
 
 @dataclass
 class Subject:
-    """What is examined. Checks fill in the fields from `recipe` on, for the checks after them."""
+    """What the doctor examines. Checks fill in the fields from `recipe` on, for later checks."""
 
     recipe_path: Path | None = None
     overrides: dict[str, Any] = field(default_factory=dict)
@@ -51,18 +51,18 @@ class Subject:
     num_parameters: int = 0
     shape: ModelShape | None = None
     held_out_rows: dict[str, list[dict[str, Plain]]] = field(default_factory=dict)
-    """Tasks of every evaluation, by their source's name."""
+    """The tasks of each evaluation, by source name."""
     longest_prompt: int = 0
     """In tokens, among the first tasks and the first of each held-out source."""
 
     @property
     def weight_bytes(self) -> int:
-        """Of the policy as engines hold it; 0 where it is not known."""
+        """Of the policy in an engine's dtype; 0 if unknown."""
         width = 2 if self.recipe is not None and self.recipe.model.dtype == "bfloat16" else 4
         return width * self.num_parameters
 
     def tell(self, check: Check) -> Iterator[Finding]:
-        """A check's findings; one that fails is a finding itself and does not stop the others."""
+        """Run a check. If it raises, the error becomes a finding and does not stop the other checks."""
         try:
             yield from check(self)
         except Exception as error:  # noqa: BLE001  (whatever is wrong with the machine or the user's code is reported)
@@ -73,7 +73,7 @@ Check: TypeAlias = Callable[[Subject], Iterator[Finding]]
 
 
 def of_recipe(check: Callable[[Subject, Recipe], Iterator[Finding]]) -> Check:
-    """A check of the recipe, skipped where there is none."""
+    """Decorate a check that needs a recipe; without one it is skipped."""
 
     @functools.wraps(check)
     def checked(subject: Subject) -> Iterator[Finding]:
@@ -83,7 +83,7 @@ def of_recipe(check: Callable[[Subject, Recipe], Iterator[Finding]]) -> Check:
 
 
 def problem(error: BaseException, *, fix: str = "", otherwise: str = "") -> Finding:
-    """An error as a finding. Our own often name the fix after their last semicolon; `otherwise` is for those that do not."""
+    """An error as a finding. Our own often name the fix after their last semicolon; `otherwise` is the fix for the rest."""
     text = in_words(error)
     if not is_ours(error):
         return Finding("problem", text.splitlines()[0], fix or otherwise)

@@ -1,4 +1,4 @@
-"""The recipe, its tasks and its rewards: what can be checked without torch."""
+"""Checks of the recipe, its tasks and its rewards that do not need torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from headrace.plan.doctor.finding import Check, Subject
 
 LOOKED_AT = 64
-"""Tasks that stand for all of them."""
+"""How many tasks are checked, as a sample of all."""
 
 
 def check_recipe(subject: Subject) -> Iterator[Finding]:
@@ -90,7 +90,7 @@ def check_reward_names(subject: Subject, recipe: Recipe) -> Iterator[Finding]:
         check_task_columns(subject.sources, functions)
         check_task_columns(subject.held_out, functions, kind="held-out ")
     except ConfigError as error:
-        subject.rewards = []  # trying it would only say the same again
+        subject.rewards = []  # calling them would only repeat this error
         yield problem(error)
 
 

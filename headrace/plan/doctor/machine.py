@@ -1,4 +1,4 @@
-"""The machine, as far as it can be examined without torch: processor, sockets, and what dead runs left behind."""
+"""Checks of the machine that do not need torch: processor, sockets, and what dead runs left behind."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def check_sockets(subject: Subject) -> Iterator[Finding]:
 
 
 def leftover_places(folder: str) -> list[Path]:
-    """Where runs with this sync.folder put what their processes share."""
+    """Folders in which runs with this `sync.folder` put files that their processes share."""
     shared = Path(folder) if folder else SHARED_MEMORY
     return list(dict.fromkeys((shared, Path(tempfile.gettempdir()), socket_place())))
 
@@ -108,7 +108,7 @@ def check_runs(subject: Subject) -> Iterator[Finding]:
 
 
 def holders(path: Path) -> list[str]:
-    """The processes that have a file open, where the system tells."""
+    """The processes that have a file open (Linux only)."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or belongs to another user

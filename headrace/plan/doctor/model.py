@@ -1,4 +1,4 @@
-"""torch, the GPU, and the model by its config and tokenizer alone; no weights are read."""
+"""Checks of torch, the GPU and the model. They read its config, tokenizer and safetensors headers, but no weights."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 QUESTION = {"role": "user", "content": "What is two and two?"}
 ANSWERS = ("Four.", "<think>\nTwo and two.\n</think>\n\nFour.")
-"""What templates do to history often depends on whether there is reasoning in it."""
+"""Chat templates often treat past answers with reasoning differently."""
 
 
 def check_libraries(subject: Subject) -> Iterator[Finding]:
@@ -90,7 +90,7 @@ def check_model(subject: Subject, recipe: Recipe) -> Iterator[Finding]:
 
 
 def _count_parameters(path: str, config: Any) -> int:  # noqa: ANN401  (transformers' configs share no typed surface)
-    """From the headers of the safetensors files where there are any, or else from the model's shape."""
+    """From the safetensors headers if there are any, else from the model's shape."""
     files = sorted(Path(path).glob("*.safetensors")) if Path(path).is_dir() else []
     if files:
         return sum(map(_num_elements, files))
@@ -155,7 +155,7 @@ def check_template(subject: Subject) -> Iterator[Finding]:
 
 
 def rewritten_at(tokenizer: PreTrainedTokenizerBase, answer: str) -> str | None:
-    """Where a longer conversation is not rendered as the shorter one and more; None where it always is."""
+    """Where adding a turn changes how the earlier ones are rendered; None if the template only appends."""
     turns = [QUESTION, {"role": "assistant", "content": answer}, {"role": "user", "content": "And three?"}]
     before = ""
     for length in (1, 2, 3):

@@ -1,4 +1,4 @@
-"""The reward, tried on answers whose worth is known, the way a run calls it: in a worker thread, with a timeout."""
+"""Tries the reward on right and wrong answers, the way a run calls it: in a worker thread, with a timeout."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WRAPPED = {
     "gold in <answer>": "<answer>{}</answer>",
     "gold after ####": "#### {}",
 }
-"""Forms in which a right answer is often expected; the best of them counts."""
+"""Forms in which rewards often expect an answer; the best score counts."""
 
 
 @of_recipe
@@ -72,7 +72,7 @@ def _answers(row: dict[str, Plain]) -> dict[str, str]:
 def _try(
     subject: Subject, function: RewardFunction, row: dict[str, Plain], answers: dict[str, str], settings: RewardSettings
 ) -> dict[str, Outcome | None] | Finding:
-    """The outcome of each answer. The first is tried alone, so that a reward that hangs is waited for once."""
+    """The outcome of each answer. The first is scored alone, so that a reward that hangs costs one timeout."""
     usable = subject.tokenizer is not None and subject.tokenizer.eos_token_id is not None
     encoder = PromptEncoder(subject.tokenizer if usable and subject.tokenizer is not None else tiny.build_tokenizer())
     episodes = []
@@ -99,7 +99,7 @@ def _try(
 
 @contextlib.contextmanager
 def _ended_if_stuck(timeout: float) -> Iterator[None]:
-    """A reward that never releases the interpreter ends the doctor, with its stack on the screen."""
+    """If a reward never releases the GIL, print its stack and end the doctor."""
     if sys.__stderr__ is not None:
         faulthandler.dump_traceback_later(5 * timeout + 5, file=sys.__stderr__, exit=True)
     try:
@@ -122,7 +122,7 @@ def _quiet() -> Iterator[None]:
 def _failures(
     function: RewardFunction, answers: dict[str, str], outcomes: dict[str, Outcome | None], *, is_inline: bool
 ) -> Iterator[Finding]:
-    """One finding for each way it failed, naming the answers it failed on."""
+    """One finding per reason, naming the answers the reward failed on."""
     reasons: dict[str, list[str]] = {}
     for name, outcome in outcomes.items():
         if isinstance(outcome, InfraAbort):
@@ -145,7 +145,7 @@ def _failures(
 
 
 def _judged(judged: dict[str, float], *, has_gold: bool) -> Iterator[Finding]:
-    """Whether the sum of all rewards tells a right answer from others. `judged`: of the answers that any reward applies to."""
+    """Whether the total reward tells right answers from wrong ones. `judged`: the total of each answer that a reward scored."""
     golds = [value for name, value in judged.items() if name in WRAPPED]
     if has_gold and not golds:
         what = "reward: none applies to the task's own answer"
@@ -160,7 +160,7 @@ def _judged(judged: dict[str, float], *, has_gold: bool) -> Iterator[Finding]:
 
 
 def _values(outcomes: dict[str, Outcome | None]) -> str:
-    """Each answer with its reward; of the forms of a right one, the best."""
+    """Each answer with its reward; of the right answer's forms only the best."""
     values = {name: outcome.reward for name, outcome in outcomes.items() if isinstance(outcome, Scored)}
     best = max((name for name in WRAPPED if name in values), key=lambda name: values[name], default="gold")
     shown = [name for name in outcomes if name not in WRAPPED or name == best]

@@ -1,4 +1,4 @@
-"""Whether there is enough memory, GPU memory, shared memory and disk for a model of this size."""
+"""Checks that memory, GPU memory, shared memory and disk are large enough for the model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from headrace.plan.doctor.finding import Check, Subject
 
 _FULL = 0.95
-"""The share of a GPU's memory beyond which a prediction may not fit."""
+"""A prediction above this share of a GPU's free memory may not fit."""
 _FEWEST_TOKENS = 2048
 """The smallest forward pass that still keeps a GPU busy."""
 
@@ -46,7 +46,7 @@ def check_memory(subject: Subject) -> Iterator[Finding]:
 
 
 def free_memory() -> tuple[int, int]:
-    """(bytes available, bytes in all), within this process's container; zeros where the system does not tell."""
+    """(bytes available, bytes in total) in this process's container; zeros if unknown."""
     free = total = 0
     with contextlib.suppress(OSError):
         lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
@@ -77,7 +77,7 @@ def check_gpu_memory(subject: Subject, recipe: Recipe) -> Iterator[Finding]:
 
 
 def _forecast(subject: Subject, recipe: Recipe | None) -> Forecast | None:
-    """The memory a recipe would take with the subject's model; None where the model is not known or the device is missing."""
+    """The memory a recipe would take with the subject's model; None if the model is unknown or the device is missing."""
     if recipe is None or subject.shape is None or (recipe.device == "cuda" and not torch.cuda.is_available()):
         return None
     num_held_out = sum(map(len, subject.held_out_rows.values()))
@@ -93,8 +93,7 @@ def _forecast(subject: Subject, recipe: Recipe | None) -> Forecast | None:
 
 
 def _largest_need(expected: Forecast, recipe: Recipe) -> int:
-    """Of the machine, or of one GPU: the trainer has the first to itself where there are several, and engines share the
-    others."""
+    """Bytes on the machine, or on the fullest GPU: if there are several, the trainer has the first, engines share the rest."""
     others = torch.cuda.device_count() - 1 if _is_on_gpu(recipe) else 0
     if others < 1:
         return expected.together(recipe.engine.num_engines)
@@ -114,7 +113,7 @@ def _described(expected: Forecast) -> str:
 
 
 def _fix(subject: Subject, recipe: Recipe, room: int) -> str:
-    """The first change, of those that cost least first, with which it is predicted to fit."""
+    """The cheapest change with which the run is predicted to fit."""
     for words, changed in _changes(recipe):
         expected = _forecast(subject, changed)
         if expected is not None and _largest_need(expected, changed) <= room:
@@ -124,7 +123,7 @@ def _fix(subject: Subject, recipe: Recipe, room: int) -> str:
 
 
 def _changes(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
-    """What could be changed, in words, and the recipe with that change."""
+    """Possible changes, cheapest first: in words, and the changed recipe."""
 
     def with_train(**changes: Any) -> Recipe:  # noqa: ANN401
         return dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, **changes))
@@ -172,7 +171,7 @@ def check_disk(subject: Subject) -> Iterator[Finding]:
         folder = folder.parent
     free = shutil.disk_usage(folder).free
     keep = subject.recipe.checkpoint.keep if subject.recipe is not None else 0
-    need = (keep + 1) * 12 * subject.num_parameters  # float32 weights and both moments; the next is written before one goes
+    need = (keep + 1) * 12 * subject.num_parameters  # float32 weights, two moments; a new one is written before one is removed
     what = f"disk at {folder}: {size(free)} free" + (f"; {keep} checkpoints and the next take {size(need)}" if need else "")
     if free < need:
         yield Finding("problem", what, "make room, give a --run-dir on another disk, or lower checkpoint.keep")
