@@ -65,7 +65,7 @@ class Plan:
 
 
 def make_plan(device: str, *, quick: bool) -> Plan:
-    """For a GPU or a CPU; `quick` takes two turns, on a CPU with a small model."""
+    """For a GPU or a CPU; `quick` takes two turns, and on a CPU a small model."""
     turns = 2 if quick else 3
     if device == "cuda":
         return Plan(
@@ -111,7 +111,7 @@ def make_plan(device: str, *, quick: bool) -> Plan:
 
 
 def run(*, quick: bool, json_file: Path | None, model: str | None = None) -> int:
-    """`--quick` takes two turns, on a CPU with a small model."""
+    """`--quick` takes two turns, and on a CPU a small model."""
     plan = make_plan(default_device(), quick=quick)
     if model is not None:
         load_config(model)  # rejects a folder without a model before anything is measured
