@@ -66,14 +66,13 @@ def _measure(*, quick: bool) -> Iterator[list[Row]]:
 
 @dataclass(frozen=True)
 class Cost:
-    """One run, in microseconds of CPU time per rollout."""
+    """One run, in microseconds of CPU time per rollout; `stub` is the stub engine's share of `total`."""
 
     rollouts: int
     in_flight: int
-    """The maximum during the run."""
+    """The most at once."""
     total: float
     stub: float
-    """The stub engine's share of `total`."""
     parts: dict[str, float] = field(default_factory=dict)
 
     @property

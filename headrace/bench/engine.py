@@ -181,8 +181,6 @@ def _speed_rows(plan: Plan, model_folder: str, vllm: VllmPeer | None) -> Iterato
 
 @dataclass(frozen=True)
 class Found:
-    """All turns of one load."""
-
     load: Load
     turns: tuple[Turn, ...]
     peers: dict[str, float]

@@ -89,7 +89,6 @@ class Roofline:
 
     weight_bytes: int
     bytes_per_token: int
-    """Keys and values in the cache."""
     bandwidth: float
     """Bytes per second of a copy, reads plus writes."""
 

@@ -33,15 +33,13 @@ TEXTS = (
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Over all sampled tokens, with d = recomputed logprob - the engine's logprob."""
+    """Mean and largest |d| over all sampled tokens, with d = recomputed logprob - the engine's logprob."""
 
     mean_difference: float
-    """The mean of |d|."""
     divergence: float
     """KL from the engine's distribution, estimated by the mean of exp(d) - 1 - d: unbiased and never negative."""
     num_tokens: int
     largest_difference: float
-    """The largest |d|."""
 
 
 def compare(rollouts: Sequence[Rollout], again: Sequence[Array]) -> Mismatch:

@@ -46,8 +46,6 @@ _WARM_VERSIONS = 2
 
 @dataclass(frozen=True)
 class Case:
-    """A model and a load."""
-
     name: str
     model: dict[str, Any]
     tokens: int

@@ -68,21 +68,18 @@ CHOICES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure on a GPU or a CPU."""
+    """What to measure on a GPU or a CPU: batches of `groups` groups, rollouts of `mean` tokens before the `cap`, `seconds` per
+    step of the stub trainer, and `versions` versions per turn."""
 
     device: str
     dtype: str
     model: dict[str, Any]
     slots: int
     groups: int
-    """Per batch."""
     mean: int
-    """Mean tokens of a rollout, before the cap."""
     cap: int
     seconds: float
-    """Per step of the stub trainer."""
     versions: int
-    """Measured in one turn."""
     turns: int
     max_lag: int = 2
     group_size: int = 4

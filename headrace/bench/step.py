@@ -53,21 +53,18 @@ _LOG_LINES = 30
 
 @dataclass(frozen=True)
 class Plan:
-    """The load for a GPU or a CPU."""
+    """The load for a GPU or a CPU: after the warm-up, `steps` steps of `completions` completions, which have `tokens` tokens
+    each, or a long tail of that mean and at most `cap`."""
 
     device: str
     dtype: str
     shape: dict[str, Any]
     completions: int
-    """Per step."""
     prompt_tokens: int
     tokens: int
-    """Of every completion, or the mean of a long tail."""
     cap: int
-    """Longest completion of a long tail."""
     micro_batch_tokens: int
     steps: int
-    """Measured, after the warm-up."""
     warmups: int = 2
     siblings: int = 8
     goal: str = ""
@@ -174,12 +171,10 @@ def make_parts(plan: Plan, folder: Path, *, mps: bool = False) -> dict[str, Part
 
 @dataclass
 class Peers:
-    """Figures of peers in this run, filled in by the part that measures them."""
+    """Figures of peers in this run, filled in by the part that measures them: completion tokens/s and GiB of GPU memory."""
 
     rates: dict[str, float] = field(default_factory=dict)
-    """Completion tokens/s."""
     peaks: dict[str, float] = field(default_factory=dict)
-    """GiB of GPU memory."""
 
 
 def measure(plan: Plan, variant: Variant, model: str, folder: Path, *, peers: Peers, mps: bool = False) -> list[Row]:

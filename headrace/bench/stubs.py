@@ -165,6 +165,4 @@ class StubTrainer:
 
 
 class StubStore:
-    """Keeps no checkpoint."""
-
     save = _nothing

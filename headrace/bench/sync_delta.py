@@ -169,6 +169,5 @@ class _Steps:
 
 
 def _half_sampled(number: int, token_ids: Array) -> Rollout:
-    """A text as if its second half had been sampled."""
     start = len(token_ids) // 2
     return finished(Rollout.from_prompt(token_ids[:start], id=str(number)), token_ids[start:], logprobs=0.0)

@@ -176,7 +176,8 @@ def flops_per_token(folder: str, *, document: int) -> float:
 
 @dataclass(frozen=True)
 class Mix:
-    """A batch like that of a reasoning policy: most completions are short, a few are very long."""
+    """A batch like a reasoning policy's: most completions are short, a few are very long. A pass of ours has at most `budget`
+    tokens; a pass of the peer has `mini_batch` rollouts and at most `most_tokens` tokens with padding (0: no limit)."""
 
     rollouts: int
     prompt_tokens: int
@@ -184,11 +185,8 @@ class Mix:
     """Completion tokens, before the cap."""
     cap: int
     budget: int
-    """Tokens per pass of ours."""
     mini_batch: int
-    """Rollouts per pass of the peer."""
     most_tokens: int
-    """Per pass of the peer, padding included; 0 is no limit."""
     turns: int
     goal: str = ""
     """For our tokens/s ÷ the padded loop's."""

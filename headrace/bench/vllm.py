@@ -203,7 +203,6 @@ async def generate(engine: Engine, workload: Workload, *, seed: int) -> list[Rol
 
 
 async def _speed_rows(plan: Plan, sides: list[Side], *, vocabulary: int) -> list[Row]:
-    """Tokens/s, after an untimed turn of each."""
     rates: dict[str, list[float]] = {side.name: [] for side in sides}
     for turn in range(plan.turns + 1):
         workload = (plan.load if turn else plan.load.shortened(4)).sample(vocabulary=vocabulary, seed=turn)

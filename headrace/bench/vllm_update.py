@@ -29,11 +29,10 @@ class Outlasted(RuntimeError):
 
 @dataclass(frozen=True)
 class Update:
-    """One update with every slot decoding; times are in seconds."""
+    """One update with every slot decoding, in seconds; `swap` is what the engine itself reports."""
 
     load: float
     swap: float
-    """As the engine itself reports it."""
     still: float
     """The longest time without a token, from just before the update to some steps after it."""
     usual: float
