@@ -1,11 +1,11 @@
-"""How large the house is, and how much of it a prompt crosses.
+"""Size of the package, and how much of it a prompt crosses.
 
-    python tools/house.py                 lines and files per room, attributes of `Run`
-    python tools/house.py --path          and what a prompt of the quickstart crosses, by running three steps of it
+    python tools/house.py             lines and files per room, attributes of `Run`
+    python tools/house.py --path      also runs three steps of the quickstart and counts what a prompt crosses
 
-A line is a line of a `.py` file, docstrings and comments included. What a prompt crosses is every file with a function that is
-entered, in any process, between the start of the loops and the third version trained. Of these files all lines count that are
-not blank, except the functions that were not entered.
+Lines are those of `.py` files, docstrings and comments included. A prompt crosses every file with a function that any process
+enters between the start of the loops and the third trained version. Of these files all lines count, except blank ones and those
+of functions that were not entered.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ if os.environ.get("HOUSE_OUT"):
 
 
 def rooms() -> dict[str, tuple[int, int]]:
-    """Lines and files of each room, and of the files that are in none."""
+    """Lines and files of each room; files outside a room count as (top)."""
     sizes: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for path in PACKAGE.rglob("*.py"):
         parts = path.relative_to(PACKAGE).parts
@@ -84,7 +84,7 @@ def _attributes(node: ast.ClassDef) -> set[str]:
 
 
 def path_of_a_prompt() -> dict[Path, int]:
-    """Lines of the functions that were entered, by file."""
+    """By file: the lines that a prompt crosses."""
     with tempfile.TemporaryDirectory() as place:
         (Path(place) / "sitecustomize.py").write_text(HOOK)
         out = Path(place) / "entered"
@@ -104,7 +104,7 @@ def path_of_a_prompt() -> dict[Path, int]:
 
 
 def _train_three_versions(place: Path, environment: dict[str, str]) -> None:
-    """Run the quickstart, without an evaluation or a checkpoint on the way, and end it after the third version."""
+    """Run the quickstart without evaluations or checkpoints, and stop it after the third version."""
     settings = [
         "--steps=100",
         "--warmup.steps=20",
@@ -122,7 +122,7 @@ def _train_three_versions(place: Path, environment: dict[str, str]) -> None:
 
 
 def _lines(file: Path, starts: set[int]) -> set[int]:
-    """The lines of a file that are neither blank nor of a function that was not entered."""
+    """The lines of a file that are neither blank nor in a function that was not entered."""
     source = file.read_text()
     lines = {number for number, line in enumerate(source.splitlines(), start=1) if line.strip()}
     for node in ast.walk(ast.parse(source)):

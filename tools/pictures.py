@@ -34,8 +34,6 @@ HEAD = (
 
 
 class Box(NamedTuple):
-    """A rectangle with a title and lines below it."""
-
     x: int
     y: int
     width: int
@@ -117,7 +115,8 @@ def timeline(trace: Path, *, versions: int) -> str:
 
 
 def _quietest(marks: list[dict[str, Any]], versions: int) -> int:
-    """The first of so many versions that took the median time: not those with an evaluation or a checkpoint between them."""
+    """Start of the window of `versions` versions with the median time: an evaluation or a checkpoint inside would stretch
+    it."""
     lengths = [marks[at + versions]["ts"] - marks[at]["ts"] for at in range(len(marks) - versions)]
     return lengths.index(sorted(lengths)[len(lengths) // 2])
 

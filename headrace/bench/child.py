@@ -1,8 +1,7 @@
-"""Processes of a benchmark's own: `python -m headrace.bench.child MODULE:FUNCTION` answers the orders of its parent.
+"""Child processes of benchmarks: `python -m headrace.bench.child MODULE:FUNCTION` answers its parent's orders.
 
-The function is a generator over plain data: `function(settings, orders)` yields one answer when it is ready and one for each
-order. Settings, orders and answers travel as frames (`headrace.records`) over the child's standard input and output;
-whatever the child prints goes to its standard error.
+The function is a generator: `function(settings, orders)` yields one answer when it is ready, then one per order. All of them
+travel as frames (`headrace.records`) on standard input and output; whatever the child prints goes to standard error.
 """
 
 from __future__ import annotations
@@ -25,16 +24,15 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _LENGTH = struct.Struct("<Q")
-"""Precedes each frame."""
 _CLOSE_SECONDS = 20.0
 
 
 class PeerFailed(RuntimeError):
-    """A peer is missing, failed or did other work than it was asked for; the message is one line."""
+    """A peer is missing, failed, or did different work than requested; the message is one line."""
 
 
 class Child:
-    """A child process as a context. Every wait for it has a deadline, and its own children end with it."""
+    """A child process as a context manager. Every wait for it has a deadline, and its own children end with it."""
 
     def __init__(
         self,
@@ -45,7 +43,7 @@ class Child:
         log: Path | None = None,
         variables: Mapping[str, str] | None = None,
     ) -> None:
-        """`log` receives its standard error, of which errors quote the last line; `variables` are of its environment."""
+        """`log` receives its standard error, and errors quote the last line; `variables` are added to its environment."""
         self._name, self._log = name, log
         with contextlib.ExitStack() as stack:
             self.process = subprocess.Popen(
@@ -65,7 +63,7 @@ class Child:
         self.close()
 
     def ask(self, order: object, *, seconds: float = 120.0) -> Any:  # noqa: ANN401  (what the function yields)
-        """Tell it an order and wait for the answer."""
+        """Send an order and wait for the answer."""
         self.tell(order)
         return self.hear(seconds=seconds)
 
@@ -78,13 +76,13 @@ class Child:
             raise PeerFailed(self._describe("it has ended")) from error
 
     def hear(self, *, seconds: float = 120.0) -> Any:  # noqa: ANN401
-        """The next answer; the first one is that it is ready."""
+        """Wait for the next answer; the first one means that the child is ready."""
         deadline = time.monotonic() + seconds
         (length,) = _LENGTH.unpack(self._read(_LENGTH.size, deadline, seconds))
         return decode(self._read(length, deadline, seconds))
 
     def close(self) -> None:
-        """End it and everything it started; its memory is free when this returns."""
+        """Stop it and everything it started; their memory is free when this returns."""
         assert self.process.stdin is not None and self.process.stdout is not None
         with contextlib.suppress(OSError):
             self.process.stdin.close()
@@ -103,7 +101,7 @@ class Child:
                 raise PeerFailed(self._describe(f"no answer within {seconds:.0f} s"))
             piece = os.read(source, count - len(found))
             if not piece:
-                with contextlib.suppress(subprocess.TimeoutExpired):  # its log is complete when it has exited
+                with contextlib.suppress(subprocess.TimeoutExpired):  # its log is complete once it has exited
                     self.process.wait(_CLOSE_SECONDS)
                 raise PeerFailed(self._describe("it has ended"))
             found += piece
@@ -127,9 +125,9 @@ def _receive(pipe: BinaryIO) -> Iterator[Any]:
 
 
 def main() -> None:
-    """Answer until the input ends."""
+    """Answer until standard input ends."""
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # libraries print
+    os.dup2(2, 1)  # what libraries print must not mix with answers
     orders = _receive(sys.stdin.buffer)
     module, _, function = sys.argv[1].partition(":")
     for answer in getattr(importlib.import_module(module), function)(next(orders), orders):

@@ -1,11 +1,8 @@
-"""`headrace bench controller`: what the launcher itself costs per rollout, with 10,000 of them in flight.
+"""`headrace bench controller`: the launcher's own CPU time per rollout, with 10,000 in flight.
 
-The four loops run as they do in a run, with the real buffer, ledger, scorer, tokenizer and batches, around an engine and
-a trainer that do nothing. The figure is the processor time of the launcher's thread, less what the stub engine took of it,
-divided by the number of rollouts; every rollout goes all the way from submission to training.
-
-The parts come from runs of their own in which each function that the loops call is timed; the rest is the loops' and the
-event loop's.
+The four loops run with the real buffer, ledger, scorer, tokenizer and batches around a stub engine and a stub trainer. The
+figure is the CPU time of the launcher's thread, less the stub engine's, per rollout; every rollout goes from submission to
+training. Separate runs time each function that the loops call; the rest is the loops' and the event loop's.
 """
 
 from __future__ import annotations
@@ -50,7 +47,6 @@ PARTS = {
     "batch": "staleness, advantages, weights, settling",
     "measure": "metrics of a version",
 }
-"""Of the controller's time."""
 
 
 def run(*, quick: bool, json_file: Path | None) -> int:
@@ -70,14 +66,13 @@ def _measure(*, quick: bool) -> Iterator[list[Row]]:
 
 @dataclass(frozen=True)
 class Cost:
-    """One run, in microseconds of its thread per rollout."""
+    """One run, in microseconds of CPU time per rollout; `stub` is the stub engine's share of `total`."""
 
     rollouts: int
     in_flight: int
-    """The most there were at once."""
+    """The most at once."""
     total: float
     stub: float
-    """Of that, the stub engine's own."""
     parts: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -100,18 +95,18 @@ def make_rows(totals: list[Cost], parts: list[Cost]) -> list[Row]:
 
 
 def measure(*, in_flight: int, versions: int, batch: int = BATCH, is_timed: bool = False) -> Cost:
-    """One run of the four loops over stubs; `in_flight` rollouts must have been in flight at once."""
+    """One run of the four loops over stubs; asserts that `in_flight` rollouts were in flight at once."""
     recipe = make_recipe(
         {
             "steps": versions,
             "sampling": {"max_tokens": 32},
             "engine": {"slots": in_flight},
-            # Submission may run ahead by what is to be in flight, a wave being answered and a batch being trained.
+            # Submission must run ahead by all rollouts in flight, a wave being answered and a batch being trained.
             "staleness": {"max_lag": -(-in_flight // batch) + 2},
             "train": {"batch": batch, "group_size": 8},
             "checkpoint": {"every": versions},
             "observe": {"keep_rollouts_every": 0},
-            "sync": {"canary_limit": 1e9},  # a stub knows no logprobs
+            "sync": {"canary_limit": 1e9},  # a stub has no logprobs
         }
     )
     total = versions * batch
@@ -137,7 +132,7 @@ def measure(*, in_flight: int, versions: int, batch: int = BATCH, is_timed: bool
 
 
 class _StartObserver(Observer):
-    """Remembers the thread's time when the loops started."""
+    """Records the thread's CPU time when the loops start."""
 
     started = 0.0
 
@@ -163,12 +158,12 @@ def _make_roles(recipe: Recipe, engine: WaveEngine, trainer: StubTrainer, *, tas
 
 
 def trivial(completion: str, **_: object) -> float:
-    """The reward: next to nothing to compute, and it differs between siblings."""
+    """A reward that costs almost nothing and differs between siblings."""
     return float(ord(completion[0]) % 7)
 
 
 class Clock:
-    """Seconds of this thread in each part. A part inside another is counted once, the clock's own time not at all."""
+    """CPU seconds of this thread in each part. Nested parts are counted once, the clock's own overhead not at all."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = dict.fromkeys(PARTS, 0.0)
@@ -177,7 +172,7 @@ class Clock:
         self._tick = (ticks[-1] - ticks[0]) / 2000
 
     def time_moves(self, session: Session) -> None:
-        """Put a clock around the functions that the loops call."""
+        """Time the functions that the loops call."""
         moves: Any = session.run
         policy: Any = session.policy
         scorer: Any = session.roles.scorer
@@ -200,7 +195,7 @@ class Clock:
         moves.client = client
 
     def timed(self, name: str, move: Callable[..., Any]) -> Callable[..., Any]:
-        """The same function, its time counted for this part."""
+        """Wrap a function so that its time counts for this part."""
 
         def timed(*arguments: object, **keywords: object) -> Any:  # noqa: ANN401
             outside, self._inside = self._inside, 0.0
@@ -215,12 +210,12 @@ class Clock:
         return timed
 
     def timed_async(self, name: str, move: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Awaitable[Any]]:
-        """The same for a coroutine function; its waits are not counted."""
+        """The same for a coroutine function; time spent waiting does not count."""
         return lambda *arguments, **keywords: _Steps(move(*arguments, **keywords), self, name)
 
 
 class _Steps:
-    """A coroutine driven one step at a time with a clock around each step; it cannot be cancelled."""
+    """A coroutine driven step by step with a clock around each step; it cannot be cancelled."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any], clock: Clock, name: str) -> None:
         self._coroutine = coroutine

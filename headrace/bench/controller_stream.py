@@ -1,4 +1,4 @@
-"""What it costs the launcher to exchange rollouts with engines: the stream as a whole, and the encoding alone."""
+"""What exchanging rollouts with engines costs the launcher: the whole stream, and encoding alone."""
 
 from __future__ import annotations
 
@@ -26,10 +26,7 @@ _SLOTS = 256
 
 
 def stream_cost(*, in_flight: int, rounds: int) -> float:
-    """Microseconds of the launcher's thread per rollout that goes to an engine and comes back.
-
-    The engine is a thread that answers at once, over a Unix socket as in a run; its processor time does not count.
-    """
+    """Microseconds of the launcher's thread per rollout that goes over a Unix socket to an engine, a thread here, and back."""
     with few_collections():
         return asyncio.run(_stream_cost(in_flight, rounds))
 
@@ -60,7 +57,7 @@ async def _stream_cost(in_flight: int, rounds: int) -> float:
 
 
 async def _echo(address: str) -> None:
-    """The engine's end."""
+    """The engine's end, which answers at once."""
     done = answer(0)
 
     def on_work(value: Any) -> None:  # noqa: ANN401
@@ -78,7 +75,7 @@ async def _echo(address: str) -> None:
 
 
 def encoding_rows(*, repetitions: int, num: int = 256) -> list[Row]:
-    """Encoding rollouts as an engine does, decoding them as the launcher does, and their size in between."""
+    """Encoding rollouts as an engine does, decoding them as the launcher does, and their size on the wire."""
     rollouts = [answer(number).replace(id=f"g{number // 8}/{number % 8}", group=f"g{number // 8}") for number in range(num)]
     frame = encode(pack_rollouts(rollouts))
     assert unpack_rollouts(decode(frame)) == rollouts

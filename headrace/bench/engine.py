@@ -1,9 +1,8 @@
-"""`headrace bench engine`: how fast the native engine is, how near its memory's limit, and how exact its logprobs.
+"""`headrace bench engine`: how fast the native engine is, how close to memory bandwidth, and how exact its logprobs are.
 
-Every figure that has a peer is measured with it in one run, turn about. Ours is the median of its turns, a peer's tokens a
-second those of its best turn; vLLM's settings are printed in full. Time runs from the first submission to the last result,
-with prefill, scheduling and the making of rollouts. No two turns have the same prompts. A peer that is not installed or
-fails is named in one line, and its column stays empty.
+Peers take turns with ours in the same run. Ours is the median of its turns, a peer's tokens/s those of its best turn; vLLM's
+settings are printed in full. Time runs from the first submission to the last result, including prefill, scheduling and building
+rollouts. No two turns have the same prompts. A peer that is missing or fails is named in one line and has an empty column.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ if TYPE_CHECKING:
     from headrace.bench.engine_native import Roofline
 
 Peers = dict[str, "Callable[[Workload], float]"]
-"""By name: takes a workload and returns the seconds it took."""
+"""By name: runs a workload and returns its seconds."""
 _START_SECONDS = 240.0
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured on a kind of machine."""
+    """What to measure on a GPU or a CPU."""
 
     device: str
     dtype: str
@@ -49,24 +48,24 @@ class Plan:
     loads: tuple[Load, ...]
     tail: Load
     group: Load
-    """Siblings on one prompt."""
+    """Siblings that share one prompt."""
     once: Load
-    """For peers too slow for a load of `loads`."""
+    """For peers too slow for `loads`."""
     blocks: int
-    """Of the KV cache; 0 is as many as the engine takes by itself."""
+    """In the KV cache; 0 lets the engine choose."""
     turns: int
     probe_bytes: int
-    """Copied to measure the memory's speed."""
+    """Copied to measure memory bandwidth."""
     queued: int
     """Requests whose scheduling is measured."""
     mismatch: tuple[int, int]
-    """Requests and tokens of each."""
+    """Number of requests, and tokens per request."""
     start_goal: str = ""
     logprob_goal: str = ""
 
 
 def make_plan(device: str, *, quick: bool) -> Plan:
-    """The GPU's, the CPU's, or a few seconds of the CPU's on a small model."""
+    """For a GPU or a CPU; `quick` takes two turns, and on a CPU a small model."""
     turns = 2 if quick else 3
     if device == "cuda":
         return Plan(
@@ -112,22 +111,22 @@ def make_plan(device: str, *, quick: bool) -> Plan:
 
 
 def run(*, quick: bool, json_file: Path | None, model: str | None = None) -> int:
-    """`--quick` takes two turns on a small model."""
+    """`--quick` takes two turns, and on a CPU a small model."""
     plan = make_plan(default_device(), quick=quick)
     if model is not None:
-        load_config(model)  # rejects a folder that holds no model before anything is measured
+        load_config(model)  # rejects a folder without a model before anything is measured
     with tempfile.TemporaryDirectory() as folder:
         parts = {"engine": lambda: measure(plan, Path(folder), model=model)}
         return run_parts("engine", parts, quick=quick, json_file=json_file)
 
 
 def measure(plan: Plan, folder: Path, *, model: str | None) -> Iterator[list[Row]]:
-    """All rows. A model that is given is measured for speed only on a CPU: the GPU's goals are for another's shape."""
+    """All rows. Only on a CPU is the speed of `model` measured: the GPU's goals are for Qwen3-0.6B's shape."""
     speed_folder = model or ""
     if model is None or plan.device == "cuda":
         speed_folder = write_random_model(plan.shape, folder / "model", dtype=plan.dtype)
     startups = [first_token_seconds(speed_folder, plan) for _ in range(2)]
-    yield [Row("command to first token", startups[1], "s", plan.start_goal)]  # what the first one compiled is on disk
+    yield [Row("command to first token", startups[1], "s", plan.start_goal)]  # the first start filled the compile cache
     yield [Row("scheduling per request", scheduling_cost(requests=plan.queued, repetitions=plan.turns), "µs", "≤ 100")]
     vllm = _open_vllm(plan, speed_folder, folder)
     try:
@@ -182,15 +181,13 @@ def _speed_rows(plan: Plan, model_folder: str, vllm: VllmPeer | None) -> Iterato
 
 @dataclass(frozen=True)
 class Found:
-    """All turns of one load."""
-
     load: Load
     turns: tuple[Turn, ...]
     peers: dict[str, float]
-    """Tokens a second of the best turn, of peers that completed every turn."""
+    """Tokens/s of the best turn, for peers that completed every turn."""
 
     def rows(self) -> list[Row]:
-        """Tokens a second, and how many times a peer's."""
+        """Our tokens/s, and the ratio to each peer's."""
         ours = statistics.median(turn.tokens_per_second for turn in self.turns)
         name, goals = self.load.name, self.load.goals
         ratios = [Row(f"{name} ÷ {peer}", ours / rate, "ratio", goals.get(peer, "")) for peer, rate in self.peers.items()]
@@ -198,10 +195,7 @@ class Found:
 
 
 def alternate(core: EngineCore, load: Load, *, vocabulary: int, turns: int, peers: Peers, is_slow: bool) -> Found:
-    """Ours and each peer in turn, after an untimed turn of all, of a few tokens only where a turn is slow.
-
-    A peer that fails is removed from `peers`.
-    """
+    """Ours and each peer in turn after an untimed turn, shortened if `is_slow`; a peer that fails is removed from `peers`."""
     warmup = load.shortened(2) if is_slow else load
 
     def workload(turn: int) -> Workload:
@@ -218,7 +212,7 @@ def alternate(core: EngineCore, load: Load, *, vocabulary: int, turns: int, peer
 
 
 def decode_rows(found: Found, roofline: Roofline) -> list[Row]:
-    """The steps that decode every request, against the time to read weights and KV cache once."""
+    """Steps that decode every request, against the time to read the weights and the KV cache once."""
     turns = [steps for turn in found.turns if (steps := turn.full_steps())]
     if not turns:
         say(f"{found.load.name}: no step decoded all requests at once; its decode steps have no figure")
@@ -234,7 +228,7 @@ def decode_rows(found: Found, roofline: Roofline) -> list[Row]:
 
 
 def _mismatch_rows(plan: Plan, model_folder: str, vllm: VllmPeer | None, *, has_text: bool) -> list[Row]:
-    """Our and vLLM's rollouts against the same trainer; ours against a plain forward pass too."""
+    """Our and vLLM's rollouts against the same trainer, and ours against a plain forward pass."""
     requests, length = plan.mismatch
     model = load_model(model_folder, dtype=plan.dtype, device=plan.device)
     core = EngineCore(model, name="bench", slots=requests, context=min(plan.context, 1024))
@@ -257,7 +251,7 @@ def _mismatch_rows(plan: Plan, model_folder: str, vllm: VllmPeer | None, *, has_
 
 
 def mismatch_rows(*, against_trainer: Sequence[Mismatch], against_plain: Mismatch, goal: str = "") -> list[Row]:
-    """`against_trainer` is ours, then vLLM's where it was measured."""
+    """`against_trainer` is ours, then vLLM's if it was measured."""
     ours, *others = against_trainer
     means, divergences = ({"vLLM": getattr(others[0], name)} if others else {} for name in ("mean_difference", "divergence"))
     rows = [

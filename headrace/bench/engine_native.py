@@ -1,4 +1,4 @@
-"""The native engine measured: whole loads, decode steps against the memory's speed, scheduling, and its first token."""
+"""Measures the native engine: whole loads, decode steps against memory bandwidth, scheduling, and time to first token."""
 
 from __future__ import annotations
 
@@ -25,14 +25,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepSeen:
-    """One step of the engine."""
-
     seconds: float
-    """From the end of the step before it, or from the first submission."""
+    """Since the end of the previous step, or since the first submission."""
     prompt_rows: int
     decode_rows: int
     cached_tokens: int
-    """Prompt and sampled tokens of all requests before the step, which a step that decodes all of them must read."""
+    """Prompt and sampled tokens of all requests before the step: what a step that decodes all of them must read."""
 
 
 @dataclass(frozen=True)
@@ -50,16 +48,16 @@ class Turn:
 
     @property
     def prompt_rows(self) -> int:
-        """Prompt tokens the engine computed: fewer than it was given where siblings share."""
+        """Prompt tokens that the engine computed; fewer than submitted if siblings share a prompt."""
         return sum(step.prompt_rows for step in self.steps)
 
     def full_steps(self) -> list[StepSeen]:
-        """The steps that only decoded, a token of every request."""
+        """Steps that decoded one token of every request and no prompt."""
         return [step for step in self.steps if step.prompt_rows == 0 and step.decode_rows == len(self.rollouts)]
 
 
 def generate(core: EngineCore, workload: Workload, *, seed: int) -> Turn:
-    """Submit a whole workload and step until every request is done, with all its tokens."""
+    """Submit a whole workload and step until every request has all its tokens."""
     done: dict[str, Rollout] = {}
 
     def on_done(rollout: Rollout) -> None:
@@ -87,20 +85,19 @@ def generate(core: EngineCore, workload: Workload, *, seed: int) -> Turn:
 
 @dataclass(frozen=True)
 class Roofline:
-    """The least time a decode step can take: all weights and all cached keys and values are read once."""
+    """The least time of a decode step: reading all weights and all cached keys and values once."""
 
     weight_bytes: int
     bytes_per_token: int
-    """Of keys and values in the cache."""
     bandwidth: float
-    """Bytes a second of a copy, read and written."""
+    """Bytes per second of a copy, reads plus writes."""
 
     def seconds(self, cached_tokens: int) -> float:
         return (self.weight_bytes + self.bytes_per_token * cached_tokens) / self.bandwidth
 
 
 def roofline_of(model: PreTrainedModel, *, bandwidth: float) -> Roofline:
-    """By the model's sizes. Embeddings that are not also the head's are looked up, not read."""
+    """From the model's sizes. Untied input embeddings are looked up, not read whole, so they do not count."""
     config: Any = model.config.get_text_config()
     parameters = list(model.parameters())
     weight_bytes = sum(parameter.nbytes for parameter in parameters)
@@ -114,7 +111,7 @@ def roofline_of(model: PreTrainedModel, *, bandwidth: float) -> Roofline:
 
 
 def copy_bandwidth(device: str, *, num_bytes: int, times: int = 10, repetitions: int = 5) -> float:
-    """Bytes a second, read and written, of a kernel that copies; a driver's own copy has another speed."""
+    """Bytes per second, reads plus writes, of a copy kernel; the driver's memcpy has a different speed."""
     source = torch.ones(num_bytes // 4, device=device)
     target = torch.empty_like(source)
 
@@ -127,11 +124,8 @@ def copy_bandwidth(device: str, *, num_bytes: int, times: int = 10, repetitions:
 
 
 def scheduling_cost(*, requests: int, repetitions: int, slots: int = 256, tokens: int = 8) -> float:
-    """Microseconds of this thread per request with the model's forward pass stubbed.
-
-    What is left is submitting, admitting, the bookkeeping of every step, sampling from a vocabulary of a hundred, and making
-    the finished rollout.
-    """
+    """Microseconds of this thread per request with the forward pass stubbed out: submission, admission, bookkeeping of every
+    step, sampling from a vocabulary of a hundred, and building the finished rollout."""
     model = prepare(Qwen3ForCausalLM(build_config(ModelSettings(), build_tokenizer())), name="builtin:tiny")
     core = EngineCore(model, name="bench", slots=slots, context=64, num_blocks=slots * 4 + 1)
     width = int(model.config.hidden_size)
@@ -159,7 +153,7 @@ def scheduling_cost(*, requests: int, repetitions: int, slots: int = 256, tokens
 
 
 def first_token(given: dict[str, Any], orders: Iterator[Any]) -> Iterator[int]:
-    """A child process: load a model and sample one token. Its parent has the clock."""
+    """Runs in a child process: load a model and sample one token. The parent measures the time."""
     model = load_model(given["folder"], dtype=given["dtype"], device=given["device"])
     core = EngineCore(model, name="bench", slots=given["slots"], context=given["context"])
     turn = generate(core, Workload(prompts=((1, 2, 3, 4),), lengths=(1,)), seed=0)

@@ -1,4 +1,4 @@
-"""The engines ours is measured against: transformers in this process, and vLLM in a process of its own."""
+"""Peers of the engine benchmark: transformers in this process, and vLLM in a child process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from headrace.bench.loads import Workload
 
 _START_SECONDS = 420.0
-"""In which vLLM loads, compiles and captures its graphs."""
+"""Time for vLLM to load, compile and capture its graphs."""
 _ANSWER_SECONDS = 180.0
 
 
@@ -36,7 +36,7 @@ def load_plain(folder: str, *, dtype: str, device: str) -> PreTrainedModel:
 
 
 def padded_generate(model: PreTrainedModel, workload: Workload) -> float:
-    """Seconds of `model.generate`: one batch, which runs until its longest request is done. It keeps no logprobs."""
+    """Seconds of `model.generate` on one batch, which runs until its longest request is done. It keeps no logprobs."""
     device = next(model.parameters()).device
     width = max(len(prompt) for prompt in workload.prompts)
     rows = [[0] * (width - len(prompt)) + list(prompt) for prompt in workload.prompts]
@@ -59,10 +59,7 @@ def padded_generate(model: PreTrainedModel, workload: Workload) -> float:
 
 
 def continuous_generate(model: PreTrainedModel, workload: Workload) -> float:
-    """Seconds of `model.generate_batch`, transformers' continuous batching, on requests of one length.
-
-    Its warm-up is included, as it is in every call a user makes.
-    """
+    """Seconds of transformers' continuous batching on requests of one length. Every call warms up, so that is included."""
     (length,) = set(workload.lengths)
     before = model.config._attn_implementation
     started = time.perf_counter()
@@ -71,7 +68,7 @@ def continuous_generate(model: PreTrainedModel, workload: Workload) -> float:
         outputs: Any = cast("Any", model).generate_batch(
             inputs=[list(prompt) for prompt in workload.prompts],
             generation_config=_generation(length),
-            continuous_batching_config=ContinuousBatchingConfig(max_memory_percent=0.3),  # others share the memory
+            continuous_batching_config=ContinuousBatchingConfig(max_memory_percent=0.3),  # the other engines share the GPU
         )
     except Exception as error:
         raise PeerFailed(f"model.generate_batch: {one_line(error)}") from error
@@ -85,13 +82,13 @@ def continuous_generate(model: PreTrainedModel, workload: Workload) -> float:
 
 
 def _generation(length: int) -> GenerationConfig:
-    """The whole distribution at temperature 1; only the length ends a request."""
+    """The full distribution at temperature 1; only the length ends a request."""
     whole = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
     return GenerationConfig(**whole, max_new_tokens=length, pad_token_id=0, eos_token_id=None)
 
 
 class VllmPeer(Child):
-    """vLLM in its own process, loaded once."""
+    """vLLM in a child process, loaded once."""
 
     def __init__(self, folder: str, *, dtype: str, context: int, slots: int, log: Path) -> None:
         if importlib.util.find_spec("vllm") is None:
@@ -106,14 +103,14 @@ class VllmPeer(Child):
             self.close()
             raise
         self.settings = ", ".join(f"{name} = {value}" for name, value in {**told, **variables}.items())
-        """Every one that is not vLLM's default, and its version."""
+        """All that differ from vLLM's defaults, and its version."""
 
     def generate(self, workload: Workload) -> float:
         """Seconds for a whole workload."""
         return float(self._generate(workload, wants_tokens=False)["seconds"])
 
     def rollouts(self, workload: Workload) -> list[Rollout]:
-        """What it samples, with the logprobs it reports."""
+        """The rollouts it samples, with the logprobs it reports."""
         answer = self._generate(workload, wants_tokens=True)
         rows = zip(workload.prompts, answer["token_ids"], answer["logprobs"], strict=True)
         return [
@@ -132,7 +129,7 @@ class VllmPeer(Child):
 
 
 def vllm_child(given: dict[str, Any], orders: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """vLLM's process: one answer for each workload, with its seconds and, where they are wanted, tokens and logprobs."""
+    """Runs in vLLM's process: answers each workload with its seconds and, if requested, its tokens and logprobs."""
     import vllm
     from vllm.inputs import TokensPrompt
 

@@ -1,4 +1,4 @@
-"""Seconds and memory of work on a device, the memory of a GPU that processes share, and NVIDIA's MPS."""
+"""Time and memory of work on a device, memory of a GPU that processes share, and NVIDIA MPS."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SECONDS = 20.0
 
 
 def seconds_of(action: Callable[[], object], device: str) -> float:
-    """Of an action, until the device has done all of it."""
+    """Seconds of an action, until the device has finished it."""
     wait(device)
     started = time.perf_counter()
     action()
@@ -46,10 +46,8 @@ def timed(action: Callable[[], object], device: str = "cpu") -> Callable[[int], 
 
 
 def peak_bytes(action: Callable[[], object], device: str) -> int:
-    """The peak of memory during `action`, beyond what was held before it.
-
-    On a GPU that of tensors, by torch's count; on a CPU that of the process, which is coarse below some MiB.
-    """
+    """Peak memory of `action` beyond what was held before: on a GPU tensors, by torch's count; on a CPU the whole process,
+    which is coarse below a few MiB."""
     release()
     wait(device)
     if device == "cpu":
@@ -65,12 +63,12 @@ def peak_bytes(action: Callable[[], object], device: str) -> int:
 
 
 def held_bytes(device: str) -> int:
-    """What tensors hold now, or on a CPU the process."""
+    """Bytes held by tensors on a GPU, or by the process on a CPU."""
     return _resident("VmRSS") if device == "cpu" else int(torch.cuda.memory_allocated())
 
 
 def release() -> None:
-    """Free what is no longer used, so that it is not in the next measurement."""
+    """Free unused memory so that the next measurement does not count it."""
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):  # only glibc has it
         ctypes.CDLL("libc.so.6").malloc_trim(0)
@@ -79,7 +77,7 @@ def release() -> None:
 
 
 def wait(device: str) -> None:
-    """Until the device has nothing left to do."""
+    """Wait until the device is idle."""
     if device != "cpu":
         torch.cuda.synchronize()
 
@@ -91,16 +89,16 @@ def _resident(name: str) -> int:
 
 
 class GpuMemory:
-    """A context that samples the first GPU's memory ten times a second; torch keeps what it takes, so no peak goes unseen.
+    """Samples the first GPU's memory ten times a second in a `with`; torch keeps what it allocates, so no peak is missed.
 
-    Figures count from its start. Without `nvidia-ml-py`, or without a GPU, there are none.
+    Figures are relative to the start; without a GPU or `nvidia-ml-py` there are none.
     """
 
     def __init__(self) -> None:
         self.peak: float | None = None
         """GiB of all processes together."""
         self.peak_of: dict[str, float] = {}
-        """GiB of each process of the run, by name, where the driver reports them."""
+        """GiB of each process of the run by name, if the driver reports them."""
         self._library: Any = _nvml()
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._look, name="GPU memory", daemon=True)
@@ -130,7 +128,7 @@ class GpuMemory:
 
 
 def role_of(process: int) -> str | None:
-    """The name of a run's process; None for other processes and those of another PID namespace."""
+    """The role name of a run's process; None for other processes and those in another PID namespace."""
     try:
         words = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
     except OSError:
@@ -150,17 +148,15 @@ def _nvml() -> Any:  # noqa: ANN401  (the module, where it is installed and find
 
 
 def check_service() -> None:
-    """Raise where MPS is not installed."""
+    """Raise if MPS is not installed."""
     if shutil.which(_CONTROL) is None:
         raise ConfigError(f"--mps: {_CONTROL} is not installed here")
 
 
 @contextlib.contextmanager
 def multi_process_service(folder: Path) -> Iterator[None]:
-    """MPS for the processes started inside, stopped afterwards.
-
-    A process that calls this must not use CUDA for the first time inside: it would be a client that the service waits for.
-    """
+    """Run MPS for the processes started inside. The calling process must not initialize CUDA inside: it would become a client,
+    and MPS waits for its clients before it stops."""
     check_service()
     before = dict(os.environ)
     for name, place in (("CUDA_MPS_PIPE_DIRECTORY", folder / "pipe"), ("CUDA_MPS_LOG_DIRECTORY", folder / "log")):

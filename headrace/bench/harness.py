@@ -32,36 +32,34 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Row:
-    """One figure."""
-
     name: str
     value: float
     unit: str
     goal: str = ""
-    """`≥ number`, `≤ number` or `number to number`; empty where there is none."""
+    """`≥ number`, `≤ number` or `number to number`; empty for none."""
     bound: float | None = None
-    """The physical or computed limit, where there is one."""
+    """The physical or computed limit, if there is one."""
     peers: dict[str, float] = field(default_factory=dict)
-    """The same figure of others, measured in the same run."""
+    """The same figure of peers, measured in the same run."""
 
 
 def say(line: str) -> None:
-    """Report progress while a benchmark runs."""
+    """Print progress while a benchmark runs."""
     print(line, flush=True)
 
 
 def default_device() -> str:
-    """`cuda` where there is a GPU, `cpu` elsewhere."""
+    """`cuda` if there is a GPU, else `cpu`."""
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def run_parts(bench: str, parts: Mapping[str, Part], *, quick: bool, json_file: Path | None, only: str | None = None) -> int:
-    """Measure each part, or those that `only` names, and report; status 1 if a part failed or a goal is missed.
+    """Measure each part, or those that `only` names, and report; returns 1 if a part failed or a goal is missed.
 
-    A part that fails does not stop the others. Rows are printed and written to `json_file` as they come, so that an
-    interrupted command leaves what it has measured. With `quick` no goal is judged.
+    A part that fails does not stop the others. Rows are printed and written to `json_file` as they come, so an interrupted
+    command keeps what it has measured. `quick` judges no goal.
     """
     from transformers.utils import logging as transformers_logging
 
@@ -93,7 +91,7 @@ def run_parts(bench: str, parts: Mapping[str, Part], *, quick: bool, json_file: 
 
 
 def choose(bench: str, parts: Mapping[str, Part], only: str | None) -> list[str]:
-    """The names of the parts to measure, in the order of `parts`."""
+    """The parts to measure, in the order of `parts`."""
     if only is None:
         return list(parts)
     wanted = [name.strip() for name in only.split(",") if name.strip()]
@@ -110,9 +108,9 @@ def take_turns(
     warmups: int = 0,
     may_raise: type[Exception] = PeerFailed,
 ) -> dict[str, list[T]]:
-    """What each contestant returned in each turn, called in turn with the turn's number; warm-up turns do not count.
+    """Call the contestants in turn with the turn's number; returns what each returned, without the warm-up turns.
 
-    Interleaving lets a busy moment of the machine fall on all of them. A contestant that raises `may_raise` is dropped.
+    Interleaving spreads a busy moment of the machine over all of them. A contestant that raises `may_raise` is dropped.
     """
     seen: dict[str, list[T]] = {name: [] for name in contestants}
     for turn in range(warmups + turns):
@@ -129,12 +127,12 @@ def take_turns(
 
 
 def one_line(error: Exception) -> str:
-    """The kind of an error and the first line of its message."""
+    """The type of an error and the first line of its message."""
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
 
 
 def report(bench: str, rows: Sequence[Row], *, json_file: Path | None) -> int:
-    """Print the table, write the JSON and judge the goals; status 1 if one is missed."""
+    """Print the table, write the JSON and judge the goals; returns 1 if one is missed."""
     show(bench, rows)
     if json_file is not None:
         write(bench, rows, json_file)
@@ -145,12 +143,12 @@ def report(bench: str, rows: Sequence[Row], *, json_file: Path | None) -> int:
 
 
 def unjudged(rows: Sequence[Row]) -> list[Row]:
-    """The same rows, each goal marked as not judged."""
+    """The same rows, with each goal marked as not judged."""
     return [replace(row, goal=f"{row.goal}{_NOT_JUDGED}" if row.goal else "") for row in rows]
 
 
 def show(bench: str, rows: Sequence[Row]) -> None:
-    """Print the table, with columns for bounds and peers where a row has them."""
+    """Print the table, with columns for bounds and peers if any row has them."""
     has_bound = any(row.bound is not None for row in rows)
     peers = list(dict.fromkeys(peer for row in rows for peer in row.peers))
     table = Table(title=f"headrace bench {bench}", title_justify="left")
@@ -179,7 +177,7 @@ def missed(rows: Sequence[Row]) -> list[str]:
 
 def write(bench: str, rows: Sequence[Row], path: Path) -> None:
     """Write the rows as JSON, with the machine and the commit they were measured on."""
-    torch = sys.modules.get("torch")  # a benchmark that did not need it need not load it
+    torch = sys.modules.get("torch")  # not imported just for this
     gpu = f", {torch.cuda.get_device_name()}" if torch is not None and torch.cuda.is_available() else ""
     host = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}{gpu}"
     try:

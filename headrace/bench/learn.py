@@ -1,7 +1,7 @@
 """`headrace bench learn`: does the quickstart learn, from its warm-up to its last step, over several seeds?
 
-Each seed has its own weights, warm-up, tasks and held-out tasks. The schedule is the recipe's; nothing was chosen by looking at
-held-out tasks. `--losses` asks the same of each loss named, with the constants below.
+Each seed has its own weights, warm-up, tasks and held-out tasks. The schedule is the recipe's; nothing was tuned on held-out
+tasks. `--losses` does the same for each loss named, with the constants below.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ LOSSES: dict[str, dict[str, Any]] = {
     "gspo": {"constants": {"clip_low": 0.03, "clip_high": 0.04}},
     "decoupled_ppo": {"constants": {"clip_low": 0.2, "clip_high": 0.28, "cap": 5.0}},
 }
-"""Settings of `[train]` for each loss. GSPO's published 3e-4 and 4e-4 are for models whose steps are a thousand times
-smaller."""
+"""`[train]` settings for each loss. GSPO's published 3e-4 and 4e-4 are for models with steps a thousand times smaller."""
 _QUICK_STEPS = 10
 
 
 def run(*, seeds: int | None = None, losses: str | None = None, quick: bool, json_file: Path | None) -> int:
-    """One whole quickstart per seed, and per loss where some are named; `--quick` runs two seeds for a few steps."""
+    """One whole quickstart per seed, and per loss if any are named; `--quick` runs two seeds for a few steps."""
     steps = _QUICK_STEPS if quick else None
     if losses is None:
         parts = {"seeds": lambda: _of_seeds(seeds or (2 if quick else 5), steps=steps)}
@@ -43,7 +42,7 @@ def run(*, seeds: int | None = None, losses: str | None = None, quick: bool, jso
 
 
 def choose_losses(names: str) -> list[str]:
-    """The losses of a comma-separated list; unknown ones, and those without constants here, are rejected before training."""
+    """Parse a comma-separated list; unknown losses, and those without constants here, are rejected before training."""
     from headrace.algorithms import resolve_loss
 
     chosen = [name.strip() for name in names.split(",") if name.strip()]

@@ -1,4 +1,4 @@
-"""The four loops of a run driven by hand: the one place where benchmarks build a `Run` or a `Session` themselves."""
+"""Runs the four loops by hand: the one place where benchmarks build a `Run` or a `Session` themselves."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def make_run(
 
 
 async def drive(run: Run, *, on_end: Callable[[], Awaitable[T]]) -> T:
-    """Run the loops to the run's last version; returns what `on_end` does, called then while everything still runs."""
+    """Run the loops to the run's last version; returns the result of `on_end`, called while everything still runs."""
     with few_collections():
         async with leg(run):
             await run_loops(run)
@@ -52,7 +52,7 @@ async def drive(run: Run, *, on_end: Callable[[], Awaitable[T]]) -> T:
 
 
 def make_session(recipe: Recipe, roles: Roles, lineage: Lineage, observer: Observer) -> Session:
-    """A whole run with its metrics, which keeps no checkpoint and evaluates nothing."""
+    """A whole run with its metrics, without checkpoints or evaluation."""
     return Session(
         recipe=recipe,
         roles=roles,

@@ -28,24 +28,22 @@ TEXTS = (
     "In the spring of 1848, across much of Europe,",
     "To make bread you need flour, water, salt and",
 )
-"""Prompts for a trained model: far from text it knows, its distribution is not one that training meets."""
+"""Prompts for a trained model: on random tokens its distribution is unlike any that training meets."""
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Over all sampled tokens, with d = logprob computed again - logprob the engine gave."""
+    """Mean and largest |d| over all sampled tokens, with d = recomputed logprob - the engine's logprob."""
 
     mean_difference: float
-    """The mean of |d|."""
     divergence: float
-    """KL from the engine's distribution, estimated by the mean of exp(d) - 1 - d: never negative, and unbiased."""
+    """KL from the engine's distribution, estimated by the mean of exp(d) - 1 - d: unbiased and never negative."""
     num_tokens: int
     largest_difference: float
-    """The largest |d|."""
 
 
 def compare(rollouts: Sequence[Rollout], again: Sequence[Array]) -> Mismatch:
-    """Rollouts as an engine sampled them, and their [T] logprobs computed again."""
+    """Compare the logprobs of rollouts with the same [T] logprobs computed again."""
     pairs = zip(rollouts, again, strict=True)
     differences = np.concatenate(
         [(values.astype(np.float64) - rollout.logprobs)[rollout.loss_mask] for rollout, values in pairs]
@@ -59,7 +57,7 @@ def compare(rollouts: Sequence[Rollout], again: Sequence[Array]) -> Mismatch:
 
 
 def trainer_logprobs(folder: str, groups: Sequence[Sequence[Rollout]], *, dtype: str, device: str) -> list[list[Array]]:
-    """What a trainer of this model computes for each group of rollouts."""
+    """The trainer's logprobs for each group of rollouts."""
     trainer = make_trainer(folder, dtype=dtype, device=device, micro_batch_tokens=4096)
     return [trainer.forward(make_batch(rollouts, advantages=[0.0] * len(rollouts))) for rollouts in groups]
 

@@ -1,13 +1,12 @@
-"""`headrace bench overlap`: how near generation and training, side by side, come to the slower of the two alone.
+"""`headrace bench overlap`: how close generation and training, side by side, come to the slower of the two alone.
 
-Four measurements take turns, and each figure is the median of its turns: both roles in their own processes (async);
-generation alone and training alone, in the same processes with the same threads while the other role is a stub that takes
-no time; and the synchronous run, in which each has all the cores in turn. Every rollout has the same number of tokens, so
-that tokens a second mean the same in all of them.
+Four measurements take turns; figures are medians. Async: both roles in their own processes. Generation alone and training
+alone: the same processes and threads, with a stub that takes no time as the other role. Sync: each role has all cores in turn.
+All rollouts have the same number of tokens, so tokens/s compare.
 
-Where there are cores for both, the trainer is pinned to one half and the engine and the launcher to the other, in every
-measurement but the synchronous one. The bound is the slower role alone, or what the cores could do if they never idled,
-whichever is less: a token takes so many seconds of a core to generate, to train and to carry.
+With two cores or more the trainer is pinned to one half and the engine and the launcher to the other, except in sync. The bound
+is the slower role alone or, if less, what the cores could do if they never idled: their number ÷ the core-seconds that it takes
+to generate, train and transport a token.
 """
 
 from __future__ import annotations
@@ -47,14 +46,12 @@ _WARM_VERSIONS = 2
 
 @dataclass(frozen=True)
 class Case:
-    """A model and a load."""
-
     name: str
     model: dict[str, Any]
     tokens: int
     batch: int
     versions: int
-    """Measured in one turn, after those that warm up."""
+    """Measured in one turn, after the warm-up."""
 
 
 _LARGER = {"path": "builtin:tiny", "hidden_size": 256, "num_layers": 6, "num_heads": 4, "context": 128}
@@ -66,16 +63,14 @@ CASES = (
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of one measurement."""
-
     tokens_per_second: float
     launcher: float
-    """Seconds of a core the launcher took for each token."""
+    """Core-seconds of the launcher per token."""
     budget: dict[str, dict[str, float]]
-    """By role: the share of each state in its time."""
+    """By role: the share of its time in each state."""
 
     def work(self, role: str) -> float:
-        """Seconds for each token in which the role computed."""
+        """Seconds per token in which the role computed."""
         idle = sum(share for state, share in self.budget[role].items() if state in WAITING)
         return (1.0 - idle) / self.tokens_per_second
 
@@ -119,10 +114,10 @@ def _rows(case: Case, seen: dict[str, list[Turn]], *, cores: int) -> list[Row]:
     def work(role: str, measurement: str) -> float:
         return statistics.median(turn.work(role) for turn in seen[measurement])
 
-    # A token takes a core so long: the roles' threads are half the cores.
+    # Core-seconds per token; each role has as many threads as half the cores.
     needed = max(1, cores // 2) * (work("engine", "generation") + work("trainer", "training")) + launcher
     bound = min(slower, cores / needed)
-    # How much longer the same work takes beside the other role: what the processes share beyond cores.
+    # How much longer the same work takes beside the other role: contention for anything but cores.
     pace = {
         role: work(role, "async") / work(role, alone) for role, alone in (("engine", "generation"), ("trainer", "training"))
     }
@@ -168,15 +163,15 @@ def _recipe(case: Case, *, threads: int, lag: int) -> Recipe:
 
 
 class _Rig:
-    """Processes that are started once and measured often."""
+    """Processes that are started once and measured many times."""
 
     def __init__(self, recipe: Recipe, roles: Roles, observer: Observer, lineage: Lineage) -> None:
         self._recipe, self._roles, self._observer, self._lineage = recipe, roles, observer, lineage
         self._version = 0
-        """Rises from turn to turn: an engine rejects a version older than the one it holds."""
+        """Rises from turn to turn: an engine rejects versions older than its own."""
 
     async def turn(self, case: Case, *, has_engine: bool = True, has_trainer: bool = True) -> Turn:
-        """One run of the loops over `case.versions` versions after those that warm up; a role that is left out is a stub."""
+        """Run the loops for `case.versions` versions after the warm-up; a role that is left out is a stub."""
         moments: list[tuple[float, float]] = []
 
         async def after_version(_: object) -> None:
@@ -200,10 +195,10 @@ class _Rig:
         return Turn(trained / (ended - started), (ended_cpu - started_cpu) / trained, budget)
 
     def _roles_of(self, case: Case, *, has_engine: bool, has_trainer: bool) -> Roles:
-        roles = dataclasses.replace(self._roles, stop_ids=())  # every rollout has all its tokens
+        roles = dataclasses.replace(self._roles, stop_ids=())  # every rollout reaches its full length
         if not has_engine:
             roles = dataclasses.replace(roles, engine=InstantEngine(tokens=case.tokens))
-        if not has_trainer:  # it takes its turn as one in another process does
+        if not has_trainer:  # behaves like a trainer in another process
             trainers = {POLICY: StubTrainer(self._lineage, is_inline=False)}
             roles = dataclasses.replace(roles, engine=FrozenEngine(roles.engine), trainers=trainers)
         return roles
@@ -224,7 +219,7 @@ async def _rig(recipe: Recipe, folder: Path, *, halves: Halves | None = None) ->
 
 
 def _pin(process: int, cores: set[int]) -> None:
-    """Pin every thread that a process has; those it starts later inherit it."""
+    """Pin all threads of a process; threads started later inherit it."""
     for thread in Path(f"/proc/{process}/task").iterdir():
         with contextlib.suppress(ProcessLookupError):
             os.sched_setaffinity(int(thread.name), cores)
@@ -232,7 +227,7 @@ def _pin(process: int, cores: set[int]) -> None:
 
 @contextlib.contextmanager
 def _launcher_on(halves: Halves | None) -> Iterator[None]:
-    """Pin this process to the engine's cores, not the trainer's."""
+    """Pin this process to the engine's cores."""
     if halves is None:
         yield
         return

@@ -1,15 +1,13 @@
-"""`headrace bench partial`: what each interrupt costs, on the same long-tailed work.
+"""`headrace bench partial`: what each interrupt policy costs, on the same long-tailed work.
 
-The loops, the gate, the buffer and the ledger are a run's own, and so is the engine with the weights it is sent. The trainer
-is a stub: a step takes it a fixed time, and it publishes one of two sets of weights in turn. Choices differ in settings alone;
-they take turns, and each figure is the median of its turns.
+The loops, gate, buffer, ledger, engine and weight updates are those of a run. The trainer is a stub: a step takes a fixed time,
+and it publishes two sets of weights in turn. Choices differ only in settings; they take turns, and figures are medians.
 
-The stall of an update is time in which slots that were decoding do not: from the moment admission stops for it (`drain`) or
-the weights change, until as many decode again. From each interval between two steps, what a usual step would have taken for
-the slots it decoded is subtracted; for `keep` that leaves the time without a decode step beyond a usual one. Engine and
-launcher share a process here, which they do not in a run: after the exchange of weights the decode thread may have to wait
-for the launcher's, busy with the groups that the new version admits. That is in the stall; a row beside it has the part
-before. There is no canary, which a run scores between two later steps.
+The stall of an update is time in which slots that were decoding do not: from when admission stops for it (`drain`) or the
+weights change, until as many decode again. Each interval between two steps counts, minus the time of a usual step times the
+share of slots that decoded in it; for `keep` that leaves the time without a decode step beyond a usual one. Here, unlike in a
+run, engine and launcher share a process: after a swap the decode thread may wait for the launcher's, which is busy with the
+groups that the new version admits. The stall includes that wait; a separate row has the part before it. There is no canary.
 """
 
 from __future__ import annotations
@@ -66,33 +64,29 @@ CHOICES: dict[str, dict[str, Any]] = {
     "in turn": _IN_TURN,
     "in turn, oversample ×2 and recycle": {**_IN_TURN, "partial.interrupt": "abort", "partial.oversample": 2.0},
 }
-"""By name: the settings of each."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured on a kind of machine."""
+    """What to measure on a GPU or a CPU: batches of `groups` groups, rollouts of `mean` tokens before the `cap`, `seconds` per
+    step of the stub trainer, and `versions` versions per turn."""
 
     device: str
     dtype: str
     model: dict[str, Any]
     slots: int
     groups: int
-    """In a batch."""
     mean: int
-    """Tokens of a rollout, before the cap."""
     cap: int
     seconds: float
-    """Of a step of the stub trainer."""
     versions: int
-    """Measured in one turn."""
     turns: int
     max_lag: int = 2
     group_size: int = 4
 
 
 def make_plan(device: str, *, quick: bool) -> Plan:
-    """The GPU's or the CPU's; `quick` takes two short turns of each choice."""
+    """For a GPU or a CPU; `quick` takes two short turns of each choice."""
     turns = 2 if quick else 3
     if device == "cuda":
         model, versions = {"hidden_size": 1024, "num_layers": 28, "num_heads": 16, "context": 1024}, 4 if quick else 8
@@ -103,21 +97,19 @@ def make_plan(device: str, *, quick: bool) -> Plan:
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of one choice."""
-
     seconds: float
     trained: int
     wasted: int
     stalls: list[float]
-    """Seconds, of each update."""
+    """Seconds of each update."""
     exchanges: list[float]
-    """Of each stall, the part before the engine could step again."""
+    """The part of each stall before the engine could step again."""
     step: float
     """Seconds between the ends of two usual decode steps."""
     recomputed: int
-    """Tokens whose keys and values were computed a second time."""
+    """Tokens whose keys and values were computed twice."""
     lags: Array
-    """Of every token that was trained."""
+    """Of every trained token."""
 
 
 def run(*, quick: bool, json_file: Path | None, device: str = "auto") -> int:
@@ -188,7 +180,7 @@ def _recipe(plan: Plan, settings: dict[str, Any]) -> Recipe:
 
 
 class LongTail(Run):
-    """A run whose rollouts have lengths that depend on their names alone: the same ones for every choice."""
+    """A run whose rollout lengths depend only on group, index and turn: the same for every choice."""
 
     lengths: tuple[int, ...] = ()
     turn = 0
@@ -200,14 +192,14 @@ class LongTail(Run):
         return client
 
     async def lost_tokens(self) -> int:
-        """Sampled for groups that were dropped or will be: what is over age is lost, cancelled or not."""
+        """Tokens sampled for groups that were or will be dropped: a group over age is lost, cancelled or not."""
         policy, max_lag = self.policies[POLICY], self.recipe.staleness.max_lag
         over_age = await policy.in_flight.over_age(next_version=policy.version, max_lag=max_lag)
         return policy.wasted_tokens + sum(over_age.values())
 
 
 class UnscoredEngine(NativeEngine):
-    """Scores no canary between two steps: the stub trainer has nothing to compare it with."""
+    """Scores no canary: the stub trainer has nothing to compare it with."""
 
     async def score(self, rollouts: Sequence[Rollout]) -> list[Array]:
         return [np.zeros(len(rollout), dtype=np.float32) for rollout in rollouts]
@@ -223,7 +215,7 @@ class EvenScorer:
 
 
 class SlowTrainer(StubTrainer):
-    """Takes a fixed time over a step, like a trainer in a process of its own, and publishes two sets of weights in turn."""
+    """Takes a fixed time per step, like a trainer in another process, and publishes two sets of weights in turn."""
 
     def __init__(self, sync: WeightSync, tensors: list[tuple[str, Tensor]], *, seconds: float) -> None:
         super().__init__(sync.lineage, is_inline=False)
@@ -247,7 +239,7 @@ class SlowTrainer(StubTrainer):
 
 @dataclass
 class _Rig:
-    """An engine that is built once and measured often."""
+    """An engine that is built once and measured many times."""
 
     plan: Plan
     watch: EngineWatch
@@ -257,7 +249,7 @@ class _Rig:
     observer: Observer
 
     async def turn(self, recipe: Recipe, number: int) -> Turn:
-        """One run of the loops, measured after the versions that warm up."""
+        """Run the loops, and measure after the warm-up versions."""
         lags: list[Array] = []
         start: list[tuple[float, int]] = []
 
@@ -276,7 +268,7 @@ class _Rig:
             self.watch.stop()
             return ended, await measured.lost_tokens()
 
-        self.sync.lineage = Lineage.new()  # versions start again
+        self.sync.lineage = Lineage.new()  # versions restart at 0
         versions, given = self.plan.versions + _WARM_VERSIONS, (recipe, self.roles, self.sync.lineage, self.observer)
         measured = make_run(LongTail, *given, versions=versions, after_version=after_version, on_trained=on_trained)
         measured.lengths, measured.turn = self.lengths, number
@@ -302,7 +294,7 @@ async def _rig(plan: Plan) -> AsyncIterator[_Rig]:
 
         trainer = SlowTrainer(sync, tensors, seconds=plan.seconds)
         roles = make_roles(recipe, path, given, engine=engine, trainer=trainer, services=(watch_engine,))
-        roles = dataclasses.replace(roles, scorer=EvenScorer(), stop_ids=())  # every rollout has all its tokens
+        roles = dataclasses.replace(roles, scorer=EvenScorer(), stop_ids=())  # every rollout reaches its full length
         lengths = lognormal_lengths(4096, mean=plan.mean, sigma=1.0, cap=plan.cap)
         before = sys.getswitchinterval()
         sys.setswitchinterval(_SWITCH_SECONDS)

@@ -1,4 +1,4 @@
-"""An engine's steps around its updates: how long slots stood still, and what was computed twice."""
+"""Watches an engine's steps around its updates: how long slots stalled, and what was computed twice."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepEnd:
-    """One step."""
-
     started: float
     at: float
     """When it ended."""
@@ -28,15 +26,15 @@ class StepEnd:
     prompt_rows: int
     is_admitting: bool
     updates: int
-    """Made before it."""
+    """Made before this step."""
     back: float = 1.0
     """Of the rollouts that decoded before the last update and have not ended, the share that decode in this step."""
     ready: float = math.inf
-    """When the last update was done and the engine could step; until this step it then admitted work."""
+    """When the last update was done and the engine could step; until this step it was admitting work."""
 
 
 class EngineWatch:
-    """Wraps a core's functions to watch its steps, in the thread that takes them."""
+    """Wraps a core's functions to watch its steps, in the decode thread."""
 
     def __init__(self, core: EngineCore) -> None:
         self._core, self._scheduler = core, core.scheduler
@@ -55,20 +53,19 @@ class EngineWatch:
         self._ready = math.inf
         self._decoding: set[str] = set()
         self._away: set[str] = set()
-        """Rollouts that decoded before the last update and have not since."""
+        """Rollouts that decoded before the last update and not since."""
 
     def start(self) -> None:
-        """Count from now on."""
+        """Start counting from zero."""
         self._clear()
         self._is_on = True
 
     def stop(self) -> None:
-        """Count no further."""
+        """Stop counting."""
         self._is_on = False
 
     def result(self) -> tuple[list[float], list[float], float, int]:
-        """The stall of each update, the part of it before the engine could step, the usual time of a step, and the tokens
-        computed again."""
+        """The stall of each update, its part before the engine could step, the usual step time, and the tokens recomputed."""
         steps = [step for step in self._steps if step.decode_rows + step.prompt_rows]
         usual = usual_step(steps)
         return stalls_of(steps, usual=usual), exchanges_of(steps), usual, self._recomputed
@@ -120,7 +117,7 @@ class EngineWatch:
 
 
 def usual_step(steps: Sequence[StepEnd]) -> float:
-    """The median time from step to step that only decodes, with no update in between."""
+    """The median time between the ends of two steps that only decode, with no update in between."""
     between = [
         after.at - before.at
         for before, after in itertools.pairwise(steps)
@@ -139,14 +136,14 @@ def exchanges_of(steps: Sequence[StepEnd]) -> list[float]:
 
 
 def stalls_of(steps: Sequence[StepEnd], *, usual: float) -> list[float]:
-    """Seconds lost by each update, until the step in which all that decoded before it and has not ended decodes again. That
-    step itself is no loss, whatever new prompts it computes."""
+    """Seconds lost per update, until the step in which every rollout that decoded before it, and has not ended, decodes again.
+    That step is no loss, whatever new prompts it computes."""
     places = [place for place in range(1, len(steps)) if steps[place].updates > steps[place - 1].updates]
     stalls = []
     for place, last in itertools.pairwise([*places, len(steps)]):
         start = place
         while start > 1 and not steps[start - 1].is_admitting and steps[start - 1].updates == steps[place - 1].updates:
-            start -= 1  # draining stops admission first
+            start -= 1  # `drain` stops admission before the update
         before = max(steps[start - 1].decode_rows, 1)
         lost = 0.0
         for index in range(start, last):

@@ -1,10 +1,10 @@
-"""`headrace bench step`: whole steps of RL, from prompts to new weights in the engine, beside TRL's GRPO on the same steps.
+"""`headrace bench step`: whole RL steps, from prompts to new weights in the engine, beside TRL's GRPO on the same steps.
 
-Whole runs of `headrace.train` in processes of their own: a model with random weights and a vocabulary as large as a real one,
-groups of siblings, a reward that takes no time, and completions of a fixed length. In turn: the engine waits while the trainer
-works. Asleep: it frees its cache meanwhile. Lag 1 and 2: side by side. Each once with completions of one length and once with a
-long tail; where vLLM is installed, some with a vLLM server as the engine. Steps that warm up do not count, nor those at the end
-of a run that have nothing generated beside them. Every part has its own folders, and its own MPS where that is asked for.
+Each variant is a whole run of `headrace.train` in its own processes: a random model with a vocabulary as large as a real one,
+groups of siblings, a reward that takes no time, and fixed completion lengths. In turn: the engine waits while the trainer
+works. Asleep: it also frees its cache. Lag 1 and 2: side by side. Each runs once with completions of one length and once with a
+long tail; where vLLM is installed, some also run on a vLLM server. Warm-up steps do not count, nor the last steps of a run,
+which have no generation beside them.
 """
 
 from __future__ import annotations
@@ -41,41 +41,38 @@ if TYPE_CHECKING:
     from headrace.records import Plain
 
 LENGTHS = "lengths"
-"""The column of a task with the number of tokens of each sibling."""
+"""The task column with the number of tokens of each sibling."""
 _SHOWN = 0.005
-"""The least share of a time budget that has a row."""
+"""Smaller shares of a time budget get no row."""
 _SWAP = "seconds/engine/swap"
 _QUICK = ("trl", "in-turn", "lag-1-long-tail")
-"""What `--quick` measures unless `--only` names others."""
+"""What `--quick` measures without `--only`."""
 _LOG_LINES = 30
-"""Shown of each process's log where a run fails: its folder is deleted afterwards."""
+"""Printed of each process's log when a run fails, because its folder is deleted."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The load of a kind of machine."""
+    """The load for a GPU or a CPU: after the warm-up, `steps` steps of `completions` completions, which have `tokens` tokens
+    each, or a long tail of that mean and at most `cap`."""
 
     device: str
     dtype: str
     shape: dict[str, Any]
     completions: int
-    """In one step."""
     prompt_tokens: int
     tokens: int
-    """Of every completion, or on average of a long tail."""
     cap: int
-    """Of a long tail."""
     micro_batch_tokens: int
     steps: int
-    """Measured."""
     warmups: int = 2
     siblings: int = 8
     goal: str = ""
-    """Of our completion tokens a second ÷ TRL's, for completions of one length."""
+    """For our completion tokens/s ÷ TRL's, with completions of one length."""
     orchestrate: str = "local"
 
     def longest(self, variant: Variant) -> int:
-        """The most tokens of a completion."""
+        """The length of the longest completion."""
         return self.cap if variant.has_tail else self.tokens
 
     def make_tasks(self) -> list[dict[str, Any]]:
@@ -97,7 +94,7 @@ class Variant:
 
     @property
     def is_judged(self) -> bool:
-        """Whether the goal, set for completions of one length on the native engine, is its goal."""
+        """Whether the goal applies: it is set for completions of one length on the native engine."""
         return not self.has_tail and "engine.kind" not in self.settings
 
 
@@ -108,12 +105,12 @@ VARIANTS = (
     Variant("lag 2", {}, max_lag=2),
 )
 _VLLM = {"engine.kind": "vllm", "orchestrate": "local", "deadline": 600.0}
-"""A server may take minutes to start."""
+"""The deadline allows for a server that takes minutes to start."""
 OVER_VLLM = (Variant("in turn, vLLM", _VLLM), Variant("lag 1, vLLM", _VLLM, max_lag=1))
 
 
 def make_plan(device: str, *, quick: bool) -> Plan:
-    """The GPU's, the CPU's, or a few seconds of the CPU's on a small model."""
+    """For a GPU or a CPU; `quick` takes fewer steps, and on a CPU a smaller model."""
     if device == "cuda":
         on_gpu = functools.partial(Plan, device, "bfloat16", QWEN3_0_6B, prompt_tokens=64, goal="≥ 6")
         return on_gpu(completions=512, tokens=256, cap=1024, micro_batch_tokens=16_384, steps=2 if quick else 5)
@@ -151,13 +148,13 @@ def run(*, quick: bool, json_file: Path | None, only: str | None = None, mps: bo
 
 
 def make_parts(plan: Plan, folder: Path, *, mps: bool = False) -> dict[str, Part]:
-    """TRL first where it is installed, then every variant, which is compared with it."""
+    """TRL first if it is installed, then every variant, which is compared with it."""
     peers = Peers()
 
     @functools.cache
     def model() -> str:
         path = write_random_model(plan.shape, folder / "model", dtype=plan.dtype)
-        release()  # of the GPU's memory
+        release()  # frees GPU memory
         return path
 
     def part_of(variant: Variant) -> Part:
@@ -174,12 +171,10 @@ def make_parts(plan: Plan, folder: Path, *, mps: bool = False) -> dict[str, Part
 
 @dataclass
 class Peers:
-    """Figures of others in this run, filled by the part that measures them."""
+    """Figures of peers in this run, filled in by the part that measures them: completion tokens/s and GiB of GPU memory."""
 
     rates: dict[str, float] = field(default_factory=dict)
-    """Completion tokens a second."""
     peaks: dict[str, float] = field(default_factory=dict)
-    """GiB of GPU memory."""
 
 
 def measure(plan: Plan, variant: Variant, model: str, folder: Path, *, peers: Peers, mps: bool = False) -> list[Row]:
@@ -214,21 +209,21 @@ def measure(plan: Plan, variant: Variant, model: str, folder: Path, *, peers: Pe
 
 
 def show_logs(folder: Path) -> None:
-    """Print the last lines of every log below a folder, MPS's included."""
+    """Print the last lines of every log in a folder, including MPS's."""
     for log in sorted(folder.rglob("*.log")):
         lines = log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
         say("\n  ".join([f"{log.relative_to(folder)}, its last lines:", *lines]))
 
 
 def check_lengths(plan: Plan, variant: Variant, seen: Sequence[dict[str, Any]]) -> None:
-    """Raise if a completion ended early: that is other work than the plan's."""
+    """Raise if a completion ended early: that is less work than planned."""
     short = [row["completion_tokens"] for row in seen if row["completion_tokens"] != plan.tokens]
     if short and not variant.has_tail:
         raise RuntimeError(f"{variant.name}: {short[0]:g} tokens a completion where {plan.tokens} were asked for")
 
 
 def settings_of(plan: Plan, variant: Variant) -> dict[str, Any]:
-    """A recipe's settings, all but the model's."""
+    """The recipe's settings, except the model's."""
     return {
         "steps": plan.warmups + plan.steps + variant.max_lag,
         "device": plan.device,
@@ -250,7 +245,7 @@ def settings_of(plan: Plan, variant: Variant) -> dict[str, Any]:
 
 
 def step_rows(plan: Plan, variant: Variant, seen: Sequence[dict[str, Any]], *, peers: Peers) -> list[Row]:
-    """Medians over steps, the time budget over all of them, and the lag of their tokens."""
+    """Medians over steps, the time budget over all of them, and their mean lag."""
     name = variant.name
     rate = statistics.median(row["tokens_per_second"] for row in seen)
     seconds = statistics.median(row["seconds"] for row in seen)
@@ -269,7 +264,7 @@ def step_rows(plan: Plan, variant: Variant, seen: Sequence[dict[str, Any]], *, p
 
 
 def budget_of(seen: Sequence[dict[str, Any]]) -> dict[tuple[str, str], float]:
-    """The share of each state in its role's time, of engine and trainer, over these steps."""
+    """The share of each state in the time of engine and trainer, over these steps."""
     totals: Counter[tuple[str, str]] = Counter()
     for row in seen:
         for key, seconds in row.items():
@@ -282,7 +277,7 @@ def budget_of(seen: Sequence[dict[str, Any]]) -> dict[tuple[str, str], float]:
 
 
 def memory_rows(variant: Variant, memory: GpuMemory, *, peers: Peers) -> list[Row]:
-    """GPU memory, of all processes and of each; the goal is to take no more than a peer does for the same work."""
+    """GPU memory of all processes and of each; the goal is to take no more than a peer for the same work."""
     if memory.peak is None:
         return []
     others = peers.peaks if variant.is_judged else {}
@@ -294,7 +289,7 @@ def memory_rows(variant: Variant, memory: GpuMemory, *, peers: Peers) -> list[Ro
 
 
 def measure_trl(plan: Plan, model: str, folder: Path, peers: Peers) -> Iterator[list[Row]]:
-    """TRL's GRPO on the same tasks; no rows where it fails."""
+    """TRL's GRPO on the same tasks; yields nothing if it fails."""
     work: dict[str, Any] = {"model": model, "tasks": plan.make_tasks(), "siblings": plan.siblings, "tokens": plan.tokens}
     work |= {"device": plan.device, "completions": plan.completions, "steps": plan.warmups + plan.steps}
     with GpuMemory() as memory:
@@ -325,7 +320,7 @@ def first_word_is_even(completions: list[str], **_: object) -> list[float]:
 
 
 class OwnLengths:
-    """One generate call, like the built-in environment, with the length that the task has for this sibling."""
+    """One generate call, like the built-in environment, with the length that the task gives this sibling."""
 
     async def run(self, task: dict[str, Plain], client: Client) -> Episode:
         started = time.time()

@@ -1,4 +1,4 @@
-"""TRL's GRPO in a process of its own, for `headrace bench step`: vLLM generates inside it on a GPU, transformers on a CPU."""
+"""TRL's GRPO in a child process, for `headrace bench step`: vLLM generates on a GPU, transformers on a CPU."""
 
 from __future__ import annotations
 
@@ -18,30 +18,25 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _SECONDS = 360.0
-
-
 TRIED = ((64, False), (32, False), (32, True))
-"""Completions in one forward and backward pass, and whether its activations are computed again for the backward pass: the
-fastest first, the next where one runs out of memory."""
+"""(completions per pass, gradient checkpointing), fastest first; the next is tried when one runs out of memory."""
 
 
 @dataclass(frozen=True)
 class TrlSteps:
-    """Seconds of each step, and the settings they were measured with."""
-
     name: str
     settings: str
     seconds: list[float]
 
 
 def missing_modules(device: str) -> list[str]:
-    """Modules that it needs and that are not installed."""
+    """Modules that TRL needs and that are not installed."""
     needed = ("trl", "datasets", *(("vllm",) if device == "cuda" else ()))
     return [name for name in needed if importlib.util.find_spec(name) is None]
 
 
 def measure_steps(folder: Path, *, device: str, completions: int, **work: Any) -> TrlSteps:  # noqa: ANN401  (see `train`)
-    """Seconds of each step, with the fastest settings that fit."""
+    """Seconds of each step, with the fastest settings that fit in memory."""
     for size, checkpointing in TRIED:
         micro_batch = min(size, completions)
         with tempfile.TemporaryDirectory(dir=folder, prefix="trl-") as place:
@@ -67,17 +62,17 @@ def _version(package: str) -> str:
 
 
 def train(order: dict[str, Any], orders: Iterator[Any]) -> Iterator[list[float]]:
-    """TRL's process: the seconds of each step, from the end of the step before it.
+    """Runs in TRL's process: the seconds of each step, since the end of the previous one.
 
-    As its documentation has it, without what would only cost it time: no KL, no checkpointing where activations fit, no
-    importance sampling correction (a forward pass more). Weights have the dtype of the folder.
+    Follows TRL's documentation without what would only cost it time: no KL, no checkpointing if activations fit, no importance
+    sampling correction (one more forward pass). Weights have the folder's dtype.
     """
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
 
     from headrace.bench.step import first_word_is_even
 
-    trl: Any = importlib.import_module("trl")  # mypy sees the same where it is not installed
+    trl: Any = importlib.import_module("trl")  # for mypy, which may run without it
     moments: list[float] = []
 
     class Clock(TrainerCallback):
@@ -113,7 +108,7 @@ def train(order: dict[str, Any], orders: Iterator[Any]) -> Iterator[list[float]]
     )
 
     def reward(completion_ids: list[list[int]], completions: list[str], **_: object) -> list[float]:
-        if short := [len(ids) for ids in completion_ids if len(ids) != tokens]:  # other work than ours
+        if short := [len(ids) for ids in completion_ids if len(ids) != tokens]:  # less work than ours
             raise RuntimeError(f"{short[0]} tokens a completion where {tokens} were asked for")
         return first_word_is_even(completions)
 

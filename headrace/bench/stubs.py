@@ -1,4 +1,4 @@
-"""Engines, trainers and a store that do next to nothing: what is left of a run is what is measured."""
+"""Engines, trainers and a store that do almost nothing, so that a benchmark measures the rest of a run."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from headrace.sync import Lineage
 
 PROMPT, COMPLETION = 10, 10
-"""Tokens of every rollout of `answer`."""
+"""Tokens of every rollout that `answer` makes."""
 
 
 def answer(number: int, *, version: int = 0, lineage: str = "") -> Rollout:
-    """A finished rollout of `PROMPT` and `COMPLETION` tokens; another number has another text, and so another score."""
+    """A finished rollout; each number has a different text and so a different score."""
     token_ids = np.full(PROMPT + COMPLETION, 10 + number, dtype=np.int32)
     prompt = Rollout.from_prompt(token_ids[:PROMPT], id=str(number))
     rollout = finished(prompt, token_ids[PROMPT:], logprobs=-0.5, version=version, lineage=lineage)
@@ -36,7 +36,7 @@ def answer(number: int, *, version: int = 0, lineage: str = "") -> Rollout:
 
 
 async def _nothing(*_: Any, **__: Any) -> None:  # noqa: ANN401  (a method of any signature)
-    """What stubs do that have nothing to pause, send or keep."""
+    """Stands in for methods with nothing to pause, send or keep."""
 
 
 class InstantEngine:
@@ -73,7 +73,7 @@ class InstantEngine:
 
 
 class FrozenEngine(InstantEngine):
-    """A real engine that keeps its weights: its stub trainer has none to send."""
+    """A real engine that keeps its weights: the stub trainer has none to send."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__()
@@ -87,10 +87,8 @@ class FrozenEngine(InstantEngine):
 
 
 class WaveEngine(InstantEngine):
-    """Holds requests until `in_flight` of them wait, then answers the oldest `wave`.
-
-    `seconds` is the time of this thread that it took itself, which is not the controller's.
-    """
+    """Holds requests until `in_flight` wait, then answers the oldest `wave`; `seconds` is its own CPU time, not the
+    controller's."""
 
     def __init__(self, *, in_flight: int, total: int, wave: int) -> None:
         super().__init__()
@@ -102,7 +100,7 @@ class WaveEngine(InstantEngine):
         self.seconds = 0.0
 
     async def serve(self) -> NoReturn:
-        """Waits until enough are in flight, or all that are left of `total`; woken by `generate`."""
+        """Waits until `in_flight` requests wait, or all that remain of `total`; woken by `generate`."""
         while True:
             while len(self._requests) < min(self._in_flight, self._total - self._num_answered) or not self._requests:
                 self._arrived.clear()
@@ -142,12 +140,12 @@ class WaveEngine(InstantEngine):
 
 
 class StubTrainer:
-    """Takes batches and keeps nothing of them."""
+    """Accepts batches and keeps nothing of them."""
 
     is_lost = False
 
     def __init__(self, lineage: Lineage, *, is_inline: bool = True) -> None:
-        """`is_inline` is whether it acts as one in the launcher's process."""
+        """`is_inline`: whether it behaves like a trainer in the launcher's process."""
         self._lineage, self.is_inline = lineage, is_inline
         self.num_steps = self.num_passes = self.num_rollouts = 0
 
@@ -167,6 +165,4 @@ class StubTrainer:
 
 
 class StubStore:
-    """Keeps no checkpoint."""
-
     save = _nothing

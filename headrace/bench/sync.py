@@ -1,8 +1,8 @@
-"""`headrace bench sync`: weights on their way from a trainer's process to an engine's, over every transport there is here.
+"""`headrace bench sync`: sending weights from a trainer's process to an engine's, over every transport available here.
 
-The receiver is a process of its own that does what an engine does: it writes the bytes beside the weights it runs, hashes them,
-compares them with the manifest and exchanges them. Transports take turns with a plain copy of as many bytes; figures are
-medians. On a GPU the model has the shape of Qwen3-0.6B, on a CPU that of SmolLM2-135M, both in bfloat16.
+The receiver is a child process that does what an engine does: it writes the bytes beside the weights in use, hashes them,
+checks them against the manifest and swaps. Transports take turns with a plain copy of as many bytes; figures are medians. The
+model has the shape of Qwen3-0.6B on a GPU and of SmolLM2-135M on a CPU, in bfloat16.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _NAME = "engine-0"
 
 
 def run(*, quick: bool, json_file: Path | None, model: str | None = None) -> int:
-    """`--quick` sends little."""
+    """`--quick` sends a small model."""
     if torch.cuda.is_available():
         device = str(torch.device("cuda", torch.cuda.current_device()))
         parts: dict[str, Part] = {
@@ -65,7 +65,7 @@ def _on_cpu(*, quick: bool) -> Iterator[list[Row]]:
 
 
 def publish_rows(seconds: Seconds, shape: str) -> list[Row]:
-    """What a publication over each transport takes."""
+    """The time to publish over each transport."""
     rows = []
     for name, parts in seconds.items():
         title = f"{name}, {shape}"
@@ -77,7 +77,7 @@ def publish_rows(seconds: Seconds, shape: str) -> list[Row]:
 
 
 def shared_memory_rows(seconds: dict[str, float], num_bytes: int, shape: str) -> list[Row]:
-    """Writing and reading shared memory, against a copy in the same process."""
+    """Write and read speed of shared memory, against a copy in the same process."""
     gigabytes, rows = num_bytes / 1e9, []
     for name, part, copy in (("written", "pack", "sender's copy"), ("read", "fetch", "engine's copy")):
         title, speeds = f"shared_memory, {shape}: {name}", {"copy": gigabytes / seconds[copy]}
@@ -106,7 +106,7 @@ def _on_gpu(device: str, *, quick: bool) -> Iterator[list[Row]]:
 
 
 class Paths:
-    """A sender and a receiving process for each transport, all of the same weights."""
+    """A sender and a receiving process for each transport, all with the same weights."""
 
     def __init__(self, shape: str, device: str, transports: list[str]) -> None:
         self._shape, self._device, self._transports = shape, device, transports
@@ -121,10 +121,10 @@ class Paths:
             settings = {"ends": asdict(ends), "shape": self._shape, "device": self._device, "threads": torch.get_num_threads()}
             sync = WeightSync(Lineage("life"), make_transport(ends, is_sender=True, device=self._device))
             self._ends[name] = sync, Child(_NAME, "headrace.bench.sync_child:engine", {**settings, "name": _NAME})
-        for _, child in self._ends.values():  # which start at the same time
+        for _, child in self._ends.values():  # they start in parallel
             child.hear()
         self._has_ipc = "cuda_ipc" in self._ends
-        """The weights then lie where the other process can read them, and are offered as they lie."""
+        """If so, the weights are in memory that the other process can read, and are offered in place."""
         self._arena = self._ends["cuda_ipc"][0].adopt(self._model) if self._has_ipc else Arena.adopt(self._model)
         self._other = self._arena.like()
         self.num_bytes = self._arena.num_bytes
@@ -137,7 +137,7 @@ class Paths:
         self._folder.cleanup()
 
     def rounds(self, count: int) -> Seconds:
-        """The median of each part, after a round that does not count: it allocates what the others use again."""
+        """The median of each part, after an uncounted round that allocates buffers."""
         seen: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in self._transports}
         for version in range(1, count + 2):
             with torch.no_grad():
@@ -175,6 +175,6 @@ class Paths:
         return {"publish": ended - started - parts["swap"], "offer": offered - started, "pack": pack, **parts}
 
     def copy_through_host(self) -> None:
-        """Bring every tensor to the host's memory and back, one after another."""
+        """Copy every tensor to host memory and back, one by one."""
         for name, view in self._arena.views.items():
             self._other.views[name].copy_(view.cpu())

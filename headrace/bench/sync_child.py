@@ -1,4 +1,4 @@
-"""The other ends of `headrace bench sync`, each in a process of its own (`headrace.bench.child`)."""
+"""Child processes of `headrace bench sync`: an engine, a collective receiver and an HTTP sender."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TOKEN = "of a benchmark on one host"
 
 
 def make_model(shape: str, device: str) -> PreTrainedModel:
-    """Random weights in the dtypes of a bfloat16 engine; every process makes the same tensors, if not the same numbers."""
+    """Random weights in the dtypes of a bfloat16 engine; all processes have the same tensors, not the same values."""
     config = transformers.AutoConfig.for_model(**SHAPES[shape])
     with torch.device(device):
         model: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -42,7 +42,7 @@ def make_model(shape: str, device: str) -> PreTrainedModel:
 
 
 def time_copy(into: Arena, source: Arena) -> float:
-    """Seconds of a copy; on a GPU by its own clock, without the launch."""
+    """Seconds of a copy; on a GPU by CUDA events, without the launch."""
     if source.device.type == "cuda":
         started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         started.record()
@@ -56,7 +56,7 @@ def time_copy(into: Arena, source: Arena) -> float:
 
 
 def engine(given: dict[str, Any], orders: Iterator[WeightUpdate | None]) -> Iterator[dict[str, float]]:
-    """Holds weights as an engine does and loads each update; None asks for a copy of as many bytes. Answers seconds."""
+    """Holds weights as an engine does and loads each update; None requests a copy of as many bytes. Answers seconds."""
     torch.set_num_threads(given["threads"])
     transport = make_transport(TransportConfig(**given["ends"]), is_sender=False, device=given["device"])
     sync = WeightSync(Lineage("life"), transport, name=given["name"])
@@ -100,24 +100,24 @@ class FlatTarget:
 
 
 def naive_group(port: int, *, rank: int, size: int) -> Any:  # noqa: ANN401
-    """A gloo group as it is usually made."""
+    """A gloo group, made the usual way."""
     store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=DEADLINE), wait_for_workers=False)
     return ProcessGroupGloo(store, rank, size, timedelta(seconds=DEADLINE))
 
 
 def broadcast_each(group: Any, buffer: Tensor, sizes: list[int]) -> None:  # noqa: ANN401
-    """The naive path: each tensor by itself, one after another."""
+    """The naive path: one broadcast per tensor."""
     for piece in buffer.split(sizes):
         group.broadcast(piece, 0).wait()
 
 
 def total(buffer: Tensor) -> int:
-    """A sum that changes with any byte."""
+    """A sum that changes if any byte does."""
     return int(buffer.view(torch.int64).sum())
 
 
 def collective_receiver(given: dict[str, Any], orders: Iterator[dict[str, Any]]) -> Iterator[int]:
-    """Receives over the connection that each order names; answers 0, or the sum of what it holds."""
+    """Receives over the path that each order names; answers 0, or for `total` the sum of what it holds."""
     torch.set_num_threads(1)
     target = FlatTarget(sum(given["sizes"]))
     transport = CollectiveTransport(token=TOKEN, deadline=DEADLINE)
@@ -138,7 +138,7 @@ def collective_receiver(given: dict[str, Any], orders: Iterator[dict[str, Any]])
                     while view:
                         view = view[connection.recv_into(view) :]
                     connection.sendall(b"\1")
-                case "total":  # and clears it
+                case "total":  # and clears the buffer
                     held = total(target.buffer)
                     target.buffer.zero_()
             yield held
@@ -155,7 +155,7 @@ def http_sender(given: dict[str, Any], orders: Iterator[Any]) -> Iterator[dict[s
     seconds = time.perf_counter() - started
     with socket.create_server(("127.0.0.1", 0)) as listening:
         yield {"place": place, "port": listening.getsockname()[1], "post": seconds}
-        for _ in orders:  # one for each connection to come
+        for _ in orders:  # one order per connection
             connection, _ = listening.accept()
             with connection:
                 connection.sendall(content.numpy().data)

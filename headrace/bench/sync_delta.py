@@ -1,11 +1,11 @@
-"""How small and how fast the difference between two versions is, for `headrace bench sync`.
+"""How small and how fast the delta between two versions is, for `headrace bench sync`.
 
-The versions are those of a trainer: float32 weights that AdamW steps with real gradients and moments, in bfloat16 as engines
-hold them. How many weights a step changes depends on its learning rate, so there is a case for each of several, and one more
-for the rate at which about one weight in a hundred changes, which has the goals.
+The versions are a trainer's: float32 weights, stepped by AdamW with real gradients and moments, in bfloat16 as engines hold
+them. The learning rate decides how many weights a step changes, so there is a case for each of several rates. The goals apply
+to one more case, at the rate that changes about 1 % of the weights.
 
-A model that was saved in bfloat16 starts with every weight in the middle of what rounds to it: its first steps change fewer
-weights than later ones.
+A model saved in bfloat16 starts with every weight in the middle of its rounding interval: its first steps change fewer weights
+than later ones.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 LEARNING_RATES = (1e-7, 3e-7, 1e-6, 3e-6, 1e-5)
 WANTED_SHARE = 0.01
-"""Of weights changed, where the goals are set."""
+"""Share of changed weights at which the goals apply."""
 _ROLLOUTS, _LENGTH = 8, 48
 
 
@@ -51,7 +51,7 @@ class Case:
     encode_seconds: float
     apply_seconds: float
     copy_seconds: float
-    """Of all weights, with as many threads."""
+    """Copying all weights, with as many threads."""
 
     @property
     def changed(self) -> float:
@@ -63,12 +63,12 @@ class Case:
 
     @property
     def share(self) -> float:
-        """Of a copy's speed, of encoding and applying together."""
+        """Speed of encoding and applying together ÷ a copy's."""
         return self.copy_seconds / (self.encode_seconds + self.apply_seconds)
 
 
 def measure(*, model: str | None, quick: bool, device: str = "cpu") -> list[Row]:
-    """The model in a folder, or a random one in the shape of SmolLM2-135M; `quick` takes a small one and fewer turns."""
+    """The model in a folder, or a random one in SmolLM2-135M's shape; `quick` takes a small one and fewer turns."""
     shape = SMALL if quick else SMOLLM2_135M
     steps = _Steps.of_folder(model, device=device) if model is not None else _Steps.of_shape(shape, device=device)
     steps.warm_up(2 if quick else 6)
@@ -93,7 +93,7 @@ def _rows(name: str, case: Case, *, has_goals: bool = False, is_on_host: bool = 
 
 
 def _rate_for(cases: Sequence[Case], share: float) -> float:
-    """The learning rate that changes this share of the weights, by a straight line through the logarithms of two cases."""
+    """The learning rate that changes this share of the weights, by log-log interpolation between the two nearest cases."""
     rates = np.log([case.learning_rate for case in cases])
     shares = np.log([max(case.changed, 1e-9) for case in cases])
     order = np.argsort(np.abs(shares - math.log(share)))[:2]
@@ -103,7 +103,7 @@ def _rate_for(cases: Sequence[Case], share: float) -> float:
 
 
 def _measure_case(steps: _Steps, learning_rate: float, turns: int) -> Case:
-    """Take one step, and time its delta and a plain copy in turn."""
+    """Take one step, then time its delta and a plain copy in turn."""
     base = steps.wire()
     steps.step(learning_rate)
     now = steps.wire()
@@ -148,12 +148,12 @@ class _Steps:
             return cls(folder, list(texts), name="a random model", device=device)
 
     def warm_up(self, steps: int) -> None:
-        """Until the optimizer's moments are of several gradients."""
+        """Take steps until the optimizer's moments cover several gradients."""
         for _ in range(steps):
             self.step(TrainSettings().learning_rate)
 
     def step(self, learning_rate: float) -> None:
-        """A policy gradient over the second half of each text, with advantages as a group has them."""
+        """A policy-gradient step on the second half of each text, with advantages normalized as in a group."""
         advantages = self._random.normal(size=len(self._rollouts))
         advantages = (advantages - advantages.mean()) / advantages.std()
         self._trainer.forward_backward(make_batch(self._rollouts, advantages=advantages, loss="reinforce"))
@@ -169,6 +169,5 @@ class _Steps:
 
 
 def _half_sampled(number: int, token_ids: Array) -> Rollout:
-    """A text as if its second half had been sampled."""
     start = len(token_ids) // 2
     return finished(Rollout.from_prompt(token_ids[:start], id=str(number)), token_ids[start:], logprobs=0.0)

@@ -1,6 +1,6 @@
 """Two transports against what the loopback carries, on a CPU: the collective to four receivers, and HTTP to one.
 
-All ways of one transport take turns with the same bytes, until every receiver has all of them, and the figures are medians.
+The paths of a transport take turns with the same bytes, until every receiver has all of them; figures are medians.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HTTP_BYTES = 270_000_000
 
 
 def tensor_bytes() -> list[int]:
-    """Of SmolLM2-135M in bfloat16, in the order of its state; the head is the embedding."""
+    """Tensor sizes of SmolLM2-135M in bfloat16, in the order of its state dict; the head is the embedding."""
     shape = SMOLLM2_135M
     hidden, inner, kv = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"] * shape["num_key_value_heads"]
     square, narrow, wide = hidden * hidden, hidden * kv, hidden * inner
@@ -41,7 +41,7 @@ def tensor_bytes() -> list[int]:
 
 
 class _Collective:
-    """The sender's end of each way to the receivers: gloo in buckets (ours), gloo tensor by tensor, and raw sockets."""
+    """The sender's end of each path to the receivers: gloo in buckets (ours), gloo tensor by tensor, and raw sockets."""
 
     def __init__(self, sizes: list[int]) -> None:
         self._sizes = sizes
@@ -91,7 +91,7 @@ class _Collective:
             thread.join()
 
     def seconds(self, way: Callable[[], None], turn: int) -> float:
-        """Until every receiver has all of it; the first turn, which connects and touches memory, is checked."""
+        """Until every receiver has all bytes; the first turn, which connects and touches memory, also checks them."""
         started = time.perf_counter()
         way()
         self._hear()
@@ -111,7 +111,7 @@ class _Collective:
 
 
 def collective_rows(*, quick: bool) -> list[Row]:
-    """About a minute, or 20 s."""
+    """Takes about a minute, `quick` 20 s."""
     sizes = tensor_bytes()
     sender = _Collective(sizes)
     ways = {way.__name__: functools.partial(sender.seconds, way) for way in (sender.buckets, sender.each, sender.raw)}
@@ -132,7 +132,7 @@ def collective_rows(*, quick: bool) -> list[Row]:
 
 
 def http_rows(*, quick: bool) -> list[Row]:
-    """Weights, which are checked and copied to their target, against a bare socket whose bytes go nowhere."""
+    """HTTP, which checks the bytes and copies them to their target, against a bare socket that discards them."""
     num_bytes = HTTP_BYTES // 10 if quick else HTTP_BYTES
     receiver, relay = (HttpTransport(token=TOKEN, is_relay=is_relay) for is_relay in (False, True))
     target = FlatTarget(num_bytes)

@@ -1,8 +1,8 @@
-"""`headrace bench trainer`: how fast the trainer is, how near the GPU's arithmetic, how little memory it takes.
+"""`headrace bench trainer`: how fast the trainer is, how close to the GPU's peak FLOP/s, how little memory it takes.
 
-Every figure that has a peer is measured with it in one run, turn about, and is the median of its turns; a peer is timed only
-where it gives the same gradient. A GPU is measured in bfloat16 with Qwen3-0.6B's shape, a CPU in float32 with a small model.
-Weights are random: neither time nor memory depends on them.
+Peers take turns with ours in the same run, and figures are medians; a peer is timed only if it gives the same gradient. A GPU
+is measured in bfloat16 with Qwen3-0.6B's shape, a CPU in float32 with a small model. Weights are random: neither time nor
+memory depends on them.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured on a kind of machine."""
+    """What to measure on a GPU or a CPU."""
 
     device: str
     dtype: str
     shape: dict[str, Any]
     speed: Speed
     long: Speed
-    """Twice the tokens, in one pass too."""
+    """Twice the tokens, also in one pass."""
     head: HeadLoad
     mix: Mix
 
 
 def make_plan(device: str, *, quick: bool) -> Plan:
-    """The GPU's, the CPU's, or a few seconds of the CPU's."""
+    """For a GPU or a CPU; `quick` takes fewer turns, and on a CPU a smaller model."""
     if device == "cuda":
         turns = 2 if quick else 5
         return Plan(
@@ -65,7 +65,7 @@ def make_plan(device: str, *, quick: bool) -> Plan:
 
 
 def run(*, quick: bool, json_file: Path | None, only: str | None = None) -> int:
-    """`--quick` takes few turns of small loads."""
+    """`--quick` takes fewer turns, and on a CPU smaller loads."""
     plan = make_plan(default_device(), quick=quick)
     with tempfile.TemporaryDirectory() as folder:
         return run_parts("trainer", make_parts(plan, Path(folder), quick=quick), only=only, quick=quick, json_file=json_file)

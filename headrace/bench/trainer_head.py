@@ -1,7 +1,7 @@
-"""The head alone: logprobs of many rows and their gradient, against full logits in the same run.
+"""The LM head alone: logprobs of many rows and their gradient, against full logits in the same run.
 
-Ours has two paths: `Head.logprobs`, whose loss comes later, and `Head.backpropagate`, which asks for the loss's derivative
-while it has a chunk's logits (judged).
+Ours has two paths: `Head.logprobs`, whose loss comes later, and `Head.backpropagate` (judged), which calls the loss for its
+derivative while it holds a chunk's logits.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class HeadLoad:
     sequence: int
     """Rows that the loss must see together."""
     memory_goal: str = ""
-    """Of the memory beyond inputs and gradients ÷ what full logits take."""
+    """For memory beyond inputs and gradients ÷ that of full logits."""
 
     @property
     def name(self) -> str:
@@ -59,11 +59,11 @@ CASES: dict[str, dict[str, Any]] = {
     ", temperature 0.7": {"temperature": 0.7, "is_masked": False},
     ", sampling mask": {"temperature": 1.0, "is_masked": True},
 }
-"""By suffix of the name."""
+"""By the suffix of their rows' names."""
 
 
 def measure(load: HeadLoad) -> Iterator[list[Row]]:
-    """All cases, with half the rows where full logits do not fit."""
+    """All cases, with half the rows if full logits do not fit."""
     for case, given in CASES.items():
         release()
         rows: list[Row] = []
@@ -101,19 +101,17 @@ def head_rows(name: str, seconds: dict[str, list[float]], memory: dict[str, int]
 
 
 class Paths:
-    """Ways to compute logprobs of random rows and their gradient, forward and backward: all of the same inputs."""
+    """Ways to compute the logprobs of the same random rows and their gradient."""
 
     def __init__(self, load: HeadLoad, *, temperature: float, is_masked: bool) -> None:
         self._load, device = load, load.device
-        # Of a model whose one narrow layer is never computed.
+        # Only the head of this model is used; its one narrow layer never runs.
         config = AutoConfig.for_model(**model_shape("qwen3", load.vocabulary, load.hidden, 64, 1, 1, 1, 32, 2048))
         with torch.random.fork_rng(), torch.device(device):
             torch.manual_seed(0)
             self.head = Head(AutoModelForCausalLM.from_config(config, dtype=getattr(torch, load.dtype)))
             torch.manual_seed(0)
-            hidden = (
-                torch.randn(load.rows, load.hidden, dtype=getattr(torch, load.dtype)) * 4
-            )  # logits as far apart as a model's
+            hidden = torch.randn(load.rows, load.hidden, dtype=getattr(torch, load.dtype)) * 4  # logits spread like real ones
             self._upstream = torch.randn(load.rows) / load.rows
             """The loss's gradient with respect to each logprob."""
         targets = np.random.default_rng(0).integers(load.vocabulary, size=load.rows)
@@ -122,12 +120,12 @@ class Paths:
         self._temperatures = torch.full((load.rows,), temperature, device=device)
         self._allowed = make_mask(targets, vocabulary=load.vocabulary, device=device) if is_masked else None
         self._gathered = torch.zeros(self._weight.shape, dtype=torch.float32, device=device)
-        """Where the judged path adds the weight's gradient, as in a trainer."""
+        """Where the judged path accumulates the weight's gradient, as in a trainer."""
         judged = {} if is_masked else {", judged": self._judged}  # it takes no sampling mask
         self.by_name: dict[str, Callable[[], None]] = {"": self._ours, **judged, FULL: self._full}
 
     def logprobs(self) -> Tensor:
-        """By our head."""
+        """Logprobs from our head."""
         return self.head.logprobs(self._hidden, self._targets, self._temperatures, allowed=self._allowed)[0]
 
     def full_logprobs(self) -> Tensor:
@@ -161,7 +159,7 @@ class Paths:
         cast("Any", self.full_logprobs()).backward(self._upstream)
 
     def check(self, name: str) -> None:
-        """Raise where a path gives another gradient than full logits."""
+        """Raise if a path's gradient differs from that of full logits."""
         gradients = {which: self._gradients(path) for which, path in self.by_name.items()}
         wanted = gradients.pop(FULL)
         for which, found in gradients.items():
@@ -177,14 +175,14 @@ class Paths:
         return {"hidden": hidden.float(), "weight": self._gathered.clone() if weight is None else weight.float()}
 
     def memory(self, path: Callable[[], None]) -> int:
-        """The path's peak without the gradients it leaves."""
+        """The path's peak memory without the gradients it leaves."""
         self._drop_gradients()
         peak = peak_bytes(path, self._load.device)
         gradients = (self._hidden.grad, self._weight.grad)
         return peak - sum(gradient.nbytes for gradient in gradients if gradient is not None)
 
     def seconds(self, path: Callable[[], None], _: int) -> float:
-        """Of one turn."""
+        """Seconds of one turn."""
         self._drop_gradients()
         return seconds_of(path, self._load.device)
 
@@ -194,7 +192,7 @@ class Paths:
 
 
 def make_mask(targets: np.ndarray, *, vocabulary: int, device: str) -> AllowedTokens:
-    """Each row's target and some other tokens, sorted and each once, as an engine records them."""
+    """Each row's target and some other tokens, sorted and distinct, as an engine records them."""
     random, rows = np.random.default_rng(1), len(targets)
     least, most = (min(limit, vocabulary) for limit in _ALLOWED)
     counts = random.integers(least, most, size=rows, endpoint=True)

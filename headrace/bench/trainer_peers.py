@@ -1,4 +1,4 @@
-"""The trainer ours is measured against: a padded loop over transformers' model, as most RL libraries have it."""
+"""The trainer's peer: a padded loop over transformers' model, as in most RL libraries."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 class PaddedLoop:
     """Mini-batches of a fixed number of rollouts, padded to the longest of each, with full logits.
 
-    Weights are float32 and products bfloat16 under autocast where ours are; attention is torch's; nothing is compiled. A
-    mini-batch of more than `most_tokens` with its padding is halved, or full logits of a large vocabulary would not fit.
+    Weights are float32, and products bfloat16 (by autocast) where ours are; attention is torch's; nothing is compiled. A
+    mini-batch of more than `most_tokens` with padding is halved, or full logits of a large vocabulary would not fit.
     """
 
     def __init__(self, folder: str, *, dtype: str, device: str, mini_batch: int, most_tokens: int = 0) -> None:
@@ -46,7 +46,7 @@ class PaddedLoop:
         )
 
     def forward_backward(self, batch: Batch, *, by_length: bool = False) -> float:
-        """Add the batch's gradient to what is held; returns the loss."""
+        """Accumulate the batch's gradient; returns the loss."""
         order = list(range(len(batch.rollouts)))
         if by_length:
             order.sort(key=lambda member: len(batch.rollouts[member]))
@@ -59,7 +59,7 @@ class PaddedLoop:
         return float(total)
 
     def optim_step(self) -> None:
-        """One optimizer step with the gradient held, which is then dropped."""
+        """One optimizer step with the accumulated gradient, which is then dropped."""
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._limit)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
@@ -70,11 +70,11 @@ class PaddedLoop:
         self.optim_step()
 
     def gradient(self) -> dict[str, Tensor]:
-        """What is held, by name."""
+        """The accumulated gradient, by name."""
         return {name: p.grad.detach().clone() for name, p in self._model.named_parameters() if p.grad is not None}
 
     def _halved(self, batch: Batch, members: list[int]) -> list[list[int]]:
-        """The mini-batch, or those that it must be cut into."""
+        """The mini-batch, halved until each piece fits `most_tokens`."""
         padded = len(members) * max(len(batch.rollouts[member]) for member in members)
         if len(members) == 1 or not self._most_tokens or padded <= self._most_tokens:
             return [members]
@@ -103,7 +103,7 @@ class PaddedLoop:
         return -(gains * weights).sum()
 
     def _padded(self, arrays: Sequence[Array]) -> Tensor:
-        """[rollouts, longest] with zeros after the end of each, which have no weight in the loss."""
+        """[rollouts, longest], zero-padded at the end; padding has no weight in the loss."""
         width = max(len(array) for array in arrays)
         rows = np.stack([np.pad(array, (0, width - len(array))) for array in arrays])
         return torch.from_numpy(rows).to(self._device)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _BUDGET = 16384
 _MEAN = 500
-"""Tokens of a completion in the long-tail mix; a prompt has half as many."""
+"""Mean tokens of a completion in the long tail; prompts have half as many."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Case:
 
     @property
     def bound(self) -> float:
-        """G(P + R) ÷ (P + GR): rows of siblings apart ÷ rows of siblings that share."""
+        """G(P + R) ÷ (P + GR): rows without sharing ÷ rows with sharing."""
         own = self.siblings * self.completion
         return (self.siblings * self.prompt + own) / (self.prompt + own)
 
@@ -58,7 +58,7 @@ _ON_GPU = Case(QWEN3_0_6B, "bfloat16", siblings=8, prompt=1024, completion=256, 
 
 
 def measure(device: str, *, quick: bool) -> list[Row]:
-    """The gain of sharing and its bound, the difference of the two gradients, fill and time of planning."""
+    """The gain of sharing and its bound, the difference of the two gradients, packing fill and planning time."""
     case = _ON_CPU if device == "cpu" else _ON_GPU
     return [*_gain(case, device=device, quick=quick), *_fill(num_groups=128 if quick else 1250)]
 
@@ -87,14 +87,14 @@ def _gain(case: Case, *, device: str, quick: bool) -> list[Row]:
 
 
 def _seconds(trainer: DeviceTrainer, batch: Batch, device: str, _: int) -> float:
-    """Of the batch's forward and backward passes, with planning and packing; the gradient is dropped afterwards."""
+    """Forward and backward with planning and packing; the gradient is dropped afterwards."""
     seconds = seconds_of(lambda: trainer.forward_backward(batch), device)
     trainer.optim_step(loads.LEARNING_RATE)
     return seconds
 
 
 def _fill(*, num_groups: int) -> list[Row]:
-    """Groups whose completions have a long tail; the emptiest pass, which has the remainder, does not count."""
+    """Pack groups whose completions have a long tail; the emptiest pass, which has the remainder, does not count."""
     siblings, rollouts = 8, []
     prompts = lognormal_lengths(num_groups, mean=_MEAN / 2, sigma=0.5, cap=_BUDGET // 4, seed=1)
     completions = lognormal_lengths(num_groups * siblings, mean=_MEAN, sigma=1.0, cap=_BUDGET // 2)
@@ -105,7 +105,7 @@ def _fill(*, num_groups: int) -> list[Row]:
     for share, what in ((False, "apart"), (True, "shared")):
         seconds = []
         for _ in range(5):
-            started = time.thread_time()  # processor time: on a busy machine others take the rest
+            started = time.thread_time()  # CPU time, since the machine may be busy
             passes = plan_passes(rollouts, budget=_BUDGET, share=share)
             seconds.append(time.thread_time() - started)
         totals = sorted(sum(num_rows(unit, lengths) for unit in units) for units in passes)[1:]

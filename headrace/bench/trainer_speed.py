@@ -1,4 +1,4 @@
-"""Documents of one length and rollouts of very different lengths: how fast they are trained, beside a padded loop."""
+"""Training speed on documents of one length and on rollouts of very different lengths, beside a padded loop."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ if TYPE_CHECKING:
     from headrace.trainer import DeviceTrainer
 
 PEAK_FLOPS = 989e12
-"""Of one H100 or H200, dense bfloat16."""
+"""Of an H100 or H200, dense bfloat16."""
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
-"""Of our gradient against transformers', by dtype of the products: rounding alone leaves some hundredths in bfloat16."""
+"""Of our gradient against transformers', by dtype of the products: bfloat16 rounding alone gives a few hundredths."""
 PEERS = {"padded, as they come": False, "padded, by length": True}
-"""By name, whether mini-batches are made of rollouts of similar length."""
+"""By name: whether mini-batches group rollouts of similar length."""
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Documents that are trained in one forward and backward pass."""
+    """Documents trained in one forward and backward pass."""
 
     tokens: int
     document: int
@@ -51,7 +51,7 @@ class Speed:
     """Steps that do not count: the first ones compile."""
     has_peer: bool
     goal: str = ""
-    """Of the share of the GPU's arithmetic."""
+    """For the MFU."""
 
     @property
     def name(self) -> str:
@@ -67,7 +67,7 @@ class Turn:
 
 
 def measure_speed(speed: Speed, folder: str, *, dtype: str, device: str) -> Iterator[list[Row]]:
-    """Memory, then tokens a second in turn with the peer."""
+    """Memory, then tokens/s in turn with the peer."""
     release()
     before = held_bytes(device)
     trainer = make_trainer(folder, dtype=dtype, device=device, micro_batch_tokens=speed.tokens)
@@ -109,7 +109,7 @@ def _step(trainer: DeviceTrainer, batch: Batch) -> None:
 
 
 def predicted_peak(folder: str, *, tokens: int, dtype: str, device: str) -> int:
-    """Bytes that the trainer's own memory model predicts for a step, without the bare process."""
+    """Bytes that the trainer's memory model predicts for a step, without the bare process."""
     settings, shape = TrainSettings(micro_batch_tokens=tokens), ModelShape.of(load_config(folder))
     found = predict_memory(shape, settings, dtype=dtype, tokens=tokens, on_gpu=device != "cpu")
     return int(found.total - found.process)
@@ -118,7 +118,7 @@ def predicted_peak(folder: str, *, tokens: int, dtype: str, device: str) -> int:
 def _open_peer(
     speed: Speed, trainer: DeviceTrainer, batch: Batch, folder: str, *, dtype: str, device: str
 ) -> tuple[PaddedLoop | None, list[Row]]:
-    """transformers on the same documents, and its rows; None where it does not fit or gives another gradient."""
+    """transformers on the same documents, and its rows; None if it does not fit or gives a different gradient."""
     name, before = f"{speed.name}: transformers", held_bytes(device)
     try:
         loop = PaddedLoop(folder, dtype=dtype, device=device, mini_batch=len(batch.rollouts))
@@ -135,7 +135,7 @@ def _open_peer(
 
 
 def compare(trainer: DeviceTrainer, loop: PaddedLoop, batch: Batch) -> float:
-    """The relative difference of our gradient and the peer's on the same weights; then both take the same step."""
+    """The relative difference of our gradient and the peer's on the same weights; both then take the same step."""
     trainer.forward_backward(batch)
     ours = gradient_of(trainer)
     trainer.optim_step(LEARNING_RATE)
@@ -146,7 +146,7 @@ def compare(trainer: DeviceTrainer, loop: PaddedLoop, batch: Batch) -> float:
 
 
 def speed_rows(speed: Speed, turns: dict[str, list[Turn]], *, flops_per_token: float | None) -> list[Row]:
-    """Medians: tokens a second, and the share of the GPU's arithmetic where `flops_per_token` are known."""
+    """Medians of tokens/s, and the MFU if `flops_per_token` is given."""
     name, ours = speed.name, turns["ours"]
     kinds: dict[str, Callable[[Turn], float]] = {
         "forward and backward": lambda turn: turn.gradient,
@@ -164,7 +164,7 @@ def speed_rows(speed: Speed, turns: dict[str, list[Turn]], *, flops_per_token: f
 
 
 def flops_per_token(folder: str, *, document: int) -> float:
-    """6P + 6·L·n_h·d_h·S: six for each weight, the tied embedding once, and causal attention over S tokens."""
+    """6P + 6·L·n_h·d_h·S: six per weight, the tied embedding once, and causal attention over S tokens."""
     config = load_config(folder)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -176,26 +176,24 @@ def flops_per_token(folder: str, *, document: int) -> float:
 
 @dataclass(frozen=True)
 class Mix:
-    """A batch as a policy that thinks samples it: most completions are short, a few are very long."""
+    """A batch like a reasoning policy's: most completions are short, a few are very long. A pass of ours has at most `budget`
+    tokens; a pass of the peer has `mini_batch` rollouts and at most `most_tokens` tokens with padding (0: no limit)."""
 
     rollouts: int
     prompt_tokens: int
     median: int
-    """Of completions, before the cap."""
+    """Completion tokens, before the cap."""
     cap: int
     budget: int
-    """Tokens in a pass of ours."""
     mini_batch: int
-    """Rollouts in a pass of the peer's."""
     most_tokens: int
-    """In a pass of the peer's, with padding; 0 is no limit."""
     turns: int
     goal: str = ""
-    """Of our tokens a second ÷ the padded loop's."""
+    """For our tokens/s ÷ the padded loop's."""
 
     @property
     def lengths(self) -> list[int]:
-        """Prompts included, the same on every machine."""
+        """Prompts included; the same on every machine."""
         mean = self.median * float(np.exp(0.5))
         return [self.prompt_tokens + n for n in lognormal_lengths(self.rollouts, mean=mean, sigma=1.0, cap=self.cap)]
 
@@ -236,14 +234,14 @@ def measure_mix(mix: Mix, folder: str, *, dtype: str, device: str) -> Iterator[l
 
 
 def fill_row(mix: Mix, sizes: list[int]) -> Row:
-    """Tokens ÷ room of all passes but the emptiest, which has the remainder whatever the packing."""
+    """Tokens ÷ capacity of all passes but the emptiest, which has the remainder whatever the packing."""
     full = sorted(sizes, reverse=True)[:-1] or sizes
     fill = sum(full) / (len(full) * mix.budget)
     return Row(f"{mix.name}: packing fill", fill, "share", goal="≥ 0.98", bound=1.0)
 
 
 def rate_rows(mix: Mix, tokens: int, seen: dict[str, list[float]]) -> list[Row]:
-    """Tokens a second, padding not counted."""
+    """Tokens/s, padding not counted."""
     rates = {name: tokens / statistics.median(seconds) for name, seconds in seen.items()}
     ours = rates.pop("ours")
     goals = {next(iter(PEERS)): mix.goal}

@@ -1,12 +1,12 @@
-"""`headrace bench vllm`: a vLLM server as the engine, beside the native engine, on the same model and the same work.
+"""`headrace bench vllm`: a vLLM server as the engine, beside the native engine, on the same model and work.
 
-The server is a stock one, started as a run starts it, and its whole command line is printed; both engines take turns behind
-the engine protocol. The value is vLLM's, the column beside it the native engine's. Tokens a second are those of vLLM's best
-turn and the median of the native engine's; other figures are medians. On a CPU both use all cores but one, vLLM's default.
+The server is a stock one, started as a run starts it, and its command line is printed. Both engines take turns behind the
+engine protocol: the value is vLLM's, the column beside it the native engine's. Tokens/s are those of vLLM's best turn and the
+native engine's median; other figures are medians. On a CPU both use all cores but one, vLLM's default.
 
-An update's time is that of `load` alone, with every slot decoding and the weights ready on the trainer's side. The part spent
-exchanging weights, a server's pausing and resuming included, is the engine's own account. How long no token was sampled is
-counted from outside: the usual time between two steps is in it, and has a row of its own.
+An update's time is that of `load` alone, with every slot decoding and the weights ready on the trainer's side. The engine
+itself reports the part spent swapping weights, which includes pausing and resuming a server. The longest time without a token
+is observed from outside and includes the usual time between two steps, which has a row of its own.
 """
 
 from __future__ import annotations
@@ -47,28 +47,28 @@ if TYPE_CHECKING:
     from headrace.records import Rollout, WeightUpdate
 
 _TRIES = 4
-"""For an update that must find rollouts in flight."""
+"""Attempts at an update that must find rollouts in flight."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured on a kind of machine; there are as many slots as requests in the load."""
+    """What to measure on a GPU or a CPU, with a slot for each request of the load."""
 
     device: str
     dtype: str
     model: ModelSettings
-    """The built-in model, where no folder is given."""
+    """The built-in model, if no folder is given."""
     load: Load
     context: int
-    """Long enough for rollouts that outlast an update."""
+    """Long enough for rollouts to outlast an update."""
     mismatch: tuple[int, int]
-    """Requests and tokens of each."""
+    """Number of requests, and tokens per request."""
     blocks: int = 0
-    """Of the native engine's KV cache; 0 is as many as it takes by itself."""
+    """In the native engine's KV cache; 0 lets it choose."""
     arguments: tuple[tuple[str, Any], ...] = ()
     """Added to vLLM's command line."""
     goal: str = ""
-    """Of the native engine's KL against the trainer, over vLLM's."""
+    """For KL against the trainer, native ÷ vLLM."""
     turns: int = 3
     updates: int = 5
 
@@ -78,11 +78,11 @@ class Plan:
 
 
 def make_plan(device: str, *, quick: bool, has_model: bool) -> Plan:
-    """The GPU's, the CPU's for the built-in model or for one that is given, or a few requests of it."""
+    """For a GPU, or for a CPU with the built-in or a given model; `quick` takes fewer turns, and on a CPU fewer requests."""
     turns, updates = (2, 2) if quick else (3, 5)
     if device == "cuda":
         model, load = ModelSettings(hidden_size=1024, num_layers=28, num_heads=16, context=4096), Load.uniform(256, 64, 256)
-        shared = (("gpu_memory_utilization", 0.4),)  # by both engines and a trainer
+        shared = (("gpu_memory_utilization", 0.4),)  # with the native engine and a trainer
         sizes = {"blocks": 24 * 1024, "turns": turns, "updates": updates}
         return Plan(device, "bfloat16", model, load, 4096, (64, 128), arguments=shared, goal="≤ 0.2", **sizes)
     count, length = (4, 16) if quick else (16, 32) if has_model else (64, 64)
@@ -91,8 +91,8 @@ def make_plan(device: str, *, quick: bool, has_model: bool) -> Plan:
 
 
 def run(*, quick: bool, json_file: Path | None, model: str | None = None) -> int:
-    """Status 1 if a rollout's versions are wrong or the native engine's KL is too large, with `--quick` too: neither depends
-    on the size. Speeds have no goal here."""
+    """Returns 1 if a rollout's versions are wrong or the native engine's KL is too large, even with `--quick`: neither depends
+    on size. Speeds have no goal here."""
     python = choose_python("")
     try:
         find_vllm(python)
@@ -104,7 +104,7 @@ def run(*, quick: bool, json_file: Path | None, model: str | None = None) -> int
         torch.set_num_threads(max(1, (os.cpu_count() or 1) - 1))
     try:
         if model is not None:
-            load_config(model)  # rejects a folder that holds no model before a server is started
+            load_config(model)  # rejects a folder without a model before a server starts
     except ModelError as error:
         raise ConfigError(str(error)) from error
 
@@ -112,7 +112,7 @@ def run(*, quick: bool, json_file: Path | None, model: str | None = None) -> int
         rows: list[Row] = []
         try:
             asyncio.run(_measure(plan, model, rows))
-        finally:  # what was measured before a failure is reported
+        finally:  # report what was measured before a failure
             yield rows
 
     return run_parts("vllm", {"vllm": part}, quick=False, json_file=json_file)
@@ -189,7 +189,7 @@ async def _native(plan: Plan, path: str) -> AsyncIterator[Side]:
 
 @contextlib.contextmanager
 def offered(side: Side, source: PreTrainedModel, *, version: int) -> Iterator[WeightUpdate]:
-    """The source's weights, ready for the engine to fetch."""
+    """Offer the source's weights for the engine to fetch."""
     update = side.sync.offer(version, named_tensors(source))
     try:
         yield update
@@ -198,12 +198,11 @@ def offered(side: Side, source: PreTrainedModel, *, version: int) -> Iterator[We
 
 
 async def generate(engine: Engine, workload: Workload, *, seed: int) -> list[Rollout]:
-    """A whole workload at once; rollouts in its order."""
+    """Run a whole workload at once; returns rollouts in its order."""
     return await asyncio.gather(*(engine.generate(*request) for request in workload.requests(seed=seed)))
 
 
 async def _speed_rows(plan: Plan, sides: list[Side], *, vocabulary: int) -> list[Row]:
-    """After an untimed turn of each."""
     rates: dict[str, list[float]] = {side.name: [] for side in sides}
     for turn in range(plan.turns + 1):
         workload = (plan.load if turn else plan.load.shortened(4)).sample(vocabulary=vocabulary, seed=turn)
@@ -257,7 +256,7 @@ async def _update_rows(plan: Plan, sides: list[Side], source: PreTrainedModel) -
 
 
 async def _update(plan: Plan, side: Side, source: PreTrainedModel, versions: Iterator[int]) -> Update:
-    """One with rollouts in flight; retried where they all ended before it, as they may on a busy machine."""
+    """One update with rollouts in flight; retried if all of them end before it, as they may on a busy machine."""
     prompt_tokens = plan.load.prompt_tokens
     for tries_left in reversed(range(_TRIES)):
         version = next(versions)
@@ -274,7 +273,7 @@ async def _update(plan: Plan, side: Side, source: PreTrainedModel, versions: Ite
 
 
 def nudge(model: PreTrainedModel) -> None:
-    """Change every tensor a little, and by enough that bfloat16 shows it."""
+    """Change some values of every tensor, by enough that bfloat16 shows it."""
     with torch.no_grad():
         for _, tensor in named_tensors(model):
             tensor.view(-1)[::97].mul_(1.01)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _POLL_SECONDS = 0.001
 _START_STEPS, _USUAL_STEPS, _LATER_STEPS = 2, 8, 4
-"""Steps until all have started, steps watched before the update, and steps after it."""
+"""Steps until all rollouts have started, steps watched before the update, and steps after it."""
 
 
 class Outlasted(RuntimeError):
@@ -29,23 +29,22 @@ class Outlasted(RuntimeError):
 
 @dataclass(frozen=True)
 class Update:
-    """One update with every slot decoding. Times are in seconds."""
+    """One update with every slot decoding, in seconds; `swap` is what the engine itself reports."""
 
     load: float
     swap: float
-    """By the engine's own account."""
     still: float
-    """The longest time without a token, from before the update to some steps after it."""
+    """The longest time without a token, from just before the update to some steps after it."""
     usual: float
-    """The same over some steps before it."""
+    """The same, over some steps before the update."""
     in_order: float
-    """Share of the rollouts whose tokens have the right versions."""
+    """Share of rollouts whose tokens have the right versions."""
 
 
 async def update_in_flight(
     engine: Engine, update: WeightUpdate, rolling: asyncio.Future[list[Rollout]], *, timeline: ProcessTimeline
 ) -> Update:
-    """`rolling` are rollouts just submitted, one for each slot; they are aborted some steps after the update."""
+    """Load `update` while `rolling`, rollouts just submitted to all slots, is in flight; abort them some steps later."""
     state = await engine.state()
     slots, old, untold = state.slots, state.version, int(getattr(engine, "most_untold", 0))
     load, between = 0.0, {}
@@ -82,7 +81,7 @@ async def update_in_flight(
 
 
 def are_in_order(rollout: Rollout, *, old: int, new: int, before: int, after: int) -> bool:
-    """Whether versions only rise, the first `before` tokens have the old one and those from `after` on the new one."""
+    """Whether versions never fall, the first `before` tokens have the old one and those from `after` on the new one."""
     versions = rollout.versions[rollout.is_sampled]
     return bool(
         len(versions) > after >= before
@@ -94,22 +93,22 @@ def are_in_order(rollout: Rollout, *, old: int, new: int, before: int, after: in
 
 
 async def _counts(engine: Engine) -> dict[str, int]:
-    """By rollout: how many of its tokens are known."""
+    """Sampled tokens that the engine has reported, by rollout."""
     return {each.rollout.id: each.num_sampled for each in await engine.in_flight()}
 
 
 async def _sample(engine: Engine, tokens: int, rolling: asyncio.Future[list[Rollout]]) -> None:
-    """Wait until so many more tokens are sampled."""
+    """Wait until this many more tokens are sampled."""
     until = (await engine.state()).tokens + tokens
     while (await engine.state()).tokens < until:
         if rolling.done():
-            rolling.result()  # raises what failed them
+            rolling.result()  # raises their error
             raise Outlasted("all rollouts ended before the update did: this machine is too slow for it, or too busy")
         await asyncio.sleep(_POLL_SECONDS)
 
 
 async def _longest_wait(engine: Engine, work: Awaitable[None]) -> float:
-    """The longest time without another token while `work` goes on."""
+    """The longest time without a new token while `work` runs."""
     task = asyncio.ensure_future(work)
     tokens, since, longest = (await engine.state()).tokens, time.perf_counter(), 0.0
     while not task.done():
