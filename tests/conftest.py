@@ -56,7 +56,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     for module in ("spans", "remote"):
         monkeypatch.setattr(f"headrace.observe.{module}.time", clock)
-    monkeypatch.setattr("headrace.observe.remote._RunDelay._read", lambda _: 0)
+    monkeypatch.setattr("headrace.observe.remote_timeline._RunDelay._read", lambda _: 0)
     return clock
 
 

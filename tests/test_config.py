@@ -16,7 +16,7 @@ from headrace import train
 from headrace.buffer import buffer_policy, is_in_submission_order
 from headrace.cli import settings_help
 from headrace.config import Recipe, load_recipe, make_recipe, parse_recipe
-from headrace.config.other_names import TRL
+from headrace.config.trl_names import TRL
 from headrace.partial import pauses_unfinished
 from headrace.settings import ConfigError, describe, parse_override, to_dict, to_toml
 from headrace.staleness.gate import gate_depth

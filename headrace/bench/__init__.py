@@ -2,6 +2,6 @@
 
 A benchmark is `run(*, quick, json_file, …)`: it makes a plan for the machine and passes `harness.run_parts` parts that yield
 rows. `take_turns` interleaves contestants; `child` runs peers and receivers in child processes; `loads` makes models, requests,
-batches and trainers; `gauge` measures time and memory; `loop_run` and `stubs` run the four loops around stubs. All print a
+batches and trainers; `measure` measures time and memory; `drive_loops` and `stubs` run the four loops around stubs. All print a
 table and write the same JSON; figures in the docs name their command.
 """

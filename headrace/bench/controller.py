@@ -17,8 +17,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from headrace.bench.controller_stream import encoding_rows, stream_cost
+from headrace.bench.drive_loops import make_session
 from headrace.bench.harness import Row, run_parts, take_turns
-from headrace.bench.loop_run import make_session
 from headrace.bench.stubs import StubTrainer, WaveEngine
 from headrace.config import make_recipe
 from headrace.envs import PromptEncoder, SingleTurn

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import Qwen3ForCausalLM
 
-from headrace.bench.gauge import seconds_of
 from headrace.bench.loads import Workload
+from headrace.bench.measure import seconds_of
 from headrace.engine import EngineCore, Request
 from headrace.model import ModelSettings, build_config, build_tokenizer, load_model, prepare
 from headrace.records import Rollout, Sampling

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headrace.bench.drive_loops import drive, make_run
 from headrace.bench.harness import Row, run_parts
-from headrace.bench.loop_run import drive, make_run
 from headrace.bench.stubs import FrozenEngine, InstantEngine, StubTrainer
 from headrace.config import make_recipe
 from headrace.launch import LocalProcesses, UserInputs, model_folder, set_threads

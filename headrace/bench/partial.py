@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from headrace.bench.drive_loops import drive, make_run
 from headrace.bench.harness import Row, run_parts
 from headrace.bench.loads import lognormal_lengths
-from headrace.bench.loop_run import drive, make_run
-from headrace.bench.partial_watch import EngineWatch
+from headrace.bench.step_recorder import EngineWatch
 from headrace.bench.stubs import StubTrainer
 from headrace.config import make_recipe
 from headrace.engine import NativeEngine, build_core

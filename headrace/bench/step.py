@@ -24,10 +24,10 @@ import numpy as np
 
 import headrace
 from headrace.bench.child import PeerFailed
-from headrace.bench.gauge import GpuMemory, check_service, multi_process_service, release
 from headrace.bench.harness import Row, default_device, run_parts, say
 from headrace.bench.loads import MEDIUM, QWEN3_0_6B, SMALL, lognormal_lengths, write_random_model
-from headrace.bench.step_peer import measure_steps, missing_modules
+from headrace.bench.measure import GpuMemory, check_service, multi_process_service, release
+from headrace.bench.step_trl import measure_steps, missing_modules
 from headrace.engine import choose_python, find_vllm
 from headrace.observe import read_metrics
 from headrace.records import Episode

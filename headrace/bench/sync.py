@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from headrace.bench import sync_delta, sync_links
+from headrace.bench import sync_delta, sync_loopback
 from headrace.bench.child import Child
-from headrace.bench.gauge import seconds_of, wait
 from headrace.bench.harness import Row, run_parts
+from headrace.bench.measure import seconds_of, wait
 from headrace.bench.sync_child import DEADLINE, make_model, time_copy
 from headrace.model import Arena, named_tensors
 from headrace.sync import Lineage, TransportConfig, WeightSync, is_pushed, make_transport, shared_folder
@@ -49,8 +49,8 @@ def run(*, quick: bool, json_file: Path | None, model: str | None = None) -> int
     else:
         parts = {
             "publish": lambda: _on_cpu(quick=quick),
-            "collective": lambda: [sync_links.collective_rows(quick=quick)],
-            "http": lambda: [sync_links.http_rows(quick=quick)],
+            "collective": lambda: [sync_loopback.collective_rows(quick=quick)],
+            "http": lambda: [sync_loopback.http_rows(quick=quick)],
             "delta": lambda: [sync_delta.measure(model=model, quick=quick)],
         }
     return run_parts("sync", parts, quick=quick, json_file=json_file)

@@ -11,8 +11,8 @@ import torch
 import transformers
 from torch._C._distributed_c10d import ProcessGroupGloo, TCPStore
 
-from headrace.bench.gauge import wait
 from headrace.bench.loads import QWEN3_0_6B, SMALL, SMOLLM2_135M
+from headrace.bench.measure import wait
 from headrace.model import SpareWeights, held_tensors, served_dtype
 from headrace.sync import CollectiveTransport, HttpTransport, Lineage, TransportConfig, WeightSync, make_transport
 

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
-from headrace.bench.gauge import timed
 from headrace.bench.harness import Row, take_turns
 from headrace.bench.loads import SMALL, SMOLLM2_135M, finished, make_batch, make_trainer, write_random_model
+from headrace.bench.measure import timed
 from headrace.bench.mismatch import TEXTS
 from headrace.model import load_tokenizer, named_tensors, served_dtype
 from headrace.records import Rollout

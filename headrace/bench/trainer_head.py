@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from headrace.bench.gauge import MIB, peak_bytes, release, seconds_of
 from headrace.bench.harness import Row, say, take_turns
 from headrace.bench.loads import model_shape, relative_difference
+from headrace.bench.measure import MIB, peak_bytes, release, seconds_of
 from headrace.bench.trainer_speed import TOLERANCE
 from headrace.model import AllowedTokens, Head
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.bench import loads
-from headrace.bench.gauge import seconds_of
 from headrace.bench.harness import Row, take_turns
 from headrace.bench.loads import QWEN3_0_6B, SMALL, lognormal_lengths, make_batch, make_group, make_trainer
+from headrace.bench.measure import seconds_of
 from headrace.model import num_rows, plan_passes
 
 if TYPE_CHECKING:

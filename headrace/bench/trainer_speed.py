@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from headrace.bench.gauge import GIB, held_bytes, peak_bytes, release, seconds_of
 from headrace.bench.harness import Row, say, take_turns
 from headrace.bench.loads import (
     LEARNING_RATE,
@@ -22,6 +21,7 @@ from headrace.bench.loads import (
     make_trainer,
     relative_difference,
 )
+from headrace.bench.measure import GIB, held_bytes, peak_bytes, release, seconds_of
 from headrace.bench.trainer_peers import PaddedLoop
 from headrace.model import ModelShape, load_config, num_rows, plan_passes
 from headrace.trainer import TrainSettings, predict_memory

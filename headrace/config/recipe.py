@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from headrace.buffer import BufferSettings, describe_buffer
-from headrace.config.across_rooms import check_across_rooms
-from headrace.config.other_names import TRL
+from headrace.config.cross_checks import check_across_rooms
+from headrace.config.trl_names import TRL
 from headrace.engine import EngineSettings, SamplingSettings
 from headrace.model import ModelSettings
 from headrace.observe import ObserveSettings

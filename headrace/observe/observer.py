@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from headrace.observe.remote import MirroredTimeline
+from headrace.observe.remote_timeline import MirroredTimeline
 from headrace.observe.screen import Screen
 from headrace.observe.sinks import Sink, open_sinks
-from headrace.observe.spans import STATES, Timeline
+from headrace.observe.timeline import STATES, Timeline
 from headrace.observe.trace import Trace
 from headrace.records import encode, pack_rollouts
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from headrace.observe.spans import Budget
+    from headrace.observe.timeline import Budget
     from headrace.records import Rollout
 
 

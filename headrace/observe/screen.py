@@ -10,12 +10,12 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from headrace.observe.spans import at_work, bound_by
+from headrace.observe.timeline import at_work, bound_by
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from headrace.observe.spans import Budget
+    from headrace.observe.timeline import Budget
 
 _ROWS = 8
 

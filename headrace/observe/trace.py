@@ -6,7 +6,7 @@ import json
 import time
 from typing import TYPE_CHECKING
 
-from headrace.observe.spans import BESIDE
+from headrace.observe.timeline import BESIDE
 
 if TYPE_CHECKING:
     from pathlib import Path

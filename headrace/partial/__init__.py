@@ -10,7 +10,7 @@
 
 Two settings are about groups that are unfinished when a batch is taken (`unfinished`): `cancel` gives up those too old to be
 trained, and `oversample` starts more than a batch needs and lets the unfinished continue into the next. Checkpoints include
-unfinished rollouts, which are resumed after a restart (`history`).
+unfinished rollouts, which are resumed after a restart (`resume`).
 """
 
 from typing import TYPE_CHECKING
@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 from headrace.front_door import front_door
 
 if TYPE_CHECKING:
-    from headrace.partial.history import goes_on_from, is_resumable, still_history
     from headrace.partial.interrupt import Interrupt
+    from headrace.partial.resume import goes_on_from, is_resumable, still_history
     from headrace.partial.settings import PartialSettings
     from headrace.partial.unfinished import (
         check_unfinished,

@@ -17,11 +17,11 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 
-from headrace.bench import gauge, step, step_peer
+from headrace.bench import measure as measuring, step, step_trl
 from headrace.bench.child import PeerFailed
-from headrace.bench.gauge import GpuMemory, multi_process_service, role_of
 from headrace.bench.harness import run_parts
 from headrace.bench.loads import write_random_model
+from headrace.bench.measure import GpuMemory, multi_process_service, role_of
 from headrace.bench.step import (
     LENGTHS,
     OwnLengths,
@@ -36,7 +36,7 @@ from headrace.bench.step import (
     variants,
     with_lengths,
 )
-from headrace.bench.step_peer import TrlSteps, measure_steps
+from headrace.bench.step_trl import TrlSteps, measure_steps
 from headrace.config import make_recipe
 from headrace.records import Rollout
 from headrace.settings import ConfigError
@@ -163,13 +163,13 @@ def test_memory_is_what_was_taken_since_it_began(monkeypatch):
         nvmlDeviceGetMemoryInfo=info,
         nvmlDeviceGetComputeRunningProcesses=lambda handle: processes,
     )
-    monkeypatch.setattr(gauge, "_nvml", lambda: fake)
-    monkeypatch.setattr(gauge, "_EVERY", 0.001)
-    monkeypatch.setattr(gauge, "role_of", {1: "trainer", 2: None}.get)
+    monkeypatch.setattr(measuring, "_nvml", lambda: fake)
+    monkeypatch.setattr(measuring, "_EVERY", 0.001)
+    monkeypatch.setattr(measuring, "role_of", {1: "trainer", 2: None}.get)
     with GpuMemory() as memory:
         assert is_seen.wait(10)
     assert memory.peak == 6.0 and memory.peak_of == {"trainer": 2.0}
-    monkeypatch.setattr(gauge, "_nvml", lambda: None)
+    monkeypatch.setattr(measuring, "_nvml", lambda: None)
     with GpuMemory() as nothing:
         pass
     assert nothing.peak is None and step.memory_rows(Variant("x", {}), nothing, peers=Peers()) == []
@@ -230,8 +230,8 @@ def test_trl_is_asked_for_the_same_steps_at_its_best_settings(tmp_path, monkeypa
     monkeypatch.setitem(sys.modules, "trl", trl)
     monkeypatch.setitem(sys.modules, "datasets", datasets)
     model = write_random_model(PLAN.shape, tmp_path / "model", dtype="float32")
-    monkeypatch.setattr(step_peer, "Child", in_this_process(lambda order: next(step_peer.train(order, iter(())))))
-    monkeypatch.setattr(step_peer, "_version", {"trl": "1.16.0", "vllm": "0.26.0"}.get)
+    monkeypatch.setattr(step_trl, "Child", in_this_process(lambda order: next(step_trl.train(order, iter(())))))
+    monkeypatch.setattr(step_trl, "_version", {"trl": "1.16.0", "vllm": "0.26.0"}.get)
     work = {"model": model, "tasks": PLAN.make_tasks()[:4], "siblings": 8, "tokens": 12}
     found = measure_steps(tmp_path, device=device, completions=64, steps=3, **work)
     assert (found.name, len(found.seconds)) == (name, 3)
@@ -282,8 +282,8 @@ def test_trl_is_given_less_at_a_time_and_then_checkpointing_where_it_does_not_fi
             raise OutOfMemoryError("99 GiB")
         return [1.5]
 
-    monkeypatch.setattr(step_peer, "Child", in_this_process(answer))
-    monkeypatch.setattr(step_peer, "_version", lambda package: "1")
+    monkeypatch.setattr(step_trl, "Child", in_this_process(answer))
+    monkeypatch.setattr(step_trl, "_version", lambda package: "1")
     fits_at = 3
     found = measure_steps(tmp_path, device="cuda", completions=512, steps=1)
     assert orders == [(64, False), (32, False), (32, True)]

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from headrace.bench import trainer, trainer_head, trainer_speed
-from headrace.bench.gauge import MIB, peak_bytes
 from headrace.bench.harness import Row
 from headrace.bench.loads import (
     MEDIUM,
@@ -24,6 +23,7 @@ from headrace.bench.loads import (
     relative_difference,
     write_random_model,
 )
+from headrace.bench.measure import MIB, peak_bytes
 from headrace.bench.trainer_head import HeadLoad, Paths, head_rows, make_mask
 from headrace.bench.trainer_peers import PaddedLoop
 from headrace.bench.trainer_speed import Mix, Speed, Turn, compare, fill_row, flops_per_token, rate_rows, speed_rows

@@ -11,7 +11,7 @@ import pytest
 
 from headrace.bench import partial
 from headrace.bench.partial import CHOICES, Turn, make_plan, measure, rows_of
-from headrace.bench.partial_watch import StepEnd, exchanges_of, stalls_of, usual_step
+from headrace.bench.step_recorder import StepEnd, exchanges_of, stalls_of, usual_step
 from headrace.cli import main
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.bench import sync, sync_links
+from headrace.bench import sync, sync_loopback
 
 
 def test_parcels_over_http_are_measured_every_way_there_is(monkeypatch) -> None:
-    monkeypatch.setattr(sync_links, "HTTP_BYTES", 50_000_010)
-    rows = {row.name: row.value for row in sync_links.http_rows(quick=True)}
+    monkeypatch.setattr(sync_loopback, "HTTP_BYTES", 50_000_010)
+    rows = {row.name: row.value for row in sync_loopback.http_rows(quick=True)}
     assert len(rows) == 4 and all(value > 0 for value in rows.values())
 
 

@@ -21,7 +21,7 @@ from headrace.launch.process import RoleFailed, RoleProcess
 from headrace.model.load import ModelError
 from headrace.observe.inspect import read_rollouts
 from headrace.observe.sinks import read_metrics
-from headrace.observe.spans import STATES
+from headrace.observe.timeline import STATES
 from headrace.rpc import RemoteError
 from headrace.run.checkpoint import CheckpointError
 from headrace.sync.folder import shared_folder

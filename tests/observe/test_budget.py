@@ -13,7 +13,7 @@ from helpers import small_run
 from headrace.engine.native.core import EngineCore
 from headrace.observe import Observer, Signal, Timeline, bound_by
 from headrace.observe.screen import PlainLines, budget_table
-from headrace.observe.spans import WAITING
+from headrace.observe.timeline import WAITING
 from headrace.trainer import DeviceTrainer
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from headrace.observe import MirroredTimeline, ProcessTimeline
-from headrace.observe.spans import STATES
+from headrace.observe.timeline import STATES
 
 
 def report(role: str = "trainer", *, occupied: int = 0, slots: int = 0, spans: Any = (), **totals: float) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from headrace.errors import SyncError
 from headrace.launch.folder import FolderLock, write_summary
 from headrace.leftovers import Claim
 from headrace.model import ModelShape
-from headrace.plan.doctor import Finding, Subject, examine, inputs, machine, model, reward, space
+from headrace.plan.doctor import Finding, Subject, capacity, examine, inputs, machine, model, reward
 from headrace.sync import transport_class
 
 QUICKSTART = Path("recipes/quickstart.toml")
@@ -526,18 +526,18 @@ def test_more_room_than_there_is(tmp_path) -> None:
     recipe = make_recipe({"checkpoint.keep": 5, "orchestrate": "inline"})
     shape = ModelShape.of(LlamaConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=64))
     subject = Subject(recipe=recipe, runs=tmp_path / "not" / "yet", num_parameters=10**14, shape=shape, context=256)
-    (disk,) = space.check_disk(subject)
-    (shared,) = space.check_shared_memory(subject)
-    (memory,) = space.check_memory(subject)
+    (disk,) = capacity.check_disk(subject)
+    (shared,) = capacity.check_shared_memory(subject)
+    (memory,) = capacity.check_memory(subject)
     assert disk.level == memory.level == "problem" and shared.level == "warning"  # inline puts nothing there
     assert "5 checkpoints and the next take 7200.0 TB" in disk.what and str(tmp_path) in disk.what
     assert "two versions of the weights take 800.0 TB" in shared.what and "remount" in shared.fix
     subject.recipe = dataclasses.replace(recipe, orchestrate="local")
-    assert next(space.check_shared_memory(subject)).level == "problem"
+    assert next(capacity.check_shared_memory(subject)).level == "problem"
     subject.recipe = make_recipe({"sync.transport": "http"})
-    assert next(space.check_shared_memory(subject)).level == "warning"
+    assert next(capacity.check_shared_memory(subject)).level == "warning"
     subject.recipe = make_recipe({"sync.folder": str(tmp_path)})
-    finding = next(space.check_shared_memory(subject))
+    finding = next(capacity.check_shared_memory(subject))
     assert finding.level == "problem" and finding.fix == "make room there, or name another folder in sync.folder"
 
 

@@ -17,7 +17,7 @@ from headrace.launch.forecast import forecast, longest_prompt, most_kv_blocks, t
 from headrace.launch.inputs import UserInputs, held_out_tasks
 from headrace.model.shape import ModelShape
 from headrace.observe.screen import open_screen
-from headrace.plan.doctor import Subject, inputs, model, space
+from headrace.plan.doctor import Subject, capacity, inputs, model
 from headrace.settings import ConfigError
 from headrace.staleness.gate import gate_depth
 
@@ -143,12 +143,12 @@ def test_the_doctor_and_the_run_foresee_the_same(tmp_path, monkeypatch, tiny_mod
     def note(*_, longest_prompt: int, most_blocks: int, **__) -> None:
         foreseen.append((longest_prompt, most_blocks))
 
-    monkeypatch.setattr(space, "forecast_here", note)
+    monkeypatch.setattr(capacity, "forecast_here", note)
     monkeypatch.setattr(launch, "forecast_here", note)
     examined = Subject(recipe_path=recipe_path)
     for check in (*inputs.CHECKS, *model.CHECKS):
         list(examined.tell(check))
-    space._forecast(examined, examined.recipe)
+    capacity._forecast(examined, examined.recipe)
     recipe, given = examined.recipe, UserInputs()
     run = launch._Run(recipe, given, launch.Launch("run"), tmp_path, "", open_screen(steps=1, quiet=True), 0.0, {}, None)
     run._forecast(tiny_model, held_out_tasks(recipe, given))
@@ -194,7 +194,7 @@ def test_in_one_process_both_roles_are_one_figure() -> None:
 
 def test_what_fits_is_said_with_its_sizes(gpu) -> None:
     gpu(192)
-    (finding,) = space.check_gpu_memory(subject())
+    (finding,) = capacity.check_gpu_memory(subject())
     assert finding.level == "ok" and not finding.fix
     assert "activations of 16384 tokens" in finding.what and "KV cache" in finding.what and "weights twice" in finding.what
 
@@ -210,29 +210,29 @@ def test_what_fits_is_said_with_its_sizes(gpu) -> None:
 )
 def test_what_does_not_fit_comes_with_the_change_that_makes_it(gpu, gigabytes, fix) -> None:
     gpu(gigabytes)
-    (finding,) = space.check_gpu_memory(subject(engine__kv_blocks=4096))
+    (finding,) = capacity.check_gpu_memory(subject(engine__kv_blocks=4096))
     assert finding.level == "problem" and fix in finding.fix
 
 
 def test_a_synchronous_run_is_told_to_take_turns_first(gpu) -> None:
     gpu(86)
-    (finding,) = space.check_gpu_memory(subject(engine__kv_blocks=4096, staleness__max_lag=0))
+    (finding,) = capacity.check_gpu_memory(subject(engine__kv_blocks=4096, staleness__max_lag=0))
     assert finding.level == "problem" and finding.fix.startswith("set engine.sleep = 'cache'")
-    (finding,) = space.check_gpu_memory(subject(engine__kv_blocks=4096, staleness__max_lag=0, engine__sleep="cache"))
+    (finding,) = capacity.check_gpu_memory(subject(engine__kv_blocks=4096, staleness__max_lag=0, engine__sleep="cache"))
     assert finding.level in ("ok", "warning")
 
 
 def test_a_gpu_that_others_use_is_to_be_freed(gpu, monkeypatch) -> None:
     gpu(192)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (40 * 10**9, 192 * 10**9))
-    (finding,) = space.check_gpu_memory(subject(engine__kv_blocks=4096))
+    (finding,) = capacity.check_gpu_memory(subject(engine__kv_blocks=4096))
     assert finding.level == "problem" and finding.fix.startswith("free the GPU of other processes, or ")
 
 
 def test_on_a_cpu_the_memory_of_the_machine_counts(monkeypatch) -> None:
     for free, level in ((10**12, "ok"), (10**9, "problem")):
-        monkeypatch.setattr(space, "free_memory", lambda free=free: (free, 2 * free))
-        (finding,) = space.check_memory(subject(device="cpu", model__dtype="float32"))
+        monkeypatch.setattr(capacity, "free_memory", lambda free=free: (free, 2 * free))
+        (finding,) = capacity.check_memory(subject(device="cpu", model__dtype="float32"))
         assert finding.level == level and "at its peak the trainer takes" in finding.what
 
 
@@ -259,7 +259,7 @@ def test_a_vllm_server_is_counted_with_what_it_is_given(gpu, monkeypatch) -> Non
     assert shared.together(1) - given.together(1) == -int(30e9) and shared.engine.weights == shared.engine.staging == weights
     assert vllm_of(engine__vllm__handover="folder").engine.total == 0, "it holds them in the host's memory"
     assert vllm_of(engine__vllm__arguments={"kv_cache_memory_bytes": 5}).server == weights + 5
-    words = " ".join(finding.what for finding in space.check_gpu_memory(subject(engine__kind="vllm")))
+    words = " ".join(finding.what for finding in capacity.check_gpu_memory(subject(engine__kind="vllm")))
     assert "the vLLM server behind it 40" in words and "KV cache" not in words
 
 

@@ -17,7 +17,7 @@ from headrace.model.load import load_tokenizer
 from headrace.model.tiny import build_tokenizer
 from headrace.observe.inspect import read_rollouts
 from headrace.observe.sinks import read_metrics
-from headrace.observe.spans import STATES
+from headrace.observe.timeline import STATES
 from headrace.records import FinishReason
 
 SUMMARY_KEYS = {

@@ -23,11 +23,11 @@ def examine(subject: Subject) -> Iterator[Finding]:
     for check in (*inputs.CHECKS, *machine.CHECKS):
         yield from subject.tell(check)
     try:
-        from headrace.plan.doctor import model, reward, space
+        from headrace.plan.doctor import capacity, model, reward
     except ImportError as error:
         yield Finding("problem", f"a library is missing or broken: {error}", "pip install --force-reinstall headrace")
         return
-    for check in (*model.CHECKS, *space.CHECKS, *reward.CHECKS):
+    for check in (*model.CHECKS, *capacity.CHECKS, *reward.CHECKS):
         yield from subject.tell(check)
 
 

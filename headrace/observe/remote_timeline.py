@@ -8,7 +8,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from headrace.observe.spans import IDLE, STATES, Timeline
+from headrace.observe.timeline import IDLE, STATES, Timeline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

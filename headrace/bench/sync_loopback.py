@@ -17,9 +17,9 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from headrace.bench.child import Child
-from headrace.bench.gauge import timed
 from headrace.bench.harness import Row, take_turns
 from headrace.bench.loads import SMOLLM2_135M
+from headrace.bench.measure import timed
 from headrace.bench.sync_child import DEADLINE, TOKEN, FlatTarget, broadcast_each, naive_group, total
 from headrace.errors import SyncError
 from headrace.sync import PIECE_BYTES, CollectiveTransport, HttpTransport

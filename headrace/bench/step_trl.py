@@ -44,7 +44,7 @@ def measure_steps(folder: Path, *, device: str, completions: int, **work: Any) -
             order |= {"micro_batch": micro_batch, "checkpointing": checkpointing}
             log = Path(place) / "log"
             try:
-                with Child("TRL", "headrace.bench.step_peer:train", order, log=log) as child:
+                with Child("TRL", "headrace.bench.step_trl:train", order, log=log) as child:
                     seconds = child.hear(seconds=_SECONDS)
             except PeerFailed:
                 if checkpointing or "OutOfMemoryError" not in log.read_text(errors="replace"):
