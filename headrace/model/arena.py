@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     Allocate = Callable[[int, torch.device], Tensor]
     """From a number of bytes and a device to that many bytes there, as uint8, beginning at a multiple of `ALIGNMENT`."""
 
-ALIGNMENT = 256
-"""Bytes. Every tensor starts at a multiple of it, as a GPU allocation would: kernels rely on that."""
+ALIGNMENT = 256  # bytes; every tensor starts at a multiple of it, as a GPU allocation would: kernels rely on that
 
 
 class ArenaError(ValueError):
@@ -57,26 +56,21 @@ class Arena:
     """The memory of a model's tensors, or of a second set of them with the same layout.
 
     Matrices come first, in module order, then everything with fewer dimensions, so that weights of neighbouring linear layers
-    are adjacent, and so are their biases. Padding is zero and stays zero.
-
-    `exchange` replaces the memory: read `flat`, `views` and `joined` again after it. After `copy_from` they stay valid.
+    are adjacent, and so are their biases. Padding is zero and stays zero. `flat` holds all tensors and padding of one dtype in
+    one dimension, `views` each tensor by name. `exchange` replaces them, and what `joined` returns; `copy_from` does not.
     """
 
     def __init__(self, slots: Mapping[str, Slot], *, device: torch.device, allocate: Allocate | None = None) -> None:
-        self.slots = dict(slots)
-        """By name, in the order of `named_tensors`; tensors that share memory share a slot."""
+        self.slots = dict(slots)  # by name, in the order of `named_tensors`; tensors that share memory share a slot
         self.device = device
         self._allocate = allocate
         self._holders: dict[str, Tensor] = {}
         self._places: list[int] | None = None
         regions, num_bytes = _regions(self.slots.values())
-        self.memory = self._buffer(num_bytes)
-        """All of it as bytes: equal slots give equal layouts, so weights are also sent in this form."""
+        self.memory = self._buffer(num_bytes)  # equal slots give equal layouts: weights are also sent in this form
         self.flat = {dtype: self.memory[start:stop].view(dtype) for dtype, (start, stop) in regions.items()}
-        """By dtype: all its tensors and the padding between them, in one dimension."""
         self._clear_padding()
         self.views = {name: self.flat[slot.dtype][slot.start : slot.stop].view(slot.shape) for name, slot in slots.items()}
-        """By name, as in `named_tensors`."""
 
     @classmethod
     @torch.no_grad()
@@ -106,8 +100,7 @@ class Arena:
         return self.memory.numel()
 
     def joined(self, names: Sequence[str]) -> Tensor | None:
-        """One view over adjacent tensors, stacked along their first dimension. None if there is a gap between two of them, or
-        if they differ in dtype or in another dimension."""
+        """One view over adjacent tensors, stacked along dimension 0; None if there are gaps or they do not stack."""
         slots = [self.slots[name] for name in names]
         first = slots[0]
         stop = first.start

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 NAME = "headrace"
-EXACT_ROWS = 16
-"""With a multiple of this many rows, a matrix product gives a row the same bits whatever their number."""
+EXACT_ROWS = 16  # with a multiple of this many rows, a matrix product gives a row the same bits whatever their number
 
 
 class AttentionError(ValueError):
@@ -35,8 +34,7 @@ class AttentionSpec:
     scaling: float
     sliding_window: int | None = None
     softcap: float | None = None
-    sinks: Tensor | None = None
-    """[heads]: an extra logit that takes probability but has no value (GPT-OSS)."""
+    sinks: Tensor | None = None  # [heads]: an extra logit that takes probability but has no value (GPT-OSS)
 
 
 class AttentionContext(Protocol):
@@ -143,8 +141,7 @@ def _attend_plain(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec
 
 
 def _attend_exact(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, *, allowed: Tensor) -> Tensor:
-    """Online softmax over fixed blocks of keys. A block in which a row sees nothing does not change that row's bits, so padding
-    of keys or batch has no effect."""
+    """Online softmax over fixed blocks of keys. One in which a row sees nothing leaves its bits alone: padding is harmless."""
     rows, heads, block = query.shape[2], query.shape[1], EXACT_ROWS
     query = F.pad(query, (0, 0, 0, -rows % block))
     allowed = F.pad(allowed, (0, -key.shape[2] % block, 0, -rows % block))
@@ -201,7 +198,7 @@ class PackedContext:
 
 
 def similar(lengths: Sequence[int]) -> list[tuple[list[int], int]]:
-    """(members, width) of groups in which no member is padded by over a quarter of the width, or 8 tokens."""
+    """(members, width) of groups padded by at most a quarter of the width or 8 tokens, whichever is more."""
     groups: list[tuple[list[int], int]] = []
     order = sorted(range(len(lengths)), key=lambda member: -lengths[member])
     for member in order:

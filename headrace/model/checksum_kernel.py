@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from headrace.model.arena import Arena
     from headrace.records import Array
 
-_TILE, _TILES, _WARPS = 1024, 16, 4
-"""A program reads 16 tiles of 1,024 words, 128 KiB, and reduces across threads only once."""
+_TILE, _TILES, _WARPS = 1024, 16, 4  # a program reads 16 tiles of 1,024 words, 128 KiB, and reduces across threads once
 _BLOCK = _TILE * _TILES
 _WORD = 8  # bytes
 _EXPONENTS = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80, torch.float32: 0x7F800000, torch.float64: 0x7FF0 << 48}

@@ -79,8 +79,7 @@ class TreeContext:
         return torch.cat(results).index_select(0, inverse)
 
     def _gathered(self, window: int | None) -> tuple[list[_Gather], Tensor]:
-        """Gathers for the layers of one window, and where each row's result is. A branch gets only as much of its prefix as
-        its first row sees."""
+        """Gathers for one window, and where each row's result is. A branch gets only the prefix rows its first row sees."""
         pieces = self._pieces if window is None else [piece.within(window) for piece in self._pieces]
         gathers: list[_Gather] = []
         inverse = torch.empty(self._num_rows, dtype=torch.long)

@@ -193,8 +193,6 @@ def _forward_chunk(
 
 @dataclass(frozen=True)
 class _Rows:
-    """Results of one chunk."""
-
     logprobs: Tensor
     entropies: Tensor
     totals: Tensor  # log of the sum of exponentials

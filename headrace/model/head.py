@@ -1,7 +1,5 @@
 """From hidden states to logprobs, a chunk of tokens at a time: [tokens, vocabulary] is never held whole.
-
-Engine and trainer use the same `Head`, which is what makes their numbers agree.
-"""
+Engine and trainer use the same `Head`, which is what makes their numbers agree."""
 
 from __future__ import annotations
 
@@ -85,8 +83,7 @@ class Head:
         return product(hidden, weight, self.bias)
 
     def logits(self, hidden: Tensor, weight: Tensor | None = None) -> Tensor:
-        """[rows, vocabulary] float32 logits before temperature. `weight`: the result of `narrowed`, if at hand. For engines:
-        bfloat16 products have no gradient."""
+        """[rows, vocabulary] float32 before temperature. `weight`: from `narrowed`. For engines: bfloat16 has no gradient."""
         rows = hidden.shape[0]
         if self._exact:
             hidden = F.pad(hidden, (0, 0, 0, -rows % EXACT_ROWS))

@@ -15,13 +15,10 @@ class Unit:
 
 @dataclass(frozen=True)
 class Document:
-    """Rows that may see each other: a row of the prefix sees the prefix up to itself; a row of a branch sees the whole prefix
-    and its own branch up to itself."""
+    """A row of the prefix sees the prefix up to itself; a row of a branch sees the prefix and its own branch up to itself."""
 
-    prefix: tuple[int, int]
-    """(start row, length); length 0 if nothing is shared."""
-    branches: tuple[tuple[int, int], ...]
-    """(start row, length) of each sibling's own tokens, in order, directly after the prefix."""
+    prefix: tuple[int, int]  # (start row, length); length 0 if nothing is shared
+    branches: tuple[tuple[int, int], ...]  # (start row, length) of each sibling's own tokens, directly after the prefix
 
 
 @dataclass(frozen=True)

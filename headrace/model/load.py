@@ -106,8 +106,7 @@ def _widen_residual(model: PreTrainedModel) -> None:
 
 
 def served_dtype(model: PreTrainedModel, name: str, tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which an engine that runs a model in `dtype` holds one of its tensors. Some are always float32 in
-    transformers, such as the score bias of DeepSeek's routers."""
+    """The dtype an engine in `dtype` gives a tensor. Transformers keeps some float32, such as DeepSeek's router biases."""
     if not tensor.is_floating_point():
         return tensor.dtype
     always = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())

@@ -1,7 +1,5 @@
 """Rollouts packed end to end for one forward pass, and the logprobs of their tokens.
-
-Siblings may share the rows of their common prefix; its last row predicts the first token of every branch.
-"""
+Siblings may share the rows of their common prefix; its last row predicts the first token of every branch."""
 
 from __future__ import annotations
 

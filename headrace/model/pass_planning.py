@@ -20,10 +20,8 @@ if TYPE_CHECKING:
 
     from headrace.records import Rollout
 
-_LEAST_GAIN = 3
-"""Siblings are split to fill a pass if the part that fills it has more than this many times the rows of the repeated prefix,"""
-_MOST_REPEATED = 0.05
-"""and while repeated rows are at most this share of all rows."""
+_LEAST_GAIN = 3  # siblings are split to fill a pass only with more than this many times the rows of the repeated prefix,
+_MOST_REPEATED = 0.05  # and while repeated rows are at most this share of all rows
 
 
 def plan_passes(rollouts: Sequence[Rollout], *, budget: int, share: bool = True) -> list[list[Unit]]:
@@ -69,8 +67,6 @@ def _unit(members: Sequence[int], prefix: int) -> Unit:
 
 
 class _Passes:
-    """Passes being filled."""
-
     def __init__(self, budget: int, lengths: Sequence[int], *, allowance: int) -> None:
         self.units: list[list[Unit]] = []
         self._budget = budget
@@ -96,8 +92,7 @@ class _Passes:
         return left_over
 
     def _parted(self, unit: Unit, rows: int, most_room: int) -> tuple[Unit, Unit | None]:
-        """(part to place now, rest) of siblings that fit nowhere: what fills the emptiest pass, if worth it; else all of them
-        for a new pass, or as many as it holds."""
+        """(part to place now, rest) of siblings that fit nowhere: what fills the emptiest pass, else what a new one holds."""
         filling = self._filling(unit, most_room)
         if num_rows(filling, self._lengths) > _LEAST_GAIN * unit.prefix and unit.prefix <= self._allowance:
             self._allowance -= unit.prefix
@@ -156,8 +151,7 @@ def _clusters(rollouts: Sequence[Rollout], members: Sequence[int]) -> Iterator[U
 
 
 def _beginning(rollout: Rollout) -> bytes:
-    """What a rollout may share, token by token with its experts: everything before the first trained token, and never its
-    last token."""
+    """What a rollout may share, with each token's experts: all before its first trained token, and never its last token."""
     is_trained, token_ids, routing = rollout.loss_mask, rollout.token_ids, rollout.expert_routing
     most = int(is_trained.argmax()) if is_trained.any() else len(is_trained)
     most = max(0, min(most, len(is_trained) - 1))

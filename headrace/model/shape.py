@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-_WITH_QUERY_NORMS = {"qwen3", "qwen3_moe", "gemma3", "gemma3_text", "olmo2", "olmo3"}
-"""Families that normalise queries and keys; their configurations do not say so."""
-_WIDE_EXPERTS = {"mixtral", "gpt_oss", "phimoe"}
-"""Families whose `intermediate_size` is an expert's."""
+_WITH_QUERY_NORMS = {"qwen3", "qwen3_moe", "gemma3", "gemma3_text", "olmo2", "olmo3"}  # their configurations do not say it
+_WIDE_EXPERTS = {"mixtral", "gpt_oss", "phimoe"}  # families whose `intermediate_size` is an expert's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +28,7 @@ class ModelShape:
     shared_experts: int = 0  # experts that every token goes through
     expert_layers: int = 0  # layers whose MLP is experts
     has_query_norms: bool = False
-    low_ranks: tuple[int, int, int] = (0, 0, 0)
-    """(queries, keys and values, rotated part of keys) with multi-head latent attention."""
+    low_ranks: tuple[int, int, int] = (0, 0, 0)  # latent attention: queries, keys and values, rotated part of keys
 
     @classmethod
     def of(cls, config: Any) -> ModelShape:  # noqa: ANN401  (transformers' configs share no typed surface)

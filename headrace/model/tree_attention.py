@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from headrace.model.layout import Layout
     from headrace.records import Array
 
-TILE = 128
-"""Rows or keys of a tile in the tables; kernels with smaller blocks take it in parts."""
+TILE = 128  # rows or keys of a tile in the tables; kernels with smaller blocks take it in parts
 _DELTA_ROWS = 32
 _LEAST_DOT = 16
 _NARROW_HEAD = 256  # bytes of one head's row; above it, programs hold fewer rows
@@ -34,9 +33,7 @@ _NARROW_HEAD = 256  # bytes of one head's row; above it, programs hold fewer row
 
 @dataclass(frozen=True)
 class _Blocks:
-    """Rows and keys that a program holds."""
-
-    rows: int
+    rows: int  # that a program holds
     keys: int
     warps: int
     stages: int

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
 _WORDS_ON_CPU = 1 << 17  # stays in the CPU's cache: 25 times as fast as parts of gigabytes
 _WORDS_ON_GPU = 1 << 26
-_CHECKED_NUMBERS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
-"""Dtypes checked to be finite; torch has no CPU arithmetic for smaller ones."""
+_CHECKED_NUMBERS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}  # must be finite; CPUs cannot check narrower
 
 
 class WeightError(SyncError):
@@ -89,8 +88,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 class Inspector:
-    """Finds the checksums of arenas of one layout, and the first tensor with NaN or infinity; on a GPU with one launch per
-    dtype, over tables made once."""
+    """Checksums of arenas of one layout, and their first tensor with NaN or infinity; on a GPU, one launch per dtype."""
 
     def __init__(self, arena: Arena) -> None:
         self._slots = arena.slots
@@ -148,11 +146,10 @@ class Incoming:
     def __init__(self, arena: Arena, *, running: Arena, check: Callable[[], None]) -> None:
         self._arena, self._running = arena, running
         self.num_bytes, self.views = arena.num_bytes, arena.views
-        self.check = check
-        """Raises if the receiver has given up the update."""
+        self.check = check  # raises if the receiver has given up the update
 
     def write(self, start: int, piece: Tensor) -> None:
-        """Copy bytes to offset `start`; the caller may reuse `piece` afterwards."""
+        """Copy bytes to offset `start`; the caller may then reuse a `piece` in host memory."""
         self.check()
         memory = self._arena.memory
         if not 0 <= start <= start + len(piece) <= len(memory):
@@ -185,8 +182,7 @@ class SpareWeights:
         self._staging: Arena | None = None
         self._inspector: Inspector | None = None
         self._own = describe(self.arena.views)
-        self._laid_out: tuple[Manifest, dict[str, Slot] | None] | None = None
-        """The last update's manifest, and its slots if they differ from ours: reused while manifests stay alike."""
+        self._laid_out: tuple[Manifest, dict[str, Slot] | None] | None = None  # of the last update; slots if not ours
         self._is_whole = False
         self._is_given_up = False
         self._fill_stream = _FillStream(self.arena.device)
@@ -315,8 +311,7 @@ def _check_none_missing(missing: set[str], update: WeightUpdate) -> None:
 
 
 class _FillStream:
-    """Orders filling and exchanging on a GPU (a CPU needs no order). Filling has its own stream, so that it and decode steps do
-    not queue behind each other."""
+    """Orders filling and exchanging on a GPU; filling and decode steps do not queue behind each other, having a stream each."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -267,8 +267,7 @@ class EngineCore:
         self.runner.run_in_order(spare.exchange)
 
     def changed_weights(self, *, policy: str, lineage: str, version: int) -> None:
-        """Called after a swap. When the lineage changes, a request that has sampled something keeps the lineage of its first
-        token: `append_call` says why."""
+        """Called after a swap. A request that has sampled keeps the lineage of its first token: `append_call` says why."""
         if lineage != self.lineage:
             for request in self.scheduler.started():
                 if request.lineage is None and len(self.scheduler.sampled_tokens(request).token_ids):

@@ -51,10 +51,8 @@ class NativeEngine:
         self._thread: threading.Thread | None = None
         self._mail: deque[Callable[[], None]] = deque()
         self._bell = threading.Event()
-        self.died: Future[None] = Future()
-        """Fails with the error that ended the decode thread."""
-        self.after_step: Callable[[], None] = lambda: None
-        """The decode thread calls it after every step, and after actions, since some end requests."""
+        self.died: Future[None] = Future()  # fails with the error that ended the decode thread
+        self.after_step: Callable[[], None] = lambda: None  # called by the decode thread, after actions too
 
     # The decode loop
 

@@ -105,8 +105,7 @@ class PagedCache:
                 end = begin + rows * heads * dim
                 tensors.append(memory[begin:end].view(rows, heads, dim))
                 begin = end
-        self.routing: Tensor | None = None
-        """[blocks × block size, MoE layers, top k]: kept with the blocks, so that cached prompts keep their routing."""
+        self.routing: Tensor | None = None  # [blocks × block size, MoE layers, top k]: cached prompts keep their routing
         if routers is not None:
             size = (rows, routers.num_layers, routers.top_k)
             self.routing = torch.zeros(size, dtype=routers.dtype, device=shape.device)

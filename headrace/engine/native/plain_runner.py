@@ -30,8 +30,7 @@ class CachedRows:
     """Rows that attend to the KV cache, equally many of each of `batch` rollouts."""
 
     positions: Tensor  # [batch, rows] of the tokens in their rollouts
-    places: Tensor
-    """[batch, keys] flat cache places of all tokens so far, padded to whole blocks with the first token's place."""
+    places: Tensor  # [batch, keys] flat cache places of all tokens so far, padded to whole blocks with the first
 
 
 class StepContext:

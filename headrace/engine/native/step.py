@@ -20,8 +20,7 @@ class Chunk:
     slot: int
     start: int
     stop: int
-    sampling_slots: list[int]
-    """Slots that sample after the chunk's last token: none until the prompt is complete, several if siblings share it."""
+    sampling_slots: list[int]  # that sample after its last token: none before the prompt's end, several if siblings share it
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -33,10 +32,8 @@ class StepPlan:
 
     chunks: list[Chunk]
     decoding: Array  # [n] int64 slots
-    copies_before: list[tuple[int, int]] = field(default_factory=list)
-    """Blocks (from, to) copied before anything is computed: the last block of a forked prefix."""
-    copies_after: list[tuple[int, int]] = field(default_factory=list)
-    """Blocks copied after the chunks are computed: the last block of a prompt that siblings share."""
+    copies_before: list[tuple[int, int]] = field(default_factory=list)  # (from, to): last blocks of forked prefixes
+    copies_after: list[tuple[int, int]] = field(default_factory=list)  # last blocks of prompts that siblings share
 
     @property
     def slots(self) -> Array:

@@ -1,7 +1,5 @@
 """Attention over packed rows that may share prefixes, and its gradient; launched by `tree_attention`.
-
-Logits and log-sums are in base 2: logits are multiplied by log2 e, after the soft cap if there is one.
-"""
+Logits and log-sums are in base 2: logits are multiplied by log2 e, after the soft cap if there is one."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """The fixed shapes a step runs in: numbers of decode rows or of prompt tokens, each with its own buffers.
-
-The host fills a bucket's control buffer, `Bucket.run` computes the step from it and leaves the sampled tokens in `out`.
-"""
+The host fills a bucket's control buffer, `Bucket.run` computes the step from it and leaves the sampled tokens in `out`."""
 
 from __future__ import annotations
 
@@ -43,8 +41,6 @@ def decode_buckets(slots: int) -> list[int]:
 
 @dataclass(frozen=True)
 class PromptShape:
-    """The sizes of a prompt bucket."""
-
     tokens: int
 
     @property
@@ -74,10 +70,8 @@ class Bucket:
 
     control: Tensor
     out: Tensor  # [2, rows] int32: tokens, and the bits of their logprobs
-    run: Callable[[PreTrainedModel, bool], Tensor | None]
-    """Called with a model and whether some row is restricted; returns the allowed tokens if so."""
-    make_scratch: Callable[[], Bucket]
-    """A bucket of the same shape for a trial run, while this one may be in use."""
+    run: Callable[[PreTrainedModel, bool], Tensor | None]  # (model, is some row restricted?) → the allowed tokens if so
+    make_scratch: Callable[[], Bucket]  # a bucket of the same shape for a trial run, while this one may be in use
     graphs: dict[bool, tuple[torch.cuda.CUDAGraph, Tensor | None]] = field(default_factory=dict)
 
 
@@ -177,8 +171,7 @@ class Buckets:
         return allowed
 
     def allowed_rows(self, rows: int, *, is_scratch: bool = False) -> Tensor:
-        """One buffer for all buckets, since it is read right after each step; a scratch bucket, which runs on another thread,
-        gets its own."""
+        """One buffer for all buckets, read right after each step; a scratch bucket, on another thread, gets its own."""
         vocabulary = self._head.vocabulary
         if is_scratch:
             return torch.empty((rows, vocabulary), dtype=torch.bool, device=self._device)

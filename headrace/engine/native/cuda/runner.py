@@ -59,8 +59,7 @@ class _Ticket:
 
 
 class _Stream:
-    """A CUDA stream, its events, and pinned host memory for asynchronous copies. On a CPU, where tests run the kernels,
-    everything is synchronous."""
+    """A CUDA stream, its events and pinned host buffers. On a CPU, where tests run the kernels, everything is synchronous."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None

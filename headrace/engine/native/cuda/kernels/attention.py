@@ -158,8 +158,7 @@ def prefill_kernel(
     BLOCK: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Some tokens of a tile in all query heads of one key head, over all keys the last of them sees. A row is one token in one
-    of these heads, so keys are read once for the whole group."""
+    """Some tokens of a tile, over all keys the last of them sees. A row is a token in one of the query heads of `kv_head`."""
     kv_head, tile_id, offset = tl.program_id(0), tl.program_id(1), tl.program_id(2) * TOKENS
     slot = tl.load(tiles + tile_id * 4).to(tl.int64)
     first_row = tl.load(tiles + tile_id * 4 + 1) + offset

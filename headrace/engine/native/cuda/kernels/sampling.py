@@ -141,8 +141,7 @@ def _weight(line, least, last, is_by_rank, top, vocabulary, temperature, divisor
 @triton.jit
 def _shorten(line, goal, is_by_rank, least, last, top, vocabulary, temperature, divisor, factor, softcap,
              HAS_DIVISOR: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_SOFTCAP: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
-    """The first token in the order at which the weight reaches the goal, or (least, last) if that comes earlier: bisects all
-    floats for its logit, then the ids with that logit."""
+    """The first token in the order to reach the goal, at most (least, last): bisects floats for its logit, then the ids."""
     low, high = least, _ordered(top)
     while low < high:
         middle = (low.to(tl.int64) + (high.to(tl.int64) - low.to(tl.int64)) // 2).to(tl.int32)
