@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-_WITH_QUERY_NORMS = {"qwen3", "qwen3_moe", "gemma3", "gemma3_text", "olmo2", "olmo3"}  # their configurations do not say it
+_WITH_QUERY_NORMS = {"qwen3", "qwen3_moe", "gemma3", "gemma3_text", "olmo2", "olmo3"}  # not in their configurations
 _WIDE_EXPERTS = {"mixtral", "gpt_oss", "phimoe"}  # families whose `intermediate_size` is an expert's
 
 

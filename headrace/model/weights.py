@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _WORDS_ON_CPU = 1 << 17  # stays in the CPU's cache: 25 times as fast as parts of gigabytes
 _WORDS_ON_GPU = 1 << 26
-_CHECKED_NUMBERS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}  # must be finite; CPUs cannot check narrower
+_CHECKED_NUMBERS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}  # must be finite; narrower have no CPU ops
 
 
 class WeightError(SyncError):
@@ -60,7 +60,7 @@ def checksum(tensor: Tensor) -> int:
     for start in range(0, words.numel(), size):
         part = words[start : start + size]
         sums.append((part * places[: part.numel()]).sum() + 2 * start * part.sum())  # integers wrap at 2**64
-    return int(torch.stack(sums).sum()) & 0xFFFFFFFFFFFFFFFF  # the highest bit alone shows a flipped sign
+    return int(torch.stack(sums).sum()) & 0xFFFFFFFFFFFFFFFF  # all 64 bits: a flipped sign shows only in the highest
 
 
 def make_manifest(tensors: Iterable[tuple[str, Tensor]]) -> Manifest:
@@ -182,7 +182,7 @@ class SpareWeights:
         self._staging: Arena | None = None
         self._inspector: Inspector | None = None
         self._own = describe(self.arena.views)
-        self._laid_out: tuple[Manifest, dict[str, Slot] | None] | None = None  # of the last update; slots if not ours
+        self._laid_out: tuple[Manifest, dict[str, Slot] | None] | None = None  # last manifest, and its slots if unlike ours
         self._is_whole = False
         self._is_given_up = False
         self._fill_stream = _FillStream(self.arena.device)

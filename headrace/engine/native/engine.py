@@ -52,7 +52,7 @@ class NativeEngine:
         self._mail: deque[Callable[[], None]] = deque()
         self._bell = threading.Event()
         self.died: Future[None] = Future()  # fails with the error that ended the decode thread
-        self.after_step: Callable[[], None] = lambda: None  # called by the decode thread, after actions too
+        self.after_step: Callable[[], None] = lambda: None  # called by the decode thread after every step and after actions
 
     # The decode loop
 

@@ -20,7 +20,7 @@ class Chunk:
     slot: int
     start: int
     stop: int
-    sampling_slots: list[int]  # that sample after its last token: none before the prompt's end, several if siblings share it
+    sampling_slots: list[int]  # slots that sample after its last token: none before the prompt's end, several for siblings
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -32,8 +32,8 @@ class StepPlan:
 
     chunks: list[Chunk]
     decoding: Array  # [n] int64 slots
-    copies_before: list[tuple[int, int]] = field(default_factory=list)  # (from, to): last blocks of forked prefixes
-    copies_after: list[tuple[int, int]] = field(default_factory=list)  # last blocks of prompts that siblings share
+    copies_before: list[tuple[int, int]] = field(default_factory=list)  # (from, to): the last blocks of forked prefixes
+    copies_after: list[tuple[int, int]] = field(default_factory=list)  # the last blocks of prompts that siblings share
 
     @property
     def slots(self) -> Array:
