@@ -1,7 +1,7 @@
-"""All tensors of a model in one memory, those of one dtype next to each other, each parameter a view of its place there.
+"""All tensors of a model in one piece of memory, grouped by dtype; each parameter is a view into it.
 
-New weights are then one copy, their checksums one kernel per dtype, and projections that read the same input (query, key and
-value) lie next to each other, so that one matrix product can read them as one matrix without a second copy of them.
+Loading new weights is then one copy, and their checksums are one kernel per dtype. Projections that read the same input (query,
+key and value) are adjacent, so that one matrix product can read them as one matrix.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ if TYPE_CHECKING:
     Allocate = Callable[[int, torch.device], Tensor]
     """From a number of bytes and a device to that many bytes there, as uint8, beginning at a multiple of `ALIGNMENT`."""
 
-ALIGNMENT = 256
-"""Bytes. Every tensor begins at a multiple of it, as it would if it were allocated alone on a GPU: kernels rely on that."""
+ALIGNMENT = 256  # bytes; every tensor starts at a multiple of it, as a GPU allocation would: kernels rely on that
 
 
 class ArenaError(ValueError):
-    """The tensors of a model cannot be laid into one arena; the message says which and why."""
+    """A model's tensors do not fit one arena; the message says which and why."""
 
 
 def held_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter and persistent buffer itself, each object once, under its first name."""
+    """Every parameter and persistent buffer (the object itself), once, under its first name."""
     seen = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:
@@ -45,49 +44,39 @@ class Slot:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    start: int
-    """In elements."""
+    start: int  # in elements
 
     @property
     def stop(self) -> int:
-        """One past its last element; what follows up to the next tensor is padding."""
+        """One past its last element; padding follows up to the next tensor."""
         return self.start + math.prod(self.shape)
 
 
 class Arena:
-    """The memory of a model's tensors, or of a second set of them that has the same layout.
+    """The memory of a model's tensors, or of a second set of them with the same layout.
 
-    Matrices come first, in the order of the model's modules, and then everything with fewer dimensions, so that the
-    weights of neighbouring layers touch, and so do their biases. Padding between tensors is zero and stays zero.
-
-    Read `flat`, `views` and `joined` anew after `exchange`: it gives the arena other memory. After `copy_from` whatever
-    was read before still holds.
+    Matrices come first, in module order, then everything with fewer dimensions, so that weights of neighbouring linear layers
+    are adjacent, and so are their biases. Padding is zero and stays zero. `flat` holds all tensors and padding of one dtype in
+    one dimension, `views` each tensor by name. `exchange` replaces them, and what `joined` returns; `copy_from` does not.
     """
 
     def __init__(self, slots: Mapping[str, Slot], *, device: torch.device, allocate: Allocate | None = None) -> None:
-        self.slots = dict(slots)
-        """By name, in the order of `named_tensors`. Two names of the same memory have the same place."""
+        self.slots = dict(slots)  # by name, in the order of `named_tensors`; tensors that share memory share a slot
         self.device = device
         self._allocate = allocate
         self._holders: dict[str, Tensor] = {}
         self._places: list[int] | None = None
         regions, num_bytes = _regions(self.slots.values())
-        self.memory = self._buffer(num_bytes)
-        """All of it as bytes: the same slots give the same layout anywhere, so that this is also how weights travel."""
+        self.memory = self._buffer(num_bytes)  # equal slots give equal layouts: weights are also sent in this form
         self.flat = {dtype: self.memory[start:stop].view(dtype) for dtype, (start, stop) in regions.items()}
-        """All tensors of one dtype, with the padding between them, in one dimension."""
         self._clear_padding()
         self.views = {name: self.flat[slot.dtype][slot.start : slot.stop].view(slot.shape) for name, slot in slots.items()}
-        """Each tensor by the name `named_tensors` gives it; tied ones under their first name."""
 
     @classmethod
     @torch.no_grad()
     def adopt(cls, model: nn.Module, allocate: Allocate | None = None) -> Arena:
-        """Copy a model's tensors into an arena and let every parameter be a view of its place there.
-
-        Moving the model to another device or dtype takes its tensors out again, so this comes last. Memory of tensors
-        that nobody else holds is freed one by one.
-        """
+        """Copy a model's tensors into an arena and make every parameter a view into it, freeing the old memory one by one. Call
+        it last: moving the model to another device or dtype takes its tensors out again."""
         holders = dict(held_tensors(model))
         devices = {tensor.device for tensor in holders.values()}
         if len(devices) > 1 or any(device.type == "meta" for device in devices):
@@ -100,12 +89,10 @@ class Arena:
         return arena
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor by name."""
         return iter(self.views.items())
 
     def like(self) -> Arena:
-        """A second arena of the same layout on the same device, in torch's own memory: it is given up by dropping it. What it
-        holds is arbitrary."""
+        """A second arena of the same layout and device, uninitialised, in torch's memory, which is freed with the object."""
         return Arena(self.slots, device=self.device)
 
     @property
@@ -113,10 +100,7 @@ class Arena:
         return self.memory.numel()
 
     def joined(self, names: Sequence[str]) -> Tensor | None:
-        """One view over tensors that lie next to each other in this order, stacked along their first dimension.
-
-        None where there is a gap between two of them, or where they differ in dtype or beyond the first dimension.
-        """
+        """One view over adjacent tensors, stacked along dimension 0; None if there are gaps or they do not stack."""
         slots = [self.slots[name] for name in names]
         first = slots[0]
         stop = first.start
@@ -128,7 +112,7 @@ class Arena:
         return self.flat[first.dtype][first.start : stop].view(rows, *first.shape[1:])
 
     def exchange(self, other: Arena) -> None:
-        """Take the other's memory and give it ours; the model runs on what it held. Touches no element."""
+        """Swap memory with the other arena, copying nothing; the model then runs on what the other held."""
         self.memory, other.memory = other.memory, self.memory
         self._places = other._places = None
         self.flat, other.flat = other.flat, self.flat
@@ -138,11 +122,11 @@ class Arena:
 
     @torch.no_grad()
     def copy_from(self, other: Arena) -> None:
-        """Take what the other holds, in one copy; every address stays valid."""
+        """Copy the other's content, in one copy; every address stays valid."""
         self.memory.copy_(other.memory)
 
     def strayed(self) -> str | None:
-        """The first tensor of the model that no longer lies here, because the model was moved after it was adopted."""
+        """The first tensor no longer in the arena, because the model was moved after it was adopted."""
         places = self._places
         if places is None:
             places = self._places = [view.data_ptr() for view in self.views.values()]
@@ -167,7 +151,7 @@ class Arena:
 
 
 def _regions(slots: Iterable[Slot]) -> tuple[dict[torch.dtype, tuple[int, int]], int]:
-    """Where the tensors of each dtype lie, in bytes, and how many there are in all."""
+    """Start and stop byte of each dtype, and the total number of bytes."""
     ends: dict[torch.dtype, int] = {}
     for slot in slots:
         ends[slot.dtype] = max(ends.get(slot.dtype, 0), _aligned(slot.stop, slot.dtype))
@@ -179,26 +163,25 @@ def _regions(slots: Iterable[Slot]) -> tuple[dict[torch.dtype, tuple[int, int]],
 
 
 def arena_bytes(slots: Mapping[str, Slot]) -> int:
-    """How large an arena of this layout is."""
+    """The size of an arena of this layout."""
     return _regions(slots.values())[1]
 
 
 def allocate_bytes(num_bytes: int, device: torch.device) -> Tensor:
-    """From torch, whose memory on a CPU begins at multiples of 64 only."""
+    """Aligned memory from torch, which itself aligns to only 64 bytes on a CPU."""
     buffer = torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8, device=device)
     skipped = -buffer.data_ptr() % ALIGNMENT
     return buffer[skipped : skipped + num_bytes]
 
 
 def _aligned(element: int, dtype: torch.dtype) -> int:
-    """The first element at or after this one where a tensor may begin."""
+    """The first element at or after this one where a tensor may start."""
     unit = ALIGNMENT // dtype.itemsize
     return -(-element // unit) * unit
 
 
 def lay_out(manifest: Manifest) -> dict[str, Slot]:
-    """A place for every tensor of an update: where `Arena.adopt` puts those of a model that has the same ones, if none of
-    them share their memory."""
+    """Slots for an update's tensors: those `Arena.adopt` gives a model with the same tensors, if none share memory."""
     tensors = manifest.tensors
     return _lay_out(
         (name, _dtype(dtype), shape, name)
@@ -214,7 +197,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _lay_out_held(tensors: Mapping[str, Tensor]) -> dict[str, Slot]:
-    """A place for every tensor of a model; those that are the same memory get the same place."""
+    """Slots for a model's tensors; tensors that share memory share a slot."""
     _check_overlaps(tensors)
     return _lay_out(
         (name, tensor.dtype, tuple(tensor.shape), _memory(tensor) if tensor.numel() else name)
@@ -223,7 +206,7 @@ def _lay_out_held(tensors: Mapping[str, Tensor]) -> dict[str, Slot]:
 
 
 def _lay_out(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...], Hashable]]) -> dict[str, Slot]:
-    """From (name, dtype, shape, whatever is equal for those that are to share a place)."""
+    """From (name, dtype, shape, key); tensors with equal keys share a slot."""
     tensors = list(tensors)
     slots: dict[str, Slot] = {}
     starts: dict[Hashable, int] = {}
@@ -237,14 +220,14 @@ def _lay_out(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...], Hashable
 
 
 def _memory(tensor: Tensor) -> Hashable:
-    """Equal for tensors that are the same elements in the same order, whatever shape a contiguous one is given."""
+    """Equal for tensors of the same elements in the same order, whatever the shape of a contiguous one."""
     if tensor.is_contiguous():
         return tensor.data_ptr(), tensor.dtype, tensor.numel()
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _check_overlaps(tensors: Mapping[str, Tensor]) -> None:
-    """Tensors that share a part of their memory would be torn apart without a word."""
+    """Reject tensors that share part of their memory: they would silently be separated."""
     reached, reached_by = 0, ""
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].data_ptr()):
         if not tensor.numel():

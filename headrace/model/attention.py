@@ -1,9 +1,8 @@
-"""The attention hook: transformers calls `_hook`, which hands each layer's query, key and value to the context that
-came with the forward pass. The trainer's `PackedContext` is here; the engine's, over its paged cache, is its own.
+"""The attention hook: transformers calls `_hook`, which passes each layer's query, key and value to the context that came
+with the forward pass. `PackedContext`, the trainer's, is here; the engine has its own over the paged cache.
 
-`attend` is the arithmetic of both. In exact mode it walks the keys in fixed blocks of 16 with an online softmax and
-pads queries to multiples of 16, which makes every row's bits independent of what else is in the batch: see
-`docs/exactness.md`.
+Both compute with `attend`. In exact mode it goes over the keys in fixed blocks of 16 with an online softmax and pads queries
+to multiples of 16, so that every row's bits are independent of the rest of the batch: see `docs/exactness.md`.
 """
 
 from __future__ import annotations
@@ -21,30 +20,28 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 NAME = "headrace"
-EXACT_ROWS = 16
-"""Matrix products give a row the same bits whatever the number of rows, if that is a multiple of this."""
+EXACT_ROWS = 16  # with a multiple of this many rows, a matrix product gives a row the same bits whatever their number
 
 
 class AttentionError(ValueError):
-    """A model asked its attention for something this hook does not do."""
+    """A model uses an attention feature that this hook does not support."""
 
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What a layer asks of its attention."""
+    """A layer's attention parameters."""
 
     scaling: float
     sliding_window: int | None = None
     softcap: float | None = None
-    sinks: Tensor | None = None
-    """[heads]: a logit that takes probability and gives nothing (GPT-OSS)."""
+    sinks: Tensor | None = None  # [heads]: an extra logit that takes probability but has no value (GPT-OSS)
 
 
 class AttentionContext(Protocol):
-    """Comes with a forward pass as the keyword `attention_context`."""
+    """Passed to a forward pass as the keyword `attention_context`."""
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        """Called once per layer, by its attention module, with [tokens, heads, dim]; returns [tokens, heads, value dim]."""
+        """Called by each layer's attention module with [tokens, heads, dim]; returns [tokens, heads, value dim]."""
 
 
 _HARMLESS = {"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "return_dict"}
@@ -78,24 +75,22 @@ def _hook(
 
 
 def layer_of(module: nn.Module) -> int:
-    """Which decoder layer an attention module is of."""
+    """The index of an attention module's decoder layer."""
     layer = module.layer_idx
     assert isinstance(layer, int)
     return layer
 
 
 def register() -> None:
-    """Make the hook known to transformers; harmless when repeated."""
+    """Register the hook with transformers; may be repeated."""
     AttentionInterface.register(NAME, _hook)
 
 
 def attend(
     query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, *, allowed: Tensor | None, exact: bool = False
 ) -> Tensor:
-    """Attention of [batch, rows, heads, dim] queries over [batch, keys, kv_heads, dim]; the same layout comes back.
-
-    `allowed` [batch, rows, keys] says which keys a row sees; None is causal with rows and keys aligned.
-    """
+    """Attention of [batch, rows, heads, dim] queries over [batch, keys, kv_heads, dim], in the queries' layout. `allowed`
+    [batch, rows, keys] says which keys a row sees; None is causal with rows and keys aligned."""
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
     if allowed is None and (exact or spec.softcap is not None or spec.sinks is not None or spec.sliding_window is not None):
         positions = torch.arange(key.shape[2], device=key.device)
@@ -120,7 +115,7 @@ def attend(
 
 
 def causal(rows: Tensor, keys: Tensor, *, window: int | None) -> Tensor:
-    """[..., rows, keys] bool: which key positions a row at a position sees."""
+    """[..., rows, keys] bool: which key positions each row position sees."""
     distance = rows.unsqueeze(-1) - keys
     return distance >= 0 if window is None else (distance >= 0) & (distance < window)
 
@@ -146,8 +141,7 @@ def _attend_plain(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec
 
 
 def _attend_exact(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, *, allowed: Tensor) -> Tensor:
-    """Online softmax over fixed blocks of keys. A block in which a row sees nothing leaves that row's bits as they were,
-    so neither the padding of keys nor that of the batch can be felt."""
+    """Online softmax over fixed blocks of keys. One in which a row sees nothing leaves its bits alone: padding is harmless."""
     rows, heads, block = query.shape[2], query.shape[1], EXACT_ROWS
     query = F.pad(query, (0, 0, 0, -rows % block))
     allowed = F.pad(allowed, (0, -key.shape[2] % block, 0, -rows % block))
@@ -172,11 +166,8 @@ def _attend_exact(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec
 
 
 class PackedContext:
-    """Sequences laid end to end without padding; each attends within itself.
-
-    Only inside attention are they gathered, into a few groups of similar length, so that one call serves many; the
-    rest of the model never sees a padded token.
-    """
+    """Sequences packed end to end; each attends within itself. Only attention pads them, in a few groups of similar length, so
+    that one call serves many; the rest of the model never sees a padded token."""
 
     def __init__(self, lengths: Sequence[int], *, device: torch.device | str = "cpu", exact: bool = False) -> None:
         self.exact = exact
@@ -207,7 +198,7 @@ class PackedContext:
 
 
 def similar(lengths: Sequence[int]) -> list[tuple[list[int], int]]:
-    """Members and width of groups whose padding stays under a quarter of their width, or 8 tokens."""
+    """(members, width) of groups padded by at most a quarter of the width or 8 tokens, whichever is more."""
     groups: list[tuple[list[int], int]] = []
     order = sorted(range(len(lengths)), key=lambda member: -lengths[member])
     for member in order:

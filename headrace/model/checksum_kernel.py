@@ -1,10 +1,7 @@
-"""Checksums of all tensors of an arena in one launch, and whether each of them holds only finite numbers.
+"""Checksums of an arena's tensors in one launch per dtype, and whether each holds only finite numbers.
 
-The values are those of `weights.checksum`, which says what a checksum is. Each program reads one block of one tensor and
-adds its share to the tensor's sum. Addition of integers wraps and has no order, so the result does not depend on which
-program comes first.
-
-Importing this file imports Triton; only whoever has a GPU does.
+The values are those of `weights.checksum`. Each program adds one block's share to its tensor's sum; integers wrap, so the
+order of programs does not matter. Imports Triton: import it only for a GPU.
 """
 
 from __future__ import annotations
@@ -24,13 +21,11 @@ if TYPE_CHECKING:
     from headrace.model.arena import Arena
     from headrace.records import Array
 
-_TILE, _TILES, _WARPS = 1024, 16, 4
-"""Words a program reads at once, and how often: 128 KiB in all, so that its sum is taken across threads once for many loads."""
+_TILE, _TILES, _WARPS = 1024, 16, 4  # a program reads 16 tiles of 1,024 words, 128 KiB, and reduces across threads once
 _BLOCK = _TILE * _TILES
-_WORD = 8
-"""Bytes."""
+_WORD = 8  # bytes
 _EXPONENTS = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80, torch.float32: 0x7F800000, torch.float64: 0x7FF0 << 48}
-"""The exponent of a number as a mask. All ones there are infinity or not a number."""
+"""Masks of the exponent; all ones there mean infinity or NaN."""
 
 
 @triton.jit
@@ -50,8 +45,8 @@ def _sum_kernel(
         word = tl.load(words + start + place, mask=place < size, other=0)
         total += word * (place * 2 + 1)
         if EXPONENTS != 0:
-            # Zero in the lane of a number whose exponent is all ones. Adding all that is below a lane's sign then carries
-            # into the sign of every other lane, and out of none.
+            # A lane is 0 if its exponent is all ones. Adding the mask below the signs then carries into the sign of every
+            # other lane, and never into the next lane.
             even &= ((word & EXPONENTS) ^ EXPONENTS) + BELOW_SIGNS
     tl.atomic_add(sums + tensor, tl.sum(total, axis=0))
     if EXPONENTS != 0:  # noqa: SIM102  (known when it is compiled; what follows is not)
@@ -60,16 +55,13 @@ def _sum_kernel(
 
 
 class FlatTables:
-    """Which blocks belong to which tensor of an arena, on its device; good for every arena of the same layout.
-
-    Every tensor begins at a multiple of eight bytes and is followed by zeros up to the next one. Integers are finite.
-    """
+    """Which block belongs to which tensor of an arena, on its device; valid for every arena of the same layout. Every tensor
+    starts at a multiple of eight bytes and is followed by zeros up to the next. Integers count as finite."""
 
     def __init__(self, arena: Arena) -> None:
         device = arena.memory.device
         self._found = torch.zeros(2, len(arena.slots), dtype=torch.int64, device=device)
-        self._tables: dict[torch.dtype, tuple[tuple[Tensor, ...], Tensor, Tensor]] = {}
-        """By dtype: its table, and its part of what is found."""
+        self._tables: dict[torch.dtype, tuple[tuple[Tensor, ...], Tensor, Tensor]] = {}  # (table, sums, is_odd) by dtype
         places: list[int] = []
         for dtype in arena.flat:
             slots = {place: slot for place, slot in enumerate(arena.slots.values()) if slot.dtype == dtype}
@@ -80,8 +72,7 @@ class FlatTables:
         self._order = np.argsort(np.asarray(places, dtype=np.int64))
 
     def inspect(self, arena: Arena) -> tuple[Array, Array]:
-        """(checksums as uint64, whether each holds a number that is not finite), in the order of its slots. By one thread at a
-        time."""
+        """(uint64 checksums, whether each tensor has NaN or infinity), in the order of its slots. Not thread-safe."""
         self._found.zero_()
         for dtype, (table, sums, is_odd) in self._tables.items():
             _launch(arena.flat[dtype], table, sums, is_odd)
@@ -90,14 +81,14 @@ class FlatTables:
 
 
 def inspect_flat(flat: Tensor, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[bool]]:
-    """(checksum, whether all numbers are finite) of each tensor, given as (first, one past the last) element of `flat`."""
+    """(checksums, whether all numbers are finite) of tensors given as (start, stop) elements of `flat`."""
     sums, is_odd = torch.zeros(2, len(spans), dtype=torch.int64, device=flat.device)
     _launch(flat, _table(spans, flat.element_size(), flat.device), sums, is_odd)
     return [total & 0xFFFFFFFFFFFFFFFF for total in sums.tolist()], [not odd for odd in is_odd.tolist()]
 
 
 def _table(spans: Sequence[tuple[int, int]], size: int, device: torch.device) -> tuple[Tensor, ...]:
-    """First word and number of words of each tensor, the tensor each block belongs to, and the first block of each tensor."""
+    """First word and number of words of each tensor, tensor of each block, first block of each tensor."""
     starts = torch.tensor([start * size // _WORD for start, _ in spans], dtype=torch.int64)
     sizes = torch.tensor([-(-(stop - start) * size // _WORD) for start, stop in spans], dtype=torch.int64)
     blocks = (sizes + _BLOCK - 1) // _BLOCK
@@ -117,7 +108,7 @@ def _launch(flat: Tensor, table: tuple[Tensor, ...], sums: Tensor, is_odd: Tenso
 
 
 def _lanes(dtype: torch.dtype) -> tuple[int, int, int]:
-    """Masks over a word of several numbers: the exponents, all below the signs, the signs. Zeros where none is checked."""
+    """Masks over a word of several numbers: exponents, all bits below the signs, signs. Zeros for integers."""
     exponent = _EXPONENTS.get(dtype)
     if exponent is None:
         return 0, 0, 0

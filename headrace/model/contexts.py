@@ -1,8 +1,7 @@
-"""The attention of a packed pass, chosen by its layout and place; in plain torch, what the GPU's kernels are held to.
+"""Chooses the attention of a packed pass, and holds the plain torch version that the GPU kernels are checked against.
 
-A layout is cut into pieces: the rows of a prefix, of a branch, or of a sequence that shares nothing. Each sees what lies
-before it (nothing, except before a branch) and itself up to each row. Pieces of similar shape are gathered and go through
-one call together; no mask is ever as large as the pass.
+A layout is cut into pieces: the rows of a prefix, of a branch, or of a sequence that shares nothing. Each row sees its piece up
+to itself, and in a branch also the prefix. Pieces of similar shape go through one call; no mask is as large as the pass.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def make_context(layout: Layout, device: torch.device, exact: bool) -> AttentionContext:
-    """For one pass; nothing is shared in exact mode. On a GPU kernels do it."""
+    """For one pass: kernels on a GPU, else plain torch. Exact mode shares no prefixes."""
     if device.type == "cuda" and not exact:
         from headrace.model.tree_attention import KernelContext
 
@@ -39,10 +38,8 @@ def make_context(layout: Layout, device: torch.device, exact: bool) -> Attention
 class _Piece:
     start: int
     length: int
-    num_before: int = 0
-    """Rows that all of its own see beside itself."""
-    end_before: int = 0
-    """Where those rows end."""
+    num_before: int = 0  # prefix rows that all of its rows see
+    end_before: int = 0  # where those rows end
 
     def within(self, window: int) -> _Piece:
         return replace(self, num_before=min(self.num_before, window - 1))
@@ -50,20 +47,18 @@ class _Piece:
 
 @dataclass(frozen=True)
 class _Gather:
-    """Pieces that go through one call: `num_before` columns for what lies before them, then `width` for their own."""
+    """Pieces that go through one call: `num_before` columns for their prefix, then `width` for their own rows."""
 
-    rows: Tensor
-    """[count × width]: a piece shorter than the widest repeats its last row, which nobody reads."""
+    rows: Tensor  # [count × width]: a shorter piece repeats its last row, whose results are dropped
     columns: Tensor
-    """[count × (num_before + width)]: what lies before a piece ends where its own begins, so that a distance between
-    columns is one between positions; in front of it are columns that are not seen."""
-    allowed: Tensor | None
-    """[count or 1, width, num_before + width]; None is causal."""
+    """[count × (num_before + width)]: the prefix is aligned right, against the piece's own rows, so that distances between
+    columns are distances between positions; columns in front of a shorter prefix are masked."""
+    allowed: Tensor | None  # [count or 1, width, num_before + width]; None is causal
     count: int
 
 
 class TreeContext:
-    """Documents whose branches share a prefix: the tree-shaped mask, by pieces of similar shape."""
+    """Documents whose branches share a prefix: a tree-shaped mask, by pieces of similar shape."""
 
     def __init__(self, layout: Layout, *, device: torch.device | str = "cpu") -> None:
         self._pieces = _pieces(layout)
@@ -84,8 +79,7 @@ class TreeContext:
         return torch.cat(results).index_select(0, inverse)
 
     def _gathered(self, window: int | None) -> tuple[list[_Gather], Tensor]:
-        """For the layers of one window, and where each row comes out. A branch is given only as much of its prefix as its
-        first row sees."""
+        """Gathers for one window, and where each row's result is. A branch gets only the prefix rows its first row sees."""
         pieces = self._pieces if window is None else [piece.within(window) for piece in self._pieces]
         gathers: list[_Gather] = []
         inverse = torch.empty(self._num_rows, dtype=torch.long)

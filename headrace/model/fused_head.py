@@ -1,12 +1,10 @@
-"""Logprobs straight from hidden states: logits exist a chunk of rows at a time, and are made again for the gradient.
+"""Logprobs straight from hidden states: logits exist for a chunk of rows at a time, and are recomputed for the gradient.
 
-The output embedding of a model with a vocabulary of 150,000 gives 600 kB of logits a token. Kept for a gradient, with their
-softmax and its own gradient, they would be most of a trainer's memory. Here the forward pass keeps one number a row, the log of
-the sum of exponentials; the backward pass makes each chunk's logits once more, turns them into their gradient and that into
-those of hidden states and weight. Four products instead of three.
-
-Whoever knows at once what the loss makes of a chunk's logprobs saves the fourth: `JudgedLogprobs` asks for it while the chunk's
-logits are there. Where the sampler could choose among few tokens, only their columns are computed: `masked_head`.
+With a vocabulary of 150,000 one token has 600 kB of logits. Kept for the backward pass, with their softmax and its gradient,
+they would take most of a trainer's memory. Here the forward pass keeps one number per row, the log of the sum of exponentials;
+the backward pass recomputes each chunk's logits and turns them into gradients of hidden states and weight: four matrix
+products instead of three. `JudgedLogprobs` saves the fourth by calling the loss while it has a chunk's logits. If the sampler
+could choose among a few tokens only, `masked_head` computes just their columns.
 """
 
 from __future__ import annotations
@@ -25,18 +23,15 @@ if TYPE_CHECKING:
     from headrace.model.head import AllowedTokens
 
 _CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 28}
-"""Logits held at a time: 64 MiB of float32 on a CPU, 1 GiB on a GPU, where a product wants many rows to be fast."""
-ROWS = 16
-"""Chunks that need not hold whole sequences have a multiple of so many."""
-_CACHED_ELEMENTS = 1 << 22
-"""Logits that a processor keeps near while it goes over them."""
-_OUT_OF_REACH = -1e30
-"""The logit of a token that could not be drawn."""
+"""Logits held at a time: 64 MiB of float32 on a CPU; 1 GiB on a GPU, where fast products need many rows."""
+ROWS = 16  # chunks that need not hold whole sequences have a multiple of this many rows
+_CACHED_ELEMENTS = 1 << 22  # logits that stay in a CPU's cache
+_OUT_OF_REACH = -1e30  # the logit of a token that could not be sampled
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """What a model's configuration does to its logits: divided, multiplied, then capped softly."""
+    """How a model's configuration scales logits: divided, multiplied, then soft-capped."""
 
     divisor: float | None = None
     factor: float | None = None
@@ -53,7 +48,7 @@ class Scaling:
 
     @property
     def values(self) -> tuple[float, float, float]:
-        """As arguments of a kernel, which is told by `flags` which of them count."""
+        """Kernel arguments; `flags` says which of them apply."""
         return self.divisor or 1.0, self.factor or 1.0, self.softcap or 1.0
 
     @property
@@ -62,7 +57,7 @@ class Scaling:
         return {f"HAS_{name}": value is not None for name, value in named.items()}
 
     def slope(self, scaled: Tensor) -> Tensor | float:
-        """d scaled / d logit, from what `apply` gave."""
+        """d scaled / d logit, from the result of `apply`."""
         slope = (1.0 if self.factor is None else self.factor) / (1.0 if self.divisor is None else self.divisor)
         return slope if self.softcap is None else slope * (1 - (scaled / self.softcap).square())
 
@@ -71,8 +66,8 @@ _PLAIN = Scaling()
 
 
 def product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """[rows, vocabulary] float32 logits. Of bfloat16 numbers too: rounded to bfloat16, a logit of 20 would be off by up to a
-    sixteenth, and engine and trainer would round it differently."""
+    """[rows, vocabulary] float32 logits, also of a bfloat16 model: bfloat16 would round a logit of 20 by up to 1/16, and engine
+    and trainer would round differently."""
     if weight.dtype == torch.float32:
         return F.linear(hidden, weight, bias)
     hidden = hidden.to(weight.dtype)
@@ -86,33 +81,32 @@ def product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is wanted of each row, and how the head treats logits; nothing here has a gradient."""
+    """The target and sampling parameters of each row, and how the head scales logits; nothing here has a gradient."""
 
     targets: Tensor
     temperatures: Tensor
     allowed: AllowedTokens | None
     scaling: Scaling
-    padding: int = 1
-    """Products are made with a multiple of so many rows."""
+    padding: int = 1  # products have a multiple of this many rows
 
     def chunks(self, vocabulary: int) -> list[tuple[int, int]]:
         rows, size = len(self.targets), chunk_rows(vocabulary, self.targets.device)
-        if self.targets.is_cuda:  # the weight's gradient is held beside a chunk, twice
+        if self.targets.is_cuda:  # leaves room for two copies of the weight's gradient
             size = max(ROWS, size * 3 // 4 // ROWS * ROWS)
         return [(start, min(rows, start + size)) for start in range(0, rows, size)]
 
     def mask(self, start: int, stop: int, vocabulary: int) -> Tensor | None:
-        """[rows, vocabulary] bool of a chunk: what could be drawn."""
+        """[rows, vocabulary] bool of a chunk: what could be sampled."""
         return None if self.allowed is None else self.allowed.dense(start, stop, vocabulary)
 
 
 def chunk_rows(vocabulary: int, device: torch.device) -> int:
-    """How many rows of logits are held at a time."""
+    """Rows of logits held at a time."""
     return max(ROWS, _CHUNK_ELEMENTS[device.type] // vocabulary // ROWS * ROWS)
 
 
 def whole_spans(counts: Sequence[int], most: int) -> list[tuple[int, int]] | None:
-    """Chunks of at most `most` rows that part no sequence; `counts` are the rows of each. None where one is too long."""
+    """Chunks of at most `most` rows that split no sequence (of `counts` rows each); None if one is too long."""
     spans: list[tuple[int, int]] = []
     start = stop = 0
     for count in counts:
@@ -126,7 +120,7 @@ def whole_spans(counts: Sequence[int], most: int) -> list[tuple[int, int]] | Non
 
 
 class FusedLogprobs(torch.autograd.Function):
-    """(logprob of each target, entropy of each row); the gradient of the first, and none of the second."""
+    """(logprob of each target, entropy of each row); only the first has a gradient."""
 
     @staticmethod
     def forward(
@@ -171,7 +165,7 @@ def _add_products(
     to_weight: Tensor,
     to_bias: Tensor | None,
 ) -> None:
-    """A chunk's gradient of logits, in the weight's dtype, on to hidden states, weight and bias; sums are float32."""
+    """Add a chunk's gradient of logits, in the weight's dtype, to those of hidden states, weight and bias, in float32."""
     rows, wide = hidden[start:stop].to(weight.dtype), torch.float32
     if of_logits.is_cuda and of_logits.dtype != wide:
         to_hidden[start:stop] = of_logits @ weight
@@ -199,20 +193,15 @@ def _forward_chunk(
 
 @dataclass(frozen=True)
 class _Rows:
-    """Of one chunk."""
-
     logprobs: Tensor
     entropies: Tensor
-    totals: Tensor
-    """Log of the sum of exponentials."""
-    shares: Tensor | None = None
-    """The softmax, where it was made on the way."""
-    scaled: Tensor | None = None
-    """Logits before temperature, where a soft cap's slope will be asked of them."""
+    totals: Tensor  # log of the sum of exponentials
+    shares: Tensor | None = None  # the softmax, if it was computed on the way
+    scaled: Tensor | None = None  # logits before temperature, if a soft cap's slope needs them
 
 
 def _read_rows(logits: Tensor, wanted: Wanted, start: int, stop: int) -> _Rows:
-    """Uses the logits up."""
+    """Overwrites the logits."""
     if logits.is_cuda:
         from headrace.model.head_rows import forward_rows
 
@@ -225,7 +214,7 @@ def _read_rows(logits: Tensor, wanted: Wanted, start: int, stop: int) -> _Rows:
     for span in _in_cache(logits):
         part = _tempered(shares[span], wanted, start + span.start)
         totals[span] = torch.logsumexp(part, dim=-1)
-        # An engine that is to agree to the last bit draws from a log-softmax.
+        # In exact mode the engine samples from a log-softmax, and every bit must agree.
         drawn = torch.log_softmax(part, dim=-1) if wanted.padding > 1 else None
         part.sub_(totals[span].unsqueeze(1))
         targets = wanted.targets[start + span.start : start + span.start + len(part)].unsqueeze(1)
@@ -238,13 +227,13 @@ def _read_rows(logits: Tensor, wanted: Wanted, start: int, stop: int) -> _Rows:
 
 
 def _in_cache(rows: Tensor) -> list[slice]:
-    """Parts that a processor can go over several times without fetching them anew."""
+    """Slices of rows that stay in a CPU's cache over several passes."""
     size = max(1, _CACHED_ELEMENTS // rows.shape[1])
     return [slice(begin, begin + size) for begin in range(0, len(rows), size)]
 
 
 def _tempered(part: Tensor, wanted: Wanted, start: int) -> Tensor:
-    """What the softmax is taken of, in place; what could not be drawn is finite, and out of reach."""
+    """Apply temperature and mask, in place; masked logits are `_OUT_OF_REACH`, which is finite."""
     temperatures = wanted.temperatures[start : start + len(part)]
     if not bool((temperatures == 1).all()):
         part.div_(temperatures.unsqueeze(1))
@@ -255,7 +244,7 @@ def _tempered(part: Tensor, wanted: Wanted, start: int) -> Tensor:
 def _differentiated(
     logits: Tensor, wanted: Wanted, rows: _Rows, slopes: Tensor, start: int, stop: int, *, dtype: torch.dtype
 ) -> Tensor:
-    """[rows, vocabulary] of `dtype`: the derivative of Σ slopes · logprobs by the logits. Uses logits and shares up."""
+    """[rows, vocabulary] of `dtype`: the gradient of Σ slopes · logprobs by the logits. Overwrites logits and shares."""
     targets, temperatures, scaling = wanted.targets[start:stop], wanted.temperatures[start:stop], wanted.scaling
     if logits.is_cuda:
         from headrace.model.head_rows import backward_rows
@@ -279,18 +268,15 @@ def _differentiated(
 
 
 class Judge(Protocol):
-    """Says what a loss makes of some rows."""
+    """A loss, by its derivative."""
 
     def __call__(self, start: int, stop: int, logprobs: Tensor, entropies: Tensor) -> Tensor:
-        """[stop - start]: the derivative of the loss with respect to each logprob. Called once for each chunk, in order."""
+        """[stop - start]: the loss's derivative by each logprob. `JudgedLogprobs` calls it once per chunk, in order."""
 
 
 class JudgedLogprobs(torch.autograd.Function):
-    """0, whose gradient is that of the loss a judge has in mind; made in one go, with three products.
-
-    `spans` are the chunks: a judge that looks at whole sequences needs them whole. With `gathered` the weight's gradient is
-    added there, in float32, and autograd hears nothing of it.
-    """
+    """Returns 0 with the gradient of the judge's loss: computed in the forward pass, with three products. `spans` are the
+    chunks, of whole sequences. The weight's gradient is added to `gathered`, if given, in float32 and bypassing autograd."""
 
     @staticmethod
     def forward(

@@ -1,8 +1,5 @@
 """From hidden states to logprobs, a chunk of tokens at a time: [tokens, vocabulary] is never held whole.
-
-The engine samples from, and the trainer differentiates, what `Head.logprobs` gives; one function on both sides is what
-makes their numbers agree.
-"""
+Engine and trainer use the same `Head`, which is what makes their numbers agree."""
 
 from __future__ import annotations
 
@@ -24,19 +21,18 @@ if TYPE_CHECKING:
 
     from headrace.model.fused_head import Judge
 
-_FEW = 16
-"""Where the kept tokens are one in so many of all, computing their columns alone is quicker than a product over all."""
+_FEW = 16  # if at most 1/16 of the tokens are allowed, computing their columns alone is faster than the whole product
 
 
 @dataclass(frozen=True)
 class AllowedTokens:
-    """A ragged sampling mask over rows: row r may only be ids[offsets[r]:offsets[r+1]]; empty is unrestricted."""
+    """A ragged sampling mask: row r allows ids[offsets[r]:offsets[r+1]]; an empty row allows everything."""
 
     offsets: Tensor
     ids: Tensor
 
     def is_few(self, vocabulary: int) -> bool:
-        """Whether every row is cut, and to few tokens."""
+        """Whether every row is restricted, and on average to few tokens."""
         counts = self.offsets[1:] - self.offsets[:-1]
         return len(self.ids) * _FEW <= len(counts) * vocabulary and bool((counts > 0).all())
 
@@ -50,7 +46,7 @@ class AllowedTokens:
 
 
 class Head:
-    """The output embedding of a model, and what its configuration does to logits."""
+    """A model's output embedding and its scaling of logits."""
 
     def __init__(self, model: PreTrainedModel, *, exact: bool = False) -> None:
         self._linear = model.get_output_embeddings()
@@ -73,7 +69,7 @@ class Head:
         return weight
 
     def narrowed(self) -> Tensor:
-        """The weight in the dtype products are made in: where that is another than its own, a copy, to be made once."""
+        """The weight in the dtype of the products; a copy if that is not its own, so call it once per pass."""
         is_narrow = torch.is_autocast_enabled(self.weight.device.type)
         return self.weight.to(torch.get_autocast_dtype(self.weight.device.type)) if is_narrow else self.weight
 
@@ -83,12 +79,11 @@ class Head:
         return bias
 
     def product(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """[rows, vocabulary] float32, before anything is done to logits."""
+        """[rows, vocabulary] float32 logits before scaling."""
         return product(hidden, weight, self.bias)
 
     def logits(self, hidden: Tensor, weight: Tensor | None = None) -> Tensor:
-        """[rows, vocabulary] float32, before temperature. `weight` is `narrowed`, where it is at hand. For engines: it has no
-        gradient where products are bfloat16."""
+        """[rows, vocabulary] float32 before temperature. `weight`: from `narrowed`. For engines: bfloat16 has no gradient."""
         rows = hidden.shape[0]
         if self._exact:
             hidden = F.pad(hidden, (0, 0, 0, -rows % EXACT_ROWS))
@@ -97,7 +92,7 @@ class Head:
     def logprobs(
         self, hidden: Tensor, targets: Tensor, temperatures: Tensor, *, allowed: AllowedTokens | None = None
     ) -> tuple[Tensor, Tensor]:
-        """(logprob of each target, entropy of each row, detached); gradients flow into hidden states and the head."""
+        """(logprob of each target, detached entropy of each row); gradients flow to hidden states and head."""
         if not len(targets):
             return hidden.sum(dim=1, dtype=torch.float32), temperatures.new_zeros(0)
         wanted = Wanted(targets, temperatures, allowed, self.scaling, padding=EXACT_ROWS if self._exact else 1)
@@ -116,9 +111,9 @@ class Head:
         counts: Sequence[int],
         gathered: Tensor | None = None,
     ) -> Tensor | None:
-        """What `logprobs` and a loss on them come to, with one product less: 0, whose gradient is the loss's. `judge` is asked
-        for its derivative chunk by chunk, whole sequences at a time, of which `counts` are the rows; None where one is too long
-        for a chunk. With `gathered` the weight's gradient is added there."""
+        """`logprobs` and a loss on them with one product less: returns 0 with the loss's gradient. Calls `judge` for the loss's
+        derivative chunk by chunk of whole sequences, which have `counts` rows; None if one is too long for a chunk. The
+        weight's gradient is added to `gathered`, if given."""
         spans = whole_spans(counts, chunk_rows(self.vocabulary, hidden.device))
         if spans is None:
             return None

@@ -1,8 +1,5 @@
-"""A row of logits to its logprob and entropy, and back to its gradient, in one reading each.
-
-`fused_head` makes the logits, a chunk of rows at a time, and says what these are for. Importing this file imports Triton;
-only whoever has a GPU does.
-"""
+"""`fused_head` on a GPU: logprob and entropy of a row of logits, and its gradient, reading the logits once each.
+Imports Triton: import it only for a GPU."""
 
 from __future__ import annotations
 
@@ -18,8 +15,7 @@ if TYPE_CHECKING:
 
     from headrace.model.fused_head import Scaling
 
-_BLOCK = 4096
-"""Logits that a program holds at once."""
+_BLOCK = 4096  # logits that a program holds at once
 
 
 def forward_rows(

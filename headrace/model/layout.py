@@ -1,4 +1,4 @@
-"""Where the tokens of a pass lie, and who shares what: all that attention must know about it."""
+"""Which rows of a pass belong together and what they share: all that attention needs to know."""
 
 from __future__ import annotations
 
@@ -7,23 +7,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Unit:
-    """Rollouts that are laid out together: one alone, or siblings with the beginning they share."""
+    """Rollouts laid out together: one alone, or siblings that share a prefix."""
 
-    members: tuple[int, ...]
-    """Which of the rollouts that were planned."""
-    prefix: int = 0
-    """How many tokens at their beginning are the same and computed once."""
+    members: tuple[int, ...]  # indices of the planned rollouts
+    prefix: int = 0  # length of their common prefix, which is computed once
 
 
 @dataclass(frozen=True)
 class Document:
-    """Rows that may see each other. A row of the prefix sees the prefix up to itself; a row of a branch sees the whole
-    prefix and its own branch up to itself, and no other branch."""
+    """A row of the prefix sees the prefix up to itself; a row of a branch sees the prefix and its own branch up to itself."""
 
-    prefix: tuple[int, int]
-    """(start row, length) of the shared tokens; length 0 where nothing is shared."""
-    branches: tuple[tuple[int, int], ...]
-    """(start row, length) of each sibling's own tokens, in order, directly after the rows of the prefix."""
+    prefix: tuple[int, int]  # (start row, length); length 0 if nothing is shared
+    branches: tuple[tuple[int, int], ...]  # (start row, length) of each sibling's own tokens, directly after the prefix
 
 
 @dataclass(frozen=True)
@@ -35,11 +30,11 @@ class Layout:
 
     @property
     def is_shared(self) -> bool:
-        """Whether some document has a prefix, so that attention is more than causal within pieces."""
+        """Whether some document has a shared prefix."""
         return any(document.prefix[1] for document in self.documents)
 
     @property
     def lengths(self) -> list[int]:
-        """Of the sequences, where nothing is shared."""
+        """The lengths of the sequences, if nothing is shared."""
         assert not self.is_shared
         return [length for document in self.documents for _, length in document.branches]

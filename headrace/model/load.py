@@ -1,4 +1,4 @@
-"""Loading a model and its tokenizer, and refusing what cannot be served exactly, by name, before anything runs."""
+"""Loads a model and its tokenizer, and rejects by name, before anything runs, what cannot be served exactly."""
 
 from __future__ import annotations
 
@@ -23,35 +23,34 @@ if TYPE_CHECKING:
 
 _WIDE = "headrace_wide_residual"
 _MATRIX = 2
-_PROBED = 5
-"""Tokens in the probe of a model."""
+_PROBED = 5  # tokens
 SERVED_LAYERS = {"full_attention", "sliding_attention"}
 
 
 class ModelError(ValueError):
-    """The model does not exist or cannot be served; the message says which and why."""
+    """The model does not exist or cannot be served; the message says why."""
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """The tokenizer in a folder or on the hub."""
     with _explained(path, "tokenizer"):
         tokenizer = cast("PreTrainedTokenizerBase", AutoTokenizer.from_pretrained(path))
-    if len(tokenizer) <= len(tokenizer.added_tokens_decoder):  # transformers makes one without words where files are missing
+    if len(tokenizer) <= len(tokenizer.added_tokens_decoder):  # transformers makes an empty one if files are missing
         raise ModelError(f"model.path = {path!r}: there is no tokenizer with it; put tokenizer.json beside the weights")
     return tokenizer
 
 
 def load_generation(path: str) -> GenerationConfig:
-    """The settings that say which tokens end a turn, as `load_model` finds them."""
+    """The generation config, which names the stop tokens, as `load_model` finds it."""
     with _explained(path, "model"):
         try:
             return GenerationConfig.from_pretrained(path)
-        except OSError:  # there is no such file; then the model's config says it
+        except OSError:  # no such file: transformers falls back on the model's config
             return GenerationConfig.from_model_config(AutoConfig.from_pretrained(path))
 
 
 def load_config(path: str) -> Any:  # noqa: ANN401  (transformers' configs share no typed surface)
-    """The config in a folder or on the hub, checked to be of a model we serve exactly."""
+    """The config in a folder or on the hub, checked by `check_config`."""
     with _explained(path, "model"):
         config = AutoConfig.from_pretrained(path)
         check_config(config, path)
@@ -59,10 +58,10 @@ def load_config(path: str) -> Any:  # noqa: ANN401  (transformers' configs share
 
 
 def load_model(path: str, *, dtype: str = "float32", device: str = "cpu", exact: bool = False) -> PreTrainedModel:
-    """A causal language model ready for `attention_context=`, checked to be one we serve exactly."""
+    """A causal language model ready for `attention_context=`, checked that we serve it exactly."""
     load_config(path)
     with _explained(path, "model"), _quietly():
-        # What does not fit is listed rather than raised, since transformers' error does not say what it is.
+        # Have mismatches listed rather than raised: transformers' error does not name them.
         told: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
         loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), **told)
     model, report = loaded
@@ -72,7 +71,7 @@ def load_model(path: str, *, dtype: str = "float32", device: str = "cpu", exact:
 
 
 def prepare(model: PreTrainedModel, *, name: str, exact: bool = False) -> PreTrainedModel:
-    """Put our attention in, and probe that every layer goes through it and that our logprobs are the model's own."""
+    """Install our attention, and probe that every layer uses it and that our logprobs equal the model's own."""
     attention.register()
     check_config(model.config, name)
     model.eval()
@@ -83,21 +82,21 @@ def prepare(model: PreTrainedModel, *, name: str, exact: bool = False) -> PreTra
     own = _own_logprobs(model, tokens)
     model.set_attn_implementation(attention.NAME)
     if exact:
-        # One product per token and expert: a token's bits then do not depend on how many others chose its expert.
+        # One product per token and expert, so that a token's bits do not depend on how many others chose its expert.
         model.set_experts_implementation("batched_mm")
     _probe(model, name, tokens, own)
     return model
 
 
 def narrow(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Hold a model as an engine that runs it in `dtype` does, and let it compute so; whoever needs the digits keeps them."""
+    """Convert a model in place to what an engine that runs it in `dtype` holds; the caller keeps the digits it needs."""
     for name, tensor in held_tensors(model):
         tensor.data = tensor.data.to(served_dtype(model, name, tensor, dtype))
     _widen_residual(model)
 
 
 def _widen_residual(model: PreTrainedModel) -> None:
-    """In a bfloat16 model residual stream and norms are float32; matrices, their products and the cache are bfloat16."""
+    """Make the residual stream and norms of a bfloat16 model float32; matrices, products and cache stay bfloat16."""
     is_narrow = next(p for p in model.parameters() if p.ndim >= _MATRIX).dtype == torch.bfloat16
     if is_narrow and not hasattr(model, _WIDE) and not has_experts(model):
         setattr(model, _WIDE, True)
@@ -107,8 +106,7 @@ def _widen_residual(model: PreTrainedModel) -> None:
 
 
 def served_dtype(model: PreTrainedModel, name: str, tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which an engine that runs a model in `dtype` holds one of its tensors. Some transformers loads as float32
-    whatever is asked for, such as what DeepSeek's routers add to their scores."""
+    """The dtype an engine in `dtype` gives a tensor. Transformers keeps some float32, such as DeepSeek's router biases."""
     if not tensor.is_floating_point():
         return tensor.dtype
     always = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
@@ -121,13 +119,13 @@ def _as_float32(module: nn.Module, given: tuple[Any, ...], embedded: Tensor) -> 
 
 
 def has_experts(model: PreTrainedModel) -> bool:
-    """Whether some layers send each token to a few of many experts."""
+    """Whether it is a mixture-of-experts model."""
     text = model.config.get_text_config()
     return any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
 
 
 def check_config(config: Any, name: str) -> None:  # noqa: ANN401  (transformers' configs share no typed surface)
-    """Refuse architectures with layers outside the attention interface."""
+    """Reject architectures with layers outside the attention interface."""
     text = config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
     odd = sorted(kinds - SERVED_LAYERS)
@@ -141,12 +139,12 @@ def check_config(config: Any, name: str) -> None:  # noqa: ANN401  (transformers
 
 
 def context_limit(model: PreTrainedModel, wanted: int) -> int:
-    """The most tokens a rollout may have: what was asked for, or the model's own limit."""
+    """The most tokens a rollout may have: `wanted`, or if 0 the model's own limit."""
     return config_limit(model.config, wanted)
 
 
 def config_limit(config: Any, wanted: int) -> int:  # noqa: ANN401
-    """The same, by the config alone."""
+    """`context_limit` from the config alone."""
     limit = getattr(config.get_text_config(), "max_position_embeddings", None) or 4096
     if wanted > limit:
         raise ModelError(f"model.context = {wanted}: the model takes at most {limit} tokens")
@@ -154,7 +152,7 @@ def config_limit(config: Any, wanted: int) -> int:  # noqa: ANN401
 
 
 def hidden_states(model: PreTrainedModel, token_ids: Tensor, positions: Tensor, context: attention.AttentionContext) -> Tensor:
-    """[tokens, hidden] of a packed forward pass; `use_cache=False` keeps transformers from guessing at boundaries."""
+    """[tokens, hidden] of a packed forward pass; `use_cache=False` keeps transformers from guessing boundaries."""
     with _precision(model, token_ids.device):
         output = model.base_model(
             input_ids=token_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, attention_context=context
@@ -163,15 +161,15 @@ def hidden_states(model: PreTrainedModel, token_ids: Tensor, positions: Tensor, 
 
 
 def _precision(model: PreTrainedModel, device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Autocast for a model with a wide residual. It keeps no cast tensors: torch would share them between threads, so that a
-    graph being captured would hold a bias that the decode thread's pass is about to free, or the other way round."""
+    """Autocast for a model with a wide residual stream. Without autocast's cache, which threads share: a graph being captured
+    could hold a cast bias that the decode thread frees, or the reverse."""
     if not hasattr(model, _WIDE):
         return contextlib.nullcontext()
     return torch.autocast(device.type, torch.bfloat16, cache_enabled=False)
 
 
 def _check_weights(model: PreTrainedModel, report: dict[str, Any], path: str) -> None:
-    """Every weight comes from the folder and is finite: transformers draws what is missing at random and goes on."""
+    """Check that every weight was loaded and is finite: transformers initialises missing ones at random."""
     wrong = [f"{name} is missing" for name in sorted(report["missing_keys"])]
     for name, found, wanted in sorted(report["mismatched_keys"]):
         wrong.append(f"{name} has shape {tuple(found)} instead of {tuple(wanted)}")
@@ -183,7 +181,7 @@ def _check_weights(model: PreTrainedModel, report: dict[str, Any], path: str) ->
 
 
 def _is_finite(weight: Tensor) -> bool:
-    """By its sum, which is finite where every number is, and takes no memory of the weight's size."""
+    """By its sum, which is NaN or infinite if a number is, and needs no temporary of the weight's size."""
     return bool(torch.isfinite(weight.detach().sum(dtype=torch.float32)))
 
 
@@ -199,7 +197,7 @@ class _CountingContext(attention.PackedContext):
 
 @torch.no_grad()
 def _own_logprobs(model: PreTrainedModel, tokens: Tensor) -> Tensor:
-    """[tokens, vocabulary] by the model alone: its attention, its positions, all it does to hidden states and logits."""
+    """[tokens, vocabulary] by transformers' own code throughout."""
     model.set_attn_implementation("eager")
     with _precision(model, tokens.device):
         return torch.log_softmax(model(input_ids=tokens.unsqueeze(0), use_cache=False).logits[0].float(), dim=-1)
@@ -207,8 +205,8 @@ def _own_logprobs(model: PreTrainedModel, tokens: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _probe(model: PreTrainedModel, name: str, tokens: Tensor, own: Tensor) -> None:
-    """One forward over the tokens twice, as two documents: every layer must come through the hook, neither document may see
-    the other, and logprobs must be the model's own."""
+    """One forward pass over the tokens twice, as two documents: every layer must use the hook, neither document may see the
+    other, and logprobs must equal the model's own."""
     count = len(tokens)
     context = _CountingContext([count, count], device=tokens.device)
     positions = torch.arange(count, device=tokens.device)
@@ -228,13 +226,13 @@ def _probe(model: PreTrainedModel, name: str, tokens: Tensor, own: Tensor) -> No
 
 
 def _compare(model: PreTrainedModel, name: str, hidden: Tensor, own: Tensor) -> None:
-    """The middle token counts: in bfloat16 a router may send one of them to another expert than it does in transformers."""
+    """Compares the median token: in bfloat16 a router may send some token to another expert than in transformers."""
     try:
         ours = torch.log_softmax(Head(model).logits(hidden), dim=-1)
         difference = float((ours - own).abs().amax(dim=-1).median())
     except RuntimeError:  # hidden states are not as wide as the head's rows
         difference = float("inf")
-    noise = 1e-3 if next(model.parameters()).dtype == torch.float32 else 0.05  # of bfloat16 at most 0.013 was seen
+    noise = 1e-3 if next(model.parameters()).dtype == torch.float32 else 0.05  # the most seen with bfloat16 is 0.013
     if not difference <= noise * max(1.0, float(own.max() - own.min())):
         raise ModelError(
             f"model {name!r} ({model.config.model_type}) cannot be served: logprobs computed from its hidden states differ "

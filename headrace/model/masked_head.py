@@ -1,4 +1,4 @@
-"""Logprobs where every row allows only a few tokens: what is computed is one product of two vectors for each of them."""
+"""Logprobs where every row allows only a few tokens: one dot product for each of them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ if TYPE_CHECKING:
 
     from headrace.model.fused_head import Wanted
 
-_KEPT_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 26}
-"""Weights gathered at a time."""
+_KEPT_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 26}  # weights gathered at a time
 
 
 class MaskedLogprobs(torch.autograd.Function):
-    """What `FusedLogprobs` gives, with the columns of the allowed tokens alone."""
+    """`FusedLogprobs` over the columns of the allowed tokens only."""
 
     @staticmethod
     def forward(

@@ -1,8 +1,5 @@
-"""Rollouts laid end to end for one forward pass, and the logprobs of their tokens.
-
-Siblings may share the rows of their common beginning: they are computed once, and the first token of each branch is
-predicted by the last of them.
-"""
+"""Rollouts packed end to end for one forward pass, and the logprobs of their tokens.
+Siblings may share the rows of their common prefix; its last row predicts the first token of every branch."""
 
 from __future__ import annotations
 
@@ -31,28 +28,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Packed:
-    """One pass: its rows, and N target tokens. Targets are in the order of the rollouts, and of their tokens."""
+    """One pass: its rows, and N target tokens, in the order of the rollouts and of their tokens. A token's index counts the
+    whole rollouts end to end, with shared prefixes repeated."""
 
     layout: Layout
-    token_ids: Tensor
-    """[rows]."""
-    positions: Tensor
-    """[rows] of the tokens in their rollouts: a branch goes on where its prefix ends."""
-    origin: Tensor
-    """[rows] the token a row is, among those of the whole rollouts end to end; 0 for padding."""
-    rows: Tensor
-    """[N] the row whose hidden state predicts a target."""
-    wanted: Tensor
-    """[N] the token id of a target."""
-    index: Tensor
-    """[N] a target among the tokens of the whole rollouts end to end."""
-    sequence: Tensor
-    """[N] which rollout of the pass a target belongs to."""
+    token_ids: Tensor  # [rows]
+    positions: Tensor  # [rows] in the rollout: a branch continues where its prefix ends
+    origin: Tensor  # [rows] index of the row's token; 0 for padding
+    rows: Tensor  # [N] the row whose hidden state predicts the target
+    wanted: Tensor  # [N] the target's token id
+    index: Tensor  # [N] the target's index
+    sequence: Tensor  # [N] which rollout of the pass the target belongs to
     temperatures: Tensor
     allowed: AllowedTokens | None
 
     def gather(self, arrays: Sequence[Array]) -> Tensor:
-        """One value per target from per-token arrays, one array per rollout of the pass."""
+        """One value per target, from one per-token array per rollout of the pass."""
         flat = torch.from_numpy(np.concatenate(arrays)).to(self.index.device)
         return flat.index_select(0, self.index)
 
@@ -65,10 +56,8 @@ def pack(
     device: torch.device | str = "cpu",
     exact: bool = False,
 ) -> Packed:
-    """Lay rollouts end to end. `is_target` [T] bool per rollout says which tokens' logprobs are wanted.
-
-    `units` are of one pass, and say which rollouts are in it and what they share; without them it is all, each alone.
-    """
+    """Pack rollouts end to end. `is_target` [T] bool per rollout: which tokens' logprobs to compute. `units`: the rollouts of
+    this pass and what they share; by default all of them, sharing nothing."""
     units = [Unit((member,)) for member in range(len(rollouts))] if units is None else units
     members = members_of(units)
     rollouts, is_target = [rollouts[member] for member in members], [is_target[member] for member in members]
@@ -80,7 +69,7 @@ def pack(
     index = np.flatnonzero(np.concatenate(is_target) & (positions > 0))
     sequence = np.searchsorted(starts, index, side="right") - 1
     temperatures = np.concatenate([rollout.temperatures for rollout in rollouts])[index]
-    temperatures = np.where(temperatures == 0, 1, temperatures).astype(np.float32)  # a greedy draw is scored at 1
+    temperatures = np.where(temperatures == 0, 1, temperatures).astype(np.float32)  # greedy tokens are scored at 1
     row_ids, row_positions = token_ids[origin], positions[origin]
     padding = -len(origin) % EXACT_ROWS if exact else 0
     if padding:
@@ -106,7 +95,7 @@ def pack(
 
 
 def packed_logprobs(model: PreTrainedModel, head: Head, packed: Packed, *, exact: bool = False) -> tuple[Tensor, Tensor]:
-    """(logprob, entropy) of every target, one forward pass; differentiable."""
+    """(logprob, entropy) of every target from one forward pass; differentiable."""
     context = make_context(packed.layout, packed.token_ids.device, exact)
     hidden = hidden_states(model, packed.token_ids, packed.positions, context)
     rows = hidden.index_select(0, packed.rows)
@@ -122,7 +111,7 @@ def score(
     device: torch.device | str = "cpu",
     exact: bool = False,
 ) -> list[Array]:
-    """[T] float32 per rollout: each token's logprob given those before it; 0 for the first."""
+    """[T] float32 per rollout: each token's logprob; 0 for the first. `budget`: rows per pass."""
     results = [np.zeros(len(rollout), dtype=np.float32) for rollout in rollouts]
     everything = [np.ones(len(rollout), dtype=bool) for rollout in rollouts]
     for units in plan_passes(rollouts, budget=budget, share=False):
@@ -137,7 +126,7 @@ def score(
 
 
 def _lay_out(units: Sequence[Unit], lengths: Sequence[int], starts: Array) -> tuple[list[Document], Array, Array]:
-    """Documents, the token of each row and the row of each token, among those of the whole rollouts end to end."""
+    """Documents, the token index of each row, and the row of each token index."""
     documents: list[Document] = []
     origin: list[Array] = []
     row_of = np.empty(int(starts[-1]), dtype=np.int64)

@@ -1,7 +1,7 @@
-"""Which rollouts go through the model together: few passes, nearly all of them full, and siblings' prompts computed once.
+"""Which rollouts go through the model together: few passes, nearly all full, with siblings' prompts computed once.
 
-Units (one rollout, or siblings with the beginning they share) are taken longest first, each into the pass in which it
-leaves the least room. What a pass takes is its rows, and the pairs of tokens that attend to each other.
+Best fit: units (one rollout, or siblings that share a prefix) are placed longest first, each in the pass where it leaves the
+least room. A pass costs its rows, and the pairs of tokens that attend to each other.
 """
 
 from __future__ import annotations
@@ -20,19 +20,15 @@ if TYPE_CHECKING:
 
     from headrace.records import Rollout
 
-_LEAST_GAIN = 3
-"""Siblings are parted to fill a pass where the rows that fill it are more than so many times those of their prefix, which
-is then computed again."""
-_MOST_REPEATED = 0.05
-"""And while what is computed again is at most this share of all rows, so that sharing keeps 95 % of its gain."""
+_LEAST_GAIN = 3  # siblings are split to fill a pass only with more than this many times the rows of the repeated prefix,
+_MOST_REPEATED = 0.05  # and while repeated rows are at most this share of all rows
 
 
 def plan_passes(rollouts: Sequence[Rollout], *, budget: int, share: bool = True) -> list[list[Unit]]:
     """Passes of at most `budget` rows; each rollout is in one unit of one pass, units in the order of their rollouts.
 
-    With `share`, siblings of a group are one unit, with the longest beginning they have in common that ends before any
-    trained token. Siblings that do not fit one pass are parted, and their prefix is in each. A rollout longer than the
-    budget gets a pass of its own.
+    With `share`, siblings of a group are one unit, with their longest common prefix that has no trained token. Siblings that
+    do not fit one pass are split, and each part repeats the prefix. A rollout longer than the budget gets its own pass.
     """
     lengths = list(map(len, rollouts))
     units = _siblings(rollouts, lengths, budget) if share else (Unit((member,)) for member in range(len(lengths)))
@@ -47,22 +43,22 @@ def plan_passes(rollouts: Sequence[Rollout], *, budget: int, share: bool = True)
 
 
 def members_of(units: Sequence[Unit]) -> list[int]:
-    """The rollouts of a pass, in the order they are packed in."""
+    """The rollouts of a pass, in packing order."""
     return [member for unit in units for member in unit.members]
 
 
 def num_rows(unit: Unit, lengths: Sequence[int]) -> int:
-    """What a unit takes of a pass's budget, by the lengths of all rollouts."""
+    """Rows of a unit, given the lengths of all rollouts."""
     return sum([lengths[member] for member in unit.members]) - (len(unit.members) - 1) * unit.prefix
 
 
 def num_pairs(unit: Unit, lengths: Sequence[int]) -> int:
-    """Twice the pairs of tokens that attend to each other: lengths squared, with that of a prefix counted once."""
+    """Twice the pairs of tokens that attend to each other: squared lengths, a prefix counted once."""
     return sum([lengths[member] ** 2 for member in unit.members]) - (len(unit.members) - 1) * unit.prefix**2
 
 
 def _entry(unit: Unit, lengths: Sequence[int]) -> tuple[int, int, Unit]:
-    """Sorts units by their rows; of equal ones that of the earlier rollout is last, and taken first."""
+    """Sort key: by rows; among equals the earliest rollout is last, and `pop` takes it first."""
     return num_rows(unit, lengths), -unit.members[0], unit
 
 
@@ -71,19 +67,15 @@ def _unit(members: Sequence[int], prefix: int) -> Unit:
 
 
 class _Passes:
-    """Passes being filled, in the order of the room they have left."""
-
     def __init__(self, budget: int, lengths: Sequence[int], *, allowance: int) -> None:
         self.units: list[list[Unit]] = []
         self._budget = budget
         self._lengths = lengths
-        self._allowance = allowance
-        """Rows of prefixes that may yet be computed again to fill passes."""
-        self._open: list[tuple[int, int, int]] = []
-        """(rows left, pairs that attend, which pass): of passes with equal room that with the least pairs is found first."""
+        self._allowance = allowance  # prefix rows that may still be repeated to fill passes
+        self._open: list[tuple[int, int, int]] = []  # sorted (rows left, pairs, pass): at equal room, fewest pairs first
 
     def add(self, unit: Unit, rows: int) -> Unit | None:
-        """Put a unit where it fits best, or in a new pass; what is left over of one that had to be parted comes back."""
+        """Put a unit where it fits best, or in a new pass; returns the rest of one that had to be split."""
         most_room, left_over = self._open[-1][0] if self._open else 0, None
         if rows > most_room and len(unit.members) > 1:
             unit, left_over = self._parted(unit, rows, most_room)
@@ -100,8 +92,7 @@ class _Passes:
         return left_over
 
     def _parted(self, unit: Unit, rows: int, most_room: int) -> tuple[Unit, Unit | None]:
-        """Siblings that fit nowhere: those that fill the emptiest pass, where that is worth it; or else all of them, for a
-        new pass; or as many as it takes."""
+        """(part to place now, rest) of siblings that fit nowhere: what fills the emptiest pass, else what a new one holds."""
         filling = self._filling(unit, most_room)
         if num_rows(filling, self._lengths) > _LEAST_GAIN * unit.prefix and unit.prefix <= self._allowance:
             self._allowance -= unit.prefix
@@ -113,7 +104,7 @@ class _Passes:
         return filling, _unit([member for member in unit.members if member not in chosen], unit.prefix)
 
     def _filling(self, unit: Unit, room: int) -> Unit:
-        """Of siblings too many for it, the longest that fit."""
+        """The longest siblings that fit into `room`, as one unit."""
         chosen, left = [], room - unit.prefix
         for member in sorted(unit.members, key=self._lengths.__getitem__, reverse=True):
             own = self._lengths[member] - unit.prefix
@@ -124,7 +115,7 @@ class _Passes:
 
 
 def _siblings(rollouts: Sequence[Rollout], lengths: Sequence[int], budget: int) -> Iterator[Unit]:
-    """Every rollout once: siblings by what they have in common, the others alone."""
+    """Units that hold every rollout once: siblings by their common prefixes, the others alone."""
     groups: dict[object, list[int]] = {}
     for member, rollout in enumerate(rollouts):
         routing = rollout.expert_routing
@@ -141,7 +132,7 @@ def _siblings(rollouts: Sequence[Rollout], lengths: Sequence[int], budget: int) 
 
 
 def _clusters(rollouts: Sequence[Rollout], members: Sequence[int]) -> Iterator[Unit]:
-    """Siblings, parted where they save more rows as several units than as one: some may have other prompts than the rest."""
+    """Siblings as one unit, or as several where that saves more rows: their prompts may differ."""
     beginnings = sorted([(_beginning(rollouts[member]), member) for member in members])
     routing = rollouts[members[0]].expert_routing
     size = 4 if routing is None else 4 + routing[:1].nbytes
@@ -160,8 +151,7 @@ def _clusters(rollouts: Sequence[Rollout], members: Sequence[int]) -> Iterator[U
 
 
 def _beginning(rollout: Rollout) -> bytes:
-    """What a rollout may share, token after token with the experts it went to: all before the first that is trained, and
-    never its last."""
+    """What a rollout may share, with each token's experts: all before its first trained token, and never its last token."""
     is_trained, token_ids, routing = rollout.loss_mask, rollout.token_ids, rollout.expert_routing
     most = int(is_trained.argmax()) if is_trained.any() else len(is_trained)
     most = max(0, min(most, len(is_trained) - 1))
@@ -172,7 +162,7 @@ def _beginning(rollout: Rollout) -> bytes:
 
 
 def _num_common(one: bytes, other: bytes) -> int:
-    """Bytes at the beginning of both that are the same."""
+    """Length of the common prefix, in bytes."""
     size = min(len(one), len(other))
     if one[:size] == other[:size]:
         return size

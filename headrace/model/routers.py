@@ -1,7 +1,7 @@
-"""Which experts a mixture-of-experts model sends each token to, seen by hooks on its routers while it runs.
+"""Records which experts a mixture-of-experts model sends each token to, by hooks on its routers.
 
-A transformers router returns logits, weights and indices; the indices are what a rollout records as `expert_routing`.
-The hooks are installed once, when the `Routers` of a model are made: a model compiled afterwards has them in its graph.
+A transformers router returns logits, weights and indices; rollouts record the indices as `expert_routing`. `Routers` installs
+the hooks when it is made, once per model, so that a model compiled afterwards has them in its graph.
 """
 
 from __future__ import annotations
@@ -27,41 +27,29 @@ if TYPE_CHECKING:
 
 _ROUTER = re.compile(r"Top[kK]Router$")
 _DECODER_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-_MOST_NARROW = 254
-"""Experts whose numbers fit uint8 with 255 left over for the unknown one."""
+_MOST_NARROW = 254  # experts that fit uint8, with 255 for an unknown one
 
 
 def find_routers(model: PreTrainedModel) -> Routers | None:
-    """The routers of a model that has experts, with hooks on them; None for a dense one.
-
-    To be called once for a model, before it is compiled.
-    """
+    """A model's routers, with hooks on them; None for a dense model. Call it once per model, before compiling it."""
     return Routers(model) if any(True for _ in _expert_blocks(model)) else None
 
 
 def find_readable_routers(model: PreTrainedModel) -> Routers | None:
-    """The same, and None also for a model whose routers cannot be read: it is served, and its routing is not recorded."""
+    """`find_routers`, but None also if they cannot be read: the model is served without recording its routing."""
     routers = find_routers(model)
     return routers if routers is not None and routers.num_layers else None
 
 
 class Routers:
-    """The routers of a model in the order of its layers, and the hooks that see what they choose.
+    """A model's routers in layer order, and the hooks that see what they choose. If one of them is of an unknown form,
+    `num_layers` is 0 and `recording` raises with its name; the model can still run."""
 
-    Where a router is of a form we cannot read, `num_layers` is 0 and `recording` says which it is; the model can be run
-    all the same.
-    """
-
-    num_layers: int
-    """How many decoder layers have experts."""
-    layers: tuple[int, ...]
-    """Which decoder layer each of them is."""
-    top_k: int
-    """Experts a token is sent to in each."""
-    num_experts: int
-    """Experts there are in each."""
-    dtype: torch.dtype
-    """The narrowest a record may have for so many experts: uint8 or int16."""
+    num_layers: int  # decoder layers with experts
+    layers: tuple[int, ...]  # their indices
+    top_k: int  # experts per token in each of them
+    num_experts: int  # experts in each of them
+    dtype: torch.dtype  # the narrowest that holds an expert's number: uint8 or int16
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._sink: Sink | None = None
@@ -76,17 +64,16 @@ class Routers:
 
     @property
     def unknown_expert(self) -> int:
-        """What stands in a record of `dtype` for an expert that is not known."""
+        """The value of an unknown expert in a record of `dtype`."""
         return unknown_expert(str(self.dtype).removeprefix("torch."))
 
     @contextlib.contextmanager
     def recording(self, sink: Sink) -> Iterator[None]:
-        """Within it, `sink` is called by each router's forward pass with the number of its layer among those that have
-        experts, and the [tokens, top_k] indices of the experts it chose, int64 on the model's device.
+        """Within it, each router's forward pass calls `sink` with its index among the layers with experts, and the [tokens,
+        top_k] indices of the chosen experts, int64 on the model's device.
 
-        It runs inside the pass: in a CUDA graph it must copy the indices to where they are to be found after a replay,
-        and must not wait for the device. A compiled model is compiled once with each sink, so give it the same one
-        again. Activation checkpointing calls it once more for each layer that is computed again.
+        `sink` runs inside the pass: in a CUDA graph it must copy the indices to a fixed place and not wait for the device. A
+        compiled model is compiled once per sink, so reuse it. Activation checkpointing calls it again for recomputed layers.
         """
         if self._refusal is not None:
             raise ModelError(self._refusal)
@@ -106,7 +93,7 @@ class Routers:
 
 
 def _readable_routers(model: PreTrainedModel) -> tuple[list[_Router], str | None]:
-    """Those of every block of experts, in order of layers; none, and why, where one of them is of a form we do not know."""
+    """The routers of all expert blocks in layer order; or none, and why, if one is of an unknown form."""
     found: list[_Router] = []
     for name, block in _expert_blocks(model):
         routers = [child for child in block.children() if _ROUTER.search(type(child).__name__)]
@@ -134,7 +121,7 @@ _WITHOUT = "its expert routing cannot be recorded"
 
 
 def _expert_blocks(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
-    """Modules that hold experts, by name."""
+    """(name, module) of the modules that hold experts."""
     for name, module in model.named_modules():
         if "experts" in module._modules:
             yield name, module
@@ -145,7 +132,7 @@ def _named(model: PreTrainedModel) -> str:
 
 
 def _indices(router: nn.Module, output: object, *, top_k: int) -> Tensor:
-    """The one output that holds whole numbers: most routers return it last, some first."""
+    """The one integer output: most routers return it last, some first."""
     outputs = output if isinstance(output, tuple) else (output,)
     whole = [entry for entry in outputs if isinstance(entry, torch.Tensor) and not entry.dtype.is_floating_point]
     if len(whole) != 1 or whole[0].shape[-1] != top_k:

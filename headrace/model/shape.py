@@ -1,43 +1,34 @@
-"""The sizes of a decoder, read from its configuration alone: what memory is predicted from, before a weight is loaded."""
+"""The sizes of a decoder, from its configuration alone: memory is predicted from them before weights are loaded."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-_WITH_QUERY_NORMS = {"qwen3", "qwen3_moe", "gemma3", "gemma3_text", "olmo2", "olmo3"}
-"""Families that normalise queries and keys, which their configurations do not say."""
-_WIDE_EXPERTS = {"mixtral", "gpt_oss", "phimoe"}
-"""Families whose `intermediate_size` is that of an expert."""
+_WITH_QUERY_NORMS = {"qwen3", "qwen3_moe", "gemma3", "gemma3_text", "olmo2", "olmo3"}  # not in their configurations
+_WIDE_EXPERTS = {"mixtral", "gpt_oss", "phimoe"}  # families whose `intermediate_size` is an expert's
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Widths are of one token in one layer. Of models with dense layers and layers of experts, the mean over the layers."""
+    """Widths are per token and layer; with both dense and expert layers, `widths` gives the mean over the layers."""
 
     hidden: int
     layers: int
     heads: int
     kv_heads: int
-    key_dim: int
-    """Of one head's query and key."""
-    value_dim: int
-    """Of one head's value: another than `key_dim` in DeepSeek's models."""
-    intermediate: int
-    """Of a dense layer's MLP."""
+    key_dim: int  # of one head's query and key
+    value_dim: int  # of one head's value; differs from `key_dim` in DeepSeek's models
+    intermediate: int  # of a dense layer's MLP
     vocabulary: int
-    is_tied: bool
-    """The head's weight is the embedding's."""
+    is_tied: bool  # the head's weight is the embedding's
     experts: int = 0
     experts_per_token: int = 0
     expert_intermediate: int = 0
-    shared_experts: int = 0
-    """Experts that every token goes through."""
-    expert_layers: int = 0
-    """Layers whose MLP is experts."""
+    shared_experts: int = 0  # experts that every token goes through
+    expert_layers: int = 0  # layers whose MLP is experts
     has_query_norms: bool = False
-    low_ranks: tuple[int, int, int] = (0, 0, 0)
-    """(of queries, of keys and values, of the rotated part of keys) where these are made through a narrow layer."""
+    low_ranks: tuple[int, int, int] = (0, 0, 0)  # latent attention: queries, keys and values, rotated part of keys
 
     @classmethod
     def of(cls, config: Any) -> ModelShape:  # noqa: ANN401  (transformers' configs share no typed surface)
@@ -73,7 +64,7 @@ class ModelShape:
         )
 
     def widths(self) -> dict[str, float]:
-        """Numbers in each kind of tensor that a pass makes for one token in one layer."""
+        """Numbers in each kind of tensor that a pass makes per token and layer."""
         share = self.expert_layers / max(self.layers, 1)
         routed, shared = share * self.experts_per_token, share * self.shared_experts
         queries, keys = self.heads * self.key_dim, self.kv_heads * self.key_dim
@@ -116,7 +107,7 @@ class ModelShape:
 
     @property
     def cached_numbers(self) -> int:
-        """Keys and values that one token leaves in all layers."""
+        """Numbers one token adds to the KV cache, over all layers."""
         return self.layers * self.kv_heads * (self.key_dim + self.value_dim)
 
     @property

@@ -1,4 +1,4 @@
-"""`builtin:tiny`: a Qwen3 of a few hundred thousand parameters and a character tokenizer, made from scratch."""
+"""`builtin:tiny`: a Qwen3 of a few hundred thousand parameters and a character tokenizer, built from scratch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " \n"
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character; a chat template that only ever appends."""
+    """One token per character; its chat template only appends."""
     vocabulary = {token: index for index, token in enumerate([*_SPECIAL, *_CHARACTERS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unknown|>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", behavior="isolated")

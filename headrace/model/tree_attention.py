@@ -1,10 +1,9 @@
-"""Attention of a packed pass on a GPU: each row over its own run of rows, and over the prefix that its run goes on from.
+"""Attention of a packed pass on a GPU: each row attends to its own run of rows, and to the prefix that its run continues.
 
-One kernel forward, two for the gradient, written for what a trainer meets: sequences of any length end to end, siblings that
-share the rows of their prompt, grouped heads, windows, soft caps, sinks, and values narrower than keys. A tile of rows lies
-within one run, so that only those on the diagonal, and the last of a run, look at a mask. For the compiler it is one operator.
-
-Importing this file imports Triton; only whoever has a GPU does.
+One kernel forward and two for the gradient support what a trainer meets: packed sequences of any length, siblings that share
+the rows of their prompt, grouped heads, windows, soft caps, sinks, and values narrower than keys. A tile of rows lies within
+one run, so only tiles on the diagonal or at the end of a run need a mask. For the compiler it is one operator. Imports Triton:
+import it only for a GPU.
 """
 
 from __future__ import annotations
@@ -26,19 +25,15 @@ if TYPE_CHECKING:
     from headrace.model.layout import Layout
     from headrace.records import Array
 
-TILE = 128
-"""Rows, or keys, of a tile in the tables; kernels that hold fewer walk through it in parts."""
+TILE = 128  # rows or keys of a tile in the tables; kernels with smaller blocks take it in parts
 _DELTA_ROWS = 32
 _LEAST_DOT = 16
-_NARROW_HEAD = 256
-"""Bytes of a row of one head; with more, programs hold fewer rows."""
+_NARROW_HEAD = 256  # bytes of one head's row; above it, programs hold fewer rows
 
 
 @dataclass(frozen=True)
 class _Blocks:
-    """How much a program holds of either side."""
-
-    rows: int
+    rows: int  # that a program holds
     keys: int
     warps: int
     stages: int
@@ -51,7 +46,7 @@ _WIDEST = _Blocks(32, 16, 4, 1), _Blocks(32, 16, 4, 1), _Blocks(16, 32, 4, 1)
 
 def _blocks(query: Tensor) -> tuple[_Blocks, _Blocks, _Blocks]:
     width = _padded(query.shape[-1]) * query.element_size()
-    if width > 2 * _NARROW_HEAD:  # float32 heads of 256: larger tiles would fit the largest GPUs' shared memory only
+    if width > 2 * _NARROW_HEAD:  # float32 heads of 256: larger tiles fit only the largest GPUs' shared memory
         return _WIDEST
     return _WIDE if width > _NARROW_HEAD else (_FORWARD, _QUERY, _KEY)
 
@@ -82,8 +77,7 @@ def tree_attention(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, row_tiles: Tensor, key_tiles: Tensor, positions: Tensor,
     scale: float, softcap: float, window: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """([rows, heads, value dim], [heads, rows] log-sums of base 2). `softcap` and `window` are 0 where there is none; tables
-    are those of a `KernelContext`."""
+    """([rows, heads, value dim], [heads, rows] base-2 log-sums). `softcap` and `window`: 0 for none; tables: `make_tables`."""
     query, key, value = _last_contiguous(query, key, value)
     rows, heads = query.shape[:2]
     out = query.new_empty((rows, heads, value.shape[-1]))
@@ -168,7 +162,7 @@ def _strides(*tensors: Tensor) -> tuple[int, ...]:
 
 
 def _split(tiles: Tensor, size: int) -> Tensor:
-    """Tiles of `TILE` as tiles of `size`: those past the end of a run hold nothing."""
+    """Split tiles of `TILE` into tiles of `size`; those past the end of a run are empty."""
     parts = TILE // size
     if parts == 1:
         return tiles
@@ -180,7 +174,7 @@ def _split(tiles: Tensor, size: int) -> Tensor:
 
 
 class KernelContext:
-    """An `AttentionContext` of one pass."""
+    """The `AttentionContext` of one pass."""
 
     def __init__(self, layout: Layout, *, device: torch.device) -> None:
         rows, keys, positions = make_tables(layout)
@@ -198,8 +192,8 @@ class KernelContext:
 def make_tables(layout: Layout) -> tuple[Array, Array, Array]:
     """(tiles of rows [n, 5], tiles of keys [n, 5], position of each row), int32.
 
-    A tile of rows: first row, how many, first row of its run, first row and length of its prefix. A tile of keys: first key,
-    how many, end of its run, and from where to where other rows see all of it: the branches of a prefix.
+    A tile of rows: first row, count, first row of its run, first row and length of its prefix. A tile of keys: first key,
+    count, end of its run, first and end of the other rows that see all of it (the branches of a prefix).
     """
     runs = []
     for document in layout.documents:

@@ -1,4 +1,4 @@
-"""Tensors of a model by name, their checksums, and a second set of them that new weights are filled into."""
+"""A model's tensors by name, their checksums, and a second set of them that receives new weights."""
 
 from __future__ import annotations
 
@@ -21,19 +21,17 @@ if TYPE_CHECKING:
     from headrace.records import Array, WeightUpdate
 
 
-_WORDS_ON_CPU = 1 << 17
-"""A part that stays in the cache: 25 times as fast as parts of gigabytes."""
+_WORDS_ON_CPU = 1 << 17  # stays in the CPU's cache: 25 times as fast as parts of gigabytes
 _WORDS_ON_GPU = 1 << 26
-_CHECKED_NUMBERS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
-"""Dtypes whose numbers must be finite; torch has no arithmetic on a CPU for smaller ones."""
+_CHECKED_NUMBERS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}  # must be finite; narrower have no CPU ops
 
 
 class WeightError(SyncError):
-    """Weights did not arrive as they were sent; whoever receives them stays on its old version."""
+    """Weights did not arrive as they were sent; the receiver stays on its old version."""
 
 
 def check_order(update: WeightUpdate, *, lineage: str, version: int) -> None:
-    """Versions come one after another; a difference is taken only on top of what it was made from."""
+    """Raise if the update is older than the version held, or a delta from another version."""
     held = version if update.lineage == lineage else None
     if held is not None and update.version < held:
         raise WeightError(f"version {update.version} came late: version {held} is held already")
@@ -43,16 +41,13 @@ def check_order(update: WeightUpdate, *, lineage: str, version: int) -> None:
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter and persistent buffer once, tied ones under their first name."""
+    """Every parameter and persistent buffer, detached, once, tied ones under their first name."""
     for name, tensor in held_tensors(model):
         yield name, tensor.detach()
 
 
 def checksum(tensor: Tensor) -> int:
-    """Of a tensor's bits: a sum of its 64-bit words, each times an odd number of its own place, modulo 2**64.
-
-    One changed bit, or two equal-sized parts exchanged, changes it.
-    """
+    """Σ word · (2 · place + 1) over a tensor's 64-bit words, modulo 2**64. One flipped bit, or two swapped parts, change it."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if flat.numel() % 8:
         flat = torch.cat([flat, flat.new_zeros(-flat.numel() % 8)])
@@ -65,17 +60,17 @@ def checksum(tensor: Tensor) -> int:
     for start in range(0, words.numel(), size):
         part = words[start : start + size]
         sums.append((part * places[: part.numel()]).sum() + 2 * start * part.sum())  # integers wrap at 2**64
-    return int(torch.stack(sums).sum()) & 0xFFFFFFFFFFFFFFFF  # all 64 bits: the highest alone tells a word's highest, a sign
+    return int(torch.stack(sums).sum()) & 0xFFFFFFFFFFFFFFFF  # all 64 bits: a flipped sign shows only in the highest
 
 
 def make_manifest(tensors: Iterable[tuple[str, Tensor]]) -> Manifest:
-    """What a sender holds."""
+    """Names, dtypes, shapes and checksums of what a sender holds."""
     named = dict(tensors)
     return describe(named).with_checksums(np.asarray([checksum(tensor) for tensor in named.values()], dtype=np.uint64))
 
 
 def describe(tensors: Mapping[str, Tensor]) -> Manifest:
-    """Their names, dtypes and shapes; the checksums are left at 0."""
+    """Names, dtypes and shapes; checksums are left at 0."""
     return Manifest.of(
         TensorInfo(
             name=name,
@@ -93,8 +88,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 class Inspector:
-    """Looks at arenas of one layout: what each tensor's checksum is, and which is the first that holds a number that is not
-    finite. On a GPU that is one launch per dtype, over tables made once."""
+    """Checksums of arenas of one layout, and their first tensor with NaN or infinity; on a GPU, one launch per dtype."""
 
     def __init__(self, arena: Arena) -> None:
         self._slots = arena.slots
@@ -106,7 +100,7 @@ class Inspector:
             self._look = self._look_on_gpu
 
     def look(self, arena: Arena) -> tuple[Array, str | None]:
-        """(checksums [tensors] in the order of its slots, the name of the first odd tensor or None)."""
+        """(checksums [tensors] in the order of the slots, name of the first tensor with NaN or infinity, or None)."""
         return self._look(arena)
 
     def _look_on_cpu(self, arena: Arena) -> tuple[Array, str | None]:
@@ -120,13 +114,13 @@ class Inspector:
 
 
 def inspect_arena(arena: Arena) -> tuple[Manifest, str | None]:
-    """What an arena holds, and the first of its tensors with a number that is not finite."""
+    """An arena's manifest, and the name of the first tensor with NaN or infinity."""
     sums, odd = Inspector(arena).look(arena)
     return describe(arena.views).with_checksums(sums), odd
 
 
 def _first_odd(arena: Arena) -> str | None:
-    """The first tensor that holds NaN or infinity: they are looked at one by one only where their buffer may have some."""
+    """The first tensor with NaN or infinity; checks one by one only if their common buffer may have some."""
     suspected = {dtype for dtype, flat in arena.flat.items() if dtype in _CHECKED_NUMBERS and not _is_surely_finite(flat)}
     for name, tensor in arena.views.items():
         if tensor.dtype in suspected and tensor.numel() and not _is_finite(tensor):
@@ -135,41 +129,37 @@ def _first_odd(arena: Arena) -> str | None:
 
 
 def _is_surely_finite(flat: Tensor) -> bool:
-    """True only where every number of a buffer is finite. Large finite numbers may give False.
-
-    One NaN or infinity makes the whole sum so, and a sum is the fastest pass over memory there is. In float16 the sum of
-    ordinary weights overflows, so there the next fastest answers.
-    """
+    """By the sum, the fastest pass over memory: False if any number is not finite, and perhaps for large finite ones. A float16
+    sum overflows with ordinary weights, so float16 takes the exact check."""
     return _is_finite(flat) if flat.dtype == torch.float16 and flat.numel() else bool(flat.sum().isfinite())
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """Exactly; the extremes of what holds a NaN are NaN."""
+    """Exact: the minimum and maximum of a tensor with a NaN are NaN."""
     low, high = torch.aminmax(tensor)
     return bool(low.isfinite() & high.isfinite())
 
 
 class Incoming:
-    """The second set of a model's weights as whoever brings new ones sees it: bytes in the layout of the update's manifest."""
+    """Where a transport writes new weights: the second set of tensors, as bytes in the layout of the update's manifest."""
 
     def __init__(self, arena: Arena, *, running: Arena, check: Callable[[], None]) -> None:
         self._arena, self._running = arena, running
         self.num_bytes, self.views = arena.num_bytes, arena.views
-        self.check = check
-        """Raises if the update was given up here."""
+        self.check = check  # raises if the receiver has given up the update
 
     def write(self, start: int, piece: Tensor) -> None:
-        """Copy bytes to where they belong; done with `piece` when it returns."""
+        """Copy bytes to offset `start`; the caller may then reuse a `piece` in host memory."""
         self.check()
         memory = self._arena.memory
         if not 0 <= start <= start + len(piece) <= len(memory):
             raise SyncError(f"{len(piece)} bytes arrived for place {start} of {len(memory)}")
         memory[start : start + len(piece)].copy_(piece)
-        if memory.is_cuda and not piece.is_cuda:  # what is on a GPU stays as it is until the receipt
+        if memory.is_cuda and not piece.is_cuda:  # a piece on a GPU is not reused before the receipt
             torch.cuda.current_stream(memory.device).synchronize()
 
     def take_running(self) -> list[Tensor]:
-        """Begin from the weights that run now. The flat buffers, one per dtype in the order of their names, to be changed."""
+        """Start from the running weights; returns the flat buffers to change, one per dtype, sorted by its name."""
         if self._arena.slots == self._running.slots:
             self._arena.copy_from(self._running)
         else:
@@ -179,45 +169,40 @@ class Incoming:
 
 
 class SpareWeights:
-    """A second set of a model's tensors: filled and checked beside the running one, then exchanged for it.
+    """A second set of a model's tensors: filled and checked beside the running set, then exchanged for it.
 
-    Filling may run in another thread while the model computes; the exchange itself touches no element on CPU. On a GPU the
-    running set is overwritten in place, so that whatever holds its addresses stays valid (CUDA graphs do).
-
-    The running set is the model's arena: one it already has, or one that is made here. The second set is made by the first
-    update.
+    Filling may run in another thread while the model computes. On a CPU the exchange swaps memory and copies nothing; on a GPU
+    it overwrites the running set in place, so that CUDA graphs, which hold its addresses, stay valid. The running set is
+    `arena`, or one made here; the first update allocates the second set.
     """
 
     def __init__(self, model: nn.Module, *, arena: Arena | None = None, in_place: bool | None = None) -> None:
-        self.arena = Arena.adopt(model) if arena is None else arena
-        """What the model runs on, before an exchange and after."""
+        self.arena = Arena.adopt(model) if arena is None else arena  # always what the model runs on
         self._in_place = self.arena.device.type == "cuda" if in_place is None else in_place
         self._staging: Arena | None = None
         self._inspector: Inspector | None = None
         self._own = describe(self.arena.views)
-        self._laid_out: tuple[Manifest, dict[str, Slot] | None] | None = None
-        """The last update's tensors, and where they lie in its bytes if not as here: those of the next are the same."""
+        self._laid_out: tuple[Manifest, dict[str, Slot] | None] | None = None  # last manifest, and its slots if unlike ours
         self._is_whole = False
         self._is_given_up = False
         self._fill_stream = _FillStream(self.arena.device)
 
     @property
     def num_bytes(self) -> int:
-        """Memory the second set takes from the first update on."""
+        """Memory of the second set, taken from the first update on."""
         return self.arena.num_bytes
 
     @torch.no_grad()
     def receive(self, update: WeightUpdate, bring: Callable[[Incoming], None]) -> Manifest:
-        """Have `bring` write an update's bytes, and hash what is now held; raises where that is not what was sent. The
-        receipt."""
+        """Call `bring` to write an update's bytes, then check what arrived against the manifest; returns the receipt."""
         self._is_whole = self._is_given_up = False
         slots = self._slots_of(update)
         with self._fill_stream.working():
             staging = self._staging = self._staging or self.arena.like()
             arena = staging if slots is None else Arena(slots, device=staging.device)
             bring(Incoming(arena, running=self.arena, check=lambda: self._check_wanted(update)))
-            self._check_arena(update)  # on a GPU the copy may be under way
-            if arena is not staging:  # tensors that share their memory here travel apart
+            self._check_arena(update)  # on a GPU the copy may still be in flight
+            if arena is not staging:  # tensors that share memory here are sent separately
                 for name, view in arena.views.items():
                     staging.views[name].copy_(view)
             inspector = self._inspector = self._inspector or Inspector(staging)
@@ -230,7 +215,7 @@ class SpareWeights:
         return receipt
 
     def fill(self, tensors: Iterable[tuple[str, Tensor]], update: WeightUpdate) -> Manifest:
-        """The same from tensors by name."""
+        """`receive` from tensors by name."""
 
         def bring(incoming: Incoming) -> None:
             expected = {info.name: info for info in update.manifest}
@@ -244,11 +229,11 @@ class SpareWeights:
         return self.receive(update, bring)
 
     def give_up(self) -> None:
-        """Have an update that is being received in another thread end with an error at its next piece."""
+        """Make an update being received in another thread fail at its next piece."""
         self._is_given_up = True
 
     def exchange(self) -> None:
-        """What was filled is what the model runs from now on."""
+        """Make the model run what was filled."""
         if self._staging is None or not self._is_whole:
             raise WeightError("no weights lie ready: the last fill failed, or there was none")
         if self._in_place:
@@ -258,12 +243,12 @@ class SpareWeights:
             self.arena.exchange(self._staging)
 
     def release(self) -> None:
-        """Give the second set's memory back; the next update makes it anew."""
+        """Free the second set; the next update allocates it again."""
         self._fill_stream.settle()
         self._staging, self._is_whole = None, False
 
     def _slots_of(self, update: WeightUpdate) -> dict[str, Slot] | None:
-        """Where an update's tensors lie in its bytes, or None if that is where they lie here."""
+        """The slots of an update's tensors in its bytes, or None if they equal ours."""
         manifest = update.manifest
         if self._laid_out is None or not self._laid_out[0].is_like(manifest):
             self._check_manifest(update)
@@ -284,7 +269,7 @@ class SpareWeights:
             )
 
     def _check_manifest(self, update: WeightUpdate) -> None:
-        """What is announced must be what this model holds, before anything is copied."""
+        """Check before copying that the update's tensors are this model's."""
         if update.manifest.is_like(self._own):
             return
         own = {info.name: info for info in self._own}
@@ -309,7 +294,7 @@ class SpareWeights:
 
 
 def _check_like(name: str, tensor: Tensor, expected: dict[str, TensorInfo], update: WeightUpdate) -> None:
-    """What arrives must be what was announced: a copy would convert dtypes and repeat what is too small, without a word."""
+    """Check a tensor against the manifest: a copy would silently convert dtypes and broadcast shapes."""
     info = expected.get(name)
     if info is None:
         raise WeightError(f"version {update.version}: tensor {name!r} arrived and was not announced")
@@ -326,10 +311,7 @@ def _check_none_missing(missing: set[str], update: WeightUpdate) -> None:
 
 
 class _FillStream:
-    """The order of filling and exchanging on a GPU; on a CPU there is nothing to order.
-
-    Filling has a stream of its own, so that it does not stand in the queue of decode steps, nor they in its.
-    """
+    """Orders filling and exchanging on a GPU; filling and decode steps do not queue behind each other, having a stream each."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -338,7 +320,7 @@ class _FillStream:
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
-        """What is queued within waits for the last exchange and for what this thread queued before; it is done at the end."""
+        """Work queued within waits for the last exchange and for this thread's earlier work; it is done at the exit."""
         if self._device.type != "cuda":
             yield
             return
@@ -353,7 +335,7 @@ class _FillStream:
             stream.synchronize()
 
     def follow(self) -> None:
-        """Called when an exchange is queued: the next fill must not write what it still reads."""
+        """Called when an exchange is queued: the next fill must not overwrite what it still reads."""
         if self._device.type == "cuda":
             self._exchanged = torch.cuda.current_stream(self._device).record_event()
 

@@ -1,9 +1,8 @@
-"""Which KV blocks are free, which are shared, and which hold a prefix that may be wanted again.
+"""Which KV blocks are free, which are shared, and which hold a cached prefix.
 
-A block is referenced by every rollout, and every pin, whose tokens it holds. Once full it is never written again, so any
-number may share it. The prefix cache knows a full block by its token ids after those of the block before it, back to a root
-that names the weights that computed it, (lineage, version): versions never mix. Blocks nobody references stay cached until
-their memory is wanted, the longest unused first.
+Every rollout and every pin holds a reference to the blocks of its tokens. A full block is never written again, so any number
+may share it. The prefix cache finds a full block by its token ids and the block before it, back to a root that names the
+weights, (lineage, version): versions never mix. Unreferenced blocks stay cached until needed, least recently used first.
 """
 
 from __future__ import annotations
@@ -18,12 +17,11 @@ if TYPE_CHECKING:
 
     from headrace.records import Array
 
-SCRATCH = 0
-"""The block that rows without a rollout write to; never handed out."""
+SCRATCH = 0  # rows without a rollout write to this block; it is never handed out
 
 
 class Prefix(NamedTuple):
-    """A cached block, and the number by which the block after it names it."""
+    """A cached block, and its number in the key of the block after it."""
 
     block: int
     number: int
@@ -39,15 +37,14 @@ class BlockPool:
         self._numbers = itertools.count(1)
         self._cached: dict[tuple[Hashable, bytes], Prefix] = {}
         self._key_of: dict[int, tuple[Hashable, bytes]] = {}
-        self._idle: OrderedDict[int, None] = OrderedDict()
-        """Cached blocks that nobody references."""
+        self._idle: OrderedDict[int, None] = OrderedDict()  # cached blocks that nobody references
 
     def __len__(self) -> int:
         """Blocks that can be taken now."""
         return len(self._free) + len(self._idle)
 
     def take(self, count: int) -> list[int]:
-        """Blocks of the caller's own; they leave the prefix cache."""
+        """Blocks for the caller alone, evicted from the prefix cache where none is free."""
         assert count <= len(self), f"{count} blocks wanted, {len(self)} free"
         split = max(0, len(self._free) - count)
         taken = self._free[split:][::-1]
@@ -61,14 +58,14 @@ class BlockPool:
         return taken
 
     def share(self, blocks: Iterable[int]) -> None:
-        """One more reference to each."""
+        """Add one reference to each."""
         for block in blocks:
             if self._references[block] == 0:
                 del self._idle[block]
             self._references[block] += 1
 
     def give_back(self, blocks: Iterable[int]) -> None:
-        """One reference less to each; the last of a sequence first, so that its beginning stays cached longest."""
+        """Drop one reference to each, a sequence's last block first, so that its start stays cached longest."""
         for block in reversed(list(blocks)):
             self._references[block] -= 1
             assert self._references[block] >= 0, f"block {block} was given back too often"
@@ -79,7 +76,7 @@ class BlockPool:
                     self._free.append(block)
 
     def find(self, root: Hashable, pieces: Iterable[bytes]) -> list[Prefix]:
-        """The longest cached beginning of a sequence of full blocks."""
+        """The longest cached prefix of a sequence of full blocks."""
         found: list[Prefix] = []
         number = root
         for piece in pieces:
@@ -91,7 +88,7 @@ class BlockPool:
         return found
 
     def remember(self, block: int, after: Hashable, piece: bytes) -> int:
-        """Cache a full block by what it holds, after which block. The number by which the next block names it."""
+        """Cache a full block by its tokens and the number of the block before it; returns its own number."""
         key = (after, piece)
         prefix = self._cached.get(key)
         if prefix is None:
@@ -100,7 +97,7 @@ class BlockPool:
         return prefix.number
 
     def forget_all(self) -> None:
-        """Empty the prefix cache; blocks that are referenced stay with those that hold them."""
+        """Empty the prefix cache; referenced blocks stay with their holders."""
         self._free.extend(reversed(self._idle))
         self._idle.clear()
         self._cached.clear()
@@ -117,20 +114,19 @@ class Computed:
 
 
 class Pins:
-    """Rollouts whose blocks outlive them, so that forks go on from any of their tokens without computing them again. A pin
-    holds memory only until something else needs it. No run pins anything yet; `ForkingEngine` promises it."""
+    """Rollouts whose blocks are kept after they leave their slot, until memory runs short: a fork continues from any of their
+    tokens without computing them again. No run pins anything yet; `ForkingEngine` promises it."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
-        self.by_id: OrderedDict[str, Computed | None] = OrderedDict()
-        """By rollout id; None for one that has left nothing yet, or whose blocks were dropped."""
+        self.by_id: OrderedDict[str, Computed | None] = OrderedDict()  # None: has no blocks yet, or they were dropped
 
     @property
     def num_blocks(self) -> int:
         return sum(len(computed.blocks) for computed in self.by_id.values() if computed is not None)
 
     def pin(self, rollout_id: str) -> None:
-        """Keep a rollout's blocks when it leaves its slot, until it is unpinned or memory is short."""
+        """Keep a rollout's blocks when it leaves its slot, until it is unpinned or memory runs short."""
         self.by_id.setdefault(rollout_id, None)
 
     def unpin(self, rollout_id: str) -> None:
@@ -141,13 +137,13 @@ class Pins:
             self.unpin(rollout_id)
 
     def keep(self, rollout_id: str, computed: Computed) -> None:
-        """A pinned rollout leaves its slot."""
+        """Called when a pinned rollout leaves its slot."""
         self._pool.share(computed.blocks)
         self._give_back(self.by_id[rollout_id])
         self.by_id[rollout_id] = computed
 
     def drop_one(self) -> bool:
-        """Free the blocks of one; a fork of it computes its tokens again. False if none holds any."""
+        """Free the blocks of one pin; its forks compute them again. False if no pin holds any."""
         for rollout_id, computed in self.by_id.items():
             if computed is not None:
                 self._give_back(computed)

@@ -1,7 +1,7 @@
 """The engine proper: a plain object that is stepped. It owns the weights and the KV cache, and no thread.
 
-Each step asks the scheduler what to compute, launches it, and collects an earlier one: on a GPU the next step is prepared
-while this one runs. Weights change only between two steps.
+Each step takes the scheduler's plan, launches it on the runner, and collects an earlier step: a GPU runs one while the host
+prepares the next. Weights change only between two steps.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _NO_IDS = np.zeros(0, dtype=np.int32)
 
 @dataclass(frozen=True, slots=True)
 class _LaunchedStep:
-    """A step in flight. `epochs` are those of its slots at the launch."""
+    """A step in flight, with its slots' epochs at the launch."""
 
     launched: object
     slots: Array
@@ -54,7 +54,7 @@ class _LaunchedStep:
 
 
 class EngineCore:
-    """Submits, steps, finishes. Everything is called from one thread."""
+    """Queues requests, steps them and finishes them. Everything is called from one thread."""
 
     def __init__(
         self,
@@ -72,20 +72,17 @@ class EngineCore:
         kernels: bool | None = None,
         graphs: bool = True,
     ) -> None:
-        """`num_blocks`: of the KV cache; 0 takes `most_blocks`, or where that is 0 too as many as the slots can use, within a
-        share of the free memory. `max_tokens`: the most that one call samples, where `most_blocks` is given.
-        `kernels`: paged attention and sampling as Triton kernels; None uses them on a GPU, except in exact mode. `graphs`:
-        capture steps there."""
+        """`num_blocks`: of the KV cache; 0 takes `most_blocks`, or if that is 0 too as many as the slots can use, within a
+        share of the free memory. `max_tokens`: the most one call samples, used with `most_blocks`. `kernels`: paged attention
+        and sampling in Triton; None means on a GPU, except in exact mode. `graphs`: capture steps as CUDA graphs."""
         self.model, self.name, self.context, self.exact = model, name, context, exact
         self.version, self.lineage, self.policy = 0, "", "policy"
         self.num_slots = slots
         self.num_sampled = 0
         self.is_asleep = False
         self._decode = decode
-        self._weights: list[ReleasableMemory] = []
-        """Where the weights are on a GPU."""
-        self._sleeping_weights: Tensor | None = None
-        """The weights, while they sleep in the host's memory."""
+        self._weights: list[ReleasableMemory] = []  # the weights' memory on a GPU
+        self._sleeping_weights: Tensor | None = None  # the weights in host memory, while they sleep
         device = next(model.parameters()).device
         self.arena = Arena.adopt(model, allocate=self._allocate if device.type == "cuda" else None)
         self.head = Head(model, exact=exact)
@@ -138,7 +135,7 @@ class EngineCore:
 
     @property
     def num_started(self) -> int:
-        """Requests that have started and not ended."""
+        """Requests that run or were retracted."""
         return len(self.scheduler.running) + len(self.scheduler.retracted)
 
     @property
@@ -147,7 +144,7 @@ class EngineCore:
 
     @property
     def mapped_bytes(self) -> int:
-        """GPU memory that does not come from torch: what weights and cache take while they are awake."""
+        """GPU memory that torch does not count: the weights' and the cache's, while awake."""
         if self.arena.device.type != "cuda":
             return 0
         return self.cache.num_bytes + sum(memory.tensor.numel() for memory in self._weights)
@@ -173,14 +170,14 @@ class EngineCore:
         self.scheduler.submit(request)
 
     def cancel(self, request: Request) -> None:
-        """Forget a request; its slot and blocks are free at once."""
+        """Drop a request; its slot and blocks are free at once."""
         if request.slot >= 0:
             self.scheduler.release(request)
         else:
             self.scheduler.withdraw(request)
 
     def growth(self, requests: Iterable[Request] | None = None) -> list[Growth]:
-        """What these requests, or all that run, have sampled since the last report of each."""
+        """What these requests (default: all running) have sampled since their last report."""
         grown = []
         for request in list(self.scheduler.running.values() if requests is None else requests):
             start = len(request.rollout) + request.num_reported
@@ -200,7 +197,7 @@ class EngineCore:
         policy, lineage = self.policy, self._lineage_of(request)
 
         def partial() -> Rollout:
-            """From this snapshot, in any thread; expert routing is left out, and recorded anew when the rollout resumes."""
+            """From this snapshot, in any thread. Without expert routing, which is recorded again when the rollout resumes."""
             return self._extended(request, sampled, masks, FinishReason.ABORT, policy=policy, lineage=lineage)
 
         first = int(sampled.versions[0]) if len(sampled.versions) else -1
@@ -209,7 +206,7 @@ class EngineCore:
     # Interrupting and sleeping
 
     def stop_admitting(self) -> None:
-        """Start nothing new, so that what is in flight drains."""
+        """Start nothing new, so that the requests in flight drain."""
         if self.is_asleep and self.num_started:
             raise EngineAsleep(f"{self.name} sleeps with {self.num_started} rollouts in flight; wake it, then they can drain")
         self.scheduler.is_admitting = False
@@ -219,17 +216,17 @@ class EngineCore:
         self.settle()
         self.scheduler.keep_slots(self.num_started)
         for request in self.scheduler.started():
-            if request.slot >= 0 or request in self.scheduler.retracted:  # an ended leader takes its followers with it
+            if request.slot >= 0 or request in self.scheduler.retracted:  # ending a leader retracts its followers
                 self._finish(request, FinishReason.ABORT)
 
     def retract_running(self) -> None:
-        """Drop the keys and values of everything that runs; each rollout goes on from its tokens."""
+        """Drop the KV cache of all running rollouts; each resumes from its tokens."""
         self.settle()
         self.scheduler.retract_all()
 
     def sleep(self, *, weights: bool) -> None:
-        """Release the cache's memory, and with `weights` that of the weights, which are kept in the host's. Running rollouts
-        are retracted and go on after `wake`; pins are lost. CUDA graphs stay valid: the addresses are kept."""
+        """Release the KV cache's memory and, with `weights`, move the weights to host memory. Running rollouts are retracted
+        and resume after `wake`; pins are lost. CUDA graphs stay valid: addresses do not change."""
         if self.is_asleep:
             return
         self.retract_running()
@@ -243,7 +240,7 @@ class EngineCore:
                 memory.release()
 
     def wake(self) -> None:
-        """Take the memory again."""
+        """Restore what `sleep` released."""
         if not self.is_asleep:
             return
         if self._sleeping_weights is not None:
@@ -260,18 +257,17 @@ class EngineCore:
 
     @property
     def has_sleeping_weights(self) -> bool:
-        """Whether the weights are in the host's memory: nothing may be computed."""
+        """Whether the weights are in host memory, so that nothing can be computed."""
         return self._sleeping_weights is not None
 
     def exchange_weights(self, spare: SpareWeights) -> None:
-        """Run the weights that were received, from the next step on."""
+        """Swap in the received weights; the next step runs them."""
         if self.has_sleeping_weights:
             raise WeightError("the engine's weights are asleep; wake it before it is given others")
         self.runner.run_in_order(spare.exchange)
 
     def changed_weights(self, *, policy: str, lineage: str, version: int) -> None:
-        """From now on tokens are sampled by these weights. When the lineage changes, a request that has sampled something
-        keeps the lineage of its first token: `append_call` says why."""
+        """Called after a swap. A request that has sampled keeps the lineage of its first token: `append_call` says why."""
         if lineage != self.lineage:
             for request in self.scheduler.started():
                 if request.lineage is None and len(self.scheduler.sampled_tokens(request).token_ids):
@@ -308,7 +304,7 @@ class EngineCore:
         self.runner.wait_warm()
 
     def close(self) -> None:
-        """End the threads of the runner."""
+        """End the runner's threads."""
         self.runner.close()
 
     def _collect(self) -> None:
@@ -335,7 +331,7 @@ class EngineCore:
         for index in np.flatnonzero(is_stop | is_lost | is_full | state.is_watched[slots]).tolist():
             request = self.scheduler.running.get(int(slots[index]))
             if request is None:
-                continue  # it was retracted with a leader that failed
+                continue  # retracted because its leader failed
             if request.sampling.is_truncated:
                 request.masks.append(_NO_IDS if output.allowed is None else output.allowed[rows[index]])
             if is_lost[index]:
@@ -410,7 +406,7 @@ class EngineCore:
         )
 
     def _routing(self, request: Request, length: int) -> Array | None:
-        """[tokens, MoE layers, top k] of a request's tokens, as kept with its blocks; unknown where nothing was computed."""
+        """[tokens, MoE layers, top k] as kept with a request's blocks; unknown where nothing was computed."""
         if self.cache.routing is None:
             return None
         size, computed = self.cache.block_size, self.scheduler.computed(request)

@@ -1,11 +1,11 @@
 """The native engine behind the async protocol.
 
-Its decode loop runs in one of two places: `serve` decodes on the event loop and yields to it between two steps (an inline
-run); `start` decodes on a thread of its own, for a process that also answers a network.
+The decode loop runs in one of two places: `serve` decodes on the event loop and yields to it between two steps (an inline
+run); `start` decodes on a thread of its own, in a process that also serves a network.
 
-The core is only touched between two steps, by actions. On the event loop an action runs at once. Otherwise it goes into a
-mailbox that the decode thread empties before its next step; the bell wakes that thread. New weights are copied and checked
-next to the running ones, by another thread where the decode loop has its own; only the swap is an action.
+Only actions touch the core, between two steps. On the event loop an action runs at once. Otherwise it goes into a mailbox that
+the decode thread empties before its next step; the bell wakes that thread. New weights are received and checked beside the
+running ones, in another thread if decoding has its own; only the swap is an action.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from headrace.sync import WeightSync
 
 T = TypeVar("T")
-_SCORE_TOKENS = 8192
-_RETURN_SECONDS = 0.001
+_SCORE_TOKENS = 8192  # in one forward pass
+_RETURN_SECONDS = 0.001  # the decode thread sleeps this long while slots are kept for aborted rollouts
 
 
 class NativeEngine:
@@ -46,16 +46,13 @@ class NativeEngine:
         self._spare = SpareWeights(core.model, arena=core.arena)
         self._is_paused = self._is_closing = False
         self._when_idle: list[Future[None]] = []
-        self._loading = asyncio.Lock()
-        """Held from the first byte of an update to its swap: all updates are staged in the same memory."""
+        self._loading = asyncio.Lock()  # held from an update's first byte to its swap: all updates share the staging memory
         self._work = Signal()
         self._thread: threading.Thread | None = None
         self._mail: deque[Callable[[], None]] = deque()
         self._bell = threading.Event()
-        self.died: Future[None] = Future()
-        """Fails with what ended the decode thread."""
-        self.after_step: Callable[[], None] = lambda: None
-        """Called by the decode thread after every step, and after actions: some of them end requests."""
+        self.died: Future[None] = Future()  # fails with the error that ended the decode thread
+        self.after_step: Callable[[], None] = lambda: None  # called by the decode thread after every step and after actions
 
     # The decode loop
 
@@ -97,14 +94,14 @@ class NativeEngine:
                 num_rows = self._step()
                 self.after_step()
                 if not num_rows and self.core.scheduler.is_keeping_slots:
-                    self._bell.wait(_RETURN_SECONDS)  # for the rollouts just aborted; their return rings it
+                    self._bell.wait(_RETURN_SECONDS)  # for the rollouts just aborted; resubmitting one rings the bell
                     self._bell.clear()
-        except BaseException as error:  # noqa: BLE001  (told to whoever watches `died`; a thread has nobody to raise to)
+        except BaseException as error:  # noqa: BLE001  (reported through `died`; a thread has nobody to raise to)
             self.died.set_exception(error)
 
     @property
     def _idle_state(self) -> str | None:
-        """What it waits for, as the timeline calls it; None if there is a step to take."""
+        """What the loop waits for, as the timeline calls it; None if there is a step to take."""
         if self._is_paused or self.core.is_asleep:
             return "wait-weights"
         return None if self.core.has_work else "wait-gate"
@@ -142,7 +139,7 @@ class NativeEngine:
             self._bell.set()
 
     async def between_steps(self, action: Callable[[], T]) -> T:
-        """What `action`, run between two steps, returns."""
+        """Run `action` between two steps; returns its result."""
         done: Future[T] = Future()
 
         def act() -> None:
@@ -171,7 +168,7 @@ class NativeEngine:
         return stream(self, rollout, sampling)
 
     def submit(self, requests: Sequence[Request], on_refused: Callable[[Request, ValueError], None]) -> None:
-        """Queue requests; those that cannot be generated go to `on_refused`, between two steps."""
+        """Queue requests between two steps, and call `on_refused` for those that can never be generated."""
 
         def act() -> None:
             for request in requests:
@@ -183,7 +180,7 @@ class NativeEngine:
         self.post(act)
 
     def cancel(self, requests: Sequence[Request]) -> None:
-        """Free what they hold; requests that have ended are ignored."""
+        """Free the slots and blocks of requests; those that have ended are ignored."""
 
         def act() -> None:
             for request in requests:
@@ -192,15 +189,15 @@ class NativeEngine:
         self.post(act)
 
     def growth(self, requests: Iterable[Request] | None = None) -> list[Growth]:
-        """What these requests, or all that run, have sampled since the last report of each; called in `after_step`."""
+        """What these requests (default: all running) have sampled since their last report; called in `after_step`."""
         return self.core.growth(requests)
 
     async def in_flight(self) -> list[InFlight]:
         return await self.between_steps(self.core.in_flight)
 
     async def fork(self, rollout: Rollout, at: int, *, id: str) -> Rollout:
-        """The first `at` tokens of a rollout as one of its own. While `rollout` runs here or is pinned, generating the fork
-        computes none of them again, whatever the weights are by then; otherwise it computes what is not cached."""
+        """The first `at` tokens as a new rollout. While `rollout` runs here or is pinned, generating the fork reuses its KV
+        blocks, whatever the weights are by then; otherwise it computes what is not in the prefix cache."""
         return rollout.forked(at, id=id)
 
     async def pin(self, rollout_id: str) -> None:
@@ -238,7 +235,7 @@ class NativeEngine:
 
         def act() -> None:
             self.core.stop_admitting()
-            self._is_paused = False  # what was paused has to end too
+            self._is_paused = False  # paused rollouts have to end too
             self._when_idle.append(idle)
 
         try:
@@ -262,9 +259,9 @@ class NativeEngine:
         self.core.scheduler.is_admitting, self._is_paused = True, False
 
     async def sleep(self, *, weights: bool = False) -> None:
-        """Release memory until `wake`: the KV cache's, and with `weights` that of the weights and of their staging. Rollouts
-        in flight wait, and are computed again from their tokens."""
-        async with self._loading:  # the memory that new weights are staged in is released with the weights
+        """Release the KV cache's memory until `wake`, and with `weights` also that of the weights and of their staging.
+        Rollouts in flight wait, then are computed again from their tokens."""
+        async with self._loading:  # no update may be arriving when the staging memory is released
             await self.between_steps(lambda: self._sleep(weights=weights))
 
     def _sleep(self, *, weights: bool) -> None:
@@ -272,7 +269,7 @@ class NativeEngine:
             self.core.sleep(weights=weights)
             if weights:
                 self._spare.release()
-        self._timeline.enter("wait-weights")  # the decode loop may get no turn to enter it before the trainer computes
+        self._timeline.enter("wait-weights")  # the decode loop may not run again before the trainer computes
 
     async def wake(self) -> None:
         await self.between_steps(self._wake)
@@ -295,7 +292,7 @@ class NativeEngine:
             await self.between_steps(lambda: self._exchange(update, interrupt))
 
     def _stage(self, update: WeightUpdate) -> None:
-        """Receive an update next to the weights that run, and check it against its manifest."""
+        """Receive an update beside the running weights and check it against its manifest."""
         check_order(update, lineage=self.core.lineage, version=self.core.version)
         with self._timeline.beside(f"receive {update.version}"):
             self._spare.receive(update, lambda incoming: self._sync.receive(update, incoming))
@@ -325,7 +322,7 @@ class NativeEngine:
 
     @property
     def peak_memory(self) -> int:
-        """The most bytes taken so far, with those that the driver mapped."""
+        """Peak bytes of torch, plus those mapped by the driver."""
         return peak_memory(self.core.arena.device) + self.core.mapped_bytes
 
     async def state(self) -> EngineState:

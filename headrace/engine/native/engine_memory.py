@@ -11,16 +11,12 @@ if TYPE_CHECKING:
     from headrace.model import ModelShape
 
 MEMORY_SHARE = 0.4
-"""The most an automatic KV cache takes of the memory that is free once the weights are loaded; the rest is for the trainer
-and for computing."""
-_MAX_PROMPT_TOKENS = 8192
-"""Computed in one step next to the decoding."""
+"""The most an automatic KV cache takes of the memory left after the weights; the rest is for the trainer and for computing."""
+_MAX_PROMPT_TOKENS = 8192  # computed in one step, next to the decoding
 _STEP_BYTES = {"hidden": 12, "intermediate": 6, "routed_hidden": 6, "routed_intermediate": 6}
-"""Temporaries of a step, per prompt token and number of each width."""
-_LOGIT_COPIES = 3
-"""float32, of the rows that are sampled from."""
-_PROCESS_BYTES = 500_000_000
-"""Of a process before it has a model; counted on a CPU, where the process's own size is what is measured."""
+"""Temporaries of a step: bytes per prompt token and number of each width."""
+_LOGIT_COPIES = 3  # float32, of the rows that are sampled from
+_PROCESS_BYTES = 500_000_000  # of a process without a model; counted on a CPU, where the size of the whole process is measured
 
 
 @dataclass(frozen=True)
@@ -28,28 +24,24 @@ class EngineMemory:
     """Bytes at the peak."""
 
     weights: int
-    staging: int
-    """New weights are received next to those that run: as much again."""
-    cache: int
-    """Keys and values."""
-    steps: int
-    """Temporaries of a step."""
-    process: int
-    """Of a CPU's process before it has a model."""
+    staging: int  # new weights are received beside the running ones: as much again
+    cache: int  # keys and values
+    steps: int  # temporaries of a step
+    process: int  # of a CPU process before it has a model
 
     @property
     def total(self) -> int:
         return self.weights + self.staging + self.cache + self.steps + self.process
 
     def asleep(self, sleep: str) -> int:
-        """What it still takes while it sleeps (`engine.sleep`)."""
+        """What the engine still takes while it sleeps (`engine.sleep`)."""
         kept = self.steps + self.process
         return {"never": self.total, "cache": self.total - self.cache, "weights": kept}[sleep]
 
 
 def blocks_for(rollouts: int, *, tokens: int, block_size: int) -> int:
-    """KV blocks with which so many rollouts of so many tokens run at once and none is retracted: their own, those that must be
-    free for the scheduler to admit another, and the scratch block."""
+    """KV blocks with which `rollouts` of `tokens` each run at once without a retraction: their own, those the scheduler keeps
+    free when it admits another, and the scratch block."""
     return rollouts * math.ceil(tokens / block_size) + rollouts // 4 + 2
 
 
@@ -63,7 +55,7 @@ def predict_engine_memory(
     most_blocks: int = 0,
     on_gpu: bool = True,
 ) -> EngineMemory:
-    """`free`: bytes free when the engine starts; `most_blocks`: KV blocks that can be in use, where that is known."""
+    """`free`: bytes free when the engine starts; `most_blocks`: KV blocks that can be in use, 0 if unknown."""
     width = 2 if dtype == "bfloat16" else 4
     weights = width * shape.matrices + 4 * shape.vectors
     block = settings.block_size * shape.cached_numbers * width

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 class CacheShape:
     """What one token stores in each layer, found by running the model once."""
 
-    keys: tuple[tuple[int, int], ...]
-    """(heads, dim) by layer."""
+    keys: tuple[tuple[int, int], ...]  # (heads, dim) by layer
     values: tuple[tuple[int, int], ...]
     dtype: torch.dtype
     device: torch.device
@@ -49,11 +48,11 @@ class CacheShape:
         return cls(keys, values, dtype=next(model.parameters()).dtype, device=device)
 
     def blocks_that_fit(self, block_size: int) -> int:
-        """KV blocks that a share of the free memory holds."""
+        """KV blocks that fit in a share of the free memory."""
         return int(MEMORY_SHARE * free_memory(self.device)) // (self.bytes_per_token * block_size)
 
     def choose_num_blocks(self, block_size: int, *, slots: int, context: int, most_blocks: int, max_tokens: int) -> int:
-        """As many blocks as the slots can use (`most_blocks` where that is known), within a share of the free memory."""
+        """As many blocks as the slots can use (`most_blocks` if known), within a share of the free memory."""
         fitting = self.blocks_that_fit(block_size)
         usable = most_blocks or slots * math.ceil(context / block_size) + 1
         one = min(context, max_tokens + 1) if most_blocks else context  # longer prompts are refused one by one
@@ -68,14 +67,14 @@ class CacheShape:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that nobody has taken."""
+    """Free bytes of a GPU, or of the host."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 class _Meter(PackedContext):
-    """Notes the shape of what one token stores in each layer."""
+    """Records the shape of what one token stores in each layer."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__([1], device=device)
@@ -90,7 +89,7 @@ class _Meter(PackedContext):
 
 
 class PagedCache:
-    """[blocks × block size, kv heads, head dim] of keys and of values for each layer, all in one piece of memory."""
+    """Keys and values [blocks × block size, kv heads, head dim] of every layer, in one piece of memory."""
 
     def __init__(self, shape: CacheShape, *, num_blocks: int, block_size: int, routers: Routers | None = None) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
@@ -106,17 +105,15 @@ class PagedCache:
                 end = begin + rows * heads * dim
                 tensors.append(memory[begin:end].view(rows, heads, dim))
                 begin = end
-        self.routing: Tensor | None = None
-        """[blocks × block size, MoE layers, top k]: kept with the blocks, so that cached prompts keep theirs."""
+        self.routing: Tensor | None = None  # [blocks × block size, MoE layers, top k]: cached prompts keep their routing
         if routers is not None:
             size = (rows, routers.num_layers, routers.top_k)
             self.routing = torch.zeros(size, dtype=routers.dtype, device=shape.device)
         sizes = {heads * dim for heads, dim in (*shape.keys, *shape.values)}
         kept = [*self.keys, *self.values] if len(sizes) > 1 else []
         kept += [] if self.routing is None else [self.routing]
-        self._copied = [each.view(1, num_blocks, -1) for each in kept]
-        """[tensors, blocks, numbers]: all layers at once where their blocks are of one size."""
-        if len(sizes) == 1:
+        self._copied = [each.view(1, num_blocks, -1) for each in kept]  # [tensors, blocks, numbers]
+        if len(sizes) == 1:  # all layers at once
             self._copied.append(memory.view(2 * len(shape.keys), num_blocks, -1))
 
     def write(self, layer: int, places: Tensor, key: Tensor, value: Tensor) -> None:
@@ -134,7 +131,7 @@ class PagedCache:
         )
 
     def recording(self, routers: Routers | None, places: Tensor) -> contextlib.AbstractContextManager[object]:
-        """Within it, the experts a forward pass routes its tokens to are kept at these places."""
+        """Within it, a forward pass stores the experts of its tokens at these places."""
         routing = self.routing
         if routers is None or routing is None:
             return contextlib.nullcontext()
@@ -145,7 +142,7 @@ class PagedCache:
         return routers.recording(keep)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Whole blocks, each (from, to)."""
+        """Copy whole blocks, each (from, to)."""
         if pairs:
             sources, targets = torch.tensor(pairs, device=self.keys[0].device).unbind(dim=1)
             for tensor in self._copied:

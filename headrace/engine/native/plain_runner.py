@@ -1,7 +1,5 @@
 """Steps in plain torch, on any device: one forward pass over the chunks' tokens and one token of every decoding rollout.
-
-Slow and obvious: what the GPU's kernels are checked against.
-"""
+Slow and obvious: the GPU kernels are checked against it."""
 
 from __future__ import annotations
 
@@ -29,16 +27,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CachedRows:
-    """Rows that attend to what is cached, `batch` rollouts with as many rows each."""
+    """Rows that attend to the KV cache, equally many of each of `batch` rollouts."""
 
-    positions: Tensor
-    """[batch, rows] of the tokens in their rollouts."""
-    places: Tensor
-    """[batch, keys] flat cache places of all tokens up to the last, padded to whole blocks with the place of the first."""
+    positions: Tensor  # [batch, rows] of the tokens in their rollouts
+    places: Tensor  # [batch, keys] flat cache places of all tokens so far, padded to whole blocks with the first
 
 
 class StepContext:
-    """Writes the step's keys and values, then attends."""
+    """Writes the step's keys and values to the cache, then attends."""
 
     def __init__(
         self,
@@ -134,13 +130,13 @@ class PlainRunner(Runner):
         return self._sample(hidden.index_select(0, self._to_device(_last_rows(chunks, plan))), plan.slots)
 
     def _sample(self, hidden: Tensor, sampling: Array) -> StepOutput:
-        """One token for each row of `hidden`; `sampling` are their slots."""
+        """One token for each row of `hidden`; `sampling` holds their slots."""
         slots = self._slots
         numbers = torch.from_numpy(uniform(slots.seed[sampling], slots.length[sampling])).to(self._device)
         sampled = sample(self._head.logits(hidden), self._sampling_rows(sampling), numbers)
         allowed = None
         if sampled.allowed is not None:
-            # A row that may sample anything is not restricted, whatever its neighbours are: it has no ids rather than all.
+            # An unrestricted row next to restricted ones records no ids rather than all.
             allowed = [np.flatnonzero(row & ~row.all()).astype(np.int32) for row in sampled.allowed.cpu().numpy()]
         return StepOutput(sampled.token_ids.cpu().numpy(), sampled.logprobs.cpu().numpy(), allowed)
 
@@ -156,7 +152,7 @@ class PlainRunner(Runner):
         for owners, positions in groups:
             blocks = math.ceil((int(positions.max()) + 1) / size)
             places = (slots.table[owners, :blocks, None] * size + np.arange(size)).reshape(len(owners), blocks * size)
-            # What lies after a rollout's last token is someone else's. It may be NaN, and no mask helps: 0 × NaN is NaN.
+            # What follows a rollout's last token is not its own and may be NaN; a mask does not help: 0 × NaN is NaN.
             places = np.where(np.arange(blocks * size) <= positions[:, -1:], places, places[:, :1])
             rows.append(CachedRows(self._to_device(positions), self._to_device(places)))
         return rows
@@ -177,7 +173,7 @@ class PlainRunner(Runner):
 
 
 def _last_rows(chunks: list[Chunk], plan: StepPlan) -> Array:
-    """The row of the forward pass, which holds `chunks` and then the decoding slots, that each of `plan.slots` samples from."""
+    """The row that each of `plan.slots` samples from, in a forward pass over `chunks` and then the decoding slots."""
     ends = np.cumsum([len(chunk) for chunk in chunks], dtype=np.int64).tolist()
     last = {chunk.slot: end - 1 for chunk, end in zip(chunks, ends, strict=True)}
     rows = [last[chunk.slot] for chunk in plan.chunks for _ in chunk.sampling_slots]

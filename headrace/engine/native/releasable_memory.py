@@ -1,7 +1,7 @@
-"""Memory that can be released and restored while tensors, and CUDA graphs, keep pointing at it.
+"""Memory that can be released and restored while tensors and CUDA graphs keep pointing at it.
 
-While it is released nobody may touch the tensor; once restored, what it holds is undefined. On a GPU an address range is
-reserved once; physical memory is mapped to it, unmapped and mapped again through the driver's virtual memory calls.
+Nobody may touch the tensor while it is released; after a restore its content is undefined. On a GPU the driver reserves an
+address range once, and maps, unmaps and remaps physical memory to it.
 """
 
 from __future__ import annotations
@@ -12,17 +12,15 @@ import torch
 
 from headrace.cuda_driver import Bytes, call
 
-_PINNED, _DEVICE, _READ_WRITE = 1, 1, 3
-"""Of CUmemAllocationType, CUmemLocationType and CUmemAccess_flags."""
+_PINNED, _DEVICE, _READ_WRITE = 1, 1, 3  # of CUmemAllocationType, CUmemLocationType and CUmemAccess_flags
 
 
 class HostMemory:
-    """A CPU's: the tensors stay, their storage is emptied and filled."""
+    """On a CPU: the tensor stays, its storage is freed and allocated again."""
 
     def __init__(self, num_bytes: int) -> None:
         self._num_bytes = num_bytes
         self.tensor = torch.zeros(num_bytes, dtype=torch.uint8)
-        """[bytes] uint8, zero at first."""
 
     def release(self) -> None:
         self.tensor.untyped_storage().resize_(0)
@@ -51,10 +49,10 @@ class _Access(ctypes.Structure):
 
 
 class DeviceMemory:
-    """A GPU's, at an address that stays."""
+    """On a GPU, at an address that stays."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        torch.zeros(1, device=device)  # the driver wants a context
+        torch.zeros(1, device=device)  # creates the context the driver needs
         number = device.index if device.index is not None else torch.cuda.current_device()
         self._location = _Location(_DEVICE, number)
         self._properties = _Properties(kind=_PINNED, location=self._location)
@@ -67,7 +65,6 @@ class DeviceMemory:
         self._is_mapped = False
         self.restore()
         self.tensor = torch.as_tensor(Bytes(self._address.value, num_bytes), device=device)
-        """[bytes] uint8, zero at first."""
         self.tensor.zero_()
 
     def restore(self) -> None:

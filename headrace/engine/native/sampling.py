@@ -22,21 +22,15 @@ class SamplingRows:
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
-    forbidden: list[tuple[int, int]]
-    """(row, token id) pairs that cannot be sampled: stop tokens before min_tokens."""
-    is_restricted: bool
-    """Some row has top-k, top-p, min-p or a forbidden token."""
+    forbidden: list[tuple[int, int]]  # (row, token id) that cannot be sampled: stop tokens before min_tokens
+    is_restricted: bool  # some row has top-k, top-p, min-p or a forbidden token
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """What was sampled."""
-
     token_ids: Tensor
-    logprobs: Tensor
-    """Under the distribution sampled from; 0 where the choice was greedy."""
-    allowed: Tensor | None
-    """[rows, vocabulary] bool, where some row was restricted."""
+    logprobs: Tensor  # under the distribution sampled from; 0 where the choice was greedy
+    allowed: Tensor | None  # [rows, vocabulary] bool, if some row was restricted
 
 
 def uniform(seeds: Array, positions: Array) -> Array:
@@ -69,7 +63,7 @@ def sample(logits: Tensor, rows: SamplingRows, numbers: Tensor) -> Sampled:
 
 
 def _allowed(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """Restrict in the order other libraries use: forbidden tokens, top-k, top-p of what is left, min-p."""
+    """Restricts in the order other libraries use: forbidden tokens, top-k, top-p of what is left, min-p."""
     if rows.forbidden:
         index = torch.tensor(rows.forbidden, device=logits.device)
         logits = logits.index_put((index[:, 0], index[:, 1]), logits.new_tensor(float("-inf")))

@@ -1,8 +1,8 @@
-"""What the next step computes: admission, shared prompts, chunks of long ones, and whose blocks are taken back.
+"""Plans the next step: admission, shared prompts, chunks of long prompts, and retraction when blocks run out.
 
 Running rollouts come first: each gets a block when its last one is full. If none is free, the rollout admitted last is
-retracted: its blocks are taken, its tokens stay, and it is admitted again before anything new. The one admitted first is
-never retracted for another, so that however few blocks there are, some rollout always ends.
+retracted: it loses its blocks, keeps its tokens, and is admitted again before anything new. The one admitted first is never
+retracted for another, so some rollout always finishes, however few blocks there are.
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ if TYPE_CHECKING:
     from headrace.records import Array
 
 
-_KEEP_SECONDS = 0.25
-"""How long slots are kept for aborted rollouts: many times what they take to the launcher and back."""
+_KEEP_SECONDS = 0.25  # slots are kept this long for aborted rollouts: many times their round trip to the launcher
 
 
 class Scheduler:
-    """Owns the slots and the blocks. It computes and samples nothing."""
+    """Owns the slots and the blocks; computes and samples nothing."""
 
     def __init__(self, slots: Slots, *, block_size: int, num_blocks: int, max_sampled: int, max_prompt_tokens: int) -> None:
         self.slots, self.block_size = slots, block_size
@@ -42,24 +41,19 @@ class Scheduler:
         self.pool = BlockPool(num_blocks)
         self.pins = Pins(self.pool)
         self._new: OrderedDict[Request, None] = OrderedDict()
-        self._resumed: OrderedDict[Request, None] = OrderedDict()
-        """Rollouts that were aborted, and wait to go on."""
+        self._resumed: OrderedDict[Request, None] = OrderedDict()  # aborted rollouts that wait to resume
         self.retracted: OrderedDict[Request, None] = OrderedDict()
-        self.running: dict[int, Request] = {}
-        """By slot, in the order of admission, with those still computing their prompt."""
-        self.is_admitting = True
-        """Whether new requests are started; retracted ones always are."""
+        self.running: dict[int, Request] = {}  # by slot, in order of admission, including those still computing their prompt
+        self.is_admitting = True  # whether new requests are started; retracted ones always are
         self.num_retractions = 0
         self._root: Hashable = ("", 0)
         self._max_sampled, self._max_prompt_tokens = max_sampled, max_prompt_tokens
-        self._computing: OrderedDict[Request, None] = OrderedDict()
-        """Those whose prompt is not complete, without followers."""
+        self._computing: OrderedDict[Request, None] = OrderedDict()  # prompts in progress; followers wait for theirs
         self._leaders: dict[PrefixKey, Request] = {}
         self._copies_before: list[tuple[int, int]] = []
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._num_blocks_of = np.zeros(num_slots, dtype=np.int64)
-        self._turn = np.zeros(num_slots, dtype=np.int64)
-        """Admissions are numbered; the highest is retracted first."""
+        self._turn = np.zeros(num_slots, dtype=np.int64)  # number of the admission; the highest is retracted first
         self._turns = itertools.count()
         self._is_decoding = np.zeros(num_slots, dtype=bool)
         self._num_kept, self._kept_until = 0, 0.0
@@ -67,24 +61,23 @@ class Scheduler:
     # Queues
 
     def submit(self, request: Request) -> None:
-        is_resumed = request.rollout.finish_reason is FinishReason.ABORT  # it goes on before anything new starts
+        is_resumed = request.rollout.finish_reason is FinishReason.ABORT  # it resumes before anything new starts
         if is_resumed:
             self._num_kept = max(0, self._num_kept - 1)
         (self._resumed if is_resumed else self._new)[request] = None
 
     def keep_slots(self, count: int) -> None:
-        """So many rollouts were aborted and will be resumed at once: until then, and for at most `_KEEP_SECONDS`, nothing new
-        takes their slots."""
+        """Let nothing new take the slots of `count` aborted rollouts until they return, for at most `_KEEP_SECONDS`."""
         self._num_kept, self._kept_until = count, time.monotonic() + _KEEP_SECONDS
 
     @property
     def is_keeping_slots(self) -> bool:
-        """Whether something new would start if no slots were kept."""
+        """Whether a new request would start if no slots were kept."""
         is_kept = 0 < len(self._free_slots) <= self._num_kept and time.monotonic() < self._kept_until
         return is_kept and bool(self._new) and not self._resumed and not self.retracted
 
     def withdraw(self, request: Request) -> None:
-        """Forget a request that waits."""
+        """Drop a waiting request."""
         for queue in (self.retracted, self._resumed, self._new):
             queue.pop(request, None)
 
@@ -113,7 +106,7 @@ class Scheduler:
         return StepPlan(chunks, decoding, copies_before, copies_after)
 
     def _add_blocks(self, runner: Runner) -> Array:
-        """The slots that decode, each with a block for its next token."""
+        """Give every decoding slot a block for its next token; returns those that have one."""
         slots = self.slots
         reached = slots.length + slots.in_flight
         active = np.flatnonzero(self._is_decoding & (reached < slots.limit))
@@ -132,7 +125,7 @@ class Scheduler:
         return active[self._is_decoding[active]]
 
     def _free_a_block(self, request: Request) -> bool:
-        """See that a block is free, retracting rollouts admitted later; False if the request itself had to be retracted."""
+        """Retract rollouts admitted later until a block is free; False if `request` itself had to be retracted."""
         while not len(self.pool):
             last = max(self.running.values(), key=lambda each: self._turn[each.slot])
             if last is request and len(self.running) == 1 and self.pins.drop_one():
@@ -141,7 +134,7 @@ class Scheduler:
             if last is request:
                 return False
             if not len(self.pool):
-                self.pins.drop_one()  # the blocks taken back are pinned, or shared with a running rollout
+                self.pins.drop_one()  # its blocks are pinned, or shared with a running rollout
         return True
 
     def _admit(self, runner: Runner) -> None:
@@ -157,12 +150,12 @@ class Scheduler:
             del queue[request]
 
     def _place(self, request: Request, runner: Runner) -> bool:
-        """Give a request a slot and the blocks of its tokens; False if there are too few."""
+        """Give a request a slot, and blocks for its tokens; False if too few are free."""
         rollout, sampling, saved = request.rollout, request.sampling, request.saved
         token_ids = rollout.token_ids if saved is None else np.concatenate([rollout.token_ids, saved.token_ids])
         length = len(token_ids)
-        reserve = len(self.running) // 4 + 1 if self.running else 0  # running rollouts will soon want more
-        key = rollout.parent, token_ids.tobytes()  # a fork may go on from older keys than the same tokens elsewhere
+        reserve = len(self.running) // 4 + 1 if self.running else 0  # running rollouts will soon need more
+        key = rollout.parent, token_ids.tobytes()  # a fork may reuse KV blocks of older weights, so its parent counts
         leader = self._leaders.get(key)
         if leader is not None and len(leader.followers) + 1 >= self._max_sampled:
             leader = None
@@ -192,7 +185,7 @@ class Scheduler:
         return True
 
     def _follow(self, request: Request, leader: Request, length: int, reserve: int) -> bool:
-        """Share the prompt that a sibling is computing; its last block, if only partly full, is copied once computed."""
+        """Share the prompt a sibling is computing; its last block, if partly full, is copied once computed."""
         full, has_tail = length // self.block_size, length % self.block_size > 0
         if len(self.pool) < has_tail + reserve:
             return False
@@ -204,7 +197,7 @@ class Scheduler:
         return True
 
     def _lead(self, request: Request, token_ids: Array, reserve: int) -> bool:
-        """Take blocks for all its tokens: cached ones that hold a prefix of them, then new ones."""
+        """Take blocks for all tokens of a request: cached ones for a prefix, then new ones."""
         size, length = self.block_size, len(token_ids)
         shared, computed, source, chain = self._cached_prefix(request, token_ids)
         needed = math.ceil(length / size) - len(shared)
@@ -220,7 +213,7 @@ class Scheduler:
         return True
 
     def _cached_prefix(self, request: Request, token_ids: Array) -> tuple[list[int], int, int | None, Hashable]:
-        """(blocks to share, tokens they and a copied block cover, the block to copy, the name of the last in the cache)."""
+        """(blocks to share, tokens they and the block to copy cover, block to copy, number of the last in the cache)."""
         size, most = self.block_size, len(token_ids) - 1  # the last token is computed again: it predicts the next
         parent = request.rollout.parent
         computed = None if parent is None else self._computed_tokens(parent[0])
@@ -234,7 +227,7 @@ class Scheduler:
         return [prefix.block for prefix in found], len(found) * size, None, chain
 
     def _computed_tokens(self, rollout_id: str) -> Computed | None:
-        """Of a running rollout, else of a pinned one, which may be older: it was kept when the rollout was last retracted."""
+        """Of a running rollout, else of its pin, which may be older: it was kept when the rollout was last retracted."""
         for request in self.running.values():
             if request.rollout.id == rollout_id and self.computed(request) > 0:
                 return Computed(self.slots.tokens[request.slot], request.blocks, self.computed(request))
@@ -265,7 +258,7 @@ class Scheduler:
         return chunks, copies
 
     def _complete(self, request: Request, length: int) -> list[tuple[int, int]]:
-        """A prompt is computed: the request and its followers decode from the next step on. The blocks to copy."""
+        """The prompt is done: the request and its followers decode from the next step on. Returns the blocks to copy."""
         full = length // self.block_size
         copies = []
         for follower in request.followers:
@@ -286,7 +279,7 @@ class Scheduler:
             request.leading = None
 
     def _cache_blocks(self, request: Request, computed: int) -> None:
-        """Let others find the full blocks of the first `computed` tokens."""
+        """Put the full blocks of the first `computed` tokens into the prefix cache."""
         if request.chain is None:
             return
         start, full = request.num_cached, computed // self.block_size
@@ -298,7 +291,7 @@ class Scheduler:
     # Leaving a slot
 
     def release(self, request: Request) -> None:
-        """Take a request off its slot: it has ended or was cancelled. Followers that wait for its prompt are retracted."""
+        """Take a request off its slot. Followers that wait for its prompt are retracted."""
         slot = request.slot
         followers, request.followers = request.followers, []
         for follower in followers:
@@ -323,7 +316,7 @@ class Scheduler:
         request.computed, request.num_cached, request.chain = 0, 0, None
 
     def retract(self, request: Request) -> None:
-        """Take its blocks; it goes on from its tokens before anything new starts."""
+        """Take a request's blocks; it resumes from its tokens before anything new starts."""
         request.saved = self.sampled_tokens(request)
         self.release(request)
         self.retracted[request] = None
@@ -331,13 +324,13 @@ class Scheduler:
         self.num_retractions += 1
 
     def retract_all(self) -> None:
-        """Everything that runs is computed again, the first admitted first."""
+        """Retract everything; the first admitted resumes first."""
         for request in sorted(self.running.values(), key=lambda each: -self._turn[each.slot]):
             if request.slot >= 0:  # a follower was retracted with its leader
                 self.retract(request)
 
     def sampled_tokens(self, request: Request, *, start: int | None = None) -> SampledTokens:
-        """What it has sampled in this call, whether it runs or waits; of one that runs, from token `start` on if given."""
+        """What a request has sampled in this call, whether it runs or waits; `start` applies to running ones only."""
         if request.saved is not None:
             return request.saved
         slots, slot = self.slots, request.slot
@@ -346,7 +339,7 @@ class Scheduler:
         return SampledTokens(slots.tokens[part].copy(), slots.logprobs[part].copy(), slots.versions[part].copy())
 
     def computed(self, request: Request) -> int:
-        """Tokens whose keys and values are in its blocks; of one that decodes, all but the last sampled."""
+        """How many tokens' keys and values are in its blocks: while decoding, all but the last sampled."""
         if request.slot < 0 or request.leader is not None:
             return 0
         return int(self.slots.length[request.slot]) - 1 if self._is_decoding[request.slot] else request.computed
@@ -354,7 +347,7 @@ class Scheduler:
     # Weights
 
     def new_weights(self, root: Hashable) -> None:
-        """Blocks computed before are not found any more, and those of running rollouts, which mix versions, never will be."""
+        """Empty the prefix cache; blocks of running rollouts, which now mix versions, never enter it."""
         self._root = root
         self.pool.forget_all()
         self._leaders.clear()
@@ -362,7 +355,7 @@ class Scheduler:
             request.chain = None
 
     def forget_cache(self) -> None:
-        """The cache's memory is released: nothing may run."""
+        """Called before the KV cache's memory is released, when nothing runs."""
         assert not self.running
         self.pins.clear()
         self.pool.forget_all()

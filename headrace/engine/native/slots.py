@@ -22,32 +22,25 @@ class Slots:
         self.logprobs = np.zeros((slots, context), dtype=np.float32)
         self.versions = np.zeros((slots, context), dtype=np.int32)
         self.length = np.zeros(slots, dtype=np.int64)
-        self.limit = np.zeros(slots, dtype=np.int64)
-        """The length at which the call ends."""
-        self.floor = np.zeros(slots, dtype=np.int64)
-        """The length below which no stop token may be sampled."""
+        self.limit = np.zeros(slots, dtype=np.int64)  # the length at which the call ends
+        self.floor = np.zeros(slots, dtype=np.int64)  # the length below which no stop token may be sampled
         self.seed = np.zeros(slots, dtype=np.int64)
-        self.sampling = np.zeros((slots, 4), dtype=np.float32)
-        """Temperature, top-k, top-p, min-p."""
+        self.sampling = np.zeros((slots, 4), dtype=np.float32)  # temperature, top-k, top-p, min-p
         self.stops = np.full((slots, 1), -1, dtype=np.int64)
         self.table = np.full((slots, blocks), SCRATCH, dtype=np.int64)
-        self.is_watched = np.zeros(slots, dtype=bool)
-        """Each of its tokens is looked at: it is streamed, records a sampling mask, or has a stop string."""
-        self.is_truncated = np.zeros(slots, dtype=bool)
-        """By top-k, top-p or min-p."""
-        self.in_flight = np.zeros(slots, dtype=np.int64)
-        """Tokens of steps that were launched and have not been collected."""
-        self.epoch = np.zeros(slots, dtype=np.int64)
-        """Counts the rollouts a slot has held: tokens sampled for an earlier one are dropped."""
+        self.is_watched = np.zeros(slots, dtype=bool)  # every token is looked at: for a stream, a sampling mask or stop strings
+        self.is_truncated = np.zeros(slots, dtype=bool)  # by top-k, top-p or min-p
+        self.in_flight = np.zeros(slots, dtype=np.int64)  # tokens of steps launched and not yet collected
+        self.epoch = np.zeros(slots, dtype=np.int64)  # counts a slot's rollouts: tokens sampled for an earlier one are dropped
 
     def is_restricted(self, slots: Array) -> Array:
-        """Which slots cannot sample just any token next: they are truncated, or it is too early for a stop token."""
+        """Which slots cannot sample every token next: truncated, or too early for a stop token."""
         is_early = self.length[slots] + self.in_flight[slots] < self.floor[slots]
         is_restricted: Array = self.is_truncated[slots] | is_early
         return is_restricted
 
     def start(self, slot: int, sampling: Sampling, *, length: int, start: int, limit: int, blocks: Sequence[int]) -> None:
-        """Fill a rollout's row; its tokens are there already. `start` is its length before this call."""
+        """Fill a rollout's row; its tokens are already in place. `start` is its length before this call."""
         self.length[slot], self.limit[slot] = length, limit
         self.floor[slot] = start + sampling.min_tokens if sampling.stop_ids else 0
         self.seed[slot], self.in_flight[slot] = sampling.seed, 0

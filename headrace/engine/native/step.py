@@ -1,4 +1,4 @@
-"""One step: what the scheduler plans, what a runner computes. One runner is plain torch, the other CUDA graphs."""
+"""One step: what the scheduler plans and a runner computes. One runner is plain torch, the other CUDA graphs."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ class Chunk:
     slot: int
     start: int
     stop: int
-    sampling_slots: list[int]
-    """Slots that sample their next token after the chunk's last one: none before the prompt is complete, several when
-    siblings share it."""
+    sampling_slots: list[int]  # slots that sample after its last token: none before the prompt's end, several for siblings
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -33,12 +31,9 @@ class StepPlan:
     """What a step computes. It samples one token for each chunk's `sampling_slots`, then one for every decoding slot."""
 
     chunks: list[Chunk]
-    decoding: Array
-    """[n] int64 slots that add one token each."""
-    copies_before: list[tuple[int, int]] = field(default_factory=list)
-    """Blocks (from, to) copied before anything is computed: the last block of a forked prefix."""
-    copies_after: list[tuple[int, int]] = field(default_factory=list)
-    """Blocks copied after the chunks are computed: the last block of a prompt that siblings share."""
+    decoding: Array  # [n] int64 slots
+    copies_before: list[tuple[int, int]] = field(default_factory=list)  # (from, to): the last blocks of forked prefixes
+    copies_after: list[tuple[int, int]] = field(default_factory=list)  # the last blocks of prompts that siblings share
 
     @property
     def slots(self) -> Array:
@@ -55,64 +50,59 @@ class StepPlan:
 class StepOutput:
     """What a step sampled, one entry per row of `StepPlan.slots`."""
 
-    token_ids: Array
-    """-1 where the rollout had ended before."""
+    token_ids: Array  # -1 where the rollout had already ended
     logprobs: Array
-    allowed: list[Array] | None
-    """The token ids each row could have sampled, where some row was restricted."""
+    allowed: list[Array] | None  # the token ids each row could have sampled, if some row was restricted
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a step did, for the time budget."""
+    """What a step computed, for the timeline."""
 
     prompt_rows: int
     decode_rows: int
 
 
 class Runner:
-    """Computes steps. This base serves runners that compute a step when it is launched and read the slots where they are."""
+    """Computes steps. These defaults suit a runner that computes a step at its launch and reads `Slots` directly."""
 
-    ahead = 0
-    """Steps that may be in flight when another is launched."""
-    max_sampled = 1 << 30
-    """Tokens that the chunks of one step may sample."""
-    max_prompt_tokens = 8192
-    """Prompt tokens computed in one step."""
+    ahead = 0  # steps that may be in flight when another is launched
+    max_sampled = 1 << 30  # tokens that the chunks of one step may sample
+    max_prompt_tokens = 8192  # prompt tokens computed in one step
 
     def start_slot(self, slot: int) -> None:
-        """A slot was filled anew; called before the first step it takes part in."""
+        """Called when a slot has a new rollout, before its first step."""
 
     def add_block(self, slot: int, index: int, block: int) -> None:
-        """A rollout has one more block."""
+        """Called when a running rollout gets one more block."""
 
     def launch(self, plan: StepPlan) -> object:
-        """Start a step, possibly without waiting for it; what it returns is given to `collect`."""
+        """Start a step, possibly without waiting for it; the core passes the result to `collect`."""
         raise NotImplementedError
 
     def collect(self, launched: object) -> StepOutput:
-        """What a step sampled; waits for it."""
+        """Wait for a step; returns what it sampled."""
         raise NotImplementedError
 
     def routing(self, places: Array) -> Array:
-        """[places, MoE layers, top k] expert ids kept at these flat places of the cache of an MoE model."""
+        """[places, MoE layers, top k] expert ids kept at these flat places of an MoE model's cache."""
         raise NotImplementedError
 
     def run_in_order(self, action: Callable[[], None]) -> None:
-        """Run `action` after the steps that were launched and before those that will be."""
+        """Run `action` after all steps launched so far and before the next."""
         action()
 
     def synchronize(self) -> None:
         """Wait until nothing is being computed."""
 
     def suspend(self) -> None:
-        """Wait until nothing reads the cache or the weights, and keep it so until `resume`; no step is launched meanwhile."""
+        """Wait until nothing reads the cache or the weights; until `resume` nothing will, and no step is launched."""
 
     def resume(self) -> None:
-        """Cache and weights are in place again."""
+        """Called when cache and weights are in place again."""
 
     def wait_warm(self) -> None:
         """Wait until nothing is being compiled or captured."""
 
     def close(self) -> None:
-        """Compile and capture no more."""
+        """Stop compiling and capturing."""

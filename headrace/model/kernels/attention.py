@@ -1,7 +1,5 @@
-"""Attention over packed rows that may share prefixes, and its gradient: `tree_attention` launches these and says what for.
-
-Logits are kept in powers of two: `scale` and log-sums come multiplied by log2 e where no soft cap stands between.
-"""
+"""Attention over packed rows that may share prefixes, and its gradient; launched by `tree_attention`.
+Logits and log-sums are in base 2: logits are multiplied by log2 e, after the soft cap if there is one."""
 
 from __future__ import annotations
 
@@ -31,13 +29,13 @@ def _rows(
 
 @triton.jit
 def _logits(products, scale, softcap, HAS_SOFTCAP: tl.constexpr):
-    """Of base 2, from query times key."""
+    """Base-2 logits from query times key."""
     return capped(products * scale, softcap) * LOG2E if HAS_SOFTCAP else products * (scale * LOG2E)
 
 
 @triton.jit
 def _sloped(slopes, logits, softcap, HAS_SOFTCAP: tl.constexpr):
-    """Slopes of capped logits as those of what was capped. One `return` for both: a kernel's function has one type."""
+    """Gradient through the soft cap. A single `return`, because a Triton function has one return type."""
     if HAS_SOFTCAP:
         ratio = logits / (softcap * LOG2E)
         slopes = slopes * (1.0 - ratio * ratio)
@@ -52,7 +50,7 @@ def _attend(
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr,
     KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Rows over keys `first + start` to `first + stop`, of which those from `first + limit` on do not exist."""
+    """Rows over keys `first + start` to `first + stop`; keys from `first + limit` on do not exist."""
     columns, value_columns = tl.arange(0, DIM_PAD), tl.arange(0, VALUE_PAD)
     for block in range(start, stop, KEYS):
         keys = first + block + tl.arange(0, KEYS)
@@ -105,7 +103,7 @@ def forward_kernel(
         top = tl.full([ROWS], -float("inf"), dtype=tl.float32)
         total = tl.zeros([ROWS], dtype=tl.float32)
     before = first_row - own
-    # Keys of the prefix: whole blocks need no mask but a window's.
+    # Keys of the prefix: whole blocks need no mask except for a window.
     skipped = 0
     own_skipped = 0
     if HAS_WINDOW:

@@ -1,4 +1,4 @@
-"""A row of logits to its logprob and entropy, and back to its gradient: `head_rows` launches these and says what for."""
+"""Logprob and entropy of a row of logits, and its gradient; launched by `head_rows`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from headrace.model.kernels.softcap import capped
 
 @triton.jit
 def _scaled(x, divisor, factor, softcap, HAS_DIVISOR: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
-    """What the model's configuration does to logits, before temperature."""
+    """The model's own scaling of logits, before temperature."""
     if HAS_DIVISOR:
         x = x / divisor
     if HAS_FACTOR:
@@ -61,7 +61,7 @@ def backward_kernel(
     divisor, factor, softcap, HAS_DIVISOR: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_MASK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)  # of which there may be more than a grid's second side can have
+    row = tl.program_id(0).to(tl.int64)  # the grid's first side: its second is limited to 65,535
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_in = at < vocabulary
     temperature = tl.load(temperatures + row)

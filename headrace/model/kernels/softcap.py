@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def capped(x, softcap):
-    """By exponentials a small ratio would lose its digits to 1 − (1 − …); there the first terms of the series do."""
+    """For small ratios, where 1 − exp(…) would lose digits, the first terms of the series are used instead."""
     ratio = x / softcap
     square = ratio * ratio
     near = ratio * (1.0 - square * (0.33333333333 - square * (0.13333333333 - square * 0.05396825397)))

@@ -1,12 +1,12 @@
 """Attention over the paged cache: operators that torch.compile can trace, and the attention contexts that call them.
 
 Keys and values of a layer are [blocks × block size, heads, dim]; a slot's row of the block table lists its blocks.
-`decode_attend` serves one new token of each row: it reads the row's cached tokens once, adds the new one from registers and
-writes it to its place, all in one kernel, split over the keys where there are too few rows to fill the GPU. `prefill_attend`
-serves runs of new tokens, each of which sees what is cached of its rollout.
+`decode_attend` serves one new token per row: one kernel reads the row's cached tokens, adds the new one from registers and
+writes it to the cache; with too few rows to fill the GPU it also splits over the keys. `prefill_attend` serves runs of new
+tokens, which also see what is cached of their rollout.
 
-Both write to the cache and do not declare it: told that an operator changes a view into a larger piece of memory, the compiler
-copies that piece. Nothing else in a compiled layer reads the cache, and what the operator returns is always used.
+Both write to the cache without declaring it: the compiler would copy the whole memory that the view belongs to. Nothing else
+in a compiled layer reads the cache, and the operator's result is always used, so no call is dropped or reordered.
 """
 
 from __future__ import annotations
@@ -25,25 +25,20 @@ if TYPE_CHECKING:
 
     from headrace.model import AttentionSpec
 
-PREFILL_ROWS = 64
-"""Tokens of one tile; a tile lies within one rollout."""
-_MIN_DOT = 16
-"""The fewest rows of a matrix product on tensor cores."""
-_WIDE_HEAD = 256
-"""Bytes of a key of one head; with more, programs hold fewer rows."""
-_MANY = 256
-"""Rows times key heads from which on small programs, many at a time on each processor, are the fastest; with fewer, larger
-ones over split keys are."""
+PREFILL_ROWS = 64  # tokens of one tile; a tile lies within one rollout
+_MIN_DOT = 16  # the fewest rows of a matrix product on tensor cores
+_WIDE_HEAD = 256  # bytes of one head's key; above it, programs hold fewer rows
+_MANY = 256  # from this many rows × key heads, small programs are fastest; below, larger ones over split keys
 _MAX_SPLITS = 16
 
 
 def _padded(size: int) -> int:
-    """The power of two, as Triton wants it, that holds so many numbers."""
+    """The next power of two, as Triton requires, and at least `_MIN_DOT`."""
     return max(_MIN_DOT, 1 << (size - 1).bit_length())
 
 
 def _decode_shape(programs: int) -> tuple[int, int, int, int]:
-    """(splits, tile, warps, stages) of a decode step; measured on an H200 with heads of 128 (`headrace bench engine`)."""
+    """(splits, tile, warps, stages), measured on an H200 with heads of 128 (`headrace bench engine`)."""
     if programs >= _MANY:
         return max(1, 4 * _MANY // programs), 32, 1, 2
     return min(_MAX_SPLITS, max(1, 2 * _MANY // programs)), 64, 4, 2
@@ -69,11 +64,8 @@ def decode_attend(
     warps: int = 4,
     stages: int = 3,
 ) -> Tensor:
-    """[rows, heads, value dim] for one new token per row; its key and value are written to the cache.
-
-    `slots` [rows] says which row of `table` is a row's, `positions` [rows] where its new token stands. With `splits` 0 the
-    last four follow from the number of rows.
-    """
+    """[rows, heads, value dim] for one new token per row, whose key and value it writes to the cache. `slots` [rows] gives
+    each row's line of `table`, `positions` [rows] its new token's position. `splits` 0 chooses the last four arguments."""
     rows, heads, dim = query.shape
     kv_heads, value_dim = value.shape[1], value.shape[2]
     if not splits:
@@ -122,11 +114,8 @@ def prefill_attend(
     block: int,
     rows: int = PREFILL_ROWS,
 ) -> Tensor:
-    """[tokens, heads, value dim] for runs of new tokens; their keys and values are written to their flat `places` first.
-
-    `tiles` [tiles, 4] int32: slot, first row, number of rows (0: nothing to do), position of the first row. No tile has more
-    than `rows`.
-    """
+    """[tokens, heads, value dim] for runs of new tokens, whose keys and values it first writes to their flat `places`. `tiles`
+    [tiles, 4] int32: slot, first row, number of rows (0: none, at most `rows`), position of the first row."""
     _write_cache(key, value, keys, values, places)
     tokens, heads, dim = query.shape
     kv_heads, value_dim = keys.shape[1], values.shape[2]
@@ -170,7 +159,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, *
 
 @dataclass
 class DecodeContext:
-    """One new token per row. A layer's part of the cache hangs on its attention module: one compiled layer serves all."""
+    """One new token per row. Each attention module carries its layer's cache, so one compiled layer serves all."""
 
     table: Tensor
     slots: Tensor

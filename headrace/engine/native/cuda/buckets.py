@@ -1,7 +1,5 @@
-"""The shapes a step runs in: so many rows of decode, so many tokens of prompts, each with fixed buffers.
-
-The host fills a bucket's control buffer, `Bucket.run` computes the step from it, and the sampled tokens are in `out`.
-"""
+"""The fixed shapes a step runs in: numbers of decode rows or of prompt tokens, each with its own buffers.
+The host fills a bucket's control buffer, `Bucket.run` computes the step from it and leaves the sampled tokens in `out`."""
 
 from __future__ import annotations
 
@@ -36,15 +34,13 @@ _DECODE_BUCKETS = (4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 3
 
 
 def decode_buckets(slots: int) -> list[int]:
-    """Numbers of rows a decode step may have, up to all slots."""
+    """The numbers of rows a decode step is padded to, up to all slots."""
     more = range(1280, slots, 256)
     return sorted({*(size for size in (*_DECODE_BUCKETS, *more) if size < slots), slots})
 
 
 @dataclass(frozen=True)
 class PromptShape:
-    """What a prompt bucket holds."""
-
     tokens: int
 
     @property
@@ -57,7 +53,7 @@ class PromptShape:
 
     @property
     def edges(self) -> list[int]:
-        """Of the parts of its control buffer: tokens, positions, owners, tiles, and rows and slots that are sampled for."""
+        """Bounds of the control buffer's parts: tokens, positions, owners, tiles, sampled rows and their slots."""
         edges: list[int] = np.cumsum([0, *[self.tokens] * 3, 4 * self.tiles, *[self.sampled] * 2]).tolist()
         return edges
 
@@ -73,17 +69,14 @@ class Bucket:
     """The buffers of one shape of step, and its graphs, with and without restricted rows."""
 
     control: Tensor
-    out: Tensor
-    """[2, rows] int32: tokens, and the bits of their logprobs."""
-    run: Callable[[PreTrainedModel, bool], Tensor | None]
-    """Computes a step from the control buffer, given whether rows are restricted; the tokens those may sample."""
-    make_scratch: Callable[[], Bucket]
-    """A bucket of the same shape to try things in, while this one may be in use."""
+    out: Tensor  # [2, rows] int32: tokens, and the bits of their logprobs
+    run: Callable[[PreTrainedModel, bool], Tensor | None]  # (model, is some row restricted?) → the allowed tokens if so
+    make_scratch: Callable[[], Bucket]  # a bucket of the same shape for a trial run, while this one may be in use
     graphs: dict[bool, tuple[torch.cuda.CUDAGraph, Tensor | None]] = field(default_factory=dict)
 
 
 class Buckets:
-    """All buckets of a runner, made when they are first used."""
+    """All buckets of a runner, each made at its first use."""
 
     def __init__(
         self,
@@ -99,13 +92,11 @@ class Buckets:
         self._nobody = len(state.tokens) - 1
         self.decode_sizes = decode_buckets(self._nobody)
         self.prompt_shapes = [PromptShape(size) for size in prompt_buckets]
-        self.lock = threading.Lock()
-        """Of the buckets and their graphs, which the decode thread and the capturing one share."""
+        self.lock = threading.Lock()  # for buckets and graphs, which the decode and the capture thread share
         self._made: dict[tuple[str, int], Bucket] = {}
         self._allowed: Tensor | None = None
 
     def all(self) -> list[Bucket]:
-        """Those made so far."""
         return list(self._made.values())
 
     def decode(self, size: int) -> Bucket:
@@ -119,14 +110,14 @@ class Buckets:
             if key not in self._made:
                 self._made[key] = make()
                 if self._device.type == "cuda":
-                    torch.cuda.current_stream(self._device).synchronize()  # another thread, on another stream, may use it next
+                    torch.cuda.current_stream(self._device).synchronize()  # another thread may use it next, on another stream
             return self._made[key]
 
     def _ints(self, *shape: int, fill: int = 0, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.full(shape, fill, dtype=dtype, device=self._device)
 
     def _make_decode(self, size: int, *, is_scratch: bool = False) -> Bucket:
-        """Control: the number of new blocks, the slots of the rows, then (slot, index, block) of each new block."""
+        """Control: number of new blocks, slot of each row, then (slot, index, block) of each new block."""
         control = self._ints(1 + 4 * size)
         control[1 : 1 + size] = self._nobody
         out = self._ints(2, size)
@@ -171,7 +162,7 @@ class Buckets:
             return hidden_states(model, tokens, positions, context)
 
     def _sample(self, hidden: Tensor, slots: Tensor, out: Tensor, allowed: Tensor | None) -> Tensor | None:
-        """Into `out`; what the rows may sample goes into `allowed` if some are restricted."""
+        """Sample into `out`, and if some row is restricted mark what each may sample in `allowed`."""
         head = self._head
         logits = head.product(hidden, head.weight)
         if allowed is not None:
@@ -180,8 +171,7 @@ class Buckets:
         return allowed
 
     def allowed_rows(self, rows: int, *, is_scratch: bool = False) -> Tensor:
-        """What restricted rows may sample: one buffer for all buckets, since it is read right after each step. A scratch
-        bucket, which runs on another thread than the one that reads, gets its own."""
+        """One buffer for all buckets, read right after each step; a scratch bucket, on another thread, gets its own."""
         vocabulary = self._head.vocabulary
         if is_scratch:
             return torch.empty((rows, vocabulary), dtype=torch.bool, device=self._device)
@@ -193,7 +183,7 @@ class Buckets:
 
 
 def tiles_of(chunks: Sequence[Chunk]) -> list[tuple[int, int, int, int]]:
-    """(slot, first row, rows, first position) of each run of query rows."""
+    """(slot, first row, rows, first position) of each tile."""
     tiles, begin = [], 0
     for chunk in chunks:
         for offset in range(0, len(chunk), PREFILL_ROWS):
@@ -203,7 +193,7 @@ def tiles_of(chunks: Sequence[Chunk]) -> list[tuple[int, int, int, int]]:
 
 
 def split_chunks(chunks: Sequence[Chunk], most: PromptShape) -> list[list[Chunk]]:
-    """Chunks that are computed together: as many as the largest prompt bucket holds."""
+    """Batches of chunks, each as many as the largest prompt bucket holds."""
     batches: list[list[Chunk]] = []
     tokens = sampled = tiles = 0
     for chunk in chunks:

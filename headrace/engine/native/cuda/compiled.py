@@ -1,7 +1,7 @@
 """A model's twin: the same parameters under modules of its own, whose layers are compiled.
 
-Linear layers that read the same input become one product over weights that lie next to each other in the arena, and each
-decoder layer is compiled once for all layers and all batch sizes. The model itself stays as it is and can be run meanwhile.
+Linear layers that read the same input become one matrix product (their weights are adjacent in the arena), and decoder layers
+share one compilation for all batch sizes. The model itself is unchanged and can run meanwhile.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from headrace.engine.native.kv_cache import PagedCache
     from headrace.model import Arena
 
-_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Children of one module that are given the same input."""
+_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # children of a module that read the same input
 _RECOMPILES = 64
 
 
@@ -37,7 +36,7 @@ def make_twin(model: PreTrainedModel, arena: Arena) -> PreTrainedModel:
 
 
 def attach_cache(model: PreTrainedModel, cache: PagedCache) -> None:
-    """Set each layer's keys and values on its attention module, where the contexts look for them."""
+    """Set each layer's keys and values on its attention module, where the attention contexts look for them."""
     for module in model.modules():
         layer = getattr(module, "layer_idx", None)
         if isinstance(layer, int) and layer < len(cache.keys):
@@ -46,7 +45,7 @@ def attach_cache(model: PreTrainedModel, cache: PagedCache) -> None:
 
 
 class _Part(nn.Module):
-    """One linear layer of several, as a slice of their common product; the compiler computes that product once."""
+    """One of several linear layers, as a slice of their joint product, which the compiler computes once."""
 
     weight: Tensor
     bias: Tensor | None
@@ -127,9 +126,9 @@ def _frozen(value: Any) -> Any:  # noqa: ANN401  (a graph's arguments nest)
 
 
 def compile_layers(model: PreTrainedModel) -> None:
-    """One compiled form of each kind of layer, for any number of rows."""
+    """Compile each kind of layer once, for any number of rows."""
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _RECOMPILES)
-    # Rounded where the trainer rounds: what is fused keeps no more digits than what is computed step by step.
+    # `emulate_precision_casts`: fused operations round where the trainer, which runs them one by one, rounds.
     options = {"post_grad_custom_pre_pass": _Once(), "combo_kernels": True, "emulate_precision_casts": True}
     base: Any = model.base_model
     for layer in base.layers:

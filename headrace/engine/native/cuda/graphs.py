@@ -1,4 +1,4 @@
-"""Captures the buckets' steps as CUDA graphs, on a thread next to the one that decodes; steps run eagerly meanwhile."""
+"""Captures the buckets' steps as CUDA graphs on a thread beside the decode thread; meanwhile steps run eagerly."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ log = logging.getLogger("headrace.engine")
 
 
 class GraphCapture:
-    """Graphs hold the twin, with its layers compiled where that works."""
+    """Graphs run the twin, with its layers compiled where that works."""
 
     def __init__(
         self, buckets: Buckets, state: SlotState, twin: PreTrainedModel, *, compiles: bool, device: torch.device
@@ -33,8 +33,7 @@ class GraphCapture:
         self._pool: Any = None
         self._started: set[bool] = set()
         self._thread: threading.Thread | None = None
-        self._turn = threading.Condition()
-        """Of the capturing thread and the decode thread, which may want the memory released."""
+        self._turn = threading.Condition()  # between the capture thread and the decode thread, which may release memory
         self._is_suspended = self._is_capturing = self._is_closing = False
 
     @property
@@ -42,7 +41,7 @@ class GraphCapture:
         return bool(self._started)
 
     def start(self, *, is_restricted: bool = False) -> None:
-        """Compile the layers and capture the graphs, once. Those of steps with restricted rows wait for the first such step."""
+        """Compile the layers and capture the graphs, once; those with restricted rows at the first such step."""
         before = self._thread
         if is_restricted not in self._started:
             self._started.add(is_restricted)
@@ -50,7 +49,7 @@ class GraphCapture:
             self._thread.start()
 
     def restart(self) -> None:
-        """Capture anew what has been: the slot state has moved, and the graphs hold its old address."""
+        """Capture all graphs again: the slot state has moved, and they hold its old address."""
         started, self._started = self._started, set()
         for is_restricted in sorted(started):
             self.start(is_restricted=is_restricted)
@@ -60,14 +59,14 @@ class GraphCapture:
             self._thread.join()
 
     def close(self) -> None:
-        """Capture no more."""
+        """Stop after the current capture."""
         with self._turn:
             self._is_closing = True
             self._turn.notify_all()
         self.wait()
 
     def suspend(self) -> None:
-        """Waits for the capture in progress, the first of which compiles the model's layers; the next waits for `resume`."""
+        """Wait for the capture in progress (the first also compiles); the next one waits for `resume`."""
         with self._turn:
             self._is_suspended = True
             self._turn.wait_for(lambda: not self._is_capturing)
@@ -95,9 +94,9 @@ class GraphCapture:
         decode = [self._buckets.decode(size) for size in reversed(self._buckets.decode_sizes)]
         prompt = [self._buckets.prompt(shape) for shape in reversed(self._buckets.prompt_shapes)]
         if is_restricted:
-            self._buckets.allowed_rows(0)  # made now, so that no graph makes it
-        # cuBLAS has a workspace for each stream, and a graph keeps that of the stream it was captured on: nothing else may run
-        # on it while the graph is replayed, or two products spoil each other's sums, or wait for each other for ever.
+            self._buckets.allowed_rows(0)  # allocated now, so that no graph does
+        # cuBLAS has a workspace per stream, and a graph keeps that of its capture stream: anything else that ran on that stream
+        # during a replay would corrupt sums or deadlock. So trial runs have a stream of their own.
         tried_on, captured_on = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)
         began = time.perf_counter()
         for bucket in (decode[0], prompt[0], *decode[1:], *prompt[1:]):
@@ -110,7 +109,7 @@ class GraphCapture:
 
     @contextlib.contextmanager
     def _capturing(self) -> Iterator[None]:
-        """Within it weights and cache stay in place: it waits while they are released, and `suspend` waits for it."""
+        """Within it weights and cache stay in place: entering waits while they are released, `suspend` waits for the exit."""
         with self._turn:
             self._turn.wait_for(lambda: self._is_closing or not self._is_suspended)
             self._is_capturing = True
@@ -135,7 +134,7 @@ class GraphCapture:
     def _capture(
         self, bucket: Bucket, tried_on: torch.cuda.Stream, captured_on: torch.cuda.Stream, *, is_restricted: bool
     ) -> None:
-        """Run once in scratch buffers of the bucket's shape, with no rollout in any row; then capture with the real ones."""
+        """Run once in scratch buffers with no rollout in any row, then capture with the real ones."""
         scratch, stops = bucket.make_scratch(), self._state.stops
         tried_on.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(tried_on):
@@ -145,5 +144,5 @@ class GraphCapture:
         with torch.cuda.graph(graph, pool=self._pool, stream=captured_on, capture_error_mode="thread_local"):
             allowed = bucket.run(self._twin, is_restricted)
         with self._buckets.lock:
-            if self._state.stops is stops:  # else it points at memory that was freed: it will be captured again
+            if self._state.stops is stops:  # else the graph points at freed memory; `restart` captures it again
                 bucket.graphs[is_restricted] = (graph, allowed)

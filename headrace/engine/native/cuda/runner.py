@@ -1,10 +1,9 @@
-"""Steps on a GPU: control goes up in one copy, one or two graphs run, what was sampled comes down in one copy.
+"""Steps on a GPU: one copy of control data to the device, one or two graphs, one copy of the sampled tokens back.
 
-The GPU keeps each rollout's length, limit, stop tokens and last token itself, so a decode step needs nothing of the host that
-the step before it sampled, and the host prepares the next while this one runs. A rollout that has ended, which the host
-learns a step late, computes into scratch.
+The GPU keeps each rollout's length, limit, stop tokens and last token, so the host launches a decode step without knowing what
+the step before it sampled. The host learns one step late that a rollout has ended; its extra row computes into scratch.
 
-A step runs in the smallest bucket that holds it. Until the bucket's graph is captured it runs eagerly, over the model itself.
+A step runs in the smallest bucket that holds it: as a CUDA graph of the twin or, until that is captured, eagerly on the model.
 """
 
 from __future__ import annotations
@@ -44,8 +43,7 @@ _NO_IDS = np.zeros(0, dtype=np.int32)
 class _Part:
     """One graph's share of a step."""
 
-    host: Tensor
-    """[2 × bucket] int32, as the bucket's `out`, in borrowed memory."""
+    host: Tensor  # [2 × bucket] int32: a copy of the bucket's `out`, in borrowed memory
     size: int
     rows: int
     allowed: list[Array] | None
@@ -61,8 +59,7 @@ class _Ticket:
 
 
 class _Stream:
-    """A CUDA stream, its events, and host memory it can copy from and to while the host does something else. On a CPU, where
-    tests run the kernels, everything is done at once."""
+    """A CUDA stream, its events and pinned host buffers. On a CPU, where tests run the kernels, everything is synchronous."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
@@ -74,7 +71,7 @@ class _Stream:
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def mark(self) -> torch.cuda.Event | None:
-        """The end of what is queued now, to be waited for once."""
+        """An event after everything queued so far; pass it to `wait` once."""
         if self._stream is None:
             return None
         event = self._events.pop() if self._events else torch.cuda.Event()
@@ -91,7 +88,7 @@ class _Stream:
             self._stream.synchronize()
 
     def borrow(self, numbers: int) -> Tensor:
-        """At least so many int32 of host memory, until they are given back."""
+        """Host memory for at least `numbers` int32, until `give_back`."""
         size = 1 << (max(numbers, 1) - 1).bit_length()
         free = self._free.setdefault(size, [])
         return free.pop() if free else torch.empty(size, dtype=torch.int32, pin_memory=self._stream is not None)
@@ -101,7 +98,7 @@ class _Stream:
 
 
 class CudaRunner(Runner):
-    """A step is launched without waiting for the one before."""
+    """Launches a step without waiting for the one before."""
 
     ahead = 1
 
@@ -116,7 +113,7 @@ class CudaRunner(Runner):
         routers: Routers | None,
         prompt_buckets: Sequence[int] = PROMPT_BUCKETS,
     ) -> None:
-        """`twin` is the model's, made before anything was hooked to it; the model itself runs what is not captured yet."""
+        """`twin`: made from the model before any hooks; graphs run the twin, eager steps the model."""
         self.cache, self._slots, self._model = cache, slots, model
         self._device = next(model.parameters()).device
         for each in (model, twin):
@@ -135,7 +132,7 @@ class CudaRunner(Runner):
 
     def start_slot(self, slot: int) -> None:
         self._started[slot] = None
-        self._new_blocks.pop(slot, None)  # those of the rollout before
+        self._new_blocks.pop(slot, None)  # of the rollout before
 
     def add_block(self, slot: int, index: int, block: int) -> None:
         if slot not in self._started:
@@ -199,7 +196,7 @@ class CudaRunner(Runner):
         self.graphs.close()
 
     def _borrow(self, numbers: int) -> Tensor:
-        """Host memory of the step being launched."""
+        """Host memory for the step being launched."""
         buffer = self._stream.borrow(numbers)
         self._lent.append(buffer)
         return buffer
@@ -225,7 +222,7 @@ class CudaRunner(Runner):
         self._state.start(on_device, num_blocks=num_blocks)
 
     def _widen_stops(self, width: int) -> None:
-        """More stop tokens than there was room for: the graphs that hold the old address are captured again."""
+        """Make room for more stop tokens; graphs hold the old address and are captured again."""
         wider = torch.full((self._nobody + 1, width), -1, dtype=torch.int32, device=self._device)
         wider[:, : self._state.stops.shape[1]] = self._state.stops
         self._stream.synchronize()  # no graph is running
@@ -279,7 +276,7 @@ class CudaRunner(Runner):
         return self._launch_bucket(bucket, buffer, np.asarray(sampling, dtype=np.int64))
 
     def _launch_bucket(self, bucket: Bucket, buffer: Tensor, sampling: Array) -> _Part:
-        """`sampling`: the slots of its rows."""
+        """`sampling`: the slot of each row."""
         restricted = np.flatnonzero(self._slots.is_restricted(sampling))
         is_restricted, rows = len(restricted) > 0, len(sampling)
         bucket.control.copy_(buffer[: bucket.control.numel()], non_blocking=True)

@@ -1,11 +1,11 @@
-"""Sampling tokens on the GPU, and what follows from it: lengths, stops, limits.
+"""Samples tokens on the GPU and updates lengths and ends (stop tokens, limits) there.
 
-`sample` reads the logits once: each chunk of the vocabulary leaves its maximum and its sum of exponentials, one program per
-row inverts the cumulative distribution at the row's random number over those, and only the chunk it falls into is read
-again. Where a row is restricted (top-k, top-p, min-p, a stop token that comes too early), `restrict` first finds the last
-token that is kept in the order (logit, then lower id) by bisection, and sets the rest to -inf.
+`sample` reads the logits once, for the maximum and sum of exponentials of each chunk of the vocabulary. One program per row
+then inverts the cumulative distribution at the row's random number: over the chunks, then within the one chunk it falls into.
+If some row is restricted (top-k, top-p, min-p, too early for a stop token), `restrict` first finds by bisection the last token
+to keep, in order of falling logit and rising id, and sets the rest to -inf.
 
-The arithmetic is that of the plain `native.sampling.sample`, whose tests these kernels pass too.
+The arithmetic is that of `native.sampling.sample`; both pass the same tests.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ if TYPE_CHECKING:
     from headrace.engine.native.cuda.slot_state import SlotState
     from headrace.model import Scaling
 
-_CHUNK = 4096
-"""Logits a program reads at once."""
+_CHUNK = 4096  # logits a program reads at once
 
 
 def restrict(logits: Tensor, slots: Tensor, state: SlotState, scaling: Scaling, allowed: Tensor) -> Tensor:
-    """Set what a row may not sample to -inf, in place; what it may, into `allowed` [rows, vocabulary] bool."""
+    """Set the logits a row may not sample to -inf, in place; returns `allowed` [rows, vocabulary] bool, filled."""
     rows, vocabulary = logits.shape
     restrict_kernel[(rows,)](
         logits, allowed, slots, state.sampling, state.lengths, state.floors, state.stops, vocabulary, logits.stride(0),
@@ -39,7 +38,7 @@ def restrict(logits: Tensor, slots: Tensor, state: SlotState, scaling: Scaling, 
 
 
 def sample(logits: Tensor, slots: Tensor, state: SlotState, scaling: Scaling, out_tokens: Tensor, out_logprobs: Tensor) -> None:
-    """One token for each row into `out_tokens` (-1 where the rollout had ended) and `out_logprobs`, and the state after it."""
+    """Write each row's token to `out_tokens` (-1 where the rollout had ended) and `out_logprobs`, and update its slot."""
     rows, vocabulary = logits.shape
     size = min(_CHUNK, triton.next_power_of_2(vocabulary))
     chunks = triton.cdiv(vocabulary, size)

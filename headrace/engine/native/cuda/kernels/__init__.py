@@ -1,5 +1,3 @@
-"""What runs on the GPU, one file per subject. The files above launch it.
-
-Triton reads these functions' source: their arguments are pointers and numbers of its own, so the type checker is told to
-leave them alone, here and nowhere else. Names in capitals are known when a kernel is compiled.
-"""
+"""Triton kernels, launched by the files above.
+Triton compiles these functions from source: their arguments are its own pointers and numbers, so they are not type-checked.
+Names in capitals are compile-time constants."""

@@ -1,4 +1,4 @@
-"""Attention over the paged cache: `cuda.attention` launches these and says what they are for."""
+"""Attention over the paged cache; launched, and explained, by `cuda.attention`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from headrace.model import capped
 
 @triton.jit
 def _softcapped(scores, softcap, HAS_SOFTCAP: tl.constexpr):
-    """Scores bent below a cap, as Gemma 2 does."""
+    """Logit soft-capping, as in Gemma 2."""
     if HAS_SOFTCAP:
         scores = capped(scores, softcap)
     return scores
@@ -20,7 +20,7 @@ def _softcapped(scores, softcap, HAS_SOFTCAP: tl.constexpr):
 def _read_tile(keys, values, line, at, is_read, head, keys_row, keys_head, values_row, values_head,
                DIM: tl.constexpr, DIM_PAD: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr,
                BLOCK: tl.constexpr):  # fmt: skip
-    """Keys and values of one head at positions `at` of a rollout, whose blocks are on `line`; 0 where not read."""
+    """Keys and values of one head at positions `at` of a rollout with block table `line`; 0 where not read."""
     dim, value_dim = tl.arange(0, DIM_PAD), tl.arange(0, VALUE_PAD)
     blocks = tl.load(line + at // BLOCK, mask=is_read, other=0).to(tl.int64)
     places = (blocks * BLOCK + at % BLOCK)[:, None]
@@ -44,7 +44,7 @@ def decode_kernel(
     BLOCK: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One row's new token in the query heads of one key head, over one share of its keys."""
+    """One row's new token in the query heads of one key head, over one split of its keys."""
     row, head, split = tl.program_id(1), tl.program_id(0), tl.program_id(2)
     slot = tl.load(slots + row).to(tl.int64)
     position = tl.load(positions + row)
@@ -62,7 +62,7 @@ def decode_kernel(
     top = tl.full([GROUP_PAD], -1e30, tl.float32)
     total = tl.zeros([GROUP_PAD], tl.float32)
     result = tl.zeros([GROUP_PAD, VALUE_PAD], tl.float32)
-    if split == 0:  # the new token, from registers; and into its place
+    if split == 0:  # the new token: used from registers, stored to the cache
         new_key = tl.load(key + row * key_row + head * key_head + dim, mask=is_dim, other=0.0)
         new_value = tl.load(value + row * value_row + head * value_head + value_dim, mask=is_value, other=0.0)
         block = tl.load(table + slot * table_width + position // BLOCK).to(tl.int64)
@@ -113,7 +113,7 @@ def combine_kernel(
     HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr,
     SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """The shares of one row and head as one: each is weighed by its highest score."""
+    """Combine the splits of one row and head, rescaled to their common maximum."""
     row, head = tl.program_id(0), tl.program_id(1)
     split, dim = tl.arange(0, SPLITS_PAD), tl.arange(0, VALUE_PAD)
     is_split, is_dim = split < SPLITS, dim < VALUE_DIM
@@ -136,7 +136,7 @@ def write_kernel(
     KV_HEADS: tl.constexpr, HEADS_PAD: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr,
 ):  # fmt: skip
-    """One row's key and value to its place."""
+    """Write one row's key and value to its place."""
     row = tl.program_id(0)
     place = tl.load(places + row).to(tl.int64)
     head = tl.arange(0, HEADS_PAD)[:, None]
@@ -158,10 +158,7 @@ def prefill_kernel(
     BLOCK: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Some tokens of a tile in all query heads of one key head, over all keys the last of them sees.
-
-    A row is a token in one of the heads: what is read of the keys serves the whole group.
-    """
+    """Some tokens of a tile, over all keys the last of them sees. A row is a token in one of the query heads of `kv_head`."""
     kv_head, tile_id, offset = tl.program_id(0), tl.program_id(1), tl.program_id(2) * TOKENS
     slot = tl.load(tiles + tile_id * 4).to(tl.int64)
     first_row = tl.load(tiles + tile_id * 4 + 1) + offset

@@ -1,4 +1,4 @@
-"""Sampling tokens: `cuda.sampling` launches these and says what they are for."""
+"""Sampling tokens; launched, and explained, by `cuda.sampling`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from headrace.model import capped
 
 @triton.jit
 def _uniform(seed, position):
-    """The number in [0, 1) of (request seed, token position); `native.sampling.uniform` says the same in numpy."""
+    """The random number in [0, 1) of (request seed, token position), as `native.sampling.uniform` gives it."""
     state = seed.to(tl.uint64) + (position.to(tl.uint64) + 1) * 0x9E3779B97F4A7C15
     state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9
     state = (state ^ (state >> 27)) * 0x94D049BB133111EB
@@ -21,14 +21,14 @@ def _uniform(seed, position):
 @triton.jit
 def _scaled(logits, temperature, divisor, factor, softcap, HAS_DIVISOR: tl.constexpr, HAS_FACTOR: tl.constexpr,
             HAS_SOFTCAP: tl.constexpr):  # fmt: skip
-    """What the model's configuration does to logits, then temperature (0 is greedy and leaves them)."""
+    """The model's own scaling of logits, then temperature (0 is greedy and leaves them)."""
     x = logits.to(tl.float32)
     if HAS_DIVISOR:
         x = x / divisor
     if HAS_FACTOR:
         x = x * factor
     if HAS_SOFTCAP:
-        x = tl.where(x == float("-inf"), x, capped(x, softcap))  # what was restricted stays out of reach
+        x = tl.where(x == float("-inf"), x, capped(x, softcap))  # forbidden tokens stay at -inf
     return x / tl.where(temperature == 0, 1.0, temperature)
 
 
@@ -45,7 +45,7 @@ def chunk_kernel(
     x = tl.load(logits + row.to(tl.int64) * logits_row + at, mask=at < vocabulary, other=float("-inf"))
     x = _scaled(x, temperature, divisor, factor, softcap, HAS_DIVISOR, HAS_FACTOR, HAS_SOFTCAP)
     x = tl.where(at < vocabulary, x, float("-inf"))
-    known = tl.where(x == x, x, float("-inf"))  # a NaN shows in the sum alone: what a maximum makes of it is undefined
+    known = tl.where(x == x, x, float("-inf"))  # a NaN shows in the sum; max of NaN is undefined
     top = tl.max(known, axis=0)
     shifted = tl.where(x == float("-inf"), 0.0, tl.exp(x - tl.maximum(top, -1e30)))
     tl.store(tops + row * CHUNKS + chunk, top)
@@ -60,7 +60,7 @@ def sample_kernel(
     divisor, factor, softcap, HAS_DIVISOR: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr, CHUNK: tl.constexpr, STOPS_PAD: tl.constexpr,
 ):  # fmt: skip
-    """One row's token: the chunk its number falls into, then the token in it; and the slot's state after it."""
+    """One row's token (the chunk its random number falls into, then the token in it), and its slot's new state."""
     row = tl.program_id(0)
     slot = tl.load(slots + row).to(tl.int64)
     temperature = tl.load(sampling + slot * 4)
@@ -93,7 +93,7 @@ def sample_kernel(
         best_chunk = tl.argmax(top_of, axis=0)
         sampled = tl.load(bests + row * CHUNKS + best_chunk)
         logprob = tl.where(total > 0, 0.0, float("nan"))
-    # What follows from it
+    # The slot's new state
     is_alive = tl.load(alive + slot) != 0
     stop = tl.arange(0, STOPS_PAD)
     stop_ids = tl.load(stops + slot * num_stops + stop, mask=stop < num_stops, other=-1)
@@ -109,7 +109,7 @@ def sample_kernel(
 
 @triton.jit
 def _ordered(x):
-    """Integers in the order of floats."""
+    """Integers that sort like the floats."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
@@ -117,7 +117,7 @@ def _ordered(x):
 @triton.jit
 def _read(line, at, vocabulary, temperature, divisor, factor, softcap,
           HAS_DIVISOR: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_SOFTCAP: tl.constexpr):  # fmt: skip
-    """A row's logits as they are sampled from; -inf past their end."""
+    """A row's scaled logits; -inf past the vocabulary."""
     x = tl.load(line + at, mask=at < vocabulary, other=float("-inf"))
     x = _scaled(x, temperature, divisor, factor, softcap, HAS_DIVISOR, HAS_FACTOR, HAS_SOFTCAP)
     return tl.where(at < vocabulary, x, float("-inf"))
@@ -126,7 +126,7 @@ def _read(line, at, vocabulary, temperature, divisor, factor, softcap,
 @triton.jit
 def _weight(line, least, last, is_by_rank, top, vocabulary, temperature, divisor, factor, softcap,
             HAS_DIVISOR: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_SOFTCAP: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
-    """Of the tokens before and including (least, last) in the order: how many they are, or their probability mass."""
+    """Number of tokens up to (least, last) in the order, or their unnormalised probability."""
     weight = tl.zeros([], tl.float64)
     for start in range(0, vocabulary, CHUNK):
         at = start + tl.arange(0, CHUNK)
@@ -141,10 +141,7 @@ def _weight(line, least, last, is_by_rank, top, vocabulary, temperature, divisor
 @triton.jit
 def _shorten(line, goal, is_by_rank, least, last, top, vocabulary, temperature, divisor, factor, softcap,
              HAS_DIVISOR: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_SOFTCAP: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
-    """The first token in the order with which the weight reaches the goal, or (least, last) if that comes earlier.
-
-    First the logit is found by bisection over all floats, then the id among those that have it.
-    """
+    """The first token in the order to reach the goal, at most (least, last): bisects floats for its logit, then the ids."""
     low, high = least, _ordered(top)
     while low < high:
         middle = (low.to(tl.int64) + (high.to(tl.int64) - low.to(tl.int64)) // 2).to(tl.int32)
@@ -171,7 +168,7 @@ def restrict_kernel(
     divisor, factor, softcap, HAS_DIVISOR: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """One row: what it may not sample goes to -inf, what it may is noted."""
+    """One row: sets what it may not sample to -inf, and `allowed` for the rest."""
     row = tl.program_id(0).to(tl.int64)
     line, slot = logits + row * logits_row, tl.load(slots + row).to(tl.int64)
     temperature, top_k = tl.load(sampling + slot * 4), tl.load(sampling + slot * 4 + 1)
@@ -187,7 +184,7 @@ def restrict_kernel(
         at = start + tl.arange(0, CHUNK)
         x = _read(line, at, vocabulary, temperature, divisor, factor, softcap, HAS_DIVISOR, HAS_FACTOR, HAS_SOFTCAP)
         top = tl.maximum(top, tl.max(tl.where(x == x, x, float("-inf")), axis=0))
-    # The order is (logit falling, id rising). Each cut keeps a first part of it, whose last member is (least, last).
+    # The order is (logit falling, id rising). Each cut keeps a prefix of it, which ends at (least, last).
     least, last = tl.full([], -2147483647, tl.int32), tl.zeros([], tl.int32) + vocabulary - 1
     is_random = temperature > 0
     if is_random & (top_k > 0):
@@ -206,6 +203,6 @@ def restrict_kernel(
         order = _ordered(x)
         is_kept = (order > least) | ((order == least) & (at <= last))
         is_kept = is_kept & (x - top >= lowest) & (raw > float("-inf"))
-        is_kept = is_kept | ((raw < float("inf")) == 0)  # NaN and infinity are not cut away: sampling ends a row that has them
+        is_kept = is_kept | ((raw < float("inf")) == 0)  # NaN and infinity are kept: sampling ends a row that has them
         tl.store(allowed + row * vocabulary + at, is_kept, mask=at < vocabulary)
         tl.store(line + at, tl.where(is_kept, raw, float("-inf")), mask=at < vocabulary)

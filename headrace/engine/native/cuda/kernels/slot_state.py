@@ -1,4 +1,4 @@
-"""The state of the slots: `cuda.slot_state` launches these and says what they are for."""
+"""The state of the slots; launched, and explained, by `cuda.slot_state`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def lines_kernel(
     given, lengths, limits, floors, alive, seeds, sampling, stops, table, width, num_stops, num_blocks, table_width,
     FIELDS: tl.constexpr, STOPS_PAD: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """One new line to its slot."""
+    """Write one new row to its slot."""
     line = given + tl.program_id(0).to(tl.int64) * width
     slot = tl.load(line).to(tl.int64)
     tl.store(lengths + slot, tl.load(line + 1))
@@ -34,7 +34,7 @@ def lines_kernel(
 
 @triton.jit
 def grow_kernel(given, count, table, table_width, MOST: tl.constexpr, ROWS: tl.constexpr):
-    """New blocks to their places in the table; as many as `count` says, which the host writes with them."""
+    """Write `count` new blocks into the table; the host passes `count` with them."""
     entry = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_given = entry < tl.minimum(tl.load(count), MOST)
     slot = tl.load(given + entry * 3, mask=is_given, other=0).to(tl.int64)
@@ -47,11 +47,11 @@ def rows_kernel(
     slots, tokens, lengths, alive, table, row_slots, row_tokens, row_positions, row_places, rows, nobody, table_width,
     BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """What each row of a decode step is fed."""
+    """Inputs of each row of a decode step."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = row < rows
     slot = tl.load(slots + row, mask=is_row, other=nobody).to(tl.int64)
-    slot = tl.where(tl.load(alive + slot) != 0, slot, nobody)  # one that has ended writes to scratch
+    slot = tl.where(tl.load(alive + slot) != 0, slot, nobody)  # an ended rollout writes to scratch
     position = tl.where(slot == nobody, 0, tl.load(lengths + slot) - 1)
     block = tl.load(table + slot * table_width + position // BLOCK).to(tl.int64)
     tl.store(row_slots + row, slot.to(tl.int32), mask=is_row)
@@ -62,7 +62,7 @@ def rows_kernel(
 
 @triton.jit
 def places_kernel(owners, positions, table, places, rows, table_width, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """Where each token of a prompt step goes."""
+    """The cache place of each token of a prompt step."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = row < rows
     slot = tl.load(owners + row, mask=is_row, other=0).to(tl.int64)
