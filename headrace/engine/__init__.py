@@ -3,10 +3,9 @@
 Generation makes a rollout longer: tokens go in and tokens come out, each with its logprob under the distribution it was sampled
 from and the version of the weights that sampled it. Only the engine writes these two.
 
-`engine.kind` names an entry of the table in `kinds`; `kind` is what each entry says about itself. `native/` is the embedded
-engine, `vllm/` a stock vLLM server. When engines run in other processes, `pool` makes them one engine: it has a `remote_engine`
-for each, which talks to the `worker` there, and delivers new weights (`weight_delivery`). `server/` is the server of `headrace
-serve`.
+`kinds` is the table of the choices of `engine.kind`, `kind` what each says about itself. `native/` is the embedded engine,
+`vllm/` a stock vLLM server. When engines run in other processes, `pool` makes them one engine: it has a `remote_engine` for
+each, which talks to the `worker` there, and delivers new weights (`weight_delivery`). `server/` is `headrace serve`.
 """
 
 from typing import TYPE_CHECKING

@@ -103,15 +103,14 @@ class EngineKind:
         return False
 
     def receives_on(self, recipe: Recipe, index: int, *, device: str, trainer: str, engine: str) -> str:
-        """Where an engine's process receives new weights; `trainer` and `engine` are the devices of the trainer and this
-        engine."""
+        """The device on which an engine's process receives new weights; `trainer` and `engine` are the devices of these two."""
         return engine
 
     def predict_memory(
         self, recipe: Recipe, shape: ModelShape, *, context: int, free: int, most_blocks: int, on_gpu: bool, total: int
     ) -> tuple[EngineMemory, int]:
-        """(bytes of the engine's process, of a server behind it). `free` is available at its start, `total` the size of its
-        GPU."""
+        """(bytes of the engine's process, of a server behind it). `free` is available at its start, `total` is its GPU's
+        size."""
         from headrace.engine.native.engine_memory import predict_engine_memory
 
         dtype = recipe.model.dtype

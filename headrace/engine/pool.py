@@ -69,8 +69,8 @@ class EnginePool:
         self._on_available()
 
     def lose(self, engine: RemoteEngine) -> None:
-        """Handle the loss of an engine: streams and calls with known tokens end with these, for the caller to resume; others
-        wait again."""
+        """An engine is lost: streams and calls with known tokens end with these, for the caller to resume; others wait
+        again."""
         engine.is_lost = True
         if engine in self.engines:
             self.engines.remove(engine)

@@ -77,8 +77,7 @@ class InFlight:
 
     @classmethod
     def of(cls, rollout: Rollout, *, num_sampled: int, first: int, partial: Callable[[], Rollout]) -> InFlight:
-        """`first`: the version of this call's first token. Versions only rise, so a token of an earlier call, if any, is the
-        oldest."""
+        """`first` is the version of this call's first token. Versions only rise, so earlier calls have the oldest."""
         before = rollout.oldest_version if rollout.calls else -1
         oldest = before if before >= 0 else first if num_sampled else None
         return cls(rollout, num_sampled, oldest, partial if num_sampled else lambda: rollout)
@@ -99,8 +98,7 @@ class Engine(Protocol):
         current weights and each sampled token's own temperature and sampling mask."""
 
     async def pause(self, interrupt: Interrupt) -> None:
-        """Stop decoding and apply `interrupt` to rollouts in flight. A sleeping engine cannot drain, and raises
-        `EngineAsleep`."""
+        """Stop decoding and apply `interrupt` to rollouts in flight. Raises `EngineAsleep` if they cannot drain."""
 
     async def resume(self) -> None:
         """Decode again, with the requests that were queued meanwhile."""

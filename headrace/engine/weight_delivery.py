@@ -24,8 +24,7 @@ _ATTEMPTS = 3  # to bring an engine that fell behind up to date
 
 
 class WeightDelivery:
-    """Calls `on_lost` with an engine that is gone or cannot catch up, and `on_caught_up` when one that fell behind may get new
-    work."""
+    """Calls `on_lost` with an engine that is gone or cannot catch up, and `on_caught_up` when one may get new work again."""
 
     def __init__(
         self,
@@ -84,8 +83,8 @@ class WeightDelivery:
             raise StreamClosed(f"{engine.name} was lost while it was brought up to date")
 
     async def _catch_up(self, engine: RemoteEngine, loading: asyncio.Future[None]) -> None:
-        """Wait for the pending load of an engine that fell behind, then bring it up to date. If that fails, disconnect it; its
-        supervisor restarts it."""
+        """Wait for the pending load of a late engine, then bring it up to date. If that fails, disconnect it, to be
+        restarted."""
         await asyncio.wait([loading])
         _ = loading.cancelled() or loading.exception()  # however it ended, it is retried
         try:
@@ -116,8 +115,7 @@ class WeightDelivery:
         others: Mapping[RemoteEngine, asyncio.Future[None]] | None = None,
     ) -> dict[RemoteEngine, asyncio.Future[None]]:
         """Have these engines load the update while its source sends it. Returns those still loading `patience` seconds after
-        the first one holds it, if any. Raises if one refuses it. `others` are catching up to it; one of them may be the first
-        to hold it."""
+        the first one holds it. Raises if one refuses it. `others` are catching up to it; one of them may be that first one."""
         self._interrupt = interrupt
         names = [engine.name for engine in engines]
         routes = [update] * len(engines) if self.source is None else self.source.routes(update, names)

@@ -9,8 +9,7 @@ from headrace.settings import ConfigError
 
 
 def bind(host: str, port: int, *, has_token: bool) -> socket.socket:
-    """A listening socket, made before the model loads, to find out at once if the port is taken. Connections made before the
-    server is ready wait for it."""
+    """A listening socket, made before the model loads, so that a taken port fails at once. Early connections wait."""
     family, where = _resolve(host, port)
     if not has_token and not ipaddress.ip_address(str(where[0]).split("%")[0]).is_loopback:
         raise ConfigError(

@@ -59,7 +59,7 @@ def make_app(
     stall_deadline: float = 600.0,
 ) -> web.Application:
     """The application over an engine that is already decoding. `probe` (default: `engine.state`) returns if the decode loop is
-    alive: `/health` waits `health_deadline` seconds for it; after `stall_deadline` seconds the engine counts as failed, and all
+    alive: `/health` waits `health_deadline` seconds for it; after `stall_deadline` seconds the engine has failed and all
     requests end."""
     served = Served(tokenizer, model_name=model_name, context=context, vocabulary=vocabulary, stop_ids=tuple(stop_ids))
     server = Server(engine, served, probe=probe, health_deadline=health_deadline, stall_deadline=stall_deadline)

@@ -128,8 +128,7 @@ class TextReader:
 
 
 def first_stop(text: str, stops: Sequence[str], *, after: int = 0) -> tuple[int, str] | None:
-    """(start, stop string) of the one that ends first, past `after`. Comparing ends makes it independent of token
-    boundaries."""
+    """(start, stop string) of the one that ends first, past `after`: its end, unlike its start, does not depend on tokens."""
     found = [(text.find(stop, max(0, after - len(stop) + 1)), stop) for stop in stops]
     complete = [(start + len(stop), start, stop) for start, stop in found if start >= 0]
     if not complete:

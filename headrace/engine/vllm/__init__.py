@@ -1,2 +1,1 @@
-"""A stock vLLM server as an engine: `server` starts one, `api` speaks its HTTP interface, `engine` puts it behind the
-protocol."""
+"""A stock vLLM server as an engine: `server` starts one, `api` speaks its HTTP interface, `engine` implements the protocol."""

@@ -66,8 +66,7 @@ class CallQueue:
         self._idle = asyncio.Event()
         self._idle.set()
         self._is_paused, self._is_admitting, self._is_swapping = False, True, False
-        self._has_bad_cache = False
-        """Its KV cache may hold NaN. vLLM computes with the values of freed blocks, if at weight 0, which keeps NaN alive."""
+        self._has_bad_cache = False  # its KV cache may hold NaN, for good: vLLM multiplies freed blocks by 0, which keeps NaN
         self._num_sampled = self._num_started = 0
         self._heard_at = time.monotonic()
         self._note()

@@ -187,8 +187,8 @@ class NcclHandover:
         await api.finish_update()
 
     async def _together(self, asking: Coroutine[Any, Any, None], sending: Callable[[], None]) -> None:
-        """The server answers when it has received everything. If one of the two fails, the other would wait for ever, so both
-        end."""
+        """The server answers when it has received everything. If one of the two fails, end the other, which would wait for
+        ever."""
         assert self._sender is not None
         both = [asyncio.ensure_future(asking), asyncio.ensure_future(asyncio.to_thread(sending))]
         try:

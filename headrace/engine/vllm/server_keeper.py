@@ -41,8 +41,7 @@ def _watch(child: subprocess.Popen[bytes]) -> None:
 
 
 def _end_others(until: float) -> None:
-    """End what the command left in its process group. Python's resource trackers come last: they remove the shared memory of
-    killed processes."""
+    """End what the command left in its process group; resource trackers last, as they free the shared memory of the killed."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.killpg(0, signal.SIGTERM)
     for is_last in (False, True):
