@@ -109,8 +109,7 @@ class EngineKind:
     def predict_memory(
         self, recipe: Recipe, shape: ModelShape, *, context: int, free: int, most_blocks: int, on_gpu: bool, total: int
     ) -> tuple[EngineMemory, int]:
-        """(bytes of the engine's process, of a server behind it). `free` is available at its start, `total` is its GPU's
-        size."""
+        """(bytes of the engine's process, of its server). `free` is available at its start, `total` the size of its GPU."""
         from headrace.engine.native.engine_memory import predict_engine_memory
 
         dtype = recipe.model.dtype
@@ -130,5 +129,5 @@ class EngineKind:
     async def open(
         self, recipe: Recipe, model_path: str, place: EnginePlace, *, sync: WeightSync, timeline: Timeline
     ) -> OpenedEngine:
-        """Load the engine into this process, an engine's own."""
+        """Load the engine. Called in the process that will run it."""
         raise NotImplementedError

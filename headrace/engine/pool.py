@@ -69,8 +69,7 @@ class EnginePool:
         self._on_available()
 
     def lose(self, engine: RemoteEngine) -> None:
-        """An engine is lost: streams and calls with known tokens end with these, for the caller to resume; others wait
-        again."""
+        """An engine is lost. Streams and calls with known tokens end, for the caller to resume; the others wait again."""
         engine.is_lost = True
         if engine in self.engines:
             self.engines.remove(engine)
@@ -132,7 +131,7 @@ class EnginePool:
         return self._interrupted if rollout.finish_reason is FinishReason.ABORT else self._new
 
     def send_soon(self) -> None:
-        """In the next turn of the event loop, so that requests submitted together are sent together."""
+        """Send in the next turn of the event loop, so that requests submitted together are sent together."""
         if not self._is_flush_due and self.num_waiting and self.engines:
             self._is_flush_due = True
             asyncio.get_running_loop().call_soon(self._flush)
@@ -190,8 +189,8 @@ class EnginePool:
         await self._all("resume")
 
     async def sleep(self, *, weights: bool = False) -> None:
-        """Put all engines to sleep, after those that fell behind have caught up, for which they need their weights. An engine
-        that joins later stays awake until the next call."""
+        """Put all engines to sleep, once late ones have caught up, which takes their weights. Those that join later are
+        awake."""
         while self.delivery.catching_up:
             await asyncio.wait(list(self.delivery.catching_up.values()))
         await self._all("sleep", weights=weights)

@@ -54,7 +54,6 @@ class PoolRequest:
     engine: RemoteEngine | None = None
     """Where it was sent; None while it waits."""
     parts: list[SampledPart] = field(default_factory=list)
-    """The tokens reported so far."""
     news: asyncio.Queue[Increment | Rollout | Exception] = field(default_factory=asyncio.Queue)
     """For the caller: increments of a stream, or the finished rollout; an exception if the call was refused."""
 
@@ -186,7 +185,7 @@ class RemoteEngine:
         )
 
     def cancel(self, key: int) -> None:
-        """In the next turn of the event loop, so that calls cancelled together go in one message."""
+        """Tell it in the next turn of the event loop, so that calls cancelled together go in one message."""
         if not self._cancelled:
             asyncio.get_running_loop().call_soon(self._tell_cancelled)
         self._cancelled.append(key)

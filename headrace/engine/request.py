@@ -130,8 +130,7 @@ async def stream(engine: TakesRequests, rollout: Rollout, sampling: Sampling) ->
 def _submitted(
     engine: TakesRequests, rollout: Rollout, sampling: Sampling, *, is_streamed: bool
 ) -> Iterator[asyncio.Queue[Increment | Rollout | Exception]]:
-    """The queue of a call's results: increments of a stream, then the rollout or an error. Leaving the block cancels the
-    rest."""
+    """The queue of a call's results: increments of a stream, then the rollout or an error. Leaving early cancels the call."""
     loop, thread = asyncio.get_running_loop(), threading.get_ident()
     answers: asyncio.Queue[Increment | Rollout | Exception] = asyncio.Queue()
     is_over = False

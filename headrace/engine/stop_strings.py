@@ -16,7 +16,7 @@ _SPARE_TOKENS = 8  # decoded beyond one token per character of the stop string: 
 
 def window(rollout: Rollout, sampling: Sampling, length: int) -> int | None:
     """The first token to decode when the rollout has `length` tokens; None if no stop string can end it there. Like a stop
-    token, a string completed within the first `min_tokens` is ignored, also later."""
+    token, a string completed within the first `min_tokens` is ignored for good."""
     if not sampling.stop or length - len(rollout) <= sampling.min_tokens:
         return None
     return max(_start_of_text(rollout), length - max(map(len, sampling.stop)) - _SPARE_TOKENS)

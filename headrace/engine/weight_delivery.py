@@ -83,8 +83,7 @@ class WeightDelivery:
             raise StreamClosed(f"{engine.name} was lost while it was brought up to date")
 
     async def _catch_up(self, engine: RemoteEngine, loading: asyncio.Future[None]) -> None:
-        """Wait for the pending load of a late engine, then bring it up to date. If that fails, disconnect it, to be
-        restarted."""
+        """Wait for a late engine's pending load, then bring it up to date. If that fails, disconnect it: it is restarted."""
         await asyncio.wait([loading])
         _ = loading.cancelled() or loading.exception()  # however it ended, it is retried
         try:

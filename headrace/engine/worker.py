@@ -53,8 +53,8 @@ class EngineWorker:
     # The data stream
 
     def attach(self, data: Peer) -> None:
-        """Start to pull work: twice the slots, so that slots which become free together are refilled in the next step, however
-        long the launcher takes over the results."""
+        """Start to pull work: twice the slots, so that freed slots are refilled in the next step, however slow the launcher
+        is."""
         self._data = data
         data.notify("pull", 2 * self._engine.num_slots)
 

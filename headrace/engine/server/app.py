@@ -153,7 +153,7 @@ class Server:
         started = time.perf_counter()
         resource = request.match_info.route.resource
         endpoint = "other" if resource is None else resource.canonical
-        status = _CLIENT_LEFT  # until something else is known
+        status = _CLIENT_LEFT  # unless the handler answers
         try:
             response = await handler(request)
             status = response.failed_with if isinstance(response, Events) else response.status

@@ -21,7 +21,7 @@ _FORGOTTEN = 2  # once this many of those have given text, the tokens before the
 
 @dataclass(frozen=True)
 class Served:
-    """The served model, as requests are checked against it."""
+    """What requests are checked against: the served model."""
 
     tokenizer: PreTrainedTokenizerBase
     model_name: str
@@ -39,8 +39,7 @@ class Served:
 
 
 def encode_prompt(text: str, name: str, served: Served, *, add_special: bool) -> tuple[int, ...]:
-    """The tokens of a prompt that the parameter `name` gave. Text that cannot fit is refused before it is tokenized: megabytes
-    would take seconds, and block all other requests."""
+    """The tokens of parameter `name`. Text that cannot fit is refused first: tokenizing megabytes would block all requests."""
     if len(text) > served.max_characters:
         message = f"{name}: a text of {len(text)} characters is longer than the context of {served.context} tokens can be"
         raise ApiError(400, message, param=name, code="context_length_exceeded")
@@ -128,7 +127,7 @@ class TextReader:
 
 
 def first_stop(text: str, stops: Sequence[str], *, after: int = 0) -> tuple[int, str] | None:
-    """(start, stop string) of the one that ends first, past `after`: its end, unlike its start, does not depend on tokens."""
+    """(start, stop string) of the one that ends first, past `after`, so that the result does not depend on token boundaries."""
     found = [(text.find(stop, max(0, after - len(stop) + 1)), stop) for stop in stops]
     complete = [(start + len(stop), start, stop) for start, stop in found if start >= 0]
     if not complete:

@@ -28,7 +28,7 @@ _BEFORE_CLOSING = re.compile(r'(?:[^"<]++|<(?!/tool_call>)|"(?:[^"\\\n]|\\[\s\S]
 _MANY = 2**31
 
 
-# What a request says about tools
+# Tools in a request
 
 
 def read_tools(body: Body) -> tuple[list[dict[str, Any]], int]:
@@ -100,7 +100,7 @@ def _arguments(value: Any, name: str) -> dict[str, Any]:  # noqa: ANN401
     return dict(value)
 
 
-# What a model says
+# Tool calls in the model's text
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ class Ability:
     """The first release that can."""
     path: str = ""
     field: tuple[str, str] = ("", "")
-    """(the start of the name of an interface message, a field of it)."""
+    """(start of a message's name in the interface, a field of that message)."""
 
     def is_in(self, about: About) -> bool:
         return (not self.path or self.path in about.paths) and (not self.field[0] or about.has(*self.field))

@@ -80,7 +80,7 @@ class About:
     version: str
     paths: frozenset[str]
     fields: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    """Fields of the interface's messages, by message."""
+    """The fields of each message of its interface."""
 
     def has(self, message: str, name: str) -> bool:
         """Whether any message whose name starts with `message` has the field."""
@@ -104,7 +104,7 @@ class VllmApi:
     async def close(self) -> None:
         await self._session.close()
 
-    # What it is
+    # About the server
 
     async def is_up(self) -> bool:
         try:
@@ -224,8 +224,8 @@ class VllmApi:
     async def prompt_logprobs(
         self, token_ids: Sequence[int], *, model: str, salt: str, whole: bool, seconds: float = 600.0
     ) -> tuple[Array, list[dict[int, float]]]:
-        """([tokens] float32 under the model's own distribution, 0 for the first; with `whole`, the logprobs of the whole
-        vocabulary for each token but the first)."""
+        """([tokens] float32 under the model's own distribution, the first 0; with `whole`, all logprobs for each token after
+        it)."""
         sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": -1 if whole else 0, "detokenize": False}
         ids = [int(token) for token in token_ids]
         body = {"model": model, "token_ids": ids, "cache_salt": salt, "sampling_params": sampling}

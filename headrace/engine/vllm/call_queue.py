@@ -90,7 +90,7 @@ class CallQueue:
         self._fill()
 
     def withdraw(self, request: Request) -> None:
-        """Closing its stream ends the call at the server."""
+        """Cancel it: closing its stream ends the call at the server."""
         self._waiting.pop(request, None)
         if request in self._running:
             self._running[request].end()
@@ -152,7 +152,7 @@ class CallQueue:
             _fail(request, error)
         except VllmError as error:
             self._die(error)
-        except Exception as error:  # noqa: BLE001  (whatever it is, callers must not wait for ever)
+        except Exception as error:  # noqa: BLE001  (whatever it is, callers must not wait forever)
             self._die(VllmGone(f"vLLM at {self._api.url}: its answer could not be read: {error!r}, log {self._api.log}"))
         finally:
             if self._running.get(request) is call:
@@ -207,7 +207,7 @@ class CallQueue:
         self._waiting[call.request] = RunningCall(call.request)
         self._waiting.move_to_end(call.request, last=False)
 
-    # Its end
+    # When the server is lost
 
     def _die(self, error: Exception) -> None:
         """Fail all calls in flight; the pool continues them on other engines from the tokens it knows."""

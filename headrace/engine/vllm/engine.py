@@ -269,7 +269,6 @@ class VllmEngine(CallQueue):
             raise EngineDied(f"version {update.version} did not get into the server: {error}") from error
 
     async def _exchange(self, update: WeightUpdate, interrupt: Interrupt) -> None:
-        """Pause, load, resume."""
         async with self._turn:
             was_paused = self._is_paused
             if interrupt is Interrupt.DRAIN:
@@ -307,7 +306,7 @@ class VllmEngine(CallQueue):
     async def unpin(self, rollout_id: str) -> None:
         """Nothing is pinned."""
 
-    # Its life
+    # Start, watch and close
 
     def start(self) -> None:
         """Start to watch the server."""

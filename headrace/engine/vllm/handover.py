@@ -72,7 +72,7 @@ def saved_form(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 class Handover(Protocol):
-    """One way to do it. An update's tensors stay unchanged until the next one is prepared."""
+    """One way to hand over weights. An update's tensors stay unchanged until the next one is prepared."""
 
     async def open(self, api: VllmApi, release: str) -> None:
         """Called once, when the server is up; `release` is its vLLM version."""
@@ -187,8 +187,7 @@ class NcclHandover:
         await api.finish_update()
 
     async def _together(self, asking: Coroutine[Any, Any, None], sending: Callable[[], None]) -> None:
-        """The server answers when it has received everything. If one of the two fails, end the other, which would wait for
-        ever."""
+        """The server answers when it has received everything. If either side fails, abort: the other would wait forever."""
         assert self._sender is not None
         both = [asyncio.ensure_future(asking), asyncio.ensure_future(asyncio.to_thread(sending))]
         try:

@@ -161,7 +161,7 @@ def gpus_of(recipe: Recipe, index: int, *, count: int) -> list[int]:
 
 
 def visible_to(recipe: Recipe, index: int) -> str:
-    """A server's CUDA_VISIBLE_DEVICES, in the numbers of this process's own."""
+    """A server's CUDA_VISIBLE_DEVICES: its GPUs, translated through this process's own variable."""
     seen = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
     gpus = gpus_of(recipe, index, count=num_gpus())
     return ",".join(seen[number] if seen else str(number) for number in gpus)

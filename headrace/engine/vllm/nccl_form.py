@@ -26,8 +26,7 @@ _PACKED_AT_INIT = (0, 28)
 
 
 def is_packed_at_init(release: str) -> bool:
-    """Whether this vLLM learns how weights are packed once, and not with every update: it refuses fields it does not expect. A
-    release without a number counts as new."""
+    """Whether this vLLM must be told the packing at init, not with every update. A release without a number counts as new."""
     numbers = re.match(r"v?(\d+)\.(\d+)", release)
     return numbers is None or (int(numbers[1]), int(numbers[2])) >= _PACKED_AT_INIT
 

@@ -17,7 +17,7 @@ ID_BYTES = 128
 _SUCCESS, _IN_PROGRESS = 0, 7
 _UINT8, _FLOAT32, _SUM = 1, 7, 0
 _NAME = "libnccl.so.2"
-_CONFIG_VERSION, _CONFIG_MAGIC = 21400, 0xCAFEBEEF  # the first release with a configuration; later ones read its form too
+_CONFIG_VERSION, _CONFIG_MAGIC = 21400, 0xCAFEBEEF  # the first release with a config struct; later ones still read it
 
 
 class _Id(ctypes.Structure):

@@ -53,8 +53,7 @@ class PackedSender:
         buffer_bytes: int = BUFFER_BYTES,
         library: NcclLibrary | None = None,
     ) -> None:
-        """`host` is the address of this machine to listen on, which the server must reach; `deadline` the most seconds without
-        progress. `library` is for tests."""
+        """`host` is where to listen for the server; `deadline` the most seconds without progress; `library` is for tests."""
         if num_workers < 1 or buffer_bytes < 1 or deadline <= 0:
             raise ValueError(f"num_workers {num_workers}, buffer_bytes {buffer_bytes} and deadline {deadline} must be positive")
         if library is None and device.type != "cuda":
@@ -69,7 +68,7 @@ class PackedSender:
         self._store: TCPStore | None = open_store(host, deadline=deadline)
         self._port = self._store.port
 
-    # What the server is told
+    # Over HTTP, to the server
 
     def init_info(self, release: str) -> dict[str, Any]:
         """For `/init_weight_transfer_engine`, in the form of this vLLM release."""
@@ -83,14 +82,14 @@ class PackedSender:
     def _packing(self) -> dict[str, Any]:
         return {"packed": True, "packed_buffer_size_bytes": self._buffer_bytes, "packed_num_buffers": NUM_BUFFERS}
 
-    # What the workers are sent
+    # Over NCCL, to its workers
 
     def join(self) -> None:
         """Wait until every worker is in the group."""
         with self._fatal():
             if self._communicator or self._ended:
                 raise SyncError(self._ended or "the workers have joined already")
-            # creating an id makes NCCL listen for ever, so wait for a worker first
+            # creating an id makes NCCL listen forever, so wait for a worker first
             come = f"none of the server's {self.num_workers} workers came to {self._host}:{self._port}, which it must reach,"
             self._wait(self._is_anyone_there, come, pause=_SLOW_POLL)
             with self._on(self._streams[0]):
@@ -135,7 +134,7 @@ class PackedSender:
             self._wait_for(lane, f"the last of {len(planned)} broadcasts to {self.num_workers} workers did not end")
 
     def _lanes(self, planned: Sequence[Sequence[Named]]) -> list[_Lane]:
-        """Their memory is allocated on their own streams, so that it is not reused before these are done with it."""
+        """Their memory is allocated on their own streams, so that it is not reused while they still need it."""
         largest = max(sum(tensor.nbytes for _, tensor in chunk) for chunk in planned)
         lanes = []
         for stream in self._streams[: len(planned)]:
@@ -148,7 +147,7 @@ class PackedSender:
     def _broadcast(self, lane: _Lane, num_bytes: int) -> Callable[[int], None]:
         return lambda it: self._library.broadcast(it, lane.address, num_bytes=num_bytes, stream=lane.handle)
 
-    # The end
+    # Ending
 
     def abort(self, reason: str = "the sender was closed") -> None:
         """End what runs; waiting calls raise `SyncError`. Needs no worker, and can be called again."""
@@ -259,7 +258,7 @@ class _Lane:
         return start
 
     def mark(self) -> None:
-        """From now on `is_free` tells whether all that is on the stream by now is done."""
+        """Let `is_free` tell when everything now on the stream is done."""
         if self._event is not None:
             self._event.record(self.stream)
 

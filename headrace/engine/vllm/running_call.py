@@ -26,7 +26,7 @@ _NOTHING = np.zeros(0, np.int32)
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 _MIX = 0x9E3779B97F4A7C15
 _TIES = 16  # tokens as likely as the last of the k likeliest, which vLLM keeps too
-TOGETHER = 16  # tokens per event, where they need not come one by one: the cost of an event does not depend on it
+TOGETHER = 16  # tokens per event, where they need not come one by one: an event costs the same for any number
 _MISSING = 1e-3  # the most probability that may lie outside a sampling mask before it counts as incomplete
 
 

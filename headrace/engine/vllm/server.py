@@ -34,12 +34,12 @@ class VllmServer:
     """A running server."""
 
     process: subprocess.Popen[bytes]
-    """The `server_keeper`'s."""
+    """The `server_keeper` that runs it."""
     api: VllmApi
     token: str
     log: Path
     log_start: int
-    """Where its own lines start: those of an earlier server stay."""
+    """Where its own lines start; the file may hold those of an earlier server."""
 
     def output(self) -> str:
         """The end of its log."""

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 _PATIENCE = 8.0  # seconds between SIGTERM and SIGKILL
-_TRACKERS = 3.0  # seconds that resource trackers are left after that
+_TRACKERS = 3.0  # further seconds for resource trackers
 
 
 def main() -> int:
