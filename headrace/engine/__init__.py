@@ -1,12 +1,11 @@
 """Engines: they generate rollouts, behind one small protocol (`protocol`).
 
-Generation makes a rollout longer. Tokens go in and tokens come out, each with its logprob under the distribution it was sampled
-from and the version of the weights that sampled it; only the engine writes either.
+Generation makes a rollout longer: tokens go in and tokens come out, each with its logprob under the distribution it was sampled
+from and the version of the weights that sampled it. Only the engine writes these two.
 
-`engine.kind` is a choice of the table in `kinds`; `kind` is what each choice says of itself. `native/` is the embedded engine,
-`vllm/` a stock vLLM server. In a run of several processes, `pool` is one engine over many (`remote_engine`), brings new weights
-to them (`weight_delivery`), and talks to the `worker` in each process. `server/` is the OpenAI-compatible server of `headrace
-serve`.
+`kinds` is the table of the choices of `engine.kind`, `kind` what each says about itself. `native/` is the embedded engine,
+`vllm/` a stock vLLM server. When engines run in other processes, `pool` makes them one engine: it has a `remote_engine` for
+each, which talks to the `worker` there, and delivers new weights (`weight_delivery`). `server/` is `headrace serve`.
 """
 
 from typing import TYPE_CHECKING

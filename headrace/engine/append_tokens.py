@@ -1,4 +1,4 @@
-"""Append the tokens of one generate call to a rollout: the one place where what an engine sampled enters a record."""
+"""Appends the tokens of one generate call to a rollout: the only place where sampled tokens enter a record."""
 
 from __future__ import annotations
 
@@ -28,15 +28,14 @@ def append_call(
     lineage: str,
     expert_routing: Array | None = None,
 ) -> Rollout:
-    """The rollout with a call's tokens. `masks` has a row for each of them, or none at all.
+    """The rollout with a call's tokens. `masks` has a row for each of them, or none at all; `expert_routing` has a row for
+    every token of the longer rollout, unknown where nothing was recorded.
 
-    `expert_routing` has a row for every token of the longer rollout, unknown ones where nothing was recorded.
-
-    A rollout carries one lineage: that of its first sampled token. Say lineage B started from version 40 of lineage A. Tokens
-    of A up to 40 are part of B's history too, so either name would fit; a token sampled by A's version 41 is of weights that
-    no longer exist, and must not pass for one of B's. An engine cannot tell the two cases apart. Under A's name, a rollout
-    continued in B is rejected as soon as it holds a token past 40: this may over-reject, never under-reject. Before such a
-    rollout is resumed, a caller that knows the history truncates it and may rename it (`headrace.partial.still_history`).
+    A rollout carries one lineage: that of its first sampled token. Say lineage B started from version 40 of lineage A. A's
+    tokens up to 40 belong to B's history too; a token of A's version 41 comes from weights that no longer exist, and must not
+    pass for one of B's. An engine cannot tell these apart, so a rollout continued in B stays under A's name, and is rejected as
+    soon as it holds a token past 40: this may over-reject, never under-reject. A caller that knows the history truncates such a
+    rollout before it resumes it, and may rename it (`headrace.partial.still_history`).
     """
     if any(each.stop > each.start for each in rollout.calls):
         lineage = rollout.lineage

@@ -1,4 +1,4 @@
-"""What a choice of `engine.kind` tells the rest of Headrace about itself, and how its engines are made."""
+"""What an engine kind tells the rest of Headrace about itself, and how its engines are made."""
 
 from __future__ import annotations
 
@@ -27,28 +27,27 @@ class EnginePlace:
     name: str
     index: int
     device: str
-    """Where it computes."""
     receives_on: str
     """Where it receives new weights (`EngineKind.receives_on`)."""
     log: Path
-    """For the output of a server that is started for it."""
+    """For the output of a server started for it."""
     folder: Path
-    """Where new weights may be written for a server that reads files."""
+    """Where to write new weights for a server that reads files."""
     most_blocks: int = 0
-    """KV blocks that can be in use at once; 0 where that is not known."""
+    """The most KV blocks in use at once; 0 if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpenedEngine:
-    """A loaded engine in a process of its own, not yet started."""
+    """A loaded engine in its own process, not yet started."""
 
     engine: ProcessEngine
     stop_ids: tuple[int, ...]
     """The model's own stop tokens."""
     server_command: tuple[str, ...] = ()
-    """The command line of a server that was started for it."""
+    """Of the server that was started for it, if any."""
     close: Callable[[], None] = lambda: None
-    """Ends what was started for it. Called when the process ends."""
+    """Stops what was started for it. Called when the process ends."""
 
 
 class EngineKind:
@@ -62,15 +61,15 @@ class EngineKind:
     payloads: ClassVar[frozenset[str] | None] = None
     """In what form it takes new weights (`sync.payload`); None takes every form."""
     runs_inline: ClassVar[bool] = True
-    """Whether it runs on the launcher's event loop too (`orchestrate = "inline"`)."""
+    """Whether it also runs on the launcher's event loop (`orchestrate = "inline"`)."""
     can_sleep: ClassVar[bool] = True
     """Whether it can give memory back while the trainer trains (`engine.sleep`)."""
     is_exact: ClassVar[bool] = False
-    """Whether its logprobs are bitwise those of the trainer (`exact`)."""
+    """Whether its logprobs equal the trainer's bitwise (`exact`)."""
     has_server: ClassVar[bool] = False
-    """Whether a server behind the engine's process computes, and the process only passes rollouts and weights on."""
+    """Whether a server computes, and the engine's process only passes rollouts and weights on."""
 
-    # Of a recipe; nothing is loaded for it
+    # From the recipe alone; nothing is loaded
 
     def num_engines(self, settings: EngineSettings) -> int:
         return settings.count
@@ -84,7 +83,7 @@ class EngineKind:
         return {**kept, "count": self.num_engines(settings)}
 
     def check(self, recipe: Recipe) -> None:
-        """Raise `ConfigError` for settings that this engine cannot follow."""
+        """Raise `ConfigError` for settings this engine cannot follow."""
 
     def describe(self, settings: EngineSettings, *, max_tokens: int) -> list[str]:
         """Lines of the dry run."""
@@ -96,25 +95,23 @@ class EngineKind:
             f"{max_tokens} new tokens each at most"
         )
 
-    # Of a recipe on this machine; `device` is "cpu" or "cuda"
+    # From the recipe and this machine; `device` is "cpu" or "cuda"
 
     def check_machine(self, recipe: Recipe, *, device: str) -> None:
-        """Raise `ConfigError` where this machine lacks what the engine needs."""
+        """Raise `ConfigError` if this machine lacks what the engine needs."""
 
     def listens_on_host(self, recipe: Recipe, *, device: str) -> bool:
-        """Whether the engine's process waits for connections on `sync.host` to hand weights on."""
+        """Whether the engine's process listens on `sync.host` to pass weights on."""
         return False
 
     def receives_on(self, recipe: Recipe, index: int, *, device: str, trainer: str, engine: str) -> str:
-        """The device on which an engine's process receives new weights. `trainer` and `engine` are the devices that the
-        trainer and this engine have."""
+        """The device on which an engine's process receives new weights; `trainer` and `engine` are the devices of these two."""
         return engine
 
     def predict_memory(
         self, recipe: Recipe, shape: ModelShape, *, context: int, free: int, most_blocks: int, on_gpu: bool, total: int
     ) -> tuple[EngineMemory, int]:
-        """(bytes in the engine's process, bytes of a server behind it). `free` is what the engine finds when it starts,
-        `total` the size of its GPU."""
+        """(bytes of the engine's process, of its server). `free` is available at its start, `total` the size of its GPU."""
         from headrace.engine.native.engine_memory import predict_engine_memory
 
         dtype = recipe.model.dtype
@@ -128,11 +125,11 @@ class EngineKind:
     def make_inline(
         self, recipe: Recipe, model_path: str, *, device: str, sync: WeightSync, timeline: Timeline, most_blocks: int
     ) -> tuple[InlineEngine, tuple[int, ...]]:
-        """(the engine, the model's stop tokens). Only asked of kinds that run inline."""
+        """(the engine, the model's stop tokens). Only called for kinds that run inline."""
         raise NotImplementedError
 
     async def open(
         self, recipe: Recipe, model_path: str, place: EnginePlace, *, sync: WeightSync, timeline: Timeline
     ) -> OpenedEngine:
-        """Load the engine into this process. Called in an engine's process."""
+        """Load the engine. Called in the process that will run it."""
         raise NotImplementedError

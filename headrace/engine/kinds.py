@@ -17,12 +17,12 @@ KINDS: dict[str, EngineKind] = {kind.name: kind for kind in (NativeKind(), VllmK
 
 
 def engine_kind(settings: EngineSettings) -> EngineKind:
-    """The choice that `engine.kind` names."""
+    """The kind that `engine.kind` names."""
     return KINDS[settings.kind]
 
 
 def check_engine_kind(recipe: Recipe) -> None:
-    """Refuse what the chosen engine cannot do, and settings that only another one reads."""
+    """Refuse what the chosen engine cannot do, and settings that only another engine reads."""
     engine, kind = recipe.engine, engine_kind(recipe.engine)
     named = f"engine.kind = '{kind.name}'"
     if recipe.exact and not kind.is_exact:

@@ -1,9 +1,9 @@
-"""Engines in other processes as one `Engine`.
+"""Engines in other processes, as one `Engine`.
 
-Requests wait here and engines pull them: each takes as many as it has room for, so that a fast engine does more and none
-hoards. One table holds every generate call in flight, with the tokens known so far: it feeds streams, cancelling, checkpoints
-(`in_flight`), and recovery. When an engine is lost, its calls continue on the others from their known tokens. Only forks of a
-pinned rollout wait for one engine: the one that has the rollout's KV cache.
+Requests wait here, and each engine pulls as many as it has room for, so that fast engines do more and none hoards. One table
+holds every generate call in flight with the tokens known so far: it serves streams, cancelling, checkpoints (`in_flight`) and
+recovery. When an engine is lost, its calls continue on the others from their known tokens. Only forks of a pinned rollout wait
+for one engine: the one that has its KV cache.
 """
 
 from __future__ import annotations
@@ -34,15 +34,12 @@ class EnginePool:
 
     def __init__(self) -> None:
         self.engines: list[RemoteEngine] = []
-        self.requests: dict[int, PoolRequest] = {}
-        """Every generate call in flight, by key: sent or waiting."""
+        self.requests: dict[int, PoolRequest] = {}  # every generate call in flight, waiting or sent, by key
         self.delivery = WeightDelivery(on_lost=self.lose, on_caught_up=self._on_available)
-        self._interrupted: deque[int] = deque()
-        """Keys of waiting requests that were interrupted before: they continue before new ones start."""
+        self._interrupted: deque[int] = deque()  # keys of waiting requests that were interrupted: they go before new ones
         self._new: deque[int] = deque()
         self.num_waiting = 0
-        self._pinned: dict[str, RemoteEngine | None] = {}
-        """Pinned rollouts, and the engine each was last sent to."""
+        self._pinned: dict[str, RemoteEngine | None] = {}  # pinned rollouts, each with the engine it was last sent to
         self._keys = itertools.count()
         self._available = asyncio.Event()
         self._is_paused = False
@@ -51,8 +48,8 @@ class EnginePool:
     # Engines come and go; called by their supervisor
 
     async def join(self, engine: RemoteEngine) -> None:
-        """Add an engine, once it holds the weights and pins that the others hold and is paused if they are. Each of these may
-        change while it is brought there, so all are looked at again after every wait."""
+        """Add an engine once it holds the weights and pins of the others, and is paused if they are. All of these may change
+        during an await, so they are checked again after each."""
         is_paused = False
         pinned: set[str] = set()
         while True:
@@ -72,7 +69,7 @@ class EnginePool:
         self._on_available()
 
     def lose(self, engine: RemoteEngine) -> None:
-        """An engine is gone. Calls of which tokens are known end with them, for the caller to resume; others wait again."""
+        """An engine is lost. Streams and calls with known tokens end, for the caller to resume; the others wait again."""
         engine.is_lost = True
         if engine in self.engines:
             self.engines.remove(engine)
@@ -89,7 +86,7 @@ class EnginePool:
         self.send_soon()
 
     def _on_available(self) -> None:
-        """An engine has joined, or has caught up."""
+        """Called when an engine has joined or caught up."""
         self._available.set()
         self.send_soon()
 
@@ -112,7 +109,7 @@ class EnginePool:
 
     @contextlib.contextmanager
     def _submitted(self, rollout: Rollout, sampling: Sampling, *, is_streamed: bool) -> Iterator[PoolRequest]:
-        """A request in the table and in a queue; cancelled at the end of the block if it has not ended."""
+        """A request in the table and in a queue; leaving the block cancels it if it has not ended."""
         request = PoolRequest(next(self._keys), rollout, sampling, is_streamed)
         self.requests[request.key] = request
         self._queue_of(rollout).append(request.key)
@@ -134,7 +131,7 @@ class EnginePool:
         return self._interrupted if rollout.finish_reason is FinishReason.ABORT else self._new
 
     def send_soon(self) -> None:
-        """Soon, so that requests submitted together are sent together."""
+        """Send in the next turn of the event loop, so that requests submitted together are sent together."""
         if not self._is_flush_due and self.num_waiting and self.engines:
             self._is_flush_due = True
             asyncio.get_running_loop().call_soon(self._flush)
@@ -169,7 +166,7 @@ class EnginePool:
             self.lose(engine)
 
     async def in_flight(self) -> list[InFlight]:
-        """By what the engines have reported, which they do every second."""
+        """As of the engines' last reports, which come every second."""
         return [request.in_flight() for request in self.requests.values()]
 
     # The rest of the protocol: calls to one engine or to all
@@ -192,8 +189,8 @@ class EnginePool:
         await self._all("resume")
 
     async def sleep(self, *, weights: bool = False) -> None:
-        """All engines, once those that fell behind have caught up, for which they need their weights. One that joins later is
-        awake until they all sleep again."""
+        """Put all engines to sleep, once late ones have caught up, which takes their weights. Those that join later are
+        awake."""
         while self.delivery.catching_up:
             await asyncio.wait(list(self.delivery.catching_up.values()))
         await self._all("sleep", weights=weights)
@@ -202,16 +199,16 @@ class EnginePool:
         await self._all("wake")
 
     async def load(self, update: WeightUpdate, *, interrupt: Interrupt = Interrupt.KEEP) -> None:
-        """Returns when engines hold the update (`WeightDelivery.load`) and there is at least one."""
+        """Returns when the engines hold the update (`WeightDelivery.load`) and at least one engine is left."""
         await self.delivery.load(update, [engine for engine in self.engines if not engine.is_behind], interrupt)
         await self._least_busy()
 
     async def fork(self, rollout: Rollout, at: int, *, id: str) -> Rollout:
-        """While `rollout` is pinned, the fork goes to the engine that has its KV cache; to any, if that one is lost."""
+        """While `rollout` is pinned, its forks go to the engine that has its KV cache, or to any if that one is lost."""
         return rollout.forked(at, id=id)
 
     async def pin(self, rollout_id: str) -> None:
-        """On every engine: any of them may come to generate it."""
+        """On every engine, since any of them may generate it."""
         running = (each.engine for each in self.requests.values() if each.engine and each.rollout.id == rollout_id)
         self._pinned.setdefault(rollout_id, next(running, None))
         await self._all("pin", rollout_id=rollout_id)
@@ -240,7 +237,7 @@ class EnginePool:
         return {engine.name: engine.update.version for engine in self.engines if engine.update is not None}
 
     async def _all(self, name: str, **arguments: Any) -> list[Any]:  # noqa: ANN401
-        """What each engine answers; None from one that was lost meanwhile."""
+        """Every engine's answer; None from one that was lost meanwhile."""
 
         async def call(engine: RemoteEngine) -> Any:  # noqa: ANN401
             try:
@@ -252,7 +249,7 @@ class EnginePool:
         return list(await asyncio.gather(*(call(engine) for engine in list(self.engines))))
 
     async def _least_busy(self) -> RemoteEngine:
-        """An engine that is not behind. Waits for one to join or to catch up."""
+        """The least busy engine that is not behind. Waits for one to join or to catch up."""
         while not (current := [engine for engine in self.engines if not engine.is_behind]):
             self._available.clear()
             await self._available.wait()

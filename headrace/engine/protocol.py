@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 class UnusablePrompt(ValueError):
-    """Nothing can be generated from a prompt; the rollout is left out and the run goes on."""
+    """Nothing can be generated from this prompt; the run leaves the rollout out and goes on."""
 
 
 class PromptTooLong(UnusablePrompt):
-    """A rollout leaves no room in the context for a single new token."""
+    """The rollout leaves no room in the context for a new token."""
 
 
 class NotFinite(RuntimeError):
@@ -31,7 +31,7 @@ class EngineDied(RuntimeError):
 
 
 class EngineAsleep(RuntimeError):
-    """An engine that sleeps cannot finish rollouts in flight: it has no memory for that until it is woken."""
+    """A sleeping engine cannot finish rollouts in flight: it has no memory for them until it wakes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Increment:
     logprobs: tuple[float, ...]
     versions: tuple[int, ...]
     finish_reason: FinishReason | None
-    """None while more may come."""
+    """None while more tokens may come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,43 +56,39 @@ class EngineState:
     slots: int
     free_blocks: int
     tokens: int
-    """Sampled since it was made: a clock that only moves when work does."""
+    """Sampled since it was made: a clock that only advances while it works."""
     memory_peak: int = 0
-    """Most bytes its process took, of the GPU's memory where it has one; of several engines, the largest."""
+    """Peak bytes of its process, in GPU memory if it uses a GPU; of several engines, the largest."""
     policy: str = ""
-    """The policy whose weights it holds."""
 
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """A generate call that has not ended, as far as the caller's side knows it."""
+    """A generate call in flight, as the caller's side knows it."""
 
     rollout: Rollout
-    """As it was submitted."""
+    """As submitted."""
     num_sampled: int
     """Tokens this call is known to have sampled."""
     oldest: int | None
-    """The oldest version of its sampled tokens, of this call and earlier ones; None if there are none."""
+    """The oldest version of its sampled tokens, earlier calls included; None if there are none."""
     partial: Callable[[], Rollout]
-    """What a failure would leave of it now: with `ABORT`, or as submitted where no sampled token is known."""
+    """The rollout as a failure would leave it now: with `ABORT`, or as submitted if no sampled token is known."""
 
     @classmethod
     def of(cls, rollout: Rollout, *, num_sampled: int, first: int, partial: Callable[[], Rollout]) -> InFlight:
-        """`first`: the version of the first sampled token. Versions only rise, so no later token is older, and no token of an
-        earlier call is newer."""
+        """`first` is the version of this call's first token. Versions only rise, so earlier calls have the oldest."""
         before = rollout.oldest_version if rollout.calls else -1
         oldest = before if before >= 0 else first if num_sampled else None
         return cls(rollout, num_sampled, oldest, partial if num_sampled else lambda: rollout)
 
 
 class Engine(Protocol):
-    """Generates rollouts. All calls may be made at any time, from one event loop."""
+    """Generates rollouts. Any call may be made at any time, from one event loop."""
 
     async def generate(self, rollout: Rollout, sampling: Sampling) -> Rollout:
-        """The rollout with one more call's tokens. A partial one (`ABORT`) is resumed by generating it again.
-
-        Called by the generate loop and by evaluation; cancelling the await cancels the call.
-        """
+        """The rollout with one more call's tokens. To resume a partial one (`ABORT`), generate it again. Called by the generate
+        loop and by evaluation; cancelling the await cancels the call."""
 
     def stream(self, rollout: Rollout, sampling: Sampling) -> AsyncIterator[Increment]:
         """The same call, token by token; closing the iterator cancels it."""
@@ -102,22 +98,22 @@ class Engine(Protocol):
         current weights and each sampled token's own temperature and sampling mask."""
 
     async def pause(self, interrupt: Interrupt) -> None:
-        """Stop decoding, and do with rollouts in flight what `interrupt` says. One that sleeps cannot drain, and raises."""
+        """Stop decoding and apply `interrupt` to rollouts in flight. Raises `EngineAsleep` if they cannot drain."""
 
     async def resume(self) -> None:
         """Decode again, with the requests that were queued meanwhile."""
 
     async def load(self, update: WeightUpdate, *, interrupt: Interrupt = ...) -> None:
-        """Receive the weights of `update`, decoding meanwhile where it can, do with rollouts in flight what `interrupt` says
-        (`KEEP` if not given), and use the new weights from the next decode step on. Raises, and stays on the old version,
-        if what arrived is not what the manifest says. A paused engine stays paused."""
+        """Receive the weights of `update`, if possible while decoding, apply `interrupt` (default `KEEP`) to rollouts in
+        flight, and use the new weights from the next decode step on. If what arrives does not match the manifest, raise and
+        keep the old version. A paused engine stays paused."""
 
     async def state(self) -> EngineState:
         """For the run line and for health checks."""
 
     async def in_flight(self) -> list[InFlight]:
-        """The generate calls that have not ended, without stopping any; of engines in other processes, as last reported.
-        Called when a batch has been started, to cancel what is over age, and for checkpoints."""
+        """The generate calls in flight, without stopping any; for engines in other processes, as last reported. Called when a
+        batch has been started, to cancel rollouts that are too old, and for checkpoints."""
 
 
 class InlineEngine(Engine, Protocol):
@@ -125,55 +121,54 @@ class InlineEngine(Engine, Protocol):
 
     @property
     def peak_memory(self) -> int:
-        """Bytes that generation took at most."""
+        """Peak bytes used by generation."""
 
     async def serve(self) -> NoReturn:
         """Decode until cancelled."""
 
 
 class WeightSource(Protocol):
-    """The trainer's side, as a pool uses it to deliver weights to its engines."""
+    """The trainer's side, which a pool uses to deliver weights to its engines."""
 
     def routes(self, update: WeightUpdate, receivers: Sequence[str]) -> Sequence[WeightUpdate]:
-        """The update as each receiver gets it: the sender and the place may differ."""
+        """The update as each receiver gets it; senders and locations may differ."""
 
     async def send(self, update: WeightUpdate, receivers: Sequence[str]) -> None:
-        """Send it to them while they load it; returns at once where they fetch it."""
+        """Send it while they load it; returns at once if they fetch it themselves."""
 
     async def catch_up(self, version: int | None) -> Sequence[WeightUpdate]:
-        """The updates that bring an engine which holds `version` of this lineage, or nothing of it, to the newest."""
+        """The updates that bring an engine from `version` of this lineage (None: it holds nothing of it) to the newest."""
 
 
 class SleepingEngine(Engine, Protocol):
     """An engine that can give memory back for a while."""
 
     async def sleep(self, *, weights: bool = ...) -> None:
-        """Free the memory of the KV cache, with `weights` that of the weights too. Called when it is paused and the trainer
-        needs the memory; rollouts in flight wait, and their KV cache is computed again."""
+        """Free the memory of the KV cache and, with `weights`, that of the weights. Called while it is paused, when the trainer
+        needs the memory; rollouts in flight wait, and their KV cache is recomputed."""
 
     async def wake(self) -> None:
-        """Take the memory again, with the weights as they were; nothing happens if it is awake. Called before new weights are
-        loaded."""
+        """Take the memory back, with the weights as they were; no effect if awake. Called before new weights are loaded."""
 
 
 class ForkingEngine(Engine, Protocol):
-    """An engine that can continue from the middle of a rollout without computing its KV cache again."""
+    """An engine that can continue from the middle of a rollout without recomputing its KV cache."""
 
     async def fork(self, rollout: Rollout, at: int, *, id: str) -> Rollout:
-        """The first `at` tokens of a rollout as a new one, to be generated."""
+        """The first `at` tokens of a rollout as a new one, ready to generate."""
 
     async def pin(self, rollout_id: str) -> None:
-        """Keep the KV cache of a rollout, running or yet to run, when it ends."""
+        """Keep the KV cache of a rollout, running or yet to run, after it ends."""
 
     async def unpin(self, rollout_id: str) -> None:
         """Keep it no longer."""
 
 
 class ProcessEngine(SleepingEngine, ForkingEngine, Protocol):
-    """An engine in a process of its own: it takes requests in batches, and can be asked what they have sampled so far."""
+    """An engine in its own process: it takes requests in batches, and reports what they have sampled so far."""
 
     after_step: Callable[[], None]
-    """Set by its worker; called whenever tokens were sampled or a call has ended, in the thread where that happens."""
+    """Set by its worker; called when tokens were sampled or a call has ended, in the thread where that happened."""
     died: Future[None]
     """Fails with the reason when the engine can no longer generate."""
 
@@ -184,13 +179,13 @@ class ProcessEngine(SleepingEngine, ForkingEngine, Protocol):
     def policy(self) -> str: ...
 
     def start(self) -> None:
-        """Begin to decode, or to watch over the server that does."""
+        """Start decoding, or start to watch the server that does."""
 
     def submit(self, requests: Sequence[Request], on_refused: Callable[[Request, ValueError], None]) -> None:
-        """Queue many at once; those that cannot be generated are given to `on_refused`."""
+        """Queue many at once; `on_refused` gets those that cannot be generated."""
 
     def cancel(self, requests: Sequence[Request]) -> None:
-        """Withdraw many at once."""
+        """Cancel many at once."""
 
     def growth(self, requests: Iterable[Request] | None = None) -> list[Growth]:
-        """The tokens of these requests, or of all that run, since this was last asked. Called within `after_step`."""
+        """The tokens that these requests (default: all running) sampled since the last call. Called within `after_step`."""

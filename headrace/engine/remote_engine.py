@@ -24,15 +24,14 @@ if TYPE_CHECKING:
     from headrace.records import Array, Rollout, Sampling, WeightUpdate
     from headrace.rpc import Peer
 
-_MOST_BACKLOG = 8 << 20
-"""Bytes an engine may leave unread before it is sent no more."""
+_MOST_BACKLOG = 8 << 20  # unread bytes at which an engine is sent no more
 _REFUSED_UPDATES = {"SyncError", "WeightError"}
 _REFUSALS = {"PromptTooLong": PromptTooLong, "UnusablePrompt": UnusablePrompt, "NotFinite": NotFinite}
 
 
 @dataclass(frozen=True, slots=True)
 class SampledPart:
-    """Tokens of a running call, as its engine reported them."""
+    """Tokens of a running call, as reported by its engine."""
 
     token_ids: Array
     logprobs: Array
@@ -45,19 +44,18 @@ class SampledPart:
 
 @dataclass(eq=False, slots=True)
 class PoolRequest:
-    """A generate call in flight: an entry of the pool's one table."""
+    """A generate call in flight: an entry of the pool's table."""
 
     key: int
     rollout: Rollout
-    """As it was submitted."""
+    """As submitted."""
     sampling: Sampling
     is_streamed: bool
     engine: RemoteEngine | None = None
-    """The engine it was sent to; None while it waits."""
+    """Where it was sent; None while it waits."""
     parts: list[SampledPart] = field(default_factory=list)
-    """What is known to have been sampled so far."""
     news: asyncio.Queue[Increment | Rollout | Exception] = field(default_factory=asyncio.Queue)
-    """For the caller: the increments of a stream, or the finished rollout; an exception where the call was refused."""
+    """For the caller: increments of a stream, or the finished rollout; an exception if the call was refused."""
 
     @property
     def num_sampled(self) -> int:
@@ -83,11 +81,11 @@ class PoolRequest:
             self.news.put_nowait(rollout)
 
     def abort(self) -> None:
-        """End it with what is known, because its engine is gone."""
+        """End it with the known tokens, because its engine is lost."""
         self.news.put_nowait(Increment((), (), (), FinishReason.ABORT) if self.is_streamed else self.partial())
 
     def partial(self) -> Rollout:
-        """The rollout with the tokens that are known, and `ABORT`."""
+        """The rollout with the known tokens and `ABORT`."""
         assert self.engine is not None
         first, last = self.parts[0], self.parts[-1]
         start = len(self.rollout)
@@ -130,20 +128,16 @@ class RemoteEngine:
     ) -> None:
         self.name, self.control, self._log = name, control, log
         self.data: Peer | None = None
-        self.credit = 0
-        """Calls it may still be sent: it pulls as many as it has room for."""
-        self.bound: deque[int] = deque()
-        """Keys of waiting requests that only this engine should run: forks of what it generated."""
-        self.update: WeightUpdate | None = None
-        """The weights it holds."""
-        self.is_behind = False
-        """The others hold newer weights: it finishes the calls it has, and gets no new ones until it has caught up."""
+        self.credit = 0  # calls it may still be sent: it pulls as many as it has room for
+        self.bound: deque[int] = deque()  # keys of waiting requests that only this engine should run: forks of its rollouts
+        self.update: WeightUpdate | None = None  # the weights it holds
+        self.is_behind = False  # others hold newer weights: it finishes its calls, and gets no new ones until it catches up
         self.is_lost = False
         self._pool, self._on_report = pool, on_report
         self._cancelled: list[int] = []
 
     def notices(self) -> dict[str, Callable[[Any], None]]:
-        """The messages of its data stream."""
+        """Handlers of the data stream's messages."""
         return {
             "pull": self._take_pull,
             "done": self._take_done,
@@ -161,15 +155,15 @@ class RemoteEngine:
         await self.call("load", update=update, interrupt=interrupt.value)
 
     def version_of(self, lineage: str) -> int | None:
-        """The version it holds of a lineage, if any."""
+        """The version it holds of this lineage, if any."""
         return self.update.version if self.update is not None and self.update.lineage == lineage else None
 
     async def call(self, name: str, **arguments: Any) -> Any:  # noqa: ANN401
-        """A control call. What the engine raises is raised here, with its name and log."""
+        """A control call. The engine's exceptions are raised here, with its name and log."""
         try:
             return await self.control.call(name, **arguments)
         except RemoteError as error:
-            if error.kind == "EngineDied":  # its process ends too, and is started again
+            if error.kind == "EngineDied":  # its process ends too, and is restarted
                 raise StreamClosed(f"{self.name}: {error.message}") from error
             told = SyncError(error.message) if error.kind in _REFUSED_UPDATES else error
             told.add_note(f"in {self.name}, log {self._log}" if self._log else f"in {self.name}")
@@ -191,7 +185,7 @@ class RemoteEngine:
         )
 
     def cancel(self, key: int) -> None:
-        """Soon, so that calls cancelled together are told together."""
+        """Tell it in the next turn of the event loop, so that calls cancelled together go in one message."""
         if not self._cancelled:
             asyncio.get_running_loop().call_soon(self._tell_cancelled)
         self._cancelled.append(key)
@@ -205,7 +199,7 @@ class RemoteEngine:
             self._pool.lose(self)
 
     def _own(self, key: int) -> PoolRequest | None:
-        """The request, unless it was cancelled, or given to another engine because this one is lost."""
+        """The request; None if it was cancelled, or moved to another engine because this one is lost."""
         request = self._pool.requests.get(key)
         return request if request is not None and request.engine is self else None
 
@@ -248,7 +242,7 @@ class RemoteEngine:
                 request.news.put_nowait(_REFUSALS.get(kind, WireError)(message))
 
     def _take_report(self, report: dict[str, Any]) -> None:
-        if not self.is_lost:  # when it is lost, a last report may still be unread, and has been counted already
+        if not self.is_lost:  # otherwise it is a last, late report, which has been counted already
             self._on_report(self.name, report)
 
 

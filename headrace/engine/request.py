@@ -38,32 +38,32 @@ class Request:
     on_done: Callable[[Rollout], None]
     """Called once, between two steps, with the extended rollout."""
     on_tokens: Callable[[Increment], None] | None = None
-    """Called after every step, for a stream."""
+    """Called after every step of a stream."""
     on_failed: Callable[[Exception], None] | None = None
-    """Called once instead of `on_done` when it cannot be generated; without it the engine itself fails."""
+    """Called once instead of `on_done` if it cannot be generated; without it the engine itself fails."""
     is_streamed: bool = False
-    """A client of another process waits for each of its tokens."""
+    """A client in another process waits for each of its tokens."""
     slot: int = -1
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
-    """Tokens whose keys and values are in its blocks, or will be when the steps in flight are done."""
+    """Tokens whose keys and values are in its blocks, counting steps in flight."""
     chain: Hashable = None
-    """Names its last block in the prefix cache; None once its blocks are of more than one version."""
+    """Key of its last block in the prefix cache; None once its blocks mix versions."""
     num_cached: int = 0
-    """Its blocks that are in the prefix cache."""
+    """How many of its blocks are in the prefix cache."""
     leader: Request | None = None
-    """A sibling that is computing the prompt both share."""
+    """The sibling that computes the prompt both share."""
     followers: list[Request] = field(default_factory=list)
     leading: PrefixKey | None = None
-    """The prompt it computes, under which others find it to follow."""
+    """The key under which others find the prompt it computes, to follow it."""
     saved: SampledTokens | None = None
-    """What it had sampled when its blocks were taken from it."""
+    """What it had sampled when its blocks were taken away."""
     started: float = 0.0
     masks: list[Array] = field(default_factory=list)
     num_reported: int = 0
     """Sampled tokens that `growth` has reported."""
     lineage: str | None = None
-    """The lineage its first token was sampled under, once the engine runs another; None until then."""
+    """The lineage that sampled its first token, once the engine runs another; None until then."""
 
     def check(self, *, context: int, vocabulary: int, has_tokenizer: bool) -> None:
         """Raise if no engine with this context and vocabulary can generate it."""
@@ -81,7 +81,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """What a running request has sampled since its last report."""
+    """What a running request has sampled since the last report."""
 
     request: Request
     token_ids: Array
@@ -89,11 +89,11 @@ class Growth:
     versions: Array
     masks: list[Array]
     lineage: str
-    """The lineage its first token was sampled under."""
+    """The lineage that sampled its first token."""
 
 
 class TakesRequests(Protocol):
-    """An engine as `generate` and `stream` use it."""
+    """What `generate` and `stream` need of an engine."""
 
     def submit(self, requests: Sequence[Request], on_refused: Callable[[Request, ValueError], None]) -> None:
         """Queue requests; those that cannot be generated go to `on_refused`."""
@@ -119,7 +119,7 @@ async def stream(engine: TakesRequests, rollout: Rollout, sampling: Sampling) ->
             answer = await answers.get()
             if isinstance(answer, Exception):
                 raise answer
-            if isinstance(answer, Rollout):  # its last token came with the reason, unless it was aborted between two
+            if isinstance(answer, Rollout):  # the reason came with its last token, unless it was aborted between two
                 if answer.finish_reason is FinishReason.ABORT:
                     yield Increment((), (), (), FinishReason.ABORT)
                 return
@@ -130,8 +130,7 @@ async def stream(engine: TakesRequests, rollout: Rollout, sampling: Sampling) ->
 def _submitted(
     engine: TakesRequests, rollout: Rollout, sampling: Sampling, *, is_streamed: bool
 ) -> Iterator[asyncio.Queue[Increment | Rollout | Exception]]:
-    """The queue of what a call gives: increments if it is streamed, then the rollout or an error. Leaving the
-    block before that cancels the call."""
+    """The queue of a call's results: increments of a stream, then the rollout or an error. Leaving early cancels the call."""
     loop, thread = asyncio.get_running_loop(), threading.get_ident()
     answers: asyncio.Queue[Increment | Rollout | Exception] = asyncio.Queue()
     is_over = False
@@ -154,7 +153,7 @@ def _submitted(
 
 
 async def run_to_the_end(work: Coroutine[Any, Any, None], *, on_cancel: Callable[[], None]) -> None:
-    """Await work that must not be left half done: cancelling calls `on_cancel` and still waits for it."""
+    """Await work that must not stop halfway: when cancelled, call `on_cancel` and still wait for it."""
     task = asyncio.ensure_future(work)
     try:
         await asyncio.shield(task)

@@ -11,13 +11,12 @@ if TYPE_CHECKING:
 
     from headrace.records import Rollout, Sampling
 
-_SPARE_TOKENS = 8
-"""Decoded in addition to one token per character of the stop string: a token may hold less than a character."""
+_SPARE_TOKENS = 8  # decoded beyond one token per character of the stop string: a token may hold less than a character
 
 
 def window(rollout: Rollout, sampling: Sampling, length: int) -> int | None:
-    """The first of the tokens to decode when the rollout has grown to `length`; None if no stop string can end it there. A
-    string completed within the first `min_tokens` is ignored, then and later, as a stop token is."""
+    """The first token to decode when the rollout has `length` tokens; None if no stop string can end it there. Like a stop
+    token, a string completed within the first `min_tokens` is ignored for good."""
     if not sampling.stop or length - len(rollout) <= sampling.min_tokens:
         return None
     return max(_start_of_text(rollout), length - max(map(len, sampling.stop)) - _SPARE_TOKENS)
@@ -30,13 +29,13 @@ def completes(stops: Sequence[str], token_ids: list[int], decode: Callable[[list
     if not found:
         return False
     before = decode(token_ids[:-1])
-    # The last character of `before` may have been half of one, so count the characters both texts share.
+    # `before` may end in half a character, so count the characters that both texts share.
     known = next((at for at, (old, new) in enumerate(zip(before, text, strict=False)) if old != new), len(before))
     return any(text.find(each, max(0, known - len(each) + 1)) >= 0 for each in found)
 
 
 def _start_of_text(rollout: Rollout) -> int:
-    """Where the text starts that the next call continues: an aborted call is one text with the call that resumes it."""
+    """Where the text starts that the next call continues: an aborted call and the one that resumes it are one text."""
     start = len(rollout)
     for call in reversed(rollout.calls):
         if call.finish_reason is not FinishReason.ABORT or call.stop != start:

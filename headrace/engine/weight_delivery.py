@@ -1,4 +1,4 @@
-"""New weights to the engines of a pool: one update reaches all of them, and slow ones do not hold up the others."""
+"""Delivers new weights to the engines of a pool; slow engines do not hold up the others."""
 
 from __future__ import annotations
 
@@ -20,13 +20,11 @@ if TYPE_CHECKING:
     from headrace.engine.remote_engine import RemoteEngine
     from headrace.records import WeightUpdate
 
-_ATTEMPTS = 3
-"""To bring an engine that fell behind up to date."""
+_ATTEMPTS = 3  # to bring an engine that fell behind up to date
 
 
 class WeightDelivery:
-    """Delivers updates. Calls `on_lost` with an engine that is gone or cannot be brought up to date, and `on_caught_up` when
-    one that fell behind may have new work."""
+    """Calls `on_lost` with an engine that is gone or cannot catch up, and `on_caught_up` when one may get new work again."""
 
     def __init__(
         self,
@@ -36,24 +34,19 @@ class WeightDelivery:
         source: WeightSource | None = None,
         patience: float = math.inf,
     ) -> None:
-        self.source = source
-        """The trainer's side, where engines do not simply fetch weights."""
-        self.patience = patience
-        """Seconds that updated engines wait for slow ones."""
-        self.wanted: WeightUpdate | None = None
-        """The newest update: what every engine is to hold."""
-        self.catching_up: dict[RemoteEngine, asyncio.Future[None]] = {}
-        """Engines that fell behind, on their way to the newest update."""
+        self.source = source  # the trainer's side; None if engines simply fetch weights
+        self.patience = patience  # seconds that updated engines wait for slow ones
+        self.wanted: WeightUpdate | None = None  # the newest update, which every engine should hold
+        self.catching_up: dict[RemoteEngine, asyncio.Future[None]] = {}  # engines that fell behind
         self._on_lost, self._on_caught_up = on_lost, on_caught_up
         self._sending: set[asyncio.Future[None]] = set()
-        self._interrupt = Interrupt.KEEP
-        """What the last update did with rollouts in flight; engines that catch up do the same."""
+        self._interrupt = Interrupt.KEEP  # what the last update did with rollouts in flight; engines that catch up do the same
 
     # All engines, and one that is behind
 
     async def load(self, update: WeightUpdate, engines: Sequence[RemoteEngine], interrupt: Interrupt) -> None:
-        """Returns when the engines hold the update. The first ones that do wait `patience` seconds for the others, which then
-        fall behind and catch up on their own. If one refuses the update, it is withdrawn and the refusal is raised."""
+        """Returns when the engines hold the update. Those that do not `patience` seconds after the first are behind, and catch
+        up on their own. If an engine refuses the update, it is withdrawn and the refusal raised."""
         before, self.wanted = self.wanted, update
         try:
             late = await self.deliver(update, engines, interrupt, others=self.catching_up)
@@ -69,7 +62,7 @@ class WeightDelivery:
         return self.wanted is None or holds(engine, self.wanted)
 
     async def bring_up_to_date(self, engine: RemoteEngine) -> None:
-        """Deliver the newest update to one engine: with those it missed, where each is only a difference."""
+        """Deliver the newest update to one engine, after those it missed if updates are deltas."""
         wanted = self.wanted
         assert wanted is not None
         try:
@@ -81,7 +74,7 @@ class WeightDelivery:
             if not holds(engine, wanted):
                 await self._deliver_to_one(engine, wanted)
         except (RemoteError, SyncError):
-            if self.wanted is wanted:  # otherwise a newer one overwrote it while it was read
+            if self.wanted is wanted:  # otherwise a newer update overwrote it while it was read
                 raise
 
     async def _deliver_to_one(self, engine: RemoteEngine, update: WeightUpdate) -> None:
@@ -90,10 +83,9 @@ class WeightDelivery:
             raise StreamClosed(f"{engine.name} was lost while it was brought up to date")
 
     async def _catch_up(self, engine: RemoteEngine, loading: asyncio.Future[None]) -> None:
-        """Waits for the load of an engine that fell behind, then brings it up to date. One for which that fails is
-        disconnected; its supervisor starts it again."""
+        """Wait for a late engine's pending load, then bring it up to date. If that fails, disconnect it: it is restarted."""
         await asyncio.wait([loading])
-        _ = loading.cancelled() or loading.exception()  # however it ended, it is tried again
+        _ = loading.cancelled() or loading.exception()  # however it ended, it is retried
         try:
             for _ in range(_ATTEMPTS):
                 with contextlib.suppress(RemoteError, SyncError):
@@ -121,9 +113,8 @@ class WeightDelivery:
         *,
         others: Mapping[RemoteEngine, asyncio.Future[None]] | None = None,
     ) -> dict[RemoteEngine, asyncio.Future[None]]:
-        """Have these engines load it while its source sends it. Returns when all of them hold it, or when the first do and
-        `patience` is over, with those that are still loading. Raises if one refuses it. `others` are catching up to it; the
-        first to hold it may be one of them."""
+        """Have these engines load the update while its source sends it. Returns those still loading `patience` seconds after
+        the first one holds it. Raises if one refuses it. `others` are catching up to it; one of them may be that first one."""
         self._interrupt = interrupt
         names = [engine.name for engine in engines]
         routes = [update] * len(engines) if self.source is None else self.source.routes(update, names)
@@ -145,7 +136,7 @@ class WeightDelivery:
         return {engine: load for engine, load in loading.items() if not load.done()}
 
     async def _settled(self, update: WeightUpdate, loading: Mapping[RemoteEngine, asyncio.Future[None]]) -> None:
-        """Waits until all are done, or `patience` seconds after one holds the update or has refused it."""
+        """Waits until all are done, or for `patience` seconds after one holds or refuses the update."""
         waiting, until = set(loading.values()), math.inf
         while waiting:
             left = None if until == math.inf else max(0.0, until - time.monotonic())
@@ -163,7 +154,7 @@ class WeightDelivery:
             self._on_lost(engine)  # if it comes back, it loads the newest weights before it joins
 
     def _send(self, update: WeightUpdate, receivers: Sequence[str]) -> list[asyncio.Future[None]]:
-        """A failure to send shows as a failure to receive; this one is then given as its cause."""
+        """A failed send shows as a failed receive, and is then given as its cause."""
         if self.source is None or not receivers:
             return []
         sending = asyncio.ensure_future(self.source.send(update, receivers))

@@ -1,9 +1,8 @@
-"""An engine process's end of its streams.
+"""An engine process's end of its two streams to the launcher.
 
-Two threads: the decode thread, and the event loop this runs in. Rollouts come and go in batches on the data stream, as many
-as were pulled and no more; control calls have a stream of their own and never queue behind them. Once a second, and for
-streamed rollouts after every step, the tokens sampled so far are reported, so that at most a second of work is lost with this
-process.
+The engine decodes in its own thread, this event loop talks. Rollouts come and go in batches on the data stream, never more than
+were pulled; control calls have their own stream and never queue behind them. Tokens sampled so far are reported once a second,
+and after every step for streamed rollouts, so at most a second of work is lost with this process.
 """
 
 from __future__ import annotations
@@ -31,14 +30,12 @@ if TYPE_CHECKING:
     from headrace.records import Array, Rollout, WeightUpdate
     from headrace.rpc import Peer
 
-TELL_SECONDS = 1.0
-"""Between two reports of the tokens sampled so far."""
-REPORT_SECONDS = 0.25
-"""Between two reports of where time goes."""
+TELL_SECONDS = 1.0  # between two reports of the tokens sampled so far
+REPORT_SECONDS = 0.25  # between two reports of where time goes
 
 
 class EngineWorker:
-    """Between an engine and the two streams."""
+    """Connects an engine to the two streams."""
 
     def __init__(self, engine: ProcessEngine, *, timeline: ProcessTimeline) -> None:
         self._engine, self._timeline = engine, timeline
@@ -56,13 +53,13 @@ class EngineWorker:
     # The data stream
 
     def attach(self, data: Peer) -> None:
-        """Start to pull work: enough for every slot, and as much again, so that slots which become free together are filled in
-        the next step, however long the launcher takes over the results."""
+        """Start to pull work: twice the slots, so that freed slots are refilled in the next step, however slow the launcher
+        is."""
         self._data = data
         data.notify("pull", 2 * self._engine.num_slots)
 
     def notices(self) -> dict[str, Callable[[Any], None]]:
-        """The messages of its data stream: rollouts to generate, and which of those to cancel."""
+        """Handlers of the data stream's messages: rollouts to generate, and which of them to cancel."""
         return {"work": self._take_work, "cancel": self._take_cancel}
 
     def _take_work(self, value: Any) -> None:  # noqa: ANN401
@@ -178,5 +175,5 @@ class EngineWorker:
 
 
 def _take_all(queue: deque[Any]) -> list[Any]:
-    """Everything in it; the engine's thread may add at the same time."""
+    """Everything queued so far; the engine's thread may append at the same time."""
     return [queue.popleft() for _ in range(len(queue))]

@@ -1,4 +1,4 @@
-"""Where the server listens: loopback, or anywhere once there is a token."""
+"""Where the server listens: on loopback, or anywhere if it has a token."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ from headrace.settings import ConfigError
 
 
 def bind(host: str, port: int, *, has_token: bool) -> socket.socket:
-    """A listening socket, made before a model loads so that a port that is taken is known at once.
-
-    Connections made before the server is ready wait for it.
-    """
+    """A listening socket, made before the model loads, so that a taken port fails at once. Early connections wait."""
     family, where = _resolve(host, port)
     if not has_token and not ipaddress.ip_address(str(where[0]).split("%")[0]).is_loopback:
         raise ConfigError(
@@ -28,7 +25,7 @@ def bind(host: str, port: int, *, has_token: bool) -> socket.socket:
 
 
 def url_of(listener: socket.socket) -> str:
-    """For the line that says where it is."""
+    """The listener's address, to be printed."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -41,4 +38,4 @@ def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, tuple[str, int
     except OSError as error:
         raise ConfigError(f"--host {host}: {error.strerror or error}") from error
     family, _, _, _, where = found[0]
-    return family, where  # type: ignore[return-value]  # TCP addresses only, by the type asked for
+    return family, where  # type: ignore[return-value]  # TCP addresses only, as requested by `type`

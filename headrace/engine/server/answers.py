@@ -1,4 +1,4 @@
-"""The answers: OpenAI's objects with vLLM's additions, as plain data."""
+"""Builds the answers: OpenAI's objects with vLLM's additions, as plain data."""
 
 from __future__ import annotations
 
@@ -22,26 +22,24 @@ if TYPE_CHECKING:
 
 @dataclass
 class Answer:
-    """The answer to one request: whole, or a chunk for each piece."""
+    """The answer to one request: whole, or as a chunk for each piece."""
 
     ask: Ask
     served: Served
     id: str
     prompt_logprobs: Sequence[Sequence[float | None]] = ()
-    """Of each prompt, where it is echoed with logprobs."""
+    """Of each prompt, if it is echoed with logprobs."""
     created: int = field(default_factory=lambda: int(time.time()))
     num_completion_tokens: int = 0
 
     def __post_init__(self) -> None:
-        self._offsets = [0] * num_choices(self.ask)
-        """How much text each choice has so far."""
+        self._offsets = [0] * num_choices(self.ask)  # characters of each choice so far
         self._is_started = [False] * num_choices(self.ask)
         max_calls = self.ask.max_tool_calls
         self._tool_calls = [ToolCallReader(max_calls=max_calls) for _ in self._is_started] if max_calls else None
-        """Of each choice, where tool calls are read out of the text."""
 
     def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
-        """The answer that is not streamed."""
+        """The answer, not streamed."""
         head = self._head(is_chunk=False)
         choices = []
         for index in range(num_choices(self.ask)):
@@ -50,7 +48,7 @@ class Answer:
         return {**head, "choices": choices, "usage": self.usage()}
 
     def chunk(self, piece: Piece) -> dict[str, Any] | None:
-        """One event of a stream; None where the piece has nothing to send yet."""
+        """One event of a stream; None if the piece has nothing to send yet."""
         is_first = not self._is_started[piece.index]
         said = self._part(piece.index, [piece])
         is_empty = said == ("", []) and piece.finish_reason is None
@@ -61,7 +59,7 @@ class Answer:
         return {**chunk, "usage": None} if self.ask.include_usage else chunk
 
     def last_chunk(self) -> dict[str, Any]:
-        """The usage, where `stream_options.include_usage` asks for it."""
+        """The usage, if `stream_options.include_usage` requests it."""
         return {**self._head(is_chunk=True), "choices": [], "usage": self.usage()}
 
     def usage(self) -> dict[str, int]:
@@ -124,7 +122,7 @@ class Answer:
         return choice
 
     def _message(self, index: int, text: str, calls: Sequence[ToolCall], *, is_chunk: bool) -> dict[str, Any]:
-        """OpenAI's message, without the role; its content is null if it only calls tools."""
+        """OpenAI's message without the role; its content is null if it only calls tools."""
         if not calls or self._tool_calls is None:
             return {"content": text}
         bodies = [call.body() for call in calls]

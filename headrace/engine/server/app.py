@@ -1,7 +1,6 @@
 """The engine behind HTTP. The server waits for the engine's increments and never decodes in its own thread.
 
-Tokens: everything but `/health` needs the API token where one is set; `/control/` needs the control token, and is closed where
-none is set.
+If an API token is set, everything but `/health` needs it. `/control/` needs the control token, and is closed if none is set.
 """
 
 from __future__ import annotations
@@ -59,11 +58,9 @@ def make_app(
     health_deadline: float = 10.0,
     stall_deadline: float = 600.0,
 ) -> web.Application:
-    """The application over an engine that is already decoding.
-
-    `probe` returns when the decode loop is alive, `engine.state` if not given. `health_deadline` is how long `/health`
-    waits for it; after `stall_deadline` without an answer the engine counts as failed, and all requests end.
-    """
+    """The application over an engine that is already decoding. `probe` (default: `engine.state`) returns if the decode loop is
+    alive: `/health` waits `health_deadline` seconds for it; after `stall_deadline` seconds the engine has failed and all
+    requests end."""
     served = Served(tokenizer, model_name=model_name, context=context, vocabulary=vocabulary, stop_ids=tuple(stop_ids))
     server = Server(engine, served, probe=probe, health_deadline=health_deadline, stall_deadline=stall_deadline)
     middlewares = [server.observe, _explain, _token_check(api_token, control_token)]
@@ -86,7 +83,7 @@ def make_app(
 
 @contextlib.asynccontextmanager
 async def listening(app: web.Application, listener: socket.socket) -> AsyncIterator[None]:
-    """Requests are answered while the block runs; at its end open streams are ended and the port is free."""
+    """Answer requests while the block runs; at its end, end open streams and free the port."""
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_SECONDS)
     try:
         await runner.setup()
@@ -98,7 +95,7 @@ async def listening(app: web.Application, listener: socket.socket) -> AsyncItera
 
 
 class Server:
-    """The handlers and what they share."""
+    """The handlers and the state they share."""
 
     def __init__(
         self,
@@ -109,8 +106,7 @@ class Server:
         health_deadline: float,
         stall_deadline: float,
     ) -> None:
-        self.failed = asyncio.Event()
-        """Set when the engine has failed, for the reason in `failure`; the server is then stopped by its owner."""
+        self.failed = asyncio.Event()  # set when the engine has failed; its owner then stops the server
         self.failure = ""
         self._engine, self._served, self._probe = engine, served, probe or engine.state
         self._health_deadline, self._stall_deadline = health_deadline, stall_deadline
@@ -138,7 +134,7 @@ class Server:
     async def health(self, request: web.Request) -> web.StreamResponse:
         try:
             state = await self._state()
-        except Exception as error:  # noqa: BLE001  (whatever ails the engine is the answer)
+        except Exception as error:  # noqa: BLE001  (the engine's failure is the answer)
             reason = self.failure or str(error) or type(error).__name__
             return web.json_response({"status": "failing", "reason": reason}, status=503)
         return web.json_response({"status": "ok", "running": state.running, "waiting": state.waiting, "slots": state.slots})
@@ -153,11 +149,11 @@ class Server:
 
     @web.middleware
     async def observe(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """The outermost middleware: counts every request by its end."""
+        """The outermost middleware: counts every request by its status."""
         started = time.perf_counter()
         resource = request.match_info.route.resource
         endpoint = "other" if resource is None else resource.canonical
-        status = _CLIENT_LEFT  # until something else is known
+        status = _CLIENT_LEFT  # unless the handler answers
         try:
             response = await handler(request)
             status = response.failed_with if isinstance(response, Events) else response.status
@@ -168,7 +164,7 @@ class Server:
                 self._metrics.request.observe(time.perf_counter() - started)
 
     async def watching(self, app: web.Application) -> AsyncIterator[None]:
-        """Watch over the engine while the application runs."""
+        """Watch the engine while the application runs."""
         watch = asyncio.create_task(self._watch())
         yield
         watch.cancel()
@@ -178,13 +174,13 @@ class Server:
         self._calls.end(ApiError(503, "the server is shutting down", code="shutting_down"))
 
     def fail(self, reason: str) -> None:
-        """The engine is lost: end every request instead of letting it wait."""
+        """The engine is lost: end all requests instead of letting them wait."""
         self.failure = f"the engine failed: {reason}"
         self._calls.end(ApiError(503, self.failure, code="engine_failed"))
         self.failed.set()
 
     async def _watch(self) -> None:
-        """Asks the decode loop for an answer, again and again; when none comes, the engine has failed."""
+        """Probes the decode loop every second; if no answer comes, the engine has failed."""
         while True:
             try:
                 async with asyncio.timeout(self._stall_deadline):
@@ -236,7 +232,7 @@ class Server:
                 await _send(response, answer.last_chunk())
         except (ConnectionError, asyncio.CancelledError):
             raise
-        except Exception as error:  # noqa: BLE001  (told inside the stream, where it is too late for a status)
+        except Exception as error:  # noqa: BLE001  (reported inside the stream: it is too late for a status)
             told = explain(error)
             response.failed_with = told.status
             await _send(response, told.body())
@@ -278,7 +274,7 @@ def _require(request: web.Request, token: str, what: str) -> None:
 
 @web.middleware
 async def _explain(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Every failure as OpenAI's error object."""
+    """Turns every failure into OpenAI's error object."""
     headers: dict[str, str] = {}
     try:
         return await handler(request)
@@ -288,7 +284,7 @@ async def _explain(request: web.Request, handler: Handler) -> web.StreamResponse
         if "Allow" in error.headers:
             headers["Allow"] = error.headers["Allow"]
         told = ApiError(error.status, f"{request.method} {request.path}: {error.text or error.reason}")
-    except web.RequestPayloadError:  # what is left of it cannot be read either, so the connection has no next request
+    except web.RequestPayloadError:  # the rest cannot be read either, so the connection takes no more requests
         headers["Connection"] = "close"
         told = ApiError(400, "the body cannot be read: it is not what its Content-Encoding or Transfer-Encoding says")
     except Exception as error:  # noqa: BLE001  (the client is told, the log has the traceback)
@@ -299,7 +295,7 @@ async def _explain(request: web.Request, handler: Handler) -> web.StreamResponse
 
 
 def explain(error: Exception) -> ApiError:
-    """What a client is told of a failure."""
+    """What a client is told about a failure."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, UnusablePrompt):
@@ -310,7 +306,7 @@ def explain(error: Exception) -> ApiError:
 
 
 async def read_body(request: web.Request) -> Body:
-    """A JSON body. Any other type is refused, which keeps web pages from posting here through a browser."""
+    """A JSON body. Other content types are refused, so that web pages cannot post here through a browser."""
     raw = await request.read()
     if raw and request.content_type != "application/json":
         raise ApiError(415, f"Content-Type must be application/json, not {request.content_type}")

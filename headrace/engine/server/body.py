@@ -1,4 +1,4 @@
-"""A JSON body read field by field. What is left unread at the end is refused by name, never ignored."""
+"""A JSON body, read field by field. Fields that are left at the end are refused by name, never ignored."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-_MAX_DEPTH = 100
-"""Of lists and objects inside each other: deeper nesting could overflow the stack of code that walks it."""
-_MAX_SHOWN = 100
-"""Characters of a client's own value that an error repeats."""
+_MAX_DEPTH = 100  # of nested lists and objects: deeper ones could overflow the stack of code that walks them
+_MAX_SHOWN = 100  # characters of a client's own value that an error repeats
 
 
 class ApiError(Exception):
@@ -38,7 +36,7 @@ def unsupported(param: str, message: str = "is not supported by this server") ->
 
 
 class Body:
-    """The fields of a request. null is the same as absent, as everywhere in OpenAI's interface."""
+    """The fields of a request. As everywhere in OpenAI's interface, null means absent."""
 
     def __init__(self, content: Mapping[str, Any]) -> None:
         self._left = {name: value for name, value in content.items() if value is not None}
@@ -83,7 +81,7 @@ class Body:
         return () if value is None else check_token_ids(value, name, vocabulary=vocabulary)
 
     def end(self, *, harmless: Collection[str] = (), neutral: Mapping[str, Collection[Any]] | None = None) -> None:
-        """Refuse what is left, except harmless names, and `neutral` ones with a value that asks for nothing."""
+        """Refuse the fields that are left, except `harmless` ones, and `neutral` ones with a value that requests nothing."""
         for name, value in self._left.items():
             if name in harmless:
                 continue
@@ -102,10 +100,8 @@ class Body:
 
 
 def read_json(raw: bytes, name: str) -> Any:  # noqa: ANN401
-    """The JSON of the parameter `name`, or of the body, whose name is empty. Raises ValueError where it is not JSON.
-
-    Python also reads NaN, Infinity and 1e999, which are not JSON: they are refused here, with their place.
-    """
+    """The JSON of the parameter `name`, or of the body, whose name is empty. Raises ValueError if it is not JSON, and a 400
+    that names the place of NaN, Infinity or 1e999, which Python would accept."""
     not_finite: list[float] = []
 
     def read_number(text: str) -> float:
@@ -121,7 +117,7 @@ def read_json(raw: bytes, name: str) -> Any:  # noqa: ANN401
 
 
 def _check_values(content: Any, name: str) -> None:  # noqa: ANN401
-    """Refuse what is nested too deep and what is not finite, by its place, such as `tools[0].function`."""
+    """Refuse values nested too deep or not finite, naming their place, such as `tools[0].function`."""
     left = [(content, name, 1)]
     while left:
         value, place, depth = left.pop()
@@ -138,7 +134,7 @@ def _check_values(content: Any, name: str) -> None:  # noqa: ANN401
 
 
 def check_token_ids(value: Any, name: str, *, vocabulary: int) -> tuple[int, ...]:  # noqa: ANN401
-    """Token ids the model has an embedding for; any other would take the engine down."""
+    """Token ids the model has an embedding for; any other would crash the engine."""
     for token in check_list(value, name, "token ids"):
         if not isinstance(token, int) or isinstance(token, bool):
             raise bad(name, f"must be a list of token ids, which are whole numbers; it holds {kind_of(token)}")
@@ -171,12 +167,12 @@ def check_list(value: Any, name: str, of: str) -> list[Any]:  # noqa: ANN401
 
 
 def shown(value: object) -> str:
-    """A client's own value as an error repeats it: in part, where it is long."""
+    """A client's own value as an error repeats it, shortened if long."""
     text = str(value)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
 
 
 def kind_of(value: object) -> str:
-    """A JSON value's kind, in words."""
+    """A JSON value's type, in words."""
     names = {dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}
     return names.get(type(value), "null")

@@ -1,4 +1,4 @@
-"""The choices of one request, generated side by side and given out piece by piece."""
+"""Generates the choices of one request side by side, piece by piece."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Piece:
-    """What was added to one choice; with `finish_reason` set, its last."""
+    """What was added to one choice; the last piece has a `finish_reason`."""
 
     index: int
     text: str
@@ -36,7 +36,7 @@ class Piece:
     versions: tuple[int, ...]
     finish_reason: FinishReason | None
     stop_reason: str | int | None
-    """The stop string or the token of `stop_token_ids` that ended it; None for the model's own end."""
+    """The stop string or the token of `stop_token_ids` that ended it; None for the model's own stop tokens."""
 
 
 class Calls:
@@ -48,13 +48,13 @@ class Calls:
         self._ended: Exception | None = None
 
     def end(self, error: Exception) -> None:
-        """Every request in flight, and every later one, raises this."""
+        """End every request in flight, and every later one, with this error."""
         self._ended = error
         for pieces in self._open:
             pieces.put_nowait(error)
 
     async def pieces(self, ask: Ask, *, name: str) -> AsyncGenerator[Piece, None]:
-        """The pieces of all choices as they come, until each has had its last. Closing it cancels what still runs."""
+        """The pieces of all choices as they come, until every choice has ended. Closing the generator cancels the rest."""
         if self._ended is not None:
             raise self._ended
         if ask.is_scored_only:
@@ -79,7 +79,7 @@ class Calls:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _generate(self, ask: Ask, index: int, pieces: asyncio.Queue[Piece | Exception], name: str) -> None:
-        """One choice. Waits for the engine's increments; the request's reader is woken by what is put into `pieces`."""
+        """One choice. Waits for the engine's increments; each piece put into `pieces` wakes the request's reader."""
         prompt, sibling = ask.prompts[index // ask.num_choices], index % ask.num_choices
         sampling = ask.sampling_of(prompt, sibling, self._served.context)
         reader = TextReader(
@@ -103,7 +103,7 @@ class Calls:
             pieces.put_nowait(error)
 
     def _read(self, part: Increment, reader: TextReader, ask: Ask, index: int) -> list[Piece]:
-        """An increment as pieces: token by token where a stop string could end it in the middle."""
+        """An increment as pieces: token by token if a stop string could end it in the middle."""
         size = 1 if ask.stops else max(1, len(part.token_ids))
         pieces: list[Piece] = []
         for start in range(0, max(1, len(part.token_ids)), size):
@@ -131,10 +131,8 @@ def num_choices(ask: Ask) -> int:
 async def increments(
     engine: Engine, rollout: Rollout, sampling: Sampling, *, is_streamed: bool
 ) -> AsyncGenerator[Increment, None]:
-    """One call's increments, resumed as often as new weights interrupt it; the last has a finish reason.
-
-    Without `is_streamed` the engine sends all tokens in one message.
-    """
+    """One call's increments, resumed whenever new weights interrupt it; the last has a finish reason. Without `is_streamed` the
+    engine sends all tokens in one message."""
     start, asked = len(rollout), sampling
     while True:
         if is_streamed:
@@ -172,7 +170,7 @@ async def _until_abort(stream: AsyncIterator[Increment]) -> AsyncIterator[Increm
 
 
 def _interrupted(rollout: Rollout, parts: list[Increment], sampling: Sampling, started: float) -> Rollout:
-    """The partial rollout that an interrupted stream gave, as `generate` would have returned it."""
+    """The partial rollout of an interrupted stream, as `generate` would have returned it."""
     token_ids = np.asarray([token for part in parts for token in part.token_ids], dtype=np.int32)
     call = Call(
         start=len(rollout),

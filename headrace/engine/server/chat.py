@@ -1,4 +1,4 @@
-"""A chat's messages and tools, through the model's chat template, as a prompt."""
+"""Turns a chat's messages and tools into a prompt, through the model's chat template."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _TemplateInput:
 
 
 def read_chat(body: Body, served: Served) -> tuple[tuple[int, ...], int]:
-    """(the prompt, how many tool calls are read out of the answer's text: with 0, all of it is content)."""
+    """(the prompt, how many tool calls to parse out of the answer's text: with 0, all of it is content)."""
     messages = body.take("messages")
     if not isinstance(messages, list) or not messages:
         raise bad("messages", "must be a list of at least one message")
@@ -70,7 +70,7 @@ def _options(body: Body) -> dict[str, Any]:
 
 
 def _check_nothing_is_dropped(given: _TemplateInput, text: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """A template not written for tools ignores them silently: then the text without them is the same."""
+    """A template not written for tools silently ignores them: it renders the same text without them."""
     for name, what, less in _without(given):
         try:
             is_dropped = less.render(tokenizer) == text
@@ -81,7 +81,7 @@ def _check_nothing_is_dropped(given: _TemplateInput, text: str, tokenizer: PreTr
 
 
 def _without(given: _TemplateInput) -> Iterator[tuple[str, str, _TemplateInput]]:
-    """(parameter, what it gives, the input without it) for everything about tools; the first of a kind stands for all."""
+    """(parameter, what it gives, the input without it) for everything about tools; the first of each kind stands for all."""
     if given.tools:
         yield "tools", "tools", dataclasses.replace(given, tools=[])
     messages = given.messages
@@ -97,7 +97,7 @@ def _without(given: _TemplateInput) -> Iterator[tuple[str, str, _TemplateInput]]
 
 
 def _message(message: Any, name: str) -> dict[str, Any]:  # noqa: ANN401
-    """A message as templates want it. Text fields beyond OpenAI's are passed to the template; empty values are dropped."""
+    """A message as templates expect it. Text fields beyond OpenAI's go to the template; empty values are dropped."""
     check_object(message, name)
     role = check_text(message.get("role"), f"{name}.role")
     if message.get("function_call") is not None:
@@ -120,7 +120,7 @@ def _message(message: Any, name: str) -> dict[str, Any]:  # noqa: ANN401
 
 
 def _name_answers(messages: list[dict[str, Any]]) -> None:
-    """OpenAI's clients give the id of the call that a tool answers; some templates want the tool's name."""
+    """OpenAI's clients give the id of the call that a tool answers; some templates need the tool's name."""
     names: dict[str, str] = {}
     for message in messages:
         for call in message.get("tool_calls", []):

@@ -1,4 +1,4 @@
-"""What only the holder of the control token may do: pause, resume, look, score."""
+"""What only the holder of the control token may do: pause, resume, read the state, score."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Control:
-    """Each method takes a body and returns the answer's."""
+    """Each method takes a request's body and returns the answer's."""
 
     def __init__(self, engine: Engine, served: Served) -> None:
         self._engine, self._served = engine, served
@@ -35,7 +35,7 @@ class Control:
         return {**dataclasses.asdict(await self._engine.state()), "paused": self._is_paused}
 
     async def pause(self, body: Body) -> dict[str, Any]:
-        """Stop decoding; with `drain`, answered once what is in flight has finished."""
+        """Stop decoding; with `drain`, answers once rollouts in flight have finished."""
         interrupt = Interrupt(body.one_of("interrupt", "keep", [choice.value for choice in Interrupt]))
         body.end()
         await self._engine.pause(interrupt)

@@ -1,4 +1,4 @@
-"""Counts and times of requests, and the engine's state, in Prometheus' text format."""
+"""Request counts and times, and the engine's state, in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from headrace.engine.protocol import EngineState
 
-BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
-"""Seconds."""
+BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)  # seconds
 
 
 class Histogram:
-    """Times by how long they took."""
+    """Durations, in buckets."""
 
     def __init__(self) -> None:
         self._counts = [0] * (len(BOUNDS) + 1)
@@ -37,13 +36,12 @@ class Metrics:
     """What the server counts."""
 
     def __init__(self) -> None:
-        self.requests: Counter[tuple[str, int]] = Counter()
-        """By endpoint and status; 499 is a client that left."""
+        self.requests: Counter[tuple[str, int]] = Counter()  # by endpoint and status; 499 is a client that left
         self.first_token = Histogram()
         self.request = Histogram()
 
     def render(self, state: EngineState | None) -> str:
-        """The page that is scraped; without the engine's figures where it does not answer."""
+        """The page that Prometheus scrapes; without the engine's figures if it does not answer."""
         lines: list[str] = []
 
         def add(name: str, kind: str, text: str, values: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Requests, read from OpenAI's bodies with vLLM's additions; what cannot be done is refused by name."""
+"""Reads requests from OpenAI's bodies with vLLM's additions; what the server cannot do is refused by name."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ from headrace.records import Sampling
 if TYPE_CHECKING:
     from headrace.engine.server.text import Served
 
-MAX_CHOICES = 1024
-"""Prompts times n in one request."""
+MAX_CHOICES = 1024  # prompts times n in one request
 _MAX_STOPS = 16
 _SEEDS = 2**63
 
@@ -35,8 +34,7 @@ _UNUSED = (
     "metadata parallel_tool_calls prompt_cache_key prompt_cache_options prompt_cache_retention request_id safety_identifier "
     "service_tier store user"
 )
-HARMLESS = frozenset(_UNUSED.split())
-"""Parameters of OpenAI and vLLM about the caller's account or caches: accepted and not used."""
+HARMLESS = frozenset(_UNUSED.split())  # about the caller's account or caches: accepted and not used
 _NEVER = (
     "allowed_token_ids audio chat_template guided_choice guided_grammar guided_json guided_regex kv_transfer_params "
     "logits_processors mm_processor_kwargs moderation prediction prompt_embeds prompt_logprobs reasoning_effort "
@@ -61,7 +59,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "use_beam_search": (False,),
 }
-"""Parameters that change what is generated in a way this engine cannot, and the values of each that ask for nothing."""
+"""Parameters that change what is generated in a way this engine cannot, and the values of each that request nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,13 +69,13 @@ class Ask:
     is_chat: bool
     prompts: tuple[tuple[int, ...], ...]
     prompt_texts: tuple[str | None, ...]
-    """As they were given, where they were text."""
+    """As given, if they were text."""
     num_choices: int
-    """Of each prompt."""
+    """Per prompt."""
     sampling: Sampling
-    """Of choice 0; choice i has the seed plus i. Its max_tokens is cut to each prompt's room in the context."""
+    """Of choice 0; choice i adds i to the seed. `max_tokens` is lowered to each prompt's room in the context."""
     is_scored_only: bool
-    """max_tokens was 0: the prompt's logprobs are wanted and nothing else."""
+    """max_tokens was 0: only the prompt's logprobs are wanted."""
     stops: tuple[str, ...]
     include_stop: bool
     skip_special: bool
@@ -88,10 +86,10 @@ class Ask:
     stream: bool
     include_usage: bool
     max_tool_calls: int
-    """How many tool calls are read out of a choice's text; with 0 all of it is content."""
+    """How many tool calls to parse out of a choice's text; with 0, all of it is content."""
 
     def sampling_of(self, prompt: tuple[int, ...], sibling: int, context: int) -> Sampling:
-        """The call of one choice."""
+        """The sampling of one choice."""
         max_tokens = min(self.sampling.max_tokens, context - len(prompt))
         seed = (self.sampling.seed + sibling + _SEEDS) % (2 * _SEEDS) - _SEEDS
         min_tokens = min(self.sampling.min_tokens, max_tokens)
@@ -159,7 +157,7 @@ def _ask(
     default_tokens: int,
     max_tool_calls: int,
 ) -> Ask:
-    """What both endpoints have in common."""
+    """The fields that both endpoints share."""
     num_choices = body.whole("n", 1, low=1, high=MAX_CHOICES)
     if num_choices * len(prompts) > MAX_CHOICES:
         raise bad("n", f"{len(prompts)} prompts × {num_choices} choices are more than {MAX_CHOICES} in one request")
@@ -241,7 +239,7 @@ def _sampling(body: Body, served: Served, *, max_tokens: int) -> Sampling:
 
 
 def _prompts(value: Any) -> list[Any]:  # noqa: ANN401
-    """One entry per prompt: text, or a list of token ids still to be checked."""
+    """One entry per prompt: text, or a list of token ids, not yet checked."""
     if value is None:
         raise bad("prompt", "is missing")
     if isinstance(value, str):

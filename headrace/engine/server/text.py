@@ -1,4 +1,4 @@
-"""Text to tokens and back: prompts that fit, and completions as they come, cut where a stop string begins."""
+"""Text to tokens and back: prompts that fit the context, and completions decoded as they come, cut at stop strings."""
 
 from __future__ import annotations
 
@@ -14,40 +14,32 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-_BEFORE = 5
-"""Prompt tokens decoded with the completion: some tokenizers drop a space at the start of what they decode."""
-
-
-_SINGLY = 4
-"""The last tokens of many are pushed one by one, so that later ones are decoded after the same tokens as in a stream."""
-_FORGOTTEN = 2
-"""Once this many of them have given text, tokens pushed together before no longer matter to later ones."""
+_BEFORE = 5  # prompt tokens decoded with the completion: some tokenizers drop a space at the start of a text
+_SINGLY = 4  # last tokens of a large push, pushed one by one: later tokens then decode after the same ones as in a stream
+_FORGOTTEN = 2  # once this many of those have given text, the tokens before them no longer affect later ones
 
 
 @dataclass(frozen=True)
 class Served:
-    """The model that is served, as far as requests are checked against it."""
+    """What requests are checked against: the served model."""
 
     tokenizer: PreTrainedTokenizerBase
     model_name: str
     context: int
     """The most tokens of a prompt and its completion together."""
     vocabulary: int
-    """How many token ids the model has."""
+    """Number of token ids."""
     stop_ids: tuple[int, ...]
     """End a completion unless `ignore_eos`."""
 
     @functools.cached_property
     def max_characters(self) -> int:
-        """Of the longest text that could fit the context, if it were all of the longest token."""
+        """Of the longest text that could fit the context, if every token were the longest one."""
         return self.context * max(len(token) for token in self.tokenizer.get_vocab())
 
 
 def encode_prompt(text: str, name: str, served: Served, *, add_special: bool) -> tuple[int, ...]:
-    """The tokens of a prompt, which the parameter `name` gave.
-
-    Text that cannot fit is refused before it is tokenized: for megabytes that takes seconds, in which nobody is answered.
-    """
+    """The tokens of parameter `name`. Text that cannot fit is refused first: tokenizing megabytes would block all requests."""
     if len(text) > served.max_characters:
         message = f"{name}: a text of {len(text)} characters is longer than the context of {served.context} tokens can be"
         raise ApiError(400, message, param=name, code="context_length_exceeded")
@@ -60,7 +52,7 @@ def encode_prompt(text: str, name: str, served: Served, *, add_special: bool) ->
 
 
 class TextReader:
-    """The text of one completion. Pushes of any size add up to the same text."""
+    """Decodes one completion. Pushes of any size add up to the same text."""
 
     def __init__(
         self,
@@ -72,22 +64,18 @@ class TextReader:
         skip_special: bool = True,
         min_tokens: int = 0,
     ) -> None:
-        self.stopped_by: str | None = None
-        """The stop string that ended it; tokens pushed later are not part of the completion."""
+        self.stopped_by: str | None = None  # the stop string that ended it; tokens pushed later are not part of the completion
         self._tokenizer, self._skip_special = tokenizer, skip_special
         self._stops, self._include_stop, self._min_tokens = tuple(stops), include_stop, min_tokens
         self._ids = list(prompt_ids[-_BEFORE:])
-        self._given = len(self._ids)
-        """Tokens in `_ids` whose text was returned; they are kept because the next ones are decoded after them."""
+        self._given = len(self._ids)  # tokens of `_ids` whose text was returned, kept because the next ones decode after them
         self._num_pushed = 0
-        self._held = ""
-        """Text that could be the beginning of a stop string."""
-        self._exempt = 0
-        """A stop string that ends within so much of `_held` came before min_tokens and does not count."""
+        self._held = ""  # text that could be the start of a stop string
+        self._exempt = 0  # a stop string that ends in this many characters of `_held` came before min_tokens, and is ignored
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that is certain after these tokens. Tokens are pushed one by one where there are stop strings, and where
-        some are not whole characters: a decoder may then change what it gave for earlier tokens."""
+        """The text that is certain after these tokens. They are pushed one by one if there are stop strings, or if some are not
+        whole characters: the decoder may then change the text of earlier tokens."""
         if len(token_ids) > _SINGLY and not self._stops and _UNFINISHED not in self._text([*self._ids, *token_ids]):
             before = self._ids.copy(), self._given, self._num_pushed
             text = self._push(token_ids[:-_SINGLY])
@@ -103,7 +91,7 @@ class TextReader:
         return self._cut(self._decode(is_last=False), is_exempt=self._num_pushed <= self._min_tokens)
 
     def finish(self) -> str:
-        """What was held back, once nothing more will come."""
+        """The text that was held back, once no more tokens will come."""
         if self.stopped_by is not None:
             return ""
         text = self._cut(self._decode(is_last=True), is_exempt=self._num_pushed <= self._min_tokens)
@@ -115,7 +103,7 @@ class TextReader:
         whole = self._text(self._ids)
         if len(whole) <= len(before) or (whole.endswith(_UNFINISHED) and not is_last):
             return ""
-        if before == given:  # else the prompt ends inside a character, whose tokens only make sense together
+        if before == given:  # else the prompt ends inside a character, whose tokens must be decoded together
             del self._ids[: self._given]
         self._given = len(self._ids)
         return whole[len(before) :]
@@ -139,8 +127,7 @@ class TextReader:
 
 
 def first_stop(text: str, stops: Sequence[str], *, after: int = 0) -> tuple[int, str] | None:
-    """(start, stop string) of the one that is completed first, past `after`: by its end and not its start, so that it does not
-    matter how the text was split into tokens."""
+    """(start, stop string) of the one that ends first, past `after`, so that the result does not depend on token boundaries."""
     found = [(text.find(stop, max(0, after - len(stop) + 1)), stop) for stop in stops]
     complete = [(start + len(stop), start, stop) for start, stop in found if start >= 0]
     if not complete:
@@ -150,13 +137,13 @@ def first_stop(text: str, stops: Sequence[str], *, after: int = 0) -> tuple[int,
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], *, skip_special: bool) -> str:
-    """Exactly what the tokens say: spaces are not tidied, since that would depend on what comes after."""
+    """The exact text of the tokens. Spaces are not tidied, since that would depend on what comes after."""
     options = {"skip_special_tokens": skip_special, "clean_up_tokenization_spaces": False}
     return str(tokenizer.decode(list(token_ids), **options))
 
 
 def could_begin(text: str, stops: Sequence[str]) -> int:
-    """How much of the text's end could be the beginning of a stop string."""
+    """How many characters at the end of the text could begin a stop string."""
     longest = max(map(len, stops)) - 1
     for length in range(min(longest, len(text)), 0, -1):
         if any(len(stop) > length and stop.startswith(text[-length:]) for stop in stops):

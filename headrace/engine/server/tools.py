@@ -1,6 +1,4 @@
-"""Tools: those a chat offers the model, and the calls read out of what the model says.
-
-Calls are read in the form that Hermes and Qwen models write:
+"""Tools: those a chat offers the model, and the calls parsed out of its text, in the form that Hermes and Qwen models write:
 
 Let me look.
 <tool_call>
@@ -26,15 +24,15 @@ if TYPE_CHECKING:
 
 OPENS, CLOSES = "<tool_call>", "</tool_call>"
 _BEFORE_CLOSING = re.compile(r'(?:[^"<]++|<(?!/tool_call>)|"(?:[^"\\\n]|\\[\s\S])*+["\n])*+')
-"""Up to a closing marker that is not inside a JSON string. No string goes past its line, so a stray quote swallows little."""
+"""Up to a closing marker outside JSON strings. No string goes past its line, so that a stray quote swallows little."""
 _MANY = 2**31
 
 
-# What a request says about tools
+# Tools in a request
 
 
 def read_tools(body: Body) -> tuple[list[dict[str, Any]], int]:
-    """(the tools for the chat template: none where none may be called, the most calls in one answer)."""
+    """(the tools for the chat template: none if none may be called, the most calls in one answer)."""
     given = body.take("tools")
     listed = [] if given is None else check_list(given, "tools", "tools")
     tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(listed)]
@@ -52,7 +50,7 @@ def read_tools(body: Body) -> tuple[list[dict[str, Any]], int]:
 
 
 def _tool(tool: Any, name: str) -> dict[str, Any]:  # noqa: ANN401
-    """A tool as templates want it. Fields of a function beyond OpenAI's are passed to the template."""
+    """A tool as templates expect it. Fields of a function beyond OpenAI's go to the template."""
     if check_object(tool, name).get("type") != "function":
         raise bad(f"{name}.type", 'must be "function"')
     unknown = sorted(tool.keys() - {"type", "function"})
@@ -76,7 +74,7 @@ def _check_name(function: dict[str, Any], name: str) -> None:
 
 
 def read_past_calls(calls: Any, name: str) -> list[dict[str, Any]]:  # noqa: ANN401
-    """An assistant message's `tool_calls`, their arguments as the objects templates want."""
+    """An assistant message's `tool_calls`, with arguments as objects, as templates expect them."""
     return [_past_call(call, f"{name}[{index}]") for index, call in enumerate(check_list(calls, name, "calls"))]
 
 
@@ -102,16 +100,16 @@ def _arguments(value: Any, name: str) -> dict[str, Any]:  # noqa: ANN401
     return dict(value)
 
 
-# What a model says
+# Tool calls in the model's text
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call that a model made."""
+    """A tool call by the model."""
 
     name: str
     arguments: str
-    """A JSON object."""
+    """The text of a JSON object."""
     id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex}")
 
     def body(self) -> dict[str, Any]:
@@ -120,21 +118,14 @@ class ToolCall:
 
 
 class ToolCallReader:
-    """One choice's text, split into content and calls. Pushes of any size add up to the same result.
-
-    What is not a call is content, markers included. Only the space between calls is dropped, since a template puts it there
-    anyway.
-    """
+    """Splits one choice's text into content and calls. Pushes of any size add up to the same result. What is not a call is
+    content, markers included; only space between calls is dropped, since a template adds it anyway."""
 
     def __init__(self, *, max_calls: int) -> None:
-        self.num_given = 0
-        """Calls so far."""
-        self._max_calls = max_calls
-        """Calls after so many are left out."""
-        self._held = ""
-        """Text that could be the beginning of a call; from its marker on, once that is complete."""
-        self._space = ""
-        """Space whose meaning is open: it goes if a call follows, it is content if text does."""
+        self.num_given = 0  # calls so far
+        self._max_calls = max_calls  # later calls are left out
+        self._held = ""  # text that could be the start of a call; from its marker on, once that is complete
+        self._space = ""  # trailing space: dropped if a call follows, content if text does
         self._is_after_call = False
 
     def push(self, text: str) -> tuple[str, list[ToolCall]]:
@@ -144,7 +135,7 @@ class ToolCallReader:
         return self._read(is_last=False) if is_decided else ("", [])
 
     def finish(self) -> tuple[str, list[ToolCall]]:
-        """What was held back, once nothing more will come."""
+        """What was held back, once no more text will come."""
         content, calls = self._read(is_last=True)
         return content + ("" if self._is_after_call else self._space), calls
 
@@ -186,10 +177,8 @@ class ToolCallReader:
 
 
 def _closing(text: str, start: int, *, is_last: bool) -> int:
-    """Where the call that begins at `start` ends, its marker included; -1 while that is open.
-
-    At a completion's last token the marker may be missing: some models end right after the JSON.
-    """
+    """Where the call starting at `start` ends, its marker included; -1 while that is unknown. After a completion's last token
+    the marker may be missing: some models stop right after the JSON."""
     found = _BEFORE_CLOSING.match(text, start + len(OPENS))
     if found is not None and text.startswith(CLOSES, found.end()):
         return found.end() + len(CLOSES)
@@ -197,7 +186,7 @@ def _closing(text: str, start: int, *, is_last: bool) -> int:
 
 
 def parse_call(text: str) -> ToolCall | None:
-    """The call between two markers; None where it is not a JSON object with a name and an object of arguments."""
+    """The call between two markers; None unless it is a JSON object with a name and an object of arguments."""
     try:
         content = json.loads(text, parse_constant=_refuse_constant)
         name, arguments = content["name"], content.get("arguments", {})
@@ -215,10 +204,10 @@ def _refuse_constant(name: str) -> None:
 
 
 def writes_tool_calls(template: str) -> bool:
-    """Whether a chat template teaches this form. One that teaches another inside these markers is no call, but content."""
+    """Whether a chat template teaches this form. Another form between the same markers is not parsed: it stays content."""
     return OPENS in template and CLOSES in template
 
 
 def has_special_markers(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether text without special tokens would be text without the markers."""
+    """Whether skipping special tokens would drop the markers."""
     return any(token.special and token.content in (OPENS, CLOSES) for token in tokenizer.added_tokens_decoder.values())

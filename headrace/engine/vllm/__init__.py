@@ -1,1 +1,1 @@
-"""A stock vLLM server as an engine: `api` speaks its HTTP interface, `server` starts one, `engine` is the protocol over it."""
+"""A stock vLLM server as an engine: `server` starts one, `api` speaks its HTTP interface, `engine` implements the protocol."""

@@ -1,4 +1,4 @@
-"""What a given vLLM release can do, read from the description of its own interface."""
+"""What a vLLM release can do, read from its interface's own description (OpenAPI)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Ability:
     """The first release that can."""
     path: str = ""
     field: tuple[str, str] = ("", "")
-    """(the beginning of the name of a message of the interface, one of its fields)."""
+    """(start of a message's name in the interface, a field of that message)."""
 
     def is_in(self, about: About) -> bool:
         return (not self.path or self.path in about.paths) and (not self.field[0] or about.has(*self.field))
@@ -39,8 +39,7 @@ NAME_VERSION = Ability(
 )
 TRANSFER = Ability("new weights from GPU memory (VLLM_SERVER_DEV_MODE=1 opens it)", "0.21", path="/start_weight_update")
 
-NEEDED = (GENERATE, PAUSE, RELOAD, DROP_CACHE, SALT)
-"""What every run needs."""
+NEEDED = (GENERATE, PAUSE, RELOAD, DROP_CACHE, SALT)  # by every run
 
 
 def check_abilities(about: About, *, server: str, more: tuple[Ability, ...] = ()) -> None:

@@ -1,6 +1,6 @@
 """vLLM's HTTP interface: paths, bodies and answers, of every supported release. No other file knows them.
 
-The server is a stock `vllm serve` with VLLM_SERVER_DEV_MODE=1, which opens pausing, weight updates and calls of its workers.
+The server is a stock `vllm serve` with VLLM_SERVER_DEV_MODE=1, which opens pausing, weight updates and calls to its workers.
 Tokens go in and out over `/inference/v1/generate`. `abilities` finds out what a release lacks.
 """
 
@@ -27,23 +27,17 @@ if TYPE_CHECKING:
 
     PauseMode = Literal["keep", "wait", "abort"]
 
-_SHORT = 60.0
-"""Seconds for a call that does nothing long."""
-_UPDATE_SECONDS = 1800.0
-"""For a large model to load new weights."""
-_CONNECT_SECONDS = 60.0
-"""A server whose interpreter is busy accepts connections late."""
-_RETRY_SECONDS = 0.1
-"""Before a GET that found no connection is retried, once."""
-_LONGEST_LINE = 64 << 20
-"""Bytes of one event of a stream: those with the whole vocabulary's logprobs are long."""
-_LOST = -9998.0
-"""vLLM writes -9999 for minus infinity and for NaN."""
+_SHORT = 60.0  # seconds for a quick call
+_UPDATE_SECONDS = 1800.0  # for a large model to load new weights
+_CONNECT_SECONDS = 60.0  # a server whose interpreter is busy accepts connections late
+_RETRY_SECONDS = 0.1  # before the one retry of a GET that could not connect
+_LONGEST_LINE = 64 << 20  # bytes of a stream's event: those with the whole vocabulary's logprobs are long
+_LOST = -9998.0  # vLLM writes -9999 for minus infinity and for NaN
 _TOKEN = re.compile(r"token_id:(\d+)$")
 
 
 class VllmError(RuntimeError):
-    """A call of a server went wrong; the message names the server, the call and the server's log."""
+    """A call to a server failed; the message names the server, the call and the server's log."""
 
 
 class VllmRefused(VllmError):
@@ -56,40 +50,40 @@ class VllmGone(VllmError):
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The tokens that could have been sampled at one place."""
+    """The tokens that could have been sampled at one position."""
 
     ids: Array
     share: float = 1.0
-    """Their probability: less than 1 where the server did not name them all."""
+    """Their total probability: less than 1 if the server did not name them all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one event of a stream brought."""
+    """The content of one event of a stream."""
 
     token_ids: list[int]
     logprobs: list[float]
     candidates: list[Candidates] | None = None
-    """For each token, those that could have been sampled, where that was asked for."""
+    """For each token, those that could have been sampled, if requested."""
     finish: str | None = None
     """`stop`, `length`, `abort`; None while more may come."""
     spans: list[tuple[str, int, int]] | None = None
-    """(weight version, start, stop) over all of the call's tokens, where the server reports it at the end."""
+    """(weight version, start, stop) over all of the call's tokens, if the server reports them at the end."""
     routing: Array | None = None
-    """[tokens - 1, MoE layers, top k] of prompt and output, where the server reports it."""
+    """[tokens - 1, MoE layers, top k] of prompt and output, if the server reports it."""
 
 
 @dataclass(frozen=True)
 class About:
-    """What a server says of itself."""
+    """What a server says about itself."""
 
     version: str
     paths: frozenset[str]
     fields: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    """By the name of a message of the interface: its fields."""
+    """The fields of each message of its interface."""
 
     def has(self, message: str, name: str) -> bool:
-        """Whether any message whose name begins so has the field."""
+        """Whether any message whose name starts with `message` has the field."""
         return any(name in names for key, names in self.fields.items() if key.startswith(message))
 
 
@@ -110,7 +104,7 @@ class VllmApi:
     async def close(self) -> None:
         await self._session.close()
 
-    # What it is
+    # About the server
 
     async def is_up(self) -> bool:
         try:
@@ -127,20 +121,20 @@ class VllmApi:
             return About(str(version["version"]), frozenset(schema["paths"]), fields)
 
     async def served(self) -> tuple[str, int]:
-        """(the name of its model, the longest text it takes)."""
+        """(its model's name, the most tokens it takes)."""
         models = await self._get_json("/v1/models")
         with self._parsing("/v1/models"):
             first = models["data"][0]
             return str(first["id"]), int(first["max_model_len"])
 
     async def num_workers(self) -> int:
-        """Processes of it that hold weights, each with a GPU."""
+        """Its processes that hold weights, each with a GPU."""
         told = await self._get_json("/get_world_size")
         with self._parsing("/get_world_size"):
             return int(told["world_size"])
 
     async def cache(self) -> tuple[int, int]:
-        """(tokens in a block of its KV cache, blocks); (1, 0) where it does not say."""
+        """(tokens in a block of its KV cache, number of blocks); (1, 0) if it does not say."""
         text = await self._text("/metrics")
         told = re.search(r"vllm:cache_config_info\{([^}]*)\}", text)
         found = dict(re.findall(r'(block_size|num_gpu_blocks)="(\d+)"', told[1] if told else ""))
@@ -161,9 +155,9 @@ class VllmApi:
         model: str,
         every: int = 1,
     ) -> AsyncGenerator[Piece, None]:
-        """One call, piece by piece. Only calls with the same `salt` share cached prefixes. `num_candidates` is how many of the
-        likeliest tokens come with each, to tell which could have been sampled; 0 for none. After the first, a piece has
-        `every` tokens; releases before 0.27 only do one."""
+        """One call, piece by piece. Only calls with the same `salt` share cached prefixes. `num_candidates` of the likeliest
+        tokens come with each token, to tell which could have been sampled. Pieces after the first have `every` tokens; releases
+        before 0.27 only do one."""
         body: dict[str, Any] = {
             "request_id": name,
             "model": model,
@@ -230,8 +224,8 @@ class VllmApi:
     async def prompt_logprobs(
         self, token_ids: Sequence[int], *, model: str, salt: str, whole: bool, seconds: float = 600.0
     ) -> tuple[Array, list[dict[int, float]]]:
-        """([tokens] float32 under the model's own distribution, 0 for the first; with `whole`, for each token but the first,
-        the logprob of every token of the vocabulary)."""
+        """([tokens] float32 under the model's own distribution, the first 0; with `whole`, all logprobs for each token after
+        it)."""
         sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": -1 if whole else 0, "detokenize": False}
         ids = [int(token) for token in token_ids]
         body = {"model": model, "token_ids": ids, "cache_salt": salt, "sampling_params": sampling}
@@ -254,23 +248,23 @@ class VllmApi:
         await self._post("/resume", {})
 
     async def drop_cache(self) -> None:
-        """Drop the KV cache; running calls compute theirs again. Called while it is paused."""
+        """Drop the KV cache; running calls recompute theirs. Only while it is paused."""
         answer = await self._post("/reset_prefix_cache?reset_running_requests=true", {})
         if isinstance(answer, dict) and answer.get("success") is False:
             raise VllmRefused(f"{self._where('/reset_prefix_cache')}: its keys and values could not be dropped")
 
     async def reload(self, folder: str) -> None:
-        """Load the weights of a saved model. Called while it is paused."""
+        """Load the weights of a saved model. Only while it is paused."""
         await self._post(
             "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}}, seconds=_UPDATE_SECONDS
         )
 
     async def init_transfer(self, told: Mapping[str, Any]) -> None:
-        """How weights will come in all updates. Called once, before the first."""
+        """Tell it how weights will come. Called once, before the first update."""
         await self._post("/init_weight_transfer_engine", {"init_info": dict(told)}, seconds=_UPDATE_SECONDS)
 
     async def start_update(self) -> None:
-        """New weights will come over its weight-transfer interface; it must stay paused until `finish_update`."""
+        """New weights follow over its weight-transfer interface; it must stay paused until `finish_update`."""
         await self._post("/start_weight_update", {}, seconds=_UPDATE_SECONDS)
 
     async def update_weights(self, told: Mapping[str, Any]) -> None:
@@ -280,7 +274,7 @@ class VllmApi:
         await self._post("/finish_weight_update", {}, seconds=_UPDATE_SECONDS)
 
     async def name_version(self, name: str) -> None:
-        """The version that it reports, at the end of a call, for tokens sampled from now on."""
+        """Set the version that it reports, at the end of a call, for tokens sampled from now on."""
         await self._post("/update_weight_version", {"new_version": name})
 
     # One call
@@ -298,8 +292,7 @@ class VllmApi:
 
     @contextlib.asynccontextmanager
     async def _get(self, path: str, *, seconds: float) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Retried once where no connection is made. Where one breaks before any of the answer came, aiohttp retries by
-        itself, since a GET is safe to repeat."""
+        """Retries once if it cannot connect; aiohttp itself retries if a connection breaks before any of the answer came."""
         timeout = aiohttp.ClientTimeout(total=seconds)
         try:
             answer = await self._session.get(self.url + path, timeout=timeout)
@@ -337,7 +330,7 @@ class VllmApi:
 
     @contextlib.contextmanager
     def _parsing(self, path: str, inside: str = "") -> Iterator[None]:
-        """An answer that is not what it should be counts as the server's death."""
+        """A malformed answer counts as the server's death."""
         try:
             yield
         except (ValueError, KeyError, TypeError, IndexError, AttributeError, binascii.Error) as error:
@@ -348,7 +341,7 @@ class VllmApi:
         return f"vLLM at {self.url}, call {path.partition('?')[0]}{log}"
 
     def _failed(self, path: str, message: dict[str, Any]) -> VllmError:
-        """An error inside a stream: a refusal of that call alone, or the end of the server."""
+        """An error inside a stream: a refusal of this call alone, or the end of the server."""
         code = message["error"].get("code") if isinstance(message["error"], dict) else None
         kind = VllmRefused if isinstance(code, int) and 400 <= code < 500 else VllmGone
         return kind(f"{self._where(path)}: the call failed there: {_told(message)}")
@@ -377,20 +370,20 @@ async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
 
 
 def _logprob(entry: Mapping[str, Any]) -> float:
-    """NaN where the model's logits were not finite: newer releases then write minus infinity, older ones null."""
+    """NaN if the model's logits were not finite: newer releases then write minus infinity, older ones null."""
     value = entry["logprob"]
     return float("nan") if value is None or value <= _LOST else float(value)
 
 
 def _candidates(entry: Mapping[str, Any]) -> Candidates:
-    """The tokens that the distribution sampled from left any probability."""
+    """The tokens with any probability in the distribution that was sampled from."""
     logprobs = {_id(each): _logprob(each) for each in (entry, *(entry.get("top_logprobs") or ()))}
     left = {token: value for token, value in logprobs.items() if not math.isnan(value)}
     return Candidates(np.asarray(sorted(left), np.int32), sum(math.exp(value) for value in left.values()))
 
 
 def _id(entry: Mapping[str, Any]) -> int:
-    """Newer releases give the number, older ones a text with the number in it."""
+    """Newer releases give the number, older ones a text that contains it."""
     if "token_id" in entry:
         return int(entry["token_id"])
     found = _TOKEN.search(entry["token"])
@@ -400,7 +393,7 @@ def _id(entry: Mapping[str, Any]) -> int:
 
 
 def _routing(text: str | None) -> Array | None:
-    """A .npy file in base64, of whole numbers."""
+    """A .npy file of whole numbers, in base64."""
     if text is None:
         return None
     data = io.BytesIO(base64.b64decode(text, validate=True))
@@ -413,7 +406,7 @@ def _routing(text: str | None) -> Array | None:
 
 
 def _told(message: Any) -> str:  # noqa: ANN401
-    """The reason in an error's body: a plain text, or one of the two shapes vLLM wraps it in."""
+    """The reason in an error's body: plain text, or one of the two shapes vLLM wraps it in."""
     if isinstance(message, dict):
         for key in ("error", "detail", "message"):
             if key in message:

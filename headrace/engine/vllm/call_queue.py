@@ -1,7 +1,7 @@
-"""The calls of a vLLM engine: as many at the server as it has slots, each a stream of its own; the others wait here.
+"""The calls of a vLLM engine: as many run at the server as it has slots, each a stream of its own; the others wait here.
 
 So the engine knows what runs and what waits, an interrupt reaches exactly the calls that have started, and when the server is
-lost, every call is known up to the last piece that came.
+lost, every call is known up to the last piece received.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the server was started with, or says of itself."""
+    """What the server was started with, or reports."""
 
     slots: int
     context: int
@@ -37,11 +37,11 @@ class Limits:
     block_size: int = 16
     num_blocks: int = 0
     num_candidates: int = 0
-    """The most logprobs a token may come with."""
+    """The most logprobs per token."""
 
 
 class CallQueue:
-    """Calls that wait and calls that run. Used from one event loop."""
+    """Waiting and running calls. Used from one event loop."""
 
     def __init__(
         self,
@@ -54,12 +54,11 @@ class CallQueue:
         names_versions: bool,
         decode: Callable[[list[int]], str] | None,
     ) -> None:
-        """`model` is the server's name of its model; `names_versions`: it reports the version of every token."""
+        """`model` is the server's name for its model; `names_versions`: it reports the version of every token."""
         self.name, self.limits = name, limits
         self.version, self.lineage, self.policy = -1, "", ""
         self.after_step: Callable[[], None] = lambda: None
-        self.died: Future[None] = Future()
-        """Fails with the reason when the engine can no longer generate."""
+        self.died: Future[None] = Future()  # fails with the reason when the engine can no longer generate
         self._api, self._model, self._timeline, self._decode = api, model, timeline, decode
         self._names_versions = names_versions
         self._waiting: OrderedDict[Request, RunningCall] = OrderedDict()
@@ -67,8 +66,7 @@ class CallQueue:
         self._idle = asyncio.Event()
         self._idle.set()
         self._is_paused, self._is_admitting, self._is_swapping = False, True, False
-        self._has_bad_cache = False
-        """Its KV cache may hold NaN. vLLM computes with the values of freed blocks, if at weight 0, which keeps NaN alive."""
+        self._has_bad_cache = False  # its KV cache may hold NaN, for good: vLLM multiplies freed blocks by 0, which keeps NaN
         self._num_sampled = self._num_started = 0
         self._heard_at = time.monotonic()
         self._note()
@@ -79,20 +77,20 @@ class CallQueue:
 
     @property
     def salt(self) -> str:
-        """Keeps new calls off the cached prefixes of older weights."""
+        """Keeps new calls from using prefixes that older weights cached."""
         return f"{self.lineage}:{self.version}"
 
     # Requests come and go
 
     def begin(self, request: Request) -> None:
-        """Queue it; raises where it cannot be generated."""
+        """Queue it; raises if it cannot be generated."""
         self._raise_if_dead()
         self._check(request)
         self._waiting[request] = RunningCall(request)
         self._fill()
 
     def withdraw(self, request: Request) -> None:
-        """Closing its stream ends the call at the server."""
+        """Cancel it: closing its stream ends the call at the server."""
         self._waiting.pop(request, None)
         if request in self._running:
             self._running[request].end()
@@ -128,7 +126,7 @@ class CallQueue:
     # One call
 
     def _fill(self) -> None:
-        """Send as many as there are slots for."""
+        """Send as many calls as there are free slots."""
         while self._waiting and len(self._running) < self.limits.slots and self._is_admitting and not self._is_paused:
             if not self._running:
                 self._heard_at = time.monotonic()
@@ -154,7 +152,7 @@ class CallQueue:
             _fail(request, error)
         except VllmError as error:
             self._die(error)
-        except Exception as error:  # noqa: BLE001  (whatever it is, the caller must hear of it)
+        except Exception as error:  # noqa: BLE001  (whatever it is, callers must not wait forever)
             self._die(VllmGone(f"vLLM at {self._api.url}: its answer could not be read: {error!r}, log {self._api.log}"))
         finally:
             if self._running.get(request) is call:
@@ -175,7 +173,7 @@ class CallQueue:
             salt=self.salt,
             num_candidates=call.num_candidates(limits.vocabulary, limits.num_candidates),
             model=self._model,
-            every=call.tokens_together() if self._names_versions else 1,  # otherwise all must come before weights change
+            every=call.tokens_together() if self._names_versions else 1,  # otherwise all must have come before weights change
         )
         async with contextlib.aclosing(pieces):  # however it ends, the stream is closed, which ends the call at the server
             async for piece in pieces:
@@ -184,7 +182,7 @@ class CallQueue:
                     break
 
     def _take(self, call: RunningCall, piece: Piece) -> bool:
-        """Append what came; whether the call is over."""
+        """Append a piece; returns whether the call is over."""
         self._num_sampled += len(piece.token_ids)
         vocabulary = self.limits.vocabulary
         reason = call.take(piece, version=self.version, lineage=self.lineage, decode=self._decode, vocabulary=vocabulary)
@@ -205,14 +203,14 @@ class CallQueue:
         call.request.on_done(rollout)
 
     def _put_back(self, call: RunningCall) -> None:
-        """Have a call that has sampled nothing wait again, before all others."""
+        """Return a call that has sampled nothing to the front of the queue."""
         self._waiting[call.request] = RunningCall(call.request)
         self._waiting.move_to_end(call.request, last=False)
 
-    # Its end
+    # When the server is lost
 
     def _die(self, error: Exception) -> None:
-        """All calls in flight fail; the pool continues them elsewhere from the tokens it knows."""
+        """Fail all calls in flight; the pool continues them on other engines from the tokens it knows."""
         if self.died.done():
             return
         self.died.set_exception(error)
@@ -229,7 +227,7 @@ class CallQueue:
             raise EngineDied(str(error)) from error
 
     def _note(self) -> None:
-        """For the time budget: what the engine does from now on."""
+        """Tell the time budget what the engine does from now on."""
         self._timeline.count(occupied=len(self._running), slots=self.limits.slots)
         paused = "swap" if self._is_swapping else "wait-weights" if self._is_paused else ""
         self._timeline.enter(paused or ("decode" if self._running else "wait-gate"))

@@ -1,9 +1,9 @@
 """A vLLM server behind the engine protocol.
 
-The version of a token is known in two ways. Weights change while the server is paused, and all tokens sampled before have
-arrived by the time it resumes (`_settle`): so tokens that come before are of the old version, and those after of the new one.
-Some releases report the version of every token at the end of a call. Then that counts, and tokens may come several at a time;
-a call that was cancelled here has no such report, and ends before the first token whose version is not known.
+A token's version is known in two ways. Weights change while the server is paused, and every token sampled before has arrived by
+the time it resumes (`_settle`): so earlier tokens are of the old version, later ones of the new. Some releases report the
+version of every token at the end of a call. Then that counts, and tokens may come several at a time; a call that was cancelled
+here gets no report, and ends before the first token of unknown version.
 """
 
 from __future__ import annotations
@@ -34,16 +34,11 @@ if TYPE_CHECKING:
     from headrace.observe import Timeline
     from headrace.records import Array, Rollout, Sampling, WeightUpdate
 
-_ARRIVAL_SECONDS = 0.2
-"""For the end of calls to be heard of, and for calls sent before a pause to arrive."""
-_END_SECONDS = 1.0
-"""For aborted calls to report their end; after that their streams are closed."""
-_ANSWER_SECONDS = 60.0
-"""For a server that has drained to answer."""
-_HEALTH_SECONDS = 2.0
-"""Between two health checks."""
-_MISSED = 5
-"""Health checks in a row that may fail before the server counts as dead."""
+_ARRIVAL_SECONDS = 0.2  # for ends of calls to be reported, and for calls sent before a pause to arrive
+_END_SECONDS = 1.0  # for aborted calls to report their end; then their streams are closed
+_ANSWER_SECONDS = 60.0  # for a drained server to answer
+_HEALTH_SECONDS = 2.0  # between two health checks
+_MISSED = 5  # failed health checks in a row after which the server counts as dead
 
 
 class Unsupported(RuntimeError):
@@ -68,21 +63,19 @@ class VllmEngine(CallQueue):
         patience: float = 120.0,
         tells_late: bool = False,
     ) -> None:
-        """`model` is the server's name of its model; `patience` the seconds it may be silent while calls run; `tells_late`: it
+        """`model` is the server's name for its model; `patience` the seconds it may be silent while calls run; `tells_late`: it
         was started to send several tokens at a time."""
         names = NAME_VERSION.is_in(about)
         super().__init__(api, name=name, model=model, limits=limits, timeline=timeline, names_versions=names, decode=decode)
         self._staging, self._handover, self._patience = staging, handover, patience
         self._tells_late = tells_late and not names
-        self._is_retracted = False
-        """Running calls wait without a KV cache."""
-        self._turn, self._loading = asyncio.Lock(), asyncio.Lock()
-        """One at a time: pause, resume and exchange of weights; and updates being received."""
+        self._is_retracted = False  # running calls wait without a KV cache
+        self._turn, self._loading = asyncio.Lock(), asyncio.Lock()  # one at a time: pause, resume and swap; receiving updates
         self._watching: asyncio.Task[NoReturn] | None = None
 
     @property
     def most_untold(self) -> int:
-        """Tokens of a rollout that may have been sampled and not yet reported."""
+        """The most tokens of a rollout that may be sampled and not yet reported."""
         return TOGETHER - 1 if self._names_versions or self._tells_late else 0
 
     async def generate(self, rollout: Rollout, sampling: Sampling) -> Rollout:
@@ -147,7 +140,7 @@ class VllmEngine(CallQueue):
         await self._in_turn(self._resume())
 
     async def _in_turn(self, doing: Coroutine[Any, Any, None]) -> None:
-        """Once started it runs to its end, even if the caller is cancelled: half of it could leave the server paused."""
+        """Once started it runs to the end, even if the caller is cancelled: half of it could leave the server paused."""
 
         async def work() -> None:
             async with self._turn:
@@ -173,7 +166,7 @@ class VllmEngine(CallQueue):
         self._note()
 
     def _check_told(self, interrupt: Interrupt) -> None:
-        """Calls can only go on over an update if every token sampled before it is known to have arrived."""
+        """Calls can only continue over an update if every token sampled before it is known to have arrived."""
         if self._tells_late and self._running and interrupt in (Interrupt.KEEP, Interrupt.RETRACT):
             raise Unsupported(
                 f"{self.name}: {interrupt.value!r} with rollouts in flight needs a vLLM that names the weights of every token "
@@ -181,8 +174,7 @@ class VllmEngine(CallQueue):
             )
 
     async def _drain(self) -> None:
-        """Let running calls finish. A paused server resumes for that, and again for calls that reach it just after it was
-        paused."""
+        """Let running calls finish. A paused server resumes for that, and again for calls that arrive just after it paused."""
         self._is_admitting = False
         if self._is_paused:
             self._is_paused, self._heard_at = False, time.monotonic()
@@ -195,7 +187,7 @@ class VllmEngine(CallQueue):
             await self._guarded(self._api.resume)
 
     async def _pause_when_drained(self) -> None:
-        """Rollouts may take as long as they grow; once none is left, the server has a minute to answer."""
+        """Rollouts may take any time while they grow; once none is left, the server has `_ANSWER_SECONDS` to answer."""
         pausing = asyncio.ensure_future(self._guarded(self._api.pause, "wait", seconds=None))
         pausing.add_done_callback(lambda task: task.cancelled() or task.exception())
         drained = asyncio.ensure_future(self._idle.wait())
@@ -208,8 +200,7 @@ class VllmEngine(CallQueue):
         self._raise_if_dead()
 
     async def _abort(self) -> None:
-        """End running calls where they are. Calls that reached the server too late for that have sampled nothing, and wait
-        again."""
+        """End running calls where they are. Calls that reached the server too late have sampled nothing, and wait again."""
         self._is_paused = True  # nothing new starts meanwhile
         await self._guarded(self._api.pause, "abort")
         if await self._comes_idle(_END_SECONDS):
@@ -226,7 +217,7 @@ class VllmEngine(CallQueue):
         self._idle.set()
 
     async def _comes_idle(self, seconds: float) -> bool:
-        """Whether all calls end within so long."""
+        """Whether all calls end within `seconds`."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), seconds)
         self._raise_if_dead()
@@ -240,7 +231,7 @@ class VllmEngine(CallQueue):
 
     async def _settle(self) -> None:
         """Wait until all sampled tokens have arrived. A paused server sends nothing new, and what it sent before arrives before
-        the answer to a later health check, or shortly after: so wait for two answers with no token between them."""
+        the answer to a later health check or shortly after: so wait for two answers with no token between them."""
         quiet = missed = 0
         while quiet < 2 and self._running:
             before = self._num_sampled
@@ -254,7 +245,7 @@ class VllmEngine(CallQueue):
     # Weights
 
     async def load(self, update: WeightUpdate, *, interrupt: Interrupt = Interrupt.KEEP) -> None:
-        """The server goes on while the update is received and made ready; it is paused only while it loads it."""
+        """The server keeps running while the update is received and prepared; it pauses only to load it."""
         async with self._loading:
             self._check_told(interrupt)
             if self._has_bad_cache:
@@ -267,7 +258,7 @@ class VllmEngine(CallQueue):
             await run_to_the_end(self._hand_over(update, interrupt), on_cancel=lambda: None)
 
     async def _hand_over(self, update: WeightUpdate, interrupt: Interrupt) -> None:
-        """From this process to the server. A failure could leave it with half an update, so it ends the engine."""
+        """From this process to the server. A failure could leave half an update there, so it ends the engine."""
         try:
             await asyncio.to_thread(lambda: self._handover.prepare(self._staging.take()))
             await self._exchange(update, interrupt)
@@ -278,7 +269,6 @@ class VllmEngine(CallQueue):
             raise EngineDied(f"version {update.version} did not get into the server: {error}") from error
 
     async def _exchange(self, update: WeightUpdate, interrupt: Interrupt) -> None:
-        """Pause, load, resume."""
         async with self._turn:
             was_paused = self._is_paused
             if interrupt is Interrupt.DRAIN:
@@ -307,7 +297,7 @@ class VllmEngine(CallQueue):
         """It is always awake."""
 
     async def fork(self, rollout: Rollout, at: int, *, id: str) -> Rollout:
-        """Its prompt is computed again, except what the server's prefix cache holds of it."""
+        """Its prompt is recomputed, except for what the server's prefix cache holds."""
         return rollout.forked(at, id=id)
 
     async def pin(self, rollout_id: str) -> None:
@@ -316,15 +306,15 @@ class VllmEngine(CallQueue):
     async def unpin(self, rollout_id: str) -> None:
         """Nothing is pinned."""
 
-    # Its life
+    # Start, watch and close
 
     def start(self) -> None:
-        """Start to watch over the server."""
+        """Start to watch the server."""
         self._watching = asyncio.ensure_future(self._watch())
         self._watching.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     async def _watch(self) -> NoReturn:
-        """Raises the reason when the server is dead."""
+        """Runs until the server is dead, then raises the reason."""
         missed, died = 0, asyncio.wrap_future(self.died)
         while True:
             await asyncio.wait([died], timeout=_HEALTH_SECONDS)

@@ -1,7 +1,8 @@
-"""New weights into a vLLM server: received and checked in this process (`Staging`), handed over in the form of a saved model.
+"""Hands new weights to a vLLM server: this process receives and checks them (`Staging`), and passes them on as in a saved
+model.
 
-The server reads them from a folder, or receives them over its weight-transfer interface: from this process's GPU memory, which
-it opens (`ipc`, where both use the same GPU), or broadcast to its workers' GPUs (`nccl`). It is started for one of the two.
+The server reads them from a folder, or takes them over its weight-transfer interface: from this process's GPU memory, which it
+opens (`ipc`, where both use the same GPU), or broadcast to its workers' GPUs (`nccl`). It is started for one of these two.
 """
 
 from __future__ import annotations
@@ -38,19 +39,19 @@ if TYPE_CHECKING:
     """By the names of a saved folder."""
 
 _SIZE, _STRIDE, _OFFSET, _STORAGE, _DTYPE, _DEVICE, _COUNTER, _WAITS = 1, 2, 3, 4, 5, 6, slice(11, 13), 14
-"""Places in what torch needs to rebuild a tensor of another process."""
+"""Indices into the arguments with which torch rebuilds a tensor of another process."""
 
 
 class Staging:
-    """The last update that was received whole. Its calls block, and are made in a thread."""
+    """The last update that was received whole. Its methods block, and are called in a thread."""
 
     def __init__(self, model: PreTrainedModel, *, sync: WeightSync) -> None:
-        """`model` is the policy, in the host's memory or on a GPU."""
+        """`model` is the policy, in host memory or on a GPU."""
         self._model, self._sync = model, sync
         self._spare = SpareWeights(model, in_place=False)
 
     def receive(self, update: WeightUpdate, *, lineage: str, version: int) -> None:
-        """Raises where it is not what was sent."""
+        """Raises if what arrived is not what was sent."""
         check_order(update, lineage=lineage, version=version)
         self._spare.receive(update, lambda incoming: self._sync.receive(update, incoming))
 
@@ -58,7 +59,7 @@ class Staging:
         self._spare.give_up()
 
     def take(self) -> dict[str, Tensor]:
-        """What was received. The next update overwrites what was held before."""
+        """The weights received. The next update overwrites those held before."""
         self._spare.exchange()
         return saved_form(self._model)
 
@@ -71,13 +72,13 @@ def saved_form(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 class Handover(Protocol):
-    """One way. The tensors of an update stay unchanged until the next is prepared."""
+    """One way to hand over weights. An update's tensors stay unchanged until the next one is prepared."""
 
     async def open(self, api: VllmApi, release: str) -> None:
-        """Called once, when the server is up; `release` is its version of vLLM."""
+        """Called once, when the server is up; `release` is its vLLM version."""
 
     def prepare(self, tensors: Tensors) -> None:
-        """All that can be done while the server runs. Blocks; called in a thread."""
+        """Everything that can be done while the server runs. Blocks; called in a thread."""
 
     async def hand_over(self, api: VllmApi) -> None:
         """Have the paused server load what was prepared."""
@@ -107,20 +108,19 @@ class FolderHandover:
 
 
 class IpcHandover:
-    """Through handles of GPU memory, which the server opens and copies from. It must use the GPU that the tensors are on."""
+    """Through handles to GPU memory, which the server opens and copies from. It must use the GPU that has the tensors."""
 
     def __init__(self, device: torch.device) -> None:
         index = device.index if device.index is not None else torch.cuda.current_device()
         self._gpu = str(torch.cuda.get_device_properties(index).uuid)
         self._update: dict[str, Any] = {}
-        self._held: list[Tensor] = []
-        """What the server may still read."""
+        self._held: list[Tensor] = []  # what the server may still read
 
     async def open(self, api: VllmApi, release: str) -> None:
         await api.init_transfer({})
 
     def prepare(self, tensors: Tensors) -> None:
-        """The server needs to know how to rebuild each tensor. Nearly all share one memory, for which one handle is made."""
+        """Tell the server how to rebuild each tensor. Nearly all lie in one block of memory, for which one handle is enough."""
         handles: dict[int, list[Any]] = {}
         rebuilt = []
         for tensor in tensors.values():
@@ -145,8 +145,8 @@ class IpcHandover:
 
 
 def _handle_of(tensor: Tensor) -> list[Any]:
-    """How another process rebuilds all of the memory that a tensor lies in. torch would count who has it open and hold the
-    memory until then. Here the handover holds it, so the count is released at once, and no event is waited for."""
+    """How another process rebuilds all of the memory that a tensor lies in. torch would hold the memory until no process has it
+    open; here the handover holds it, so torch's count is released at once, and no event is waited for."""
     storage = tensor.untyped_storage()
     alias = torch.as_tensor(Bytes(storage.data_ptr(), storage.nbytes()), device=tensor.device)
     parts = list(reduce_tensor(alias)[1])
@@ -156,7 +156,7 @@ def _handle_of(tensor: Tensor) -> list[Any]:
 
 
 def _written(handles: list[dict[str, tuple[Any, ...]]]) -> str:
-    """In the one form that vLLM reads over HTTP. Headrace never reads it."""
+    """Pickled, the only form that vLLM reads over HTTP. Headrace never reads it."""
     return base64.b64encode(ForkingPickler.dumps(handles)).decode()
 
 
@@ -164,7 +164,7 @@ class NcclHandover:
     """Broadcast over NCCL to the GPUs of the server's workers, from a GPU that is none of them."""
 
     def __init__(self, device: torch.device, *, host: str, deadline: float) -> None:
-        """`host` is an address of this machine that the server reaches; `deadline` how long nothing may move."""
+        """`host` is an address of this machine that the server reaches; `deadline` the most seconds without progress."""
         self._device, self._host, self._deadline = device, host, deadline
         self._sender: PackedSender | None = None
         self._release = ""
@@ -187,7 +187,7 @@ class NcclHandover:
         await api.finish_update()
 
     async def _together(self, asking: Coroutine[Any, Any, None], sending: Callable[[], None]) -> None:
-        """The server answers when it has received everything; where one of the two fails, the other would wait for ever."""
+        """The server answers when it has received everything. If either side fails, abort: the other would wait forever."""
         assert self._sender is not None
         both = [asyncio.ensure_future(asking), asyncio.ensure_future(asyncio.to_thread(sending))]
         try:

@@ -1,6 +1,6 @@
 """`engine.kind = "vllm"`: a stock vLLM server over HTTP, for models past one GPU. Which GPUs it has, and how weights get there.
 
-The trainer has the first GPU, each server those that follow. `device` is what the run computes on: "cpu" or "cuda".
+The trainer has the first GPU, the servers those that follow. `device` is what the run computes on: "cpu" or "cuda".
 """
 
 from __future__ import annotations
@@ -23,12 +23,9 @@ if TYPE_CHECKING:
     from headrace.observe import Timeline
     from headrace.sync import WeightSync
 
-_SHARED_GPU = 0.4
-"""Share of the memory of a GPU that vLLM servers have together with the trainer; vLLM by itself would take nearly all."""
-_WHOLE_GPU = 0.92
-"""vLLM's own default."""
-_CONTEXT_BYTES = 1 << 30
-"""What a process takes on a GPU before it holds anything, and some room."""
+_SHARED_GPU = 0.4  # share of a GPU for all vLLM servers beside the trainer; vLLM's default would take nearly all
+_WHOLE_GPU = 0.92  # vLLM's own default
+_CONTEXT_BYTES = 1 << 30  # what a process takes on a GPU before it holds anything, and a margin
 CPU_CACHE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 _CPU_CACHE_GIGABYTES = "2"
 
@@ -43,7 +40,7 @@ class VllmKind(EngineKind):
         return len(settings.vllm.urls) or settings.count
 
     def identity(self, settings: EngineSettings, given: dict[str, Any]) -> dict[str, Any]:
-        """What its servers are started with; where they run decides nothing."""
+        """What its servers are started with; where they run does not matter."""
         return {**super().identity(settings, given), "vllm": {"arguments": settings.vllm.arguments}}
 
     def check(self, recipe: Recipe) -> None:
@@ -81,7 +78,7 @@ class VllmKind(EngineKind):
         return choose_handover(recipe, device=device) == "nccl"
 
     def receives_on(self, recipe: Recipe, index: int, *, device: str, trainer: str, engine: str) -> str:
-        """The engine's process hands weights on to its server from there."""
+        """The engine's process passes weights on to its server from this device."""
         handover = choose_handover(recipe, device=device)
         if handover == "folder":
             return "cpu"
@@ -94,7 +91,7 @@ class VllmKind(EngineKind):
     def predict_memory(
         self, recipe: Recipe, shape: ModelShape, *, context: int, free: int, most_blocks: int, on_gpu: bool, total: int
     ) -> tuple[EngineMemory, int]:
-        """On a CPU vLLM has two processes beside its cache."""
+        """On a CPU, vLLM adds two processes to its weights and its cache."""
         native, _ = super().predict_memory(
             recipe, shape, context=context, free=free, most_blocks=most_blocks, on_gpu=on_gpu, total=total
         )
@@ -148,8 +145,7 @@ def num_gpus() -> int:
 
 
 def gpus_of(recipe: Recipe, index: int, *, count: int) -> list[int]:
-    """The numbers of a server's GPUs, as many as its parallelism takes. On a machine of one GPU, trainer and servers share
-    that one."""
+    """The numbers of a server's GPUs, as many as its parallelism needs. If there is one GPU, trainer and servers share it."""
     each, num_servers = 1, recipe.engine.count
     for name in PARALLEL:
         each *= int(recipe.engine.vllm.arguments.get(name, 1))
@@ -165,24 +161,24 @@ def gpus_of(recipe: Recipe, index: int, *, count: int) -> list[int]:
 
 
 def visible_to(recipe: Recipe, index: int) -> str:
-    """CUDA_VISIBLE_DEVICES of a server, by the numbers that this process's own variable has."""
+    """A server's CUDA_VISIBLE_DEVICES: its GPUs, translated through this process's own variable."""
     seen = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
     gpus = gpus_of(recipe, index, count=num_gpus())
     return ",".join(seen[number] if seen else str(number) for number in gpus)
 
 
 def gpu_share(recipe: Recipe, index: int, *, held: int, total: int) -> float:
-    """The share of a GPU's memory to give a vLLM server; `held` is how many bytes its engine's process holds there."""
+    """A vLLM server's share of GPU memory; `held` is how many bytes its engine's process holds there."""
     firsts = [gpus_of(recipe, each, count=num_gpus())[0] for each in range(recipe.engine.count)]
     num_servers = firsts.count(firsts[index])
-    if firsts[index] == 0:  # which is the trainer's too
+    if firsts[index] == 0:  # the trainer's too
         return round(_SHARED_GPU / num_servers, 3)
     beside = held + _CONTEXT_BYTES if choose_handover(recipe, device="cuda") == "ipc" else 0
     return round(max(_WHOLE_GPU / num_servers - beside / total, 0.0), 3)
 
 
 def cpu_cache_gigabytes() -> int:
-    """For the KV cache of a vLLM server on a CPU, which by itself would take half of the memory."""
+    """For the KV cache of a vLLM server on a CPU; its default would be half of the memory."""
     said = os.environ.get(CPU_CACHE_VARIABLE, _CPU_CACHE_GIGABYTES)
     if not said.isdecimal():
         raise ConfigError(f"the variable {CPU_CACHE_VARIABLE} is {said!r}: vLLM wants a whole number of gigabytes there")

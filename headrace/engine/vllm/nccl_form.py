@@ -1,8 +1,5 @@
-"""What vLLM's workers read in an `nccl` weight transfer, made without vLLM.
-
-The store through which they find rank 0, the group's id in it, and where one broadcast of packed weights ends and the next
-starts, which both ends compute on their own and must agree on.
-"""
+"""What vLLM's workers read in an `nccl` weight transfer, made without vLLM: the store in which they find rank 0, the group's id
+in it, and where one broadcast of packed weights ends and the next starts, which both ends compute and must agree on."""
 
 from __future__ import annotations
 
@@ -24,14 +21,12 @@ if TYPE_CHECKING:
 
     Named = tuple[str, Tensor]
 
-ID_KEY = "broadcast_from/0/0"
-"""The key at which a worker's `StatelessProcessGroup` finds the first broadcast of rank 0."""
+ID_KEY = "broadcast_from/0/0"  # where a worker's `StatelessProcessGroup` finds the first broadcast of rank 0
 _PACKED_AT_INIT = (0, 28)
 
 
 def is_packed_at_init(release: str) -> bool:
-    """Whether that vLLM is told how weights are packed once, and not with every update: it refuses fields it does not expect.
-    A release without a number counts as new."""
+    """Whether this vLLM must be told the packing at init, not with every update. A release without a number counts as new."""
     numbers = re.match(r"v?(\d+)\.(\d+)", release)
     return numbers is None or (int(numbers[1]), int(numbers[2])) >= _PACKED_AT_INIT
 
@@ -47,12 +42,12 @@ def described(tensors: Iterable[Named]) -> dict[str, Any]:
 
 
 def in_order(tensors: Mapping[str, Tensor]) -> list[Named]:
-    """In the order of sending: long elements first, since a worker needs each tensor at a multiple of its element size."""
+    """In sending order: long elements first, since a worker needs each tensor at a multiple of its element size."""
     return sorted(tensors.items(), key=lambda named: -named[1].element_size())
 
 
 def chunks(ordered: Sequence[Named], buffer_bytes: int) -> list[list[Named]]:
-    """The tensors of each broadcast. Like a worker, it goes on to the next after the tensor that exceeds the size."""
+    """The tensors of each broadcast. Like a worker, it starts the next one after the tensor that exceeds the size."""
     made: list[list[Named]] = []
     total = buffer_bytes + 1
     for name, tensor in ordered:
@@ -73,7 +68,7 @@ def pickled_id(group_id: bytes) -> bytes:
 
 
 def open_store(host: str, *, deadline: float) -> TCPStore:
-    """On a free port of `host` alone: torch by itself would listen on all addresses."""
+    """A store on a free port of `host` alone; torch by itself would listen on all addresses."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         listening = socket.create_server(address[:2], family=family)

@@ -1,7 +1,7 @@
-"""The few calls of NCCL that a sender needs, in the library that torch brought along.
+"""The few NCCL calls that a sender needs, from the library that torch brings along.
 
-torch's own process groups exchange their id in their own way, vLLM's workers in another: so NCCL is called directly. The
-communicator is non-blocking: its calls return at once, its state is polled, and it can be aborted at any time.
+torch's process groups exchange their id in another way than vLLM's workers, so NCCL is called directly. The communicator is
+non-blocking: its calls return at once, its state is polled, and it can be aborted at any time.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ ID_BYTES = 128
 _SUCCESS, _IN_PROGRESS = 0, 7
 _UINT8, _FLOAT32, _SUM = 1, 7, 0
 _NAME = "libnccl.so.2"
-_CONFIG_VERSION, _CONFIG_MAGIC = 21400, 0xCAFEBEEF
-"""The first release with a configuration; later ones read its form too."""
+_CONFIG_VERSION, _CONFIG_MAGIC = 21400, 0xCAFEBEEF  # the first release with a config struct; later ones still read it
 
 
 class _Id(ctypes.Structure):
@@ -52,7 +51,7 @@ _CALLS: dict[str, list[type]] = {
 
 
 class NcclLibrary:
-    """A communicator is a number here; 0 is none. Errors of NCCL are raised as `SyncError`."""
+    """NCCL's functions. A communicator is a number, 0 is none. NCCL's errors are raised as `SyncError`."""
 
     def __init__(self) -> None:
         self._library = _load()
@@ -67,13 +66,13 @@ class NcclLibrary:
         return f"{code.value // 10000}.{code.value // 100 % 100}.{code.value % 100}"
 
     def new_id(self) -> bytes:
-        """By which the ranks of a group find each other. NCCL listens for them from now on."""
+        """The id by which the ranks of a group find each other. NCCL listens for them from now on."""
         made = _Id()
         self._call("ncclGetUniqueId", ctypes.byref(made))
         return ctypes.string_at(ctypes.byref(made), ID_BYTES)
 
     def begin(self, group_id: bytes, *, rank: int, size: int) -> int:
-        """A communicator on the current GPU, which is ready when `is_idle` says so."""
+        """A communicator on the current GPU, ready when `is_idle` says so."""
         config = _Config(ctypes.sizeof(_Config), _CONFIG_MAGIC, _CONFIG_VERSION, 0)
         communicator = ctypes.c_void_p()
         known = _Id.from_buffer_copy(group_id)
@@ -81,22 +80,22 @@ class NcclLibrary:
         return communicator.value or 0
 
     def is_idle(self, communicator: int) -> bool:
-        """Whether the last call has put its work on the GPU. Raises any failure until now."""
+        """Whether the last call has put its work on the GPU. Raises any failure so far."""
         status = ctypes.c_int()
         self._call("ncclCommGetAsyncError", communicator, ctypes.byref(status))
         self._check("the group", status.value)
         return status.value == _SUCCESS
 
     def all_reduce(self, communicator: int, address: int, *, num_floats: int, stream: int) -> None:
-        """In place, the sum."""
+        """Sum, in place."""
         self._call("ncclAllReduce", address, address, num_floats, _FLOAT32, _SUM, communicator, stream)
 
     def broadcast(self, communicator: int, address: int, *, num_bytes: int, stream: int) -> None:
-        """From rank 0, which this is."""
+        """From rank 0, this process."""
         self._call("ncclBroadcast", address, address, num_bytes, _UINT8, 0, communicator, stream)
 
     def abort(self, communicator: int) -> None:
-        """End what runs and free everything. Needs no peer; can wait for a kernel to leave the GPU."""
+        """End what runs and free everything. Needs no peer; may wait for a kernel to leave the GPU."""
         self._call("ncclCommAbort", communicator)
 
     def _call(self, name: str, *arguments: object) -> None:
@@ -105,7 +104,7 @@ class NcclLibrary:
     def _check(self, name: str, status: int) -> None:
         if status not in (_SUCCESS, _IN_PROGRESS):
             said = [self._text("ncclGetErrorString", ctypes.c_int(status)) or f"status {status}"]
-            said.append(self._text("ncclGetLastError", ctypes.c_void_p()))  # of the process: it asks for a group, and uses none
+            said.append(self._text("ncclGetLastError", ctypes.c_void_p()))  # of the process: the argument is not used
             raise SyncError(f"{name}: {': '.join(filter(None, said))}")
 
     def _text(self, name: str, argument: object) -> str:
@@ -117,7 +116,7 @@ class NcclLibrary:
 
 
 def _load() -> ctypes.CDLL:
-    """The loaded one, by its bare name; else the one in torch's packages."""
+    """The one already loaded, by its bare name; else the one in torch's packages."""
     places = [_NAME]
     with contextlib.suppress(ModuleNotFoundError):
         found = importlib.util.find_spec("nvidia.nccl")

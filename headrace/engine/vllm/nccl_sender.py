@@ -1,16 +1,15 @@
-"""New weights into a vLLM server's GPUs over NCCL: the sending end of vLLM's own `nccl` weight transfer.
+"""Sends new weights to a vLLM server's GPUs over NCCL: the sending end of vLLM's own `nccl` weight transfer.
 
-vLLM is not imported: `nccl_form` writes what its workers read. They find rank 0, which is here, through a torch TCPStore on a
-port of ours, read the group's id from it and all-reduce one number with us. From then on every update is a series of broadcasts
-of raw bytes; their names, dtypes and shapes go ahead over HTTP.
+vLLM is not imported: `nccl_form` writes what its workers read. They find rank 0, this process, through a torch TCPStore that it
+opens, read the group's id from it and all-reduce one number with it. From then on every update is a series of broadcasts of raw
+bytes; their names, dtypes and shapes go ahead over HTTP.
 
     sender = PackedSender(device, host=host, num_workers=..., deadline=...)
     POST /init_weight_transfer_engine   sender.init_info(release)               while sender.join() runs in a thread
     POST /update_weights                sender.update_info(tensors, release)    while sender.send(tensors) does
     sender.close()
 
-If the server fails, `abort` ends whatever waits here. NCCL wants the same release of itself at both ends, and a GPU for each
-rank.
+If the server fails, `abort` ends whatever waits here. NCCL needs the same release at both ends, and a GPU for each rank.
 """
 
 from __future__ import annotations
@@ -34,20 +33,15 @@ if TYPE_CHECKING:
 
     from headrace.engine.vllm.nccl_form import Named
 
-BUFFER_BYTES = 256 << 20
-"""A broadcast ends with the tensor that takes it past this size. A server needs room for two of them."""
+BUFFER_BYTES = 256 << 20  # a broadcast ends with the tensor that exceeds this size; a server needs room for two of them
 NUM_BUFFERS = 2
-_POLL, _SLOW_POLL = 0.0002, 0.02
-"""Seconds between two looks at a GPU's work, for which there is no wait with a timeout; and at which workers have come."""
-_ENDING = 0.25
-"""Seconds that `abort` waits for the group to end."""
+_POLL, _SLOW_POLL = 0.0002, 0.02  # seconds between polls: of GPU work, which has no wait with a timeout; of workers joining
+_ENDING = 0.25  # seconds that `abort` waits for the group to end
 
 
 class PackedSender:
-    """Rank 0 of a group with one server's workers. `join`, then `send` any number of times; after a failure it is of no use.
-
-    `join` and `send` block and are called in a thread, one at a time; `abort` and `close` from any.
-    """
+    """Rank 0 of a group with one server's workers. `join`, then `send` any number of times; unusable after a failure. `join`
+    and `send` block and are called in a thread, one at a time; `abort` and `close` from any."""
 
     def __init__(
         self,
@@ -59,8 +53,7 @@ class PackedSender:
         buffer_bytes: int = BUFFER_BYTES,
         library: NcclLibrary | None = None,
     ) -> None:
-        """`host` is an address of this machine that the server reaches, and the only one listened on. `deadline` is how many
-        seconds nothing may move. `library` is for tests."""
+        """`host` is where to listen for the server; `deadline` the most seconds without progress; `library` is for tests."""
         if num_workers < 1 or buffer_bytes < 1 or deadline <= 0:
             raise ValueError(f"num_workers {num_workers}, buffer_bytes {buffer_bytes} and deadline {deadline} must be positive")
         if library is None and device.type != "cuda":
@@ -68,19 +61,17 @@ class PackedSender:
         self.device, self.num_workers = device, num_workers
         self._host, self._deadline, self._buffer_bytes = host, deadline, buffer_bytes
         self._library = library or NcclLibrary()
-        self._calls = threading.Lock()
-        """Held during a call of NCCL, so that no call gets a communicator that is being freed."""
+        self._calls = threading.Lock()  # held during an NCCL call, so that no call gets a communicator that is being freed
         self._communicator = 0
-        self._ended = ""
-        """The reason, once it has ended."""
+        self._ended = ""  # the reason, once it has ended
         self._streams = [torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(NUM_BUFFERS)]
         self._store: TCPStore | None = open_store(host, deadline=deadline)
         self._port = self._store.port
 
-    # What the server is told
+    # Over HTTP, to the server
 
     def init_info(self, release: str) -> dict[str, Any]:
-        """For `/init_weight_transfer_engine`, in the form of that release of vLLM."""
+        """For `/init_weight_transfer_engine`, in the form of this vLLM release."""
         info = {"master_address": self._host, "master_port": self._port, "rank_offset": 1, "world_size": self.num_workers + 1}
         return info | (self._packing() if is_packed_at_init(release) else {})
 
@@ -91,14 +82,14 @@ class PackedSender:
     def _packing(self) -> dict[str, Any]:
         return {"packed": True, "packed_buffer_size_bytes": self._buffer_bytes, "packed_num_buffers": NUM_BUFFERS}
 
-    # What the workers are sent
+    # Over NCCL, to its workers
 
     def join(self) -> None:
         """Wait until every worker is in the group."""
         with self._fatal():
             if self._communicator or self._ended:
                 raise SyncError(self._ended or "the workers have joined already")
-            # making an id makes NCCL listen for ever: so not before a worker has come
+            # creating an id makes NCCL listen forever, so wait for a worker first
             come = f"none of the server's {self.num_workers} workers came to {self._host}:{self._port}, which it must reach,"
             self._wait(self._is_anyone_there, come, pause=_SLOW_POLL)
             with self._on(self._streams[0]):
@@ -122,7 +113,7 @@ class PackedSender:
         self._wait_for(lane, late)
 
     def send(self, tensors: Mapping[str, Tensor]) -> None:
-        """Wait until every worker has them all. They may be on the GPU or in the host's memory, where pinned is faster."""
+        """Returns when every worker has them all. They may be on the GPU or in host memory, where pinned is faster."""
         with self._fatal(), torch.no_grad():
             if not self._communicator:
                 raise SyncError(self._ended or "no worker has joined: call join first")
@@ -143,12 +134,12 @@ class PackedSender:
             self._wait_for(lane, f"the last of {len(planned)} broadcasts to {self.num_workers} workers did not end")
 
     def _lanes(self, planned: Sequence[Sequence[Named]]) -> list[_Lane]:
-        """Their memory is allocated on their streams, so that it is not reused before these are done with it."""
+        """Their memory is allocated on their own streams, so that it is not reused while they still need it."""
         largest = max(sum(tensor.nbytes for _, tensor in chunk) for chunk in planned)
         lanes = []
         for stream in self._streams[: len(planned)]:
             if stream is not None:
-                stream.wait_stream(torch.cuda.current_stream(self.device))  # which may still be making the weights
+                stream.wait_stream(torch.cuda.current_stream(self.device))  # which may still be computing the weights
             with self._on(stream):
                 lanes.append(_Lane(stream, torch.empty(largest, dtype=torch.uint8, device=self.device)))
         return lanes
@@ -156,7 +147,7 @@ class PackedSender:
     def _broadcast(self, lane: _Lane, num_bytes: int) -> Callable[[int], None]:
         return lambda it: self._library.broadcast(it, lane.address, num_bytes=num_bytes, stream=lane.handle)
 
-    # The end
+    # Ending
 
     def abort(self, reason: str = "the sender was closed") -> None:
         """End what runs; waiting calls raise `SyncError`. Needs no worker, and can be called again."""
@@ -175,7 +166,7 @@ class PackedSender:
         self.abort()
 
     def _end(self, communicator: int) -> None:
-        """In its own thread, since it can wait for a kernel to leave the GPU."""
+        """In its own thread, since it may wait for a kernel to leave the GPU."""
         with self._on(None), contextlib.suppress(SyncError):  # it is broken already
             self._library.abort(communicator)
 
@@ -194,7 +185,6 @@ class PackedSender:
     # Waiting
 
     def _wait(self, is_done: Callable[[], bool], late: str, *, pause: float = _POLL) -> None:
-        """Polls."""
         until = time.monotonic() + self._deadline
         while not is_done():
             self._go_on()
@@ -215,16 +205,16 @@ class PackedSender:
             return self._library.is_idle(self._communicator)
 
     def _call(self, call: Callable[[int], None], late: str) -> None:
-        """An NCCL call. It is over when its work is on the GPU's stream, for which all peers may have to be reached."""
+        """An NCCL call. It is over when its work is on the GPU's stream, which may require reaching all peers."""
         with self._calls:
             self._go_on()
             call(self._communicator)
         self._wait(self._is_idle, late)
 
-    # The store. An error that somebody keeps must not keep the store open, so no frame that raises one may hold it
+    # The store. No frame that raises may hold it, or a kept traceback would keep it open
 
     def _is_anyone_there(self) -> bool:
-        """A worker counts itself under a key that only torch can read; that there is a key can be seen."""
+        """A worker counts itself under a key that only torch can read; but the number of keys can be seen."""
         store = self._store
         return store is not None and store.num_keys() > 0
 
@@ -235,7 +225,7 @@ class PackedSender:
 
     @contextlib.contextmanager
     def _on(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
-        """With our GPU, and that stream if one is given, as the current ones."""
+        """Makes our GPU, and the stream if one is given, the current ones."""
         if self.device.type != "cuda":
             yield
             return
@@ -244,7 +234,7 @@ class PackedSender:
 
 
 class _Lane:
-    """A buffer, and the stream on which it is filled and sent. One is filled while the other is sent."""
+    """A buffer, and the stream on which it is filled and sent. One lane is filled while the other is sent."""
 
     def __init__(self, stream: torch.cuda.Stream | None, buffer: Tensor) -> None:
         self.stream, self._buffer = stream, buffer
@@ -259,7 +249,7 @@ class _Lane:
         return self.stream.cuda_stream if self.stream is not None else 0
 
     def fill(self, chunk: Sequence[Named]) -> int:
-        """Copy the tensors in; how many bytes they are."""
+        """Copy the tensors in; returns their size in bytes."""
         start = 0
         for _, tensor in chunk:
             room = self._buffer[start : start + tensor.nbytes]
@@ -268,7 +258,7 @@ class _Lane:
         return start
 
     def mark(self) -> None:
-        """Have `is_free` tell when all that is on the stream by now is done."""
+        """Let `is_free` tell when everything now on the stream is done."""
         if self._event is not None:
             self._event.record(self.stream)
 

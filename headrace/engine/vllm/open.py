@@ -1,4 +1,4 @@
-"""A vLLM server as one engine of a run: start it with the recipe's settings, or find it where the recipe says; try it out."""
+"""Opens a vLLM server as one engine of a run: starts it with the recipe's settings, or connects to a running one; tests it."""
 
 from __future__ import annotations
 
@@ -37,18 +37,15 @@ if TYPE_CHECKING:
     from headrace.observe import Timeline
     from headrace.sync import WeightSync
 
-_SERVED = "policy"
-"""The model name of servers that are started here."""
-MOST_CANDIDATES = 4096
-"""Logprobs that may come with one token: more than usual cut-offs keep, and few enough to send with each token."""
-_CPU_STEP_TOKENS = 8192
-"""Computed in one step on a CPU, where a prompt must fit into it whole."""
+_SERVED = "policy"  # the model name of servers started here
+MOST_CANDIDATES = 4096  # logprobs per token at most: more than usual cut-offs keep, and few enough to send with each token
+_CPU_STEP_TOKENS = 8192  # computed in one step on a CPU, where a whole prompt must fit into one
 
 
 async def open_engine(
     recipe: Recipe, model_path: str, place: EnginePlace, *, sync: WeightSync, timeline: Timeline
 ) -> OpenedEngine:
-    """Raises `ConfigError` with the reason where the server cannot be used for this run."""
+    """Raises `ConfigError` with the reason if the server cannot be used for this run."""
     settings, tokenizer = recipe.engine.vllm, load_tokenizer(model_path)
     model = await asyncio.to_thread(load_model, model_path, dtype=recipe.model.dtype, device=place.receives_on)
     context, vocabulary = context_limit(model, recipe.model.context), Head(model).vocabulary
@@ -107,7 +104,7 @@ async def open_engine(
         engine=engine,
         stop_ids=stop_tokens(model.generation_config, tokenizer),
         server_command=() if server is None else tuple(server.process.args),  # type: ignore[arg-type]  # a list
-        close=lambda: None if server is None else end(server.process),  # before a successor looks for room
+        close=lambda: None if server is None else end(server.process),  # frees its memory before a successor starts
     )
 
 
@@ -138,7 +135,7 @@ async def _start(recipe: Recipe, model_path: str, arguments: list[str], place: E
 
 
 def _share(recipe: Recipe, place: EnginePlace, model: PreTrainedModel) -> float:
-    """Of the GPU's memory; 0 on a CPU."""
+    """The server's share of GPU memory; 0 on a CPU."""
     if place.device == "cpu":
         return 0
     held = 2 * sum(tensor.nbytes for _, tensor in named_tensors(model))
@@ -147,7 +144,7 @@ def _share(recipe: Recipe, place: EnginePlace, model: PreTrainedModel) -> float:
 
 
 def make_handover(name: str, recipe: Recipe, *, folder: Path, device: str) -> Handover:
-    """By the name of the setting; `device` is where the engine's process holds the weights."""
+    """The handover of that name; `device` is where the engine's process holds the weights."""
     if name == "ipc":
         return IpcHandover(torch.device(device))
     if name == "nccl":
@@ -156,7 +153,7 @@ def make_handover(name: str, recipe: Recipe, *, folder: Path, device: str) -> Ha
 
 
 def check_sampling(recipe: Recipe, *, vocabulary: int) -> None:
-    """Which tokens could have been sampled is read off their logprobs, and a large vocabulary has too many to send."""
+    """A sampling mask is read off the logprobs that come with each token, and a large vocabulary has too many to send."""
     sampling = recipe.sampling
     is_cut = sampling.top_p < 1 or sampling.min_p > 0 or sampling.top_k > 0
     if is_cut and vocabulary > MOST_CANDIDATES and not 0 < sampling.top_k <= MOST_CANDIDATES // 2:
@@ -169,7 +166,7 @@ def check_sampling(recipe: Recipe, *, vocabulary: int) -> None:
 def server_arguments(
     recipe: Recipe, *, context: int, candidates: int, is_on_cpu: bool, handover: str = "folder", share: float = 0
 ) -> list[str]:
-    """The recipe as vLLM's command line; `share` is of the GPU's memory, 0 leaves it to vLLM."""
+    """The recipe as vLLM's command line; `share` is of GPU memory (0: vLLM decides)."""
     engine = recipe.engine
     arguments = {
         "--served-model-name": _SERVED,
@@ -181,7 +178,7 @@ def server_arguments(
         "--generation-config": "vllm",
         "--seed": recipe.seed,
     }
-    if engine.block_size != EngineSettings.block_size:  # otherwise it takes what its kernels like best
+    if engine.block_size != EngineSettings.block_size:  # otherwise vLLM takes what its kernels prefer
         arguments["--block-size"] = engine.block_size
     if engine.kv_blocks:
         arguments["--num-gpu-blocks-override"] = engine.kv_blocks

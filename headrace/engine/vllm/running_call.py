@@ -1,4 +1,4 @@
-"""One generate call at a vLLM server, with what came of it so far."""
+"""One generate call at a vLLM server, with what it has sampled so far."""
 
 from __future__ import annotations
 
@@ -25,12 +25,9 @@ if TYPE_CHECKING:
 _NOTHING = np.zeros(0, np.int32)
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 _MIX = 0x9E3779B97F4A7C15
-_TIES = 16
-"""Tokens as likely as the last of the k likeliest, which vLLM keeps too."""
-TOGETHER = 16
-"""Tokens in one event, where they need not come one by one: an event costs server and reader the same for any number."""
-_MISSING = 1e-3
-"""The most probability that may lie outside a sampling mask before it counts as incomplete."""
+_TIES = 16  # tokens as likely as the last of the k likeliest, which vLLM keeps too
+TOGETHER = 16  # tokens per event, where they need not come one by one: an event costs the same for any number
+_MISSING = 1e-3  # the most probability that may lie outside a sampling mask before it counts as incomplete
 
 
 class RunningCall:
@@ -38,8 +35,7 @@ class RunningCall:
         self.request = request
         self.task: asyncio.Task[None] | None = None
         self.is_over = False
-        self.lineage = ""
-        """Of the weights that sampled its first token."""
+        self.lineage = ""  # of the weights that sampled its first token
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
         self._versions: list[int] = []
@@ -47,10 +43,8 @@ class RunningCall:
         self._routing: Array | None = None
         self._num_reported = 0
         self._together = 1
-        """Tokens that one piece may bring on purpose: some of them may be of weights that were replaced since. Where tokens
-        come one by one, all of them have arrived before weights are replaced."""
-        self._unsure_from: int | None = None
-        """The first token of a piece with tokens of older and newer weights, until the server says which is which."""
+        """Tokens requested per piece. With 1, all arrive before weights change; with more, some may be of older weights."""
+        self._unsure_from: int | None = None  # first token of a piece that mixes versions, until the server tells them apart
 
     @property
     def num_sampled(self) -> int:
@@ -68,17 +62,17 @@ class RunningCall:
 
     @property
     def seed(self) -> int:
-        """vLLM restarts its random numbers with each call, so a resumed call needs others than the one it continues."""
+        """vLLM restarts its random numbers with each call, so a resumed call needs another seed than the one it continues."""
         return (self.request.sampling.seed + len(self.request.rollout) * _MIX) & ((1 << 63) - 1)
 
     def tokens_together(self) -> int:
-        """How many tokens a piece should bring: one, where each is streamed on or could complete a stop string."""
+        """How many tokens a piece should bring: one, if each is streamed on or could complete a stop string."""
         is_read = self.request.on_tokens is not None or self.request.is_streamed
         self._together = 1 if is_read or self.request.sampling.stop else TOGETHER
         return self._together
 
     def num_candidates(self, vocabulary: int, most: int) -> int:
-        """Logprobs to ask for with each token, so that all tokens which could have been sampled are among them."""
+        """Logprobs to request with each token, so that all tokens that could have been sampled are among them."""
         sampling = self.request.sampling
         if not (sampling.temperature > 0 and (sampling.top_k or sampling.top_p < 1 or sampling.min_p)):
             return 0
@@ -87,7 +81,7 @@ class RunningCall:
     def take(
         self, piece: Piece, *, version: int, lineage: str, decode: Callable[[list[int]], str] | None, vocabulary: int
     ) -> FinishReason | None:
-        """Append what came, up to the end of a stop string; why the call is over, if it is."""
+        """Append a piece, up to the end of a stop string; returns why the call is over, if it is."""
         sampling = self.request.sampling
         reason = None if piece.finish is None else _REASONS.get(piece.finish, FinishReason.ABORT)
         start = self.num_sampled
@@ -131,7 +125,7 @@ class RunningCall:
         self._unsure_from = None
 
     def growth(self) -> Growth | None:
-        """What came since this was last called, as far as its versions are known."""
+        """What came since the last call, up to the first token of unknown version."""
         new = slice(self._num_reported, self.num_sure)
         if new.start == new.stop:
             return None
@@ -153,7 +147,7 @@ class RunningCall:
         return InFlight.of(self.request.rollout, num_sampled=self.num_sure, first=first, partial=partial)
 
     def rollout(self, reason: FinishReason, *, engine: str, policy: str, lineage: str) -> Rollout:
-        """With the tokens whose versions are known; the others are sampled again."""
+        """With the tokens of known version; the others are sampled again."""
         known = slice(0, self.num_sure)
         start = len(self.request.rollout)
         call = Call(
@@ -178,7 +172,7 @@ class RunningCall:
         )
 
     def _mask(self, piece: Piece, place: int, vocabulary: int) -> Array:
-        """The ids that could have been sampled at the place just filled; empty where all could."""
+        """The ids that could have been sampled at the position just filled; empty if all could."""
         sampling = self.request.sampling
         if piece.candidates is not None:
             candidates = piece.candidates[place]
@@ -201,7 +195,7 @@ class RunningCall:
         return stop_strings.completes(sampling.stop, before + self._token_ids[max(0, first - len(rollout)) :], decode)
 
     def _whole_routing(self, length: int) -> Array | None:
-        """A row for every token; the last sampled token was never computed, nor what was cut off."""
+        """A row for every token, unknown where the server sent none: the last sampled token was never computed."""
         if self._routing is None:
             return None
         known = self._routing[:length]

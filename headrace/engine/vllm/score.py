@@ -1,7 +1,7 @@
-"""Logprobs of given tokens under the weights a vLLM server runs.
+"""Logprobs of given tokens under the weights of a vLLM server.
 
-A server gives those of a prompt under the model's own distribution. At another temperature, or where only some tokens could
-have been sampled, the logprob follows from the logprobs of all that could, whose differences are those of the logits.
+The server returns a prompt's logprobs under the model's own distribution. For another temperature or a sampling mask, they are
+computed from the logprobs of all tokens that could have been sampled, whose differences are those of the logits.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ async def score(api: VllmApi, rollout: Rollout, *, model: str, salt: str, may_as
 
 
 def _changed(rollout: Rollout) -> dict[int, float]:
-    """The tokens that were not sampled from the model's own distribution, and the temperature of each; greedy tokens are
-    scored at 1."""
+    """The temperatures of tokens not sampled from the model's own distribution, by index; greedy tokens are scored at 1."""
     mask, changed = rollout.sampling_mask, {}
     for index, temperature in enumerate(np.where(rollout.temperatures == 0, 1.0, rollout.temperatures).tolist()):
         if index and (temperature != 1 or (mask is not None and len(mask.row(index)))):

@@ -1,4 +1,4 @@
-"""Start a vLLM server on this machine; it ends with the process that started it."""
+"""Starts a vLLM server on this machine; it ends with the process that started it."""
 
 from __future__ import annotations
 
@@ -21,13 +21,10 @@ from headrace.settings import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-_ATTEMPTS = 3
-"""To find a port that nobody else takes in between."""
+_ATTEMPTS = 3  # to find a port that nobody else takes in between
 _POLL = 0.25
-_ENDING = 25.0
-"""Seconds: more than `server_keeper` takes to end a server that ignores SIGTERM."""
-_TAIL = 64 << 10
-"""Bytes of a log that are searched for the reason."""
+_ENDING = 25.0  # seconds: more than `server_keeper` takes to end a server that ignores SIGTERM
+_TAIL = 64 << 10  # bytes of a log that are searched for the reason
 _PORT_TAKEN = re.compile(r"address already in use|Errno 98", re.IGNORECASE)
 _REASON = re.compile(r"^(?:\(\w[^)]*\)\s*)?(?:\w+\.)*(?:\w*(?:Error|Exception)|pydantic_core\S*): .+")
 
@@ -37,15 +34,15 @@ class VllmServer:
     """A running server."""
 
     process: subprocess.Popen[bytes]
-    """Of its keeper."""
+    """The `server_keeper` that runs it."""
     api: VllmApi
     token: str
     log: Path
     log_start: int
-    """Where its own lines begin: what an earlier server wrote stays."""
+    """Where its own lines start; the file may hold those of an earlier server."""
 
     def output(self) -> str:
-        """The last of what it wrote."""
+        """The end of its log."""
         try:
             with self.log.open("rb") as file:
                 file.seek(0, os.SEEK_END)
@@ -55,7 +52,7 @@ class VllmServer:
             return ""
 
     async def close(self) -> None:
-        """End it, and everything it started."""
+        """End it and everything it started."""
         await self.api.close()
         await asyncio.to_thread(end, self.process)
 
@@ -69,7 +66,7 @@ async def start(
     seconds: float,
     environment: Mapping[str, str] | None = None,
 ) -> VllmServer:
-    """`vllm serve`, reached from this machine alone, with a token of its own, once it answers. `python` has vLLM."""
+    """Run `vllm serve` on loopback, with a token of its own; returns once it answers. `python` has vLLM."""
     opening = await asyncio.to_thread(lambda: _opening(find_vllm(python)))
     token = secrets.token_urlsafe(32)
     variables = {
@@ -101,7 +98,7 @@ async def start(
 
 
 def find_vllm(python: str) -> Path:
-    """The folder of vLLM in an interpreter's environment. Raises `ConfigError` where there is none."""
+    """The folder of vLLM in an interpreter's environment. Raises `ConfigError` if there is none."""
     hint = "install vLLM in an environment and name its interpreter in engine.vllm.python or HEADRACE_VLLM_PYTHON"
     look = "import importlib.util; print(*importlib.util.find_spec('vllm').submodule_search_locations)"
     try:
@@ -120,7 +117,7 @@ def _opening(package: Path) -> list[str]:
 
 
 def choose_python(named: str) -> str:
-    """Named by the recipe, or by the environment, or this one."""
+    """The recipe's, else the environment's, else this one."""
     return named or os.environ.get("HEADRACE_VLLM_PYTHON", "") or sys.executable
 
 
@@ -131,7 +128,7 @@ def _inherited(python: str) -> dict[str, str]:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Its keeper ends it when it gets SIGTERM, or when its pipe closes."""
+    """The keeper ends the server when it gets SIGTERM, or when its pipe closes."""
     if process.stdin is not None:
         with contextlib.suppress(OSError):
             process.stdin.close()

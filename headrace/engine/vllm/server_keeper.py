@@ -1,7 +1,7 @@
-"""`python server_keeper.py COMMAND...`: run a command, and end it with all it started when this one's starter is gone.
+"""`python server_keeper.py COMMAND...`: run a command; end it, with all it started, once our parent process is gone.
 
-It reads a pipe for that, its standard input, which closes when the starter ends, even if it is killed. Otherwise a vLLM server
-would outlive it and hold on to a GPU. This file stands alone: it is run as a script.
+Standard input is a pipe that closes when the parent ends, even if it is killed. Otherwise a vLLM server would outlive it and
+keep its GPU. This file imports nothing of Headrace: it is run as a script.
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ import threading
 import time
 from pathlib import Path
 
-_PATIENCE = 8.0
-"""Seconds between SIGTERM and SIGKILL."""
-_TRACKERS = 3.0
-"""Seconds that resource trackers are left after that."""
+_PATIENCE = 8.0  # seconds between SIGTERM and SIGKILL
+_TRACKERS = 3.0  # further seconds for resource trackers
 
 
 def main() -> int:
@@ -32,7 +30,7 @@ def main() -> int:
 
 
 def _watch(child: subprocess.Popen[bytes]) -> None:
-    """Wait until the pipe closes; then ask the command to end, and kill it if it does not."""
+    """Wait until the pipe closes; then terminate the command, and kill it if it does not end."""
     while os.read(0, 1024):
         pass
     child.terminate()
@@ -43,8 +41,7 @@ def _watch(child: subprocess.Popen[bytes]) -> None:
 
 
 def _end_others(until: float) -> None:
-    """End what the command left behind in its process group. Python's resource trackers come last: they remove the shared
-    memory of those that were killed."""
+    """End what the command left in its process group; resource trackers last, as they free the shared memory of the killed."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.killpg(0, signal.SIGTERM)
     for is_last in (False, True):

@@ -1,4 +1,4 @@
-"""Try a vLLM server out before a run relies on it."""
+"""Tests a vLLM server before a run relies on it."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ if TYPE_CHECKING:
 
 _TRY_SECONDS = 120.0
 _TRIED_TOKENS = 32
-_SAME, _NOISE = 1e-3, 4
-"""Nats by which logprobs of the same weights and prompt may differ, plus so many times their noise."""
+_SAME, _NOISE = 1e-3, 4  # nats by which logprobs of the same weights may differ, plus this many times their noise
 
 
 async def try_out(api: VllmApi, served: str, vocabulary: int) -> None:
-    """Sample one token and score a prompt. A server may be paused, keep its interface closed, want another API token, or give
-    the logprobs of another distribution than it samples from: each would otherwise show late or never."""
+    """Sample one token and score a prompt. A server may be paused, keep its interface closed, need another API token, or return
+    logprobs of a distribution it does not sample from: each would otherwise show late or never."""
     await api.resume()
     prompt = [vocabulary // 3, vocabulary // 2, vocabulary // 5]  # the first ids may be padding
     of_two, asked = Sampling(max_tokens=1, top_k=2), min(vocabulary, 8)
@@ -43,7 +42,7 @@ async def try_out(api: VllmApi, served: str, vocabulary: int) -> None:
 
 
 def _check_processed(api: VllmApi, pieces: list[Piece]) -> None:
-    """Of the two likeliest tokens, sampled with top_k = 2, the others have no probability."""
+    """With top_k = 2, all tokens but the two likeliest have no probability."""
     found = [each for piece in pieces for each in piece.candidates or ()]
     if len(found) != 1 or len(found[0].ids) > 4 or found[0].share < 0.999:
         raise ConfigError(
@@ -53,7 +52,7 @@ def _check_processed(api: VllmApi, pieces: list[Piece]) -> None:
 
 
 async def try_update(api: VllmApi, served: str, way: Handover, model: PreTrainedModel, *, version: str) -> None:
-    """Load the weights that a server has once more, which must change nothing: some builds do not load weights twice."""
+    """Load the server's own weights once more, which must change nothing: some builds cannot load weights twice."""
     vocabulary = Head(model).vocabulary
     prompt = [int(token) for token in np.random.default_rng(0).integers(vocabulary // 4, vocabulary, _TRIED_TOKENS)]
 
