@@ -58,6 +58,7 @@ def columns_first(batches: Sequence[Batch], recipe: Recipe) -> list[str]:
 
 
 def with_column(batch: Batch, name: str, values: Sequence[Array]) -> Batch:
+    """Add a column to every rollout."""
     rollouts = tuple(_with_columns(rollout, {name: value}) for rollout, value in zip(batch.rollouts, values, strict=True))
     return dataclasses.replace(batch, rollouts=rollouts)
 

@@ -1,9 +1,8 @@
 """The groups in flight: one record per episode, from submission until its group moves to the buffer.
 
 Scoring, cancelling, checkpoints and recovery all use this table; tokens of running generate calls come from
-`engine.in_flight()`. A checkpoint keeps ended episodes and the partial rollouts of the others. On resume, the environment of an
-unfinished episode starts over: only the first generate call of its first rollout continues from the partial rollout, and only
-if the prompt tokens are the same.
+`engine.in_flight()`. A checkpoint keeps ended episodes and the partial rollouts of the others. On resume, an unfinished
+episode's environment starts over; only its first generate call continues a partial rollout, if the prompt tokens are the same.
 """
 
 from __future__ import annotations
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class EpisodeInFlight:
-    """One episode and its progress."""
-
     group: GroupInFlight
     index: int
     attempt: int = 1

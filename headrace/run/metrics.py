@@ -106,7 +106,7 @@ class Progress:
 
 
 def trainer_metrics(seen: list[dict[str, float]], *, memory_peak: int) -> dict[str, float]:
-    """Means over the optimizer steps that report a metric. The mismatch is the first step's: later ones move the weights."""
+    """Means over the optimizer steps that report a metric. The mismatch is the first step's, before the weights move."""
     names = dict.fromkeys(name for step in seen for name in step)
     metrics = {name: float(np.mean([step[name] for step in seen if name in step])) for name in names}
     metrics |= {name: seen[0][name] for name in ("mismatch", "mismatch_max")}

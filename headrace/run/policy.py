@@ -86,6 +86,7 @@ class PolicyState:
         return self.gate.is_open(version=self.held_version, submitted=self.submitted_groups, dropped=self.dropped_groups)
 
     def submit(self, task: dict[str, Plain]) -> list[EpisodeInFlight]:
+        """Add a new group and return its episodes."""
         group = self._add_group(self.submitted_groups, task)
         self.submitted_groups += 1
         self.ledger.submit(record.id for record in group.episodes)

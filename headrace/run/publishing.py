@@ -29,11 +29,9 @@ class CanaryError(RuntimeError):
 
 
 async def publish(run: Run, policy: PolicyState, publishing: Awaitable[Published] | None = None) -> None:
-    """Deliver the trainer's weights to the engines as `policy.version`. Pass `publishing` if they are already requested.
-
-    With a trainer in another process this returns at once, and delivery overlaps the next step; `policy.published` waits for
-    it. The trainer makes an update only when the engines hold the previous one, so updates arrive in order.
-    """
+    """Deliver the trainer's weights to the engines as `policy.version`; pass `publishing` if they are already requested.
+    With a trainer in another process this returns at once: delivery overlaps the next step, and `policy.published` waits for
+    it. The trainer makes an update only when the engines hold the previous one, so updates arrive in order."""
     trainer, timeline = policy.trainer, run.observer.timeline("trainer")
     if not trainer.is_inline:
         publishing = publishing or trainer.publish(policy.version, canary=policy.canary)

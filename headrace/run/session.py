@@ -50,7 +50,6 @@ class Session:
     """A few episodes of the last evaluation, for display."""
     checkpoint_folder: Path | None = None
     forecast: Forecast | None = None
-    """Expected memory."""
 
     def __post_init__(self) -> None:
         self.run = Run(
@@ -222,6 +221,7 @@ class Session:
     # Checkpoints
 
     async def restore(self, checkpoint: Checkpoint) -> None:
+        """Resume from a checkpoint."""
         manifest = checkpoint.manifest
         self.progress = Progress(**manifest["progress"])
         self.policy.wasted_tokens = self.progress.wasted_tokens

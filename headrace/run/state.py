@@ -50,16 +50,16 @@ class Run:
         after_version: Callable[[PolicyState], Awaitable[None]],
         rests_at: Callable[[int], bool] = lambda _: False,
     ) -> None:
-        """`on_trained` gets the metrics of a version's steps; `after_version` is called once it is being published. The next
-        version waits for a version that is evaluated or saved (`rests_at`)."""
+        """`on_trained` gets the metrics of a version's steps; `after_version` is called once it is being published. Training
+        does not run ahead of a version that is evaluated or saved (`rests_at`)."""
         self.recipe, self.roles, self.observer = recipe, roles, observer
         self.on_trained, self.after_version, self.rests_at = on_trained, after_version, rests_at
         self.room = Signal()
         """Wakes `feed`: a group or a batch may have made room."""
         self.queued: asyncio.Queue[EpisodeInFlight] = asyncio.Queue()
-        """From `feed` to `generate`."""
+        """Episodes for `generate` to start."""
         self.finished: list[tuple[EpisodeInFlight, Episode]] = []
-        """From `generate` to `score`, which takes all of them at once."""
+        """Ended episodes for `score`, which takes all of them at once."""
         self.has_finished = Signal()
         self.generate_calls = CallLimit(max_generate_calls(recipe))
         """Bounds concurrent generate calls; an episode that awaits a tool holds none."""
@@ -100,6 +100,7 @@ class Run:
             task.cancel()
 
     def spawn(self, coroutine: Coroutine[None, None, T]) -> asyncio.Task[T]:
+        """Run a coroutine as a task of this leg."""
         assert self._task_group is not None
         task = self._task_group.create_task(self._keeping_in_flight(coroutine))
         self._tasks.add(task)
@@ -130,6 +131,7 @@ class Run:
             await self.room.wait()
 
     def note_progress(self) -> None:
+        """Restart the deadline that `watch` enforces."""
         self.progressed_at = time.monotonic()
 
     async def watch(self) -> None:
