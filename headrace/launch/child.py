@@ -1,8 +1,7 @@
 """What an engine or trainer process runs: `python -m headrace.launch.child`.
 
-It imports what it needs, waits for its `Order` (one line on stdin: its name and where to connect), and answers the launcher's
-calls until the launcher's stream closes or its heartbeats stop. It receives settings and names, never code. Its output goes to
-the role's log.
+It imports what it needs, waits for its `Order` (one line on stdin), and answers the launcher's calls until the control stream
+closes or the heartbeats stop. It receives settings and names, never code. Its output goes to the role's log.
 """
 
 from __future__ import annotations
@@ -103,8 +102,7 @@ class RoleWorker:
     # When the launcher is gone
 
     def _on_silence(self) -> None:
-        """Called by the heartbeat thread. Ends the process even if its event loop hangs, but not while a training step makes
-        progress."""
+        """Called by the heartbeat thread. Ends the process even if its event loop hangs, unless a training step progresses."""
         self._is_launcher_silent = True
         asyncio.run_coroutine_threadsafe(self._end_without_launcher(), self._loop)
         num_passes = -1

@@ -135,9 +135,8 @@ def forecast_here(
 
 
 def most_kv_blocks(recipe: Recipe, *, context: int, longest_prompt: int, num_held_out: int) -> int:
-    """The most KV blocks an engine can use at once, 0 if no prompt is known: enough, within its slots, for its share of the
-    rollouts that the gate admits plus an evaluation, each as long as the longest prompt seen plus `sampling.max_tokens`, with
-    some room for longer ones."""
+    """The most KV blocks an engine can use at once (0: no prompt is known): within its slots, for its share of the rollouts the
+    gate admits plus an evaluation, each as long as the longest prompt seen plus `sampling.max_tokens`, with some headroom."""
     if not longest_prompt:
         return 0
     engine, longest = recipe.engine, min(context, longest_prompt + recipe.sampling.max_tokens)

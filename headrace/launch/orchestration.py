@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
 
 class Orchestration(AbstractContextManager["Orchestration"]):
-    """Where the engines and the trainer of a run live. The launcher enters it before preparing the model and leaves it when the
-    run is over, however it ended; nothing remains then."""
+    """Where engines and trainer run. Entered before the model is prepared; leaving it, at the run's end, removes everything."""
 
     reporting_roles: tuple[str, ...] = ()
     """Roles that report their timelines from other processes."""

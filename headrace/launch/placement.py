@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where a process runs and what it uses. The process decides none of this itself, so another host or rank needs another
-    placement, not other code."""
+    """Where a process runs and what it uses. Another host or rank needs another placement, not other code."""
 
     host: str
     address: str

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from headrace.launch.placement import Order, Placement
 
 _END_SECONDS = 5.0
-"""Wait for a lost process to end: its exit status says most about the cause."""
+"""How long to wait for a lost process's exit status, which says most about the cause."""
 _PING_SECONDS = 1.0
 PING_GRACE_SECONDS = 2.0
 """Extra time to read an answer that arrived while the launcher was itself blocked."""
@@ -123,7 +123,7 @@ class RoleProcess:
         self.streams: dict[str, Peer] = {}
         """By channel: `control`, and `data` for an engine."""
         self.state: dict[str, Any] = {}
-        """Its answer to the last ping."""
+        """From its last answer to a ping."""
         self.doing = "starting"
         self.verdict = ""
         """Why the launcher gave it up, if it did."""

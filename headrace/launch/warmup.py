@@ -1,7 +1,6 @@
 """The model RL starts from: as given, built in, or warmed up by supervised steps on tasks that have an answer.
 
-Warmed-up models are cached. Demonstrations are rollouts with logprobs of 0, and the trainer trains them like any batch, with
-another loss.
+Warmed-up models are cached. Demonstrations are rollouts with logprobs of 0, trained like any batch but with another loss.
 """
 
 from __future__ import annotations
