@@ -72,10 +72,8 @@ def _wrong_if_not_sampled(tokens: Mapping[str, Array]) -> dict[str, Array]:
 
 
 def check_calls(rows: Array, starts: Array, stops: Array, *, source: Array, ids: Sequence[str], offsets: Array) -> None:
-    """Check that calls are in order, do not overlap, and cover exactly the sampled tokens.
-
-    `rows[i]` is the rollout of call i, in rising order; `starts` and `stops` count from that rollout's first token.
-    """
+    """Check that calls are in order, do not overlap, and cover exactly the sampled tokens. `rows[i]` is the rollout of call i,
+    in rising order; `starts` and `stops` count from that rollout's first token."""
     previous = np.zeros_like(stops)
     previous[1:] = np.where(rows[1:] == rows[:-1], stops[:-1], 0)
     is_wrong = (starts < previous) | (stops < starts) | (stops > offsets[rows + 1] - offsets[rows])

@@ -1,7 +1,5 @@
-"""Which experts processed each token of a rollout.
-
-Row t is the forward pass of token t. The last token has not been through the model yet, so its row is unknown.
-"""
+"""Which experts processed each token of a rollout: row t is the forward pass of token t. The last token has not been through
+the model yet, so its row is unknown."""
 
 from __future__ import annotations
 
@@ -15,7 +13,6 @@ if TYPE_CHECKING:
     from headrace.records.validate import Array
 
 _UNKNOWN = {np.dtype(np.uint8): 255, np.dtype(np.int16): -1}
-"""The value of an unknown expert, by dtype of the routing."""
 
 
 def unknown_expert(dtype: npt.DTypeLike) -> int:

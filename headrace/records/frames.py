@@ -5,7 +5,7 @@ A frame is
     magic b"HRW" + schema (1 byte) | crc32 (4) | header length (4) | body length (8) | header | zeros | body
 
 all little-endian. Arrays are (dtype, shape, offset, length) in the header and 8-byte aligned in the body, so that decoding
-copies nothing. Keys that start with "$" are reserved; a user's such key gets one more "$". Small records are encoded field by
+copies nothing. Keys that start with "$" are reserved; users' own get one more "$". Small records are encoded field by
 field; rollouts, batches and episodes as columns (`headrace.records.columns`). Every size is checked before memory is allocated,
 and records check themselves, so malformed bytes raise `WireError` and never another error.
 """

@@ -130,11 +130,9 @@ class Rollout:
         sampling_mask: SamplingMask | None = None,
         expert_routing: Array | None = None,
     ) -> Rollout:
-        """Append the tokens that one call sampled, all of them trained. Called by engines.
-
-        `sampling_mask` and `expert_routing` cover all tokens, old and new; where the new routing is unknown, the old stays.
-        Only what is new is checked. Columns are dropped, because they were computed over the old tokens.
-        """
+        """Append the tokens that one call sampled, all of them trained. Called by engines. `sampling_mask` and `expert_routing`
+        cover all tokens, old and new; where the new routing is unknown, the old stays. Only what is new is checked. Columns are
+        dropped, because they were computed over the old tokens."""
         new = {"token_ids": token_ids, "logprobs": logprobs, "versions": versions}
         added = call.stop - len(self)
         try:
@@ -159,11 +157,9 @@ class Rollout:
         return trusted_copy(self, changes)
 
     def forked(self, at: int, *, id: str) -> Rollout:
-        """The first `at` tokens as a new rollout, to generate on from there.
-
-        A call that spans the fork is cut and counts as interrupted; later calls, rewards, outcome and columns are dropped. Step
-        rewards before the fork and `loss_mask` stay: the caller decides which of the two trains the tokens they share.
-        """
+        """The first `at` tokens as a new rollout, to generate on from there. A call that spans the fork is cut and counts as
+        interrupted; later calls, rewards, outcome and columns are dropped. Step rewards before the fork and `loss_mask` stay:
+        the caller decides which of the two trains the tokens they share."""
         check_kind(at, int, f"rollout {self.id!r}: the token to fork at")
         if not 1 <= at <= len(self):
             raise ValueError(f"rollout {self.id!r}: cannot be forked at token {at}; it must be 1 to {len(self)}")
@@ -231,7 +227,6 @@ class Rollout:
 
     @property
     def reward(self) -> float | None:
-        """The score, if there is one."""
         return self.outcome.reward if isinstance(self.outcome, Scored) else None
 
 

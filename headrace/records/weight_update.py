@@ -76,5 +76,4 @@ class WeightUpdate:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes sent."""
         return sum(part.num_bytes for part in self.parts)
