@@ -1,7 +1,7 @@
 """Calls between the processes of a run: frames over a Unix socket on one host, over TCP between hosts.
 
-A `Stream` carries values in order. `Peer` puts calls and notices over a stream: either end may call the other, and answers
-come in any order. A process connects to the launcher's `Listener`; both ends prove that they know the run's token before
+A `Stream` carries values in order. A `Peer` sends calls and notices over a stream: either end may call the other, and answers
+arrive in any order. A process connects to the launcher's `Listener`; both ends prove that they know the run's token before
 anything else they send is parsed, and the token itself is never sent.
 """
 
@@ -33,17 +33,17 @@ if TYPE_CHECKING:
 _HELLO_BYTES = 4096
 _HELLO_SECONDS = 30.0
 _LONGEST_UNIX_PATH = 100
-"""Bytes; the system allows 108."""
+"""Bytes; Linux allows 108."""
 _HIGH_WATER = 4 << 20
 _READ_AHEAD = 4 << 20
 
 
 class StreamClosed(ConnectionError):
-    """The other end is gone."""
+    """The other end has closed the stream."""
 
 
 class RemoteError(RuntimeError):
-    """A call failed at the other end; `kind` is the type of the exception there."""
+    """A call failed at the other end; `kind` is the name of its exception type."""
 
     def __init__(self, *, kind: str, message: str, detail: str = "", frame: str = "", is_config: bool = False) -> None:
         super().__init__(f"{kind}: {message}")
@@ -51,7 +51,7 @@ class RemoteError(RuntimeError):
 
 
 def describe_error(error: BaseException) -> dict[str, Any]:
-    """The arguments of a `RemoteError` for this exception."""
+    """The arguments of the `RemoteError` that the caller will see."""
     return {
         "kind": type(error).__name__,
         "message": str(error),
@@ -62,7 +62,7 @@ def describe_error(error: BaseException) -> dict[str, Any]:
 
 
 class Stream:
-    """Values in order, each a frame of `headrace.records.frames`."""
+    """Sends and receives values in order, each as a frame of `headrace.records.frames`."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -71,12 +71,12 @@ class Stream:
 
     @property
     def backlog(self) -> int:
-        """Bytes written here that the system has not accepted yet."""
+        """Bytes written that the OS has not accepted yet."""
         size: int = self._writer.transport.get_write_buffer_size()
         return size
 
     def write(self, value: object) -> None:
-        """Send without waiting. Who writes much looks at `backlog` or awaits `drain`."""
+        """Send without waiting. Callers that write a lot check `backlog` or await `drain`."""
         frame = frames.encode(value)
         self.bytes_sent += len(frame)
         if self._writer.is_closing():
@@ -84,11 +84,11 @@ class Stream:
         self._writer.write(frame)
 
     async def drain(self) -> None:
-        """Wait until most of what was written is on its way."""
+        """Wait until the OS has accepted most of what was written."""
         with _closed_explained():
             await self._writer.drain()
 
-    async def receive(self, *, max_bytes: int = frames.MAX_FRAME) -> Any:  # noqa: ANN401  (what was sent)
+    async def receive(self, *, max_bytes: int = frames.MAX_FRAME) -> Any:  # noqa: ANN401  (anything that was sent)
         with _closed_explained():
             preamble = await self._reader.readexactly(frames.PREAMBLE_BYTES)
             rest = await self._reader.readexactly(frames.remaining_bytes(preamble, max_bytes=max_bytes))
@@ -109,7 +109,7 @@ def _closed_explained() -> Iterator[None]:
 
 
 class Peer:
-    """Calls and notices over a stream. `run` reads until the stream closes; every open call then fails."""
+    """Calls and notices over a stream. `run` reads until the stream closes; then every open call fails."""
 
     def __init__(
         self, stream: Stream, *, calls: Mapping[str, Handler] | None = None, notices: Mapping[str, OnNotice] | None = None
@@ -122,8 +122,8 @@ class Peer:
         self._answering: set[asyncio.Task[None]] = set()
 
     def begin(self, name: str, /, **arguments: Any) -> asyncio.Future[Any]:  # noqa: ANN401
-        """Send a call now; the future is its answer. Calls arrive in the order they were sent."""
-        if self._has_ended:  # a write might still succeed, but no answer would ever be read
+        """Send a call now and return the future of its answer. Calls arrive in the order sent."""
+        if self._has_ended:  # a write might succeed, but nobody would read the answer
             raise StreamClosed("the stream is closed")
         number = next(self._numbers)
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -141,8 +141,8 @@ class Peer:
         self.stream.write({"notice": name, "value": value})
 
     async def run(self) -> None:
-        """Read until the other end closes, which raises `StreamClosed` here and in every open call. Data that cannot be read
-        raises `WireError` here, and `StreamClosed` in the open calls."""
+        """Read until the other end closes, which raises `StreamClosed` here and in every open call. Unreadable data raises
+        `WireError` here and `StreamClosed` in the open calls."""
         try:
             while True:
                 self._handle(await self.stream.receive())
@@ -154,7 +154,7 @@ class Peer:
             for answer in list(self._open.values()):
                 if not answer.done():
                     answer.set_exception(reason)
-                    answer.exception()  # marks it as seen: nobody needs to await it
+                    answer.exception()  # marks it as retrieved, so that asyncio does not warn
             for task in self._answering:
                 task.cancel()
             raise
@@ -185,19 +185,19 @@ class Peer:
             self.stream.write({"answer": number, "value": await self.calls[name](**arguments)})
         except StreamClosed:
             return
-        except Exception as error:  # noqa: BLE001  (whatever it is, the caller must see it)
+        except Exception as error:  # noqa: BLE001  (the caller must see any error)
             with contextlib.suppress(StreamClosed):
                 self.stream.write({"answer": number, "error": describe_error(error)})
 
 
 def socket_place() -> Path:
-    """The parent of socket folders: the system's temporary folder, unless its path is too long for a socket."""
+    """The parent of socket folders: the system's temporary folder, or /tmp if that path is too long for a socket."""
     is_short = len(tempfile.gettempdir()) < _LONGEST_UNIX_PATH - len("/headrace-0000000-00000000-00000000/s")
     return Path(tempfile.gettempdir() if is_short else "/tmp")
 
 
 class Listener:
-    """Where the processes of a run connect. Each says its name, and which of its streams this is."""
+    """Accepts the streams of a run's processes. Each stream announces its process name and channel."""
 
     def __init__(self, *, token: str, folder: Path | None) -> None:
         self._token, self._folder = token, folder
@@ -208,7 +208,7 @@ class Listener:
 
     @classmethod
     async def on_this_host(cls, *, token: str, prefix: str = "") -> Listener:
-        """A Unix socket in a folder that only this user may enter, named after the prefix."""
+        """A Unix socket in a private folder whose name starts with `prefix`."""
         folder = Path(tempfile.mkdtemp(prefix=f"{prefix or f'headrace-{os.getpid()}'}-", dir=socket_place()))
         listener = cls(token=token, folder=folder)
         try:
@@ -221,7 +221,7 @@ class Listener:
 
     @classmethod
     async def between_hosts(cls, host: str, port: int = 0, *, token: str) -> Listener:
-        """A TCP port; 0 takes a free one."""
+        """A TCP port; 0 picks a free one."""
         listener = cls(token=token, folder=None)
         try:
             server = await asyncio.start_server(listener._greet, host, port, limit=_READ_AHEAD)
@@ -232,7 +232,7 @@ class Listener:
         return listener
 
     def expect(self, name: str, channel: str, *, incarnation: int = 0) -> asyncio.Future[Stream]:
-        """The stream that this incarnation of `name` will open for `channel`; earlier ones are no longer let in."""
+        """The stream that this incarnation of `name` will open for `channel`; earlier incarnations are rejected from now on."""
         arrived: asyncio.Future[Stream] = asyncio.get_running_loop().create_future()
         self._expected[name, channel] = incarnation, arrived
         return arrived
@@ -243,7 +243,7 @@ class Listener:
         task.add_done_callback(self._greeting.discard)
 
     async def _admit(self, stream: Stream) -> None:
-        """Peers that are unauthenticated, not expected or silent are dropped."""
+        """Drop peers that are unauthenticated, unexpected or silent."""
         try:
             async with asyncio.timeout(_HELLO_SECONDS):
                 challenge = secrets.token_hex(16)
@@ -274,8 +274,7 @@ class Listener:
 
 
 async def connect(address: str, *, token: str, name: str, channel: str, incarnation: int = 0) -> Stream:
-    """Open one of this process's streams to a listener, and check that the listener belongs to this run. `incarnation` counts
-    the starts of the process that has this name."""
+    """Open a stream to a listener, and check that it belongs to this run. `incarnation` counts the starts of process `name`."""
     kind, _, place = address.partition(":")
     if kind == "unix":
         reader, writer = await asyncio.open_unix_connection(place, limit=_READ_AHEAD)

@@ -1,9 +1,9 @@
 """From one command to a run: check, folder, processes, model, session, train, close.
 
-`launcher.py` tells that story. `orchestrate` is this room's axis, and its choices are a file each: `inline.py` (everything
-in the launcher's process) and `local.py` (engines and trainer in processes of their own). Of a process, `process.py` is the
-launcher's side and `child.py` the process's own; `supervise.py` decides what is done about a lost one, `heartbeat.py` how a
-process learns that the launcher is gone, `placement.py` where each runs. `build.py` makes engines and trainers of a recipe.
+`launcher.py` takes these steps in order. Each choice of `orchestrate` is a file: `inline.py` (everything in the launcher's
+process) and `local.py` (engines and trainer in their own processes). `process.py` is the launcher's side of a process and
+`child.py` the process itself. `supervise.py` restarts lost engines, `heartbeat.py` tells processes that the launcher is gone,
+`placement.py` decides where each runs, and `build.py` makes engines and trainers from a recipe.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""From a recipe to the roles that carry it out."""
+"""Checks a recipe and builds the roles that carry it out."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ if TYPE_CHECKING:
 
 
 def set_threads(recipe: Recipe, role: str = "") -> None:
-    """torch's CPU threads in this process, as the recipe says."""
+    """Set torch's CPU threads in this process."""
     torch.set_num_threads(threads_of(recipe, role, cores=os.cpu_count() or 1))
 
 
 def preflight(recipe: Recipe, given: UserInputs) -> None:
-    """Everything that can be refused before a folder is made or a model loads."""
+    """All checks that need neither a run folder nor a loaded model."""
     check_inputs(recipe, given)
     choose_device(recipe)
     check_sync(recipe)
@@ -71,7 +71,7 @@ def preflight(recipe: Recipe, given: UserInputs) -> None:
 
 
 def check_sync(recipe: Recipe) -> None:
-    """This machine has what the transport between processes needs."""
+    """Raise unless this machine has what the transport between processes needs."""
     if recipe.is_inline:
         return
     transport = transport_class(choose_transport(recipe))
@@ -84,7 +84,7 @@ def check_sync(recipe: Recipe) -> None:
 
 
 def _check_gpu_per_end(recipe: Recipe) -> None:
-    """Both ends are gloo's, or both NCCL's with a GPU each."""
+    """Both ends use gloo, or both NCCL with a GPU each."""
     device = choose_device(recipe)
     places = {receiving_place(recipe, index) for index in range(recipe.engine.num_engines)}
     if device == "cuda" and places & {"cpu", place_of(device, "trainer")}:
@@ -95,7 +95,7 @@ def _check_gpu_per_end(recipe: Recipe) -> None:
 
 
 def check_engine(recipe: Recipe) -> None:
-    """This machine has what the engine needs."""
+    """Raise unless this machine has what the engine needs."""
     device, kind = choose_device(recipe), engine_kind(recipe.engine)
     if kind.listens_on_host(recipe, device=device):
         try:
@@ -106,7 +106,7 @@ def check_engine(recipe: Recipe) -> None:
 
 
 def check_loss(recipe: Recipe) -> None:
-    """The loss exists and takes the constants it is given."""
+    """Raise unless the loss exists and takes `train.constants`."""
     loss, constants = resolve_loss(recipe.train.loss), recipe.train.constants
     parameters = inspect.signature(loss).parameters.values()
     names = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY or p.default is not p.empty]
@@ -119,7 +119,7 @@ def check_loss(recipe: Recipe) -> None:
 
 
 def check_columns(recipe: Recipe, given: UserInputs) -> None:
-    """Every column that the loss and the advantages need is there. An environment of the user's may bring any."""
+    """Raise unless loss and advantages get every column they need. A user's environment may add any column."""
     train = recipe.train
     wanted = needed_columns(train.loss, correction_of(recipe))
     advantage = ADVANTAGES[train.advantage]
@@ -139,8 +139,8 @@ def check_columns(recipe: Recipe, given: UserInputs) -> None:
 
 
 def special_stops(stop: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The ids of those stop strings that are special tokens. Special tokens are not part of the text that other stop strings
-    are searched in, so a stop string that contains one among other text could never be found, and is refused."""
+    """Ids of the stop strings that are special tokens. Stop strings are searched in text without special tokens, so one that
+    mixes a special token with other text would never match and is rejected."""
     special = {str(token): id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
     for text in stop:
         inside = next((token for token in special if token in text), "")
@@ -153,8 +153,7 @@ def special_stops(stop: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> tu
 
 
 def build_trainer(recipe: Recipe, model_path: str, *, device: str) -> DeviceTrainer:
-    """A trainer and the frozen models it needs: the reference of a KL term (by default the model RL starts from), and the
-    teacher of a distillation."""
+    """A trainer and its frozen models: the KL reference (by default the model RL starts from) and the distillation teacher."""
     train = recipe.train
     frozen_paths = {REFERENCE: (train.reference or model_path) if train.kl else "", TEACHER: train.teacher}
     frozen = {
@@ -179,7 +178,7 @@ def build_trainer(recipe: Recipe, model_path: str, *, device: str) -> DeviceTrai
 def build_roles(
     recipe: Recipe, model_path: str, given: UserInputs, *, observer: Observer, lineage: Lineage, most_blocks: int = 0
 ) -> Roles:
-    """Everything in this process: the model is loaded twice, once to generate and once to train."""
+    """All roles in this process; the model is loaded twice, to generate and to train."""
     device = choose_device(recipe)
     sync = WeightSync(lineage, MemoryTransport(device), payload=recipe.sync.payload)
     engine, stop_ids = engine_kind(recipe.engine).make_inline(
@@ -213,7 +212,7 @@ def make_roles(
     workers: RewardWorkers | None = None,
     **more: Any,  # noqa: ANN401
 ) -> Roles:
-    """An engine and a trainer, wherever they run, and the launcher's own roles. `workers` call rewards off its event loop."""
+    """Combine engine and trainer, wherever they run, with the launcher's own roles. `workers` run rewards in threads."""
     encoder = PromptEncoder(load_tokenizer(model_path))
     return Roles(
         engine=engine,

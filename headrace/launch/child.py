@@ -1,8 +1,7 @@
 """What an engine or trainer process runs: `python -m headrace.launch.child`.
 
-It imports what it needs, waits for its `Order` (one line on its standard input that says who it is and where to connect), and
-then answers the launcher's calls until the launcher is gone: until its stream closes, or its heartbeats stop. Settings and
-names come in; code never does. Output goes to the role's log.
+It imports what it needs, waits for its `Order` (one line on stdin), and answers the launcher's calls until the control stream
+closes or the heartbeats stop. It receives settings and names, never code. Its output goes to the role's log.
 """
 
 from __future__ import annotations
@@ -43,11 +42,11 @@ _END_SECONDS = 30.0
 
 
 class LauncherSilent(RuntimeError):
-    """No heartbeat came for too long: the launcher is stopped, or its host is gone."""
+    """No heartbeat for too long: the launcher is stopped, or its host is gone."""
 
 
 class RoleWorker:
-    """One engine or trainer, from its first connection to its end."""
+    """One engine or trainer process, from its first connection to its end."""
 
     def __init__(self, order: Order) -> None:
         self._order = order
@@ -63,7 +62,7 @@ class RoleWorker:
         self._is_launcher_silent = False
 
     async def run(self) -> int:
-        """Until the launcher is gone, or until something here fails; the process's exit status."""
+        """Work until the launcher is gone or something fails; return the exit status."""
         watch_launcher(self._order, self._on_silence)
         self._control = Peer(
             await self._connect("control"),
@@ -84,11 +83,11 @@ class RoleWorker:
             self._control.notify("failed", describe_error(error))
             async with asyncio.timeout(_LAST_WORDS_SECONDS):
                 await self._control.stream.drain()
-            await asyncio.sleep(0.1)  # the frame leaves before the process does
+            await asyncio.sleep(0.1)  # let the frame leave before the process ends
         return 1
 
     def clean_up(self) -> None:
-        """Leave no shared memory and no socket behind."""
+        """Remove shared memory and sockets."""
         if self._sync is not None:
             self._sync.close()
         if self._opened is not None:
@@ -100,11 +99,10 @@ class RoleWorker:
             if kind == "unix":
                 leftovers.remove(Path(path).parent.parent, order.prefix)
 
-    # Without a launcher
+    # When the launcher is gone
 
     def _on_silence(self) -> None:
-        """Called in the thread that listens for heartbeats. Ends the process even if its event loop does not answer, but not
-        while a trainer's step makes progress."""
+        """Called by the heartbeat thread. Ends the process even if its event loop hangs, unless a training step progresses."""
         self._is_launcher_silent = True
         asyncio.run_coroutine_threadsafe(self._end_without_launcher(), self._loop)
         num_passes = -1
@@ -121,17 +119,17 @@ class RoleWorker:
         try:
             if isinstance(self._worker, LocalTrainer) and self._worker.num_steps:
                 words += await self._rescue(self._worker)
-        except Exception as error:  # noqa: BLE001  (it ends either way, and says why nothing is saved)
+        except Exception as error:  # noqa: BLE001  (it ends either way, and reports why nothing is saved)
             words += f"; what was trained could not be saved: {error}"
         self._fail(LauncherSilent(words))
 
     async def _rescue(self, trainer: LocalTrainer) -> str:
-        """Save weights and optimizer, once the step under way is done; where to, in words. A checkpoint to resume from would
-        need what only the launcher knows, so this one is set beside them, for the user."""
+        """Save weights and optimizer once the current step is done; return a message with the folder. It is for the user: only
+        the launcher could write a checkpoint to resume from."""
         folder = Path(self._order.placement.run_folder) / "checkpoints" / f"rescued-{trainer.version}"
         temporary = folder.with_name(f".step-{folder.name}.tmp")
         temporary.mkdir(parents=True, exist_ok=True)
-        await trainer.abandon()  # no step waits any longer for engines to take an update
+        await trainer.abandon()  # so that no step waits for engines to load an update
         await trainer.save(temporary)
         shutil.rmtree(folder, ignore_errors=True)
         temporary.rename(folder)
@@ -150,7 +148,7 @@ class RoleWorker:
     async def _build(
         self, recipe: dict[str, Any], model: str, lineage: dict[str, Any], ends: dict[str, Any], index: int, most_blocks: int
     ) -> dict[str, Any]:
-        """Load the model and take up the role. The answer is what the launcher needs to know of it."""
+        """Load the model and start the role; the answer tells the launcher what it needs to know."""
         settings, placement, config = make_recipe(recipe), self._order.placement, TransportConfig(**ends)
         torch.set_num_threads(placement.threads)
         transport = make_transport(config, is_sender=self.role == "trainer", device=placement.receives_on)
@@ -191,7 +189,7 @@ class RoleWorker:
 
     def _on_data_closed(self, reading: asyncio.Task[None]) -> None:
         if not reading.cancelled() and not isinstance(reading.exception(), StreamClosed):
-            self._fail(reading.exception())  # a frame that could not be read
+            self._fail(reading.exception())  # an unreadable frame
 
     def _fail(self, error: BaseException | None) -> None:
         if not self._failure.done() and error is not None:
@@ -199,7 +197,7 @@ class RoleWorker:
 
 
 def _is_gone(parent: int) -> bool:
-    """Whether the process that started this one has ended: its streams close a moment before that shows."""
+    """Whether the parent has ended. Waits a moment, because its streams close before it does."""
     until = time.monotonic() + _ORPHANED_SECONDS
     while os.getppid() == parent and time.monotonic() < until:
         time.sleep(0.02)
@@ -207,20 +205,19 @@ def _is_gone(parent: int) -> bool:
 
 
 def main() -> None:
-    """Wait for the order, and work until the run is over."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the launcher, which drains and saves
     faulthandler.enable()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     logging.captureWarnings(True)
     line = sys.stdin.readline()
-    if line:  # otherwise the launcher ended before it gave one
+    if line:  # empty if the launcher ended before sending the order
         order = Order.read(line)
         sys.path[:] = order.path
         asyncio.run(_run(order))
 
 
 async def _run(order: Order) -> None:
-    """Ends by `os._exit`: no thread in a long computation may keep a process that nobody waits for."""
+    """Ends with `os._exit`, so that no thread in a long computation keeps the process alive."""
     worker, status = RoleWorker(order), 1
     try:
         status = await worker.run()
@@ -228,7 +225,7 @@ async def _run(order: Order) -> None:
         log.exception("%s ended", order.name)
     worker.clean_up()
     logging.shutdown()
-    with contextlib.suppress(OSError):  # its log may lie on a full disk
+    with contextlib.suppress(OSError):  # the disk of the log may be full
         sys.stdout.flush()
     os._exit(status)
 

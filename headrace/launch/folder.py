@@ -1,4 +1,4 @@
-"""The run's folder: where it is, whether it is unfinished, and the small files in it."""
+"""The run's folder: finding it, locking it, and the small files in it."""
 
 from __future__ import annotations
 
@@ -24,15 +24,14 @@ _MAY_NOT_WRITE = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def cache_folder() -> Path:
-    """Where warmed-up models and rescued checkpoints are kept, outside any repository."""
+    """Where warmed-up models and rescued checkpoints are kept."""
     if chosen := os.environ.get("HEADRACE_CACHE"):
         return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace"
 
 
 class FolderLock:
-    """Held by the one process that writes a folder, or shared by those that read it. The system releases it when the process
-    ends, however that happens."""
+    """Exclusive for the process that writes a folder, shared for readers. The OS releases it when the process ends."""
 
     def __init__(self, folder: Path, *, is_shared: bool = False) -> None:
         self._path = folder / ".lock"
@@ -40,8 +39,8 @@ class FolderLock:
         self._file: IO[str] | None = None
 
     def acquire(self, *, create: bool = True) -> bool:
-        """False where another process holds it; without `create`, also where there is no such folder. A read-only folder is
-        shared through a lock file opened for reading, or without any if it has none."""
+        """False if another process holds it or, without `create`, if there is no such folder. A read-only folder is shared
+        through its lock file opened for reading, or without a lock if it has no such file."""
         if create:
             self._path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -72,7 +71,7 @@ class FolderLock:
 
 
 def is_in_use(folder: Path) -> bool:
-    """Whether a live process writes this folder."""
+    """Whether a live process writes to this folder."""
     lock = FolderLock(folder)
     is_free = not (folder / ".lock").exists() or lock.acquire()
     lock.release()
@@ -81,7 +80,7 @@ def is_in_use(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep other processes out of a folder."""
+    """Hold the folder's lock, or raise if another process does."""
     lock = FolderLock(folder)
     if not lock.acquire():
         raise ConfigError(f"{folder} is in use by another process; give another --run-dir")
@@ -93,7 +92,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def logged(folder: Path) -> Iterator[None]:
-    """Python warnings and log records of this process also go to logs/launcher.log."""
+    """Also write this process's warnings and log records to logs/launcher.log."""
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(folder / "logs" / "launcher.log")
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
@@ -131,7 +130,7 @@ def find_folder(name: str, recipe: Recipe, *, identity: str, run_dir: Path | Non
 
 
 def _check_same(folder: Path, recipe: Recipe, *, identity: str, fresh: bool) -> None:
-    """Refuse a folder that holds another run, or one that is not to be resumed."""
+    """Raise if the folder holds another run, or one that must not be resumed."""
     summary = read_summary(folder)
     if not summary:
         return
@@ -145,7 +144,6 @@ def _check_same(folder: Path, recipe: Recipe, *, identity: str, fresh: bool) -> 
 
 
 def _difference(folder: Path, recipe: Recipe) -> str:
-    """Which settings differ from the run in a folder."""
     try:
         theirs = flatten(load_toml((folder / "resolved.toml").read_text(), name="resolved.toml"))
     except (OSError, ConfigError):
@@ -157,7 +155,7 @@ def _difference(folder: Path, recipe: Recipe) -> str:
 
 
 def prepare_folder(folder: Path, recipe: Recipe, *, recipe_text: str) -> None:
-    """Make the folder and write what the run is made of."""
+    """Make the folder and write the recipe into it."""
     for sub in ("rollouts", "logs", "checkpoints"):
         (folder / sub).mkdir(parents=True, exist_ok=True)
     resolved = to_toml(to_dict(recipe))
@@ -166,7 +164,7 @@ def prepare_folder(folder: Path, recipe: Recipe, *, recipe_text: str) -> None:
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """summary.json; empty where there is none that can be read."""
+    """summary.json; empty if missing or unreadable."""
     try:
         summary: dict[str, Any] = json.loads((folder / SUMMARY).read_text())
     except (OSError, json.JSONDecodeError):
@@ -175,7 +173,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 
 def write_summary(folder: Path, summary: dict[str, Any]) -> None:
-    """Replace summary.json in one step."""
+    """Replace summary.json atomically."""
     temporary = folder / f".{SUMMARY}.tmp"
     temporary.write_text(json.dumps(summary, indent=2) + "\n")
     temporary.replace(folder / SUMMARY)

@@ -1,4 +1,4 @@
-"""How much memory a run will take. The doctor reports it, and a run compares it with what it really took."""
+"""Predicts a run's memory. `headrace doctor` reports it, and a run compares it with its real peak."""
 
 from __future__ import annotations
 
@@ -28,41 +28,39 @@ if TYPE_CHECKING:
     Task = dict[str, Plain]
 
 LOOKED_AT = 64
-"""Tasks whose prompts stand for all of their kind: the first of training, and of each held-out source."""
+"""Prompts measured of the training tasks and of each held-out source, to estimate the longest."""
 _FEWEST_ROLLOUTS = 16
-"""That the KV cache has room for, however few the slots: a prompt much longer than those looked at fits too, though others may
-have to wait."""
+"""The KV cache has room for at least this many, so that a prompt much longer than those measured still fits."""
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """The memory of one run, in bytes."""
+    """Predicted memory of one run, in bytes."""
 
     trainer: TrainerMemory
     engine: EngineMemory
     exported: int
-    """Weights published in memory that the driver allocates, outside torch's."""
+    """Published weights in memory allocated by the driver, outside torch."""
     is_one_process: bool
     sleep: str
-    """`engine.sleep`."""
     mapped: int = 0
-    """Published weights mapped into an engine's process: on a CPU they count towards its size."""
+    """Published weights mapped into an engine's process; on a CPU they count towards its size."""
     server: int = 0
-    """What the vLLM server behind an engine's process takes, of the same memory."""
+    """Memory of the vLLM server behind an engine's process, on the same device."""
 
     @property
     def trainer_process(self) -> int:
-        """The size of the trainer's process, which inline is the engine's too."""
+        """Size of the trainer's process; inline, it includes the engine."""
         together = self.engine.total - self.engine.process if self.is_one_process else 0
         return self.trainer.total + together
 
     @property
     def engine_process(self) -> int:
-        """The size of the engine's process, without a server behind it."""
+        """Size of the engine's process, without any server behind it."""
         return self.trainer_process if self.is_one_process else self.engine.total + self.mapped
 
     def together(self, num_engines: int) -> int:
-        """Trainer and engines in the same memory: the larger of training, where engines may sleep, and generating."""
+        """Trainer and engines on one device: the larger of training (engines may sleep) and generating."""
         beside = self.server - (self.trainer.process if self.is_one_process else 0)
         training = self.trainer.total + num_engines * (self.engine.asleep(self.sleep) + beside)
         generating = self.trainer.resident + num_engines * (self.engine.total + beside)
@@ -82,8 +80,8 @@ def forecast(
     num_parameters: int = 0,
     total: int = 0,
 ) -> Forecast:
-    """`context`: the most tokens a rollout may have; `free`: the memory there is when the engine begins; `most_blocks`: what
-    `most_kv_blocks` gives; `total`: of the GPU of a vLLM server."""
+    """`context`: tokens a rollout may have at most; `free`: bytes free when the engine starts; `most_blocks`: from
+    `most_kv_blocks`; `total`: bytes of a vLLM server's GPU."""
     dtype = recipe.model.dtype
     engine, server = engine_kind(recipe.engine).predict_memory(
         recipe, shape, context=context, free=free, most_blocks=most_blocks, on_gpu=on_gpu, total=total
@@ -121,7 +119,7 @@ def forecast_here(
     most_blocks: int = 0,
     num_parameters: int = 0,
 ) -> Forecast:
-    """On this machine."""
+    """`forecast` for this machine."""
     return forecast(
         recipe,
         shape,
@@ -137,9 +135,8 @@ def forecast_here(
 
 
 def most_kv_blocks(recipe: Recipe, *, context: int, longest_prompt: int, num_held_out: int) -> int:
-    """The most KV blocks an engine can use at once: for its share of what the gate lets be in flight and of an evaluation at
-    the same time, within its slots, each rollout as long as the longest prompt seen plus `sampling.max_tokens`, with some room
-    for longer ones. 0 where no prompt is known."""
+    """The most KV blocks an engine can use at once (0: no prompt is known): within its slots, for its share of the rollouts the
+    gate admits plus an evaluation, each as long as the longest prompt seen plus `sampling.max_tokens`, with some headroom."""
     if not longest_prompt:
         return 0
     engine, longest = recipe.engine, min(context, longest_prompt + recipe.sampling.max_tokens)
@@ -150,7 +147,7 @@ def most_kv_blocks(recipe: Recipe, *, context: int, longest_prompt: int, num_hel
             f"sampling.max_tokens {recipe.sampling.max_tokens}) needs {least}; raise it, or leave it 0"
         )
     groups = max_untrained_groups(recipe) or engine.slots * recipe.engine.num_engines
-    in_flight = groups * recipe.train.group_size + 2 * num_held_out  # an evaluation samples each task, and decodes it greedily
+    in_flight = groups * recipe.train.group_size + 2 * num_held_out  # each evaluation task is sampled and decoded greedily
     rollouts = max(_FEWEST_ROLLOUTS, min(engine.slots, math.ceil(in_flight / recipe.engine.num_engines)))
     return min(
         blocks_for(rollouts, tokens=longest, block_size=engine.block_size),
@@ -159,24 +156,23 @@ def most_kv_blocks(recipe: Recipe, *, context: int, longest_prompt: int, num_hel
 
 
 def free_here(recipe: Recipe) -> int:
-    """Free bytes of the memory that an engine takes its KV cache from."""
+    """Free bytes on the device of an engine's KV cache."""
     return free_memory(torch.device(place_of(choose_device(recipe), "engine")))
 
 
 def tokens_per_pass(recipe: Recipe, *, longest: int) -> int:
-    """Tokens of the largest forward pass: `train.micro_batch_tokens`, unless a step has fewer or a rollout more."""
+    """Tokens in the largest forward pass: `train.micro_batch_tokens`, unless a step has fewer or a rollout more."""
     rollouts = math.ceil(recipe.train.groups_per_batch / recipe.train.mini_batches) * recipe.train.group_size
     return max(longest, min(recipe.train.micro_batch_tokens, rollouts * longest))
 
 
 def longest_prompt(rows: Iterable[Task], encoder: PromptEncoder, *, held_out: Mapping[str, Sequence[Task]]) -> int:
-    """Tokens of the longest of these prompts and the first of each held-out source. One that cannot be encoded is reported when
-    it is used."""
+    """Tokens in the longest of these prompts and the first held-out ones. A prompt that cannot be encoded fails when used."""
     lengths = []
     for row in itertools.chain(rows, *(source[:LOOKED_AT] for source in held_out.values())):
         prompt: Any = row["prompt"]
         try:
             lengths.append(len(encoder.encode(prompt)))
-        except Exception:  # noqa: BLE001  (a template raises what it likes)
+        except Exception:  # noqa: BLE001  (a template may raise anything)
             continue
     return max(lengths, default=0)

@@ -1,9 +1,9 @@
-"""Heartbeats: how a process learns that the launcher is gone where no closed stream tells it so.
+"""Heartbeats tell a process that the launcher is gone when no closed stream does.
 
-When the launcher's process ends, the system closes its streams and every process notices at once. When its host vanishes, or it
-is stopped (SIGSTOP), the streams stay open and silent. So the launcher sends heartbeats from a thread with an event loop of its
-own, which no reward, breakpoint or long computation on the main event loop holds up; and each process listens in a thread of
-its own, which no forward pass holds up. A process that hears nothing for `SILENT_HEARTBEATS` × `heartbeat` seconds ends itself.
+When the launcher ends, the OS closes its streams and every process notices at once. When its host vanishes or it is stopped
+(SIGSTOP), the streams stay open and silent. So the launcher sends heartbeats from a thread with its own event loop, which no
+reward, breakpoint or computation blocks, and each process listens in a thread that no forward pass blocks. A process that hears
+nothing for `SILENT_HEARTBEATS` × `heartbeat` seconds ends itself.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ SILENT_HEARTBEATS = 3
 CHANNEL = "heartbeat"
 _INTERVAL_SECONDS = 1.0
 _GRACE_SECONDS = 2.0
-"""For heartbeats that lie unread because the process that listens was itself held up."""
+"""Extra time to read heartbeats that arrived while this process was itself blocked."""
 
 
 class HeartbeatSender:
-    """The launcher's side: one thread that sends to every process."""
+    """The launcher's side: one thread sends to every process."""
 
     def __init__(self, *, token: str, prefix: str, heartbeat: float) -> None:
         self._interval = min(_INTERVAL_SECONDS, heartbeat / 4)
@@ -42,7 +42,7 @@ class HeartbeatSender:
         self.address = self._listener.address
 
     def expect(self, name: str, *, incarnation: int) -> None:
-        """Send to this process once it connects, and no longer to an earlier one of that name."""
+        """Send to this process once it connects, and stop sending to its earlier incarnation."""
         asyncio.run_coroutine_threadsafe(self._expect(name, incarnation), self._loop).result()
 
     def close(self) -> None:
@@ -77,7 +77,7 @@ class HeartbeatSender:
 
 
 def watch_launcher(order: Order, on_silence: Callable[[], None]) -> None:
-    """A process's side: listen in a thread, which calls `on_silence` once the launcher has been silent for too long."""
+    """A process's side: a thread listens, and calls `on_silence` when the launcher is silent for too long."""
 
     def listen() -> None:
         asyncio.run(_wait_for_silence(order))
@@ -94,7 +94,7 @@ async def _wait_for_silence(order: Order) -> None:
         while await _is_heard(stream, order.silence):
             pass
     except OSError as error:
-        # If the launcher has ended, the control stream ends this process long before the silence is over.
+        # If the launcher has ended, the closed control stream ends this process long before this sleep does.
         logging.getLogger("headrace.child").info("no heartbeats: %s", error)
         await asyncio.sleep(order.silence)
 
@@ -104,7 +104,7 @@ async def _is_heard(stream: Stream, silence: float) -> bool:
     for seconds in (silence, _GRACE_SECONDS):
         await asyncio.wait({heartbeat}, timeout=seconds)
     if heartbeat.done():
-        heartbeat.result()  # raises where the stream was closed
+        heartbeat.result()  # raises if the stream was closed
         return True
     heartbeat.cancel()
     return False

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 
 class Inline(Orchestration):
-    """Starts nothing."""
-
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
 

@@ -1,4 +1,4 @@
-"""A run's tasks and rewards, from a recipe or from a Python caller. Imports no torch, so that a dry run can check them."""
+"""A run's tasks and rewards, from a recipe or a Python caller. Imports no torch, so that a dry run is fast."""
 
 from __future__ import annotations
 
@@ -30,24 +30,23 @@ _RESERVED = GIVEN - {"prompt"}
 
 @dataclass(frozen=True)
 class UserInputs:
-    """What a Python caller passed as objects; a recipe names the same things."""
+    """Objects passed by a Python caller instead of names in a recipe."""
 
     tasks: Any = None
-    """Rows, a file or a Dataset, or a list of files or of (source, weight) pairs."""
+    """Rows, a file or a Dataset, or a list of files or of (source, weight) pairs; `held_out` too."""
     held_out: Any = None
-    """The same."""
     reward: Any = None
     """A function, its name, or a list of them."""
     environment: Any = None
-    """An object with `run(task, client)`; single-turn if not given."""
+    """An object with `run(task, client)`; None is single-turn."""
 
     def settled(self) -> UserInputs:
-        """With iterators made lists, since sources are opened more than once."""
+        """A copy with iterators turned into lists, since sources are opened more than once."""
         tasks, held_out = (list(rows) if hasattr(rows, "__next__") else rows for rows in (self.tasks, self.held_out))
         return dataclasses.replace(self, tasks=tasks, held_out=held_out)
 
     def fingerprint(self) -> str:
-        """A hash of what was passed as objects, so that no other experiment is taken for this one; "" if nothing was."""
+        """A hash of the objects, to tell experiments apart; "" if none were passed."""
         if self.tasks is None and self.held_out is None and self.reward is None and self.environment is None:
             return ""
         parts: list[object] = [_source_of(self.environment)]
@@ -72,13 +71,13 @@ def _source_of(function: Any) -> str:  # noqa: ANN401
 
 
 def run_identity(recipe: Recipe, given: UserInputs) -> str:
-    """A hash that the same command gives again, and no other does: an unfinished run is found by it."""
+    """A hash that only the same command reproduces, used to find its unfinished run."""
     fingerprint = given.fingerprint()
     return f"{recipe.hash}-{fingerprint}" if fingerprint else recipe.hash
 
 
 def open_tasks(recipe: Recipe, given: UserInputs) -> TaskStream:
-    """Training tasks from the caller or the recipe."""
+    """Training tasks, from the caller or else the recipe."""
     sources = _mix(given.tasks) if given.tasks is not None else [(source, source.weight) for source in recipe.tasks]
     if not sources:
         raise ConfigError("tasks: none are given; add a [[tasks]] section with a source, or pass tasks=")
@@ -86,7 +85,7 @@ def open_tasks(recipe: Recipe, given: UserInputs) -> TaskStream:
 
 
 def held_out_tasks(recipe: Recipe, given: UserInputs) -> dict[str, list[dict[str, Plain]]]:
-    """The tasks of every evaluation by their source's name: the same ones each time, `evaluate.limit` in all."""
+    """Evaluation tasks by source name: the same each time, at most `evaluate.limit` in all."""
     opened = held_out_sources(recipe, given)
     left, found = recipe.evaluate.limit, {}
     for place, (name, each) in enumerate(opened.items()):
@@ -97,7 +96,7 @@ def held_out_tasks(recipe: Recipe, given: UserInputs) -> dict[str, list[dict[str
 
 
 def reward_functions(recipe: Recipe, given: UserInputs) -> list[tuple[RewardFunction, float]]:
-    """Reward functions with their weights: the caller's, the recipe's, or the built-in task's own."""
+    """(function, weight) pairs: the caller's, or else the recipe's, or else the built-in task's own."""
     if given.reward is not None:
         functions = list(given.reward) if isinstance(given.reward, list | tuple) else [given.reward]
     elif recipe.reward.functions:
@@ -124,7 +123,7 @@ def reward_functions(recipe: Recipe, given: UserInputs) -> list[tuple[RewardFunc
 
 
 def check_inputs(recipe: Recipe, given: UserInputs) -> None:
-    """Refuse missing tasks or rewards, and rows without the columns that a reward takes."""
+    """Raise if tasks or rewards are missing, or rows lack columns that a reward takes."""
     stream, _ = open_tasks(recipe, given), held_out_tasks(recipe, given)
     rewards = [function for function, _ in reward_functions(recipe, given)]
     if given.environment is not None:
@@ -134,7 +133,7 @@ def check_inputs(recipe: Recipe, given: UserInputs) -> None:
 
 
 def held_out_sources(recipe: Recipe, given: UserInputs) -> dict[str, TaskSource]:
-    """Every held-out source by name; an evaluation takes `held_out_tasks` of them."""
+    """Held-out sources by name; `held_out_tasks` picks the tasks to evaluate."""
     sources: list[Any] = [source for source, _ in _mix(given.held_out)] if given.held_out is not None else []
     sources = sources or list(recipe.evaluate.tasks)
     try:
@@ -145,8 +144,8 @@ def held_out_sources(recipe: Recipe, given: UserInputs) -> dict[str, TaskSource]
 
 
 def check_task_columns(sources: Iterable[TaskSource], rewards: Sequence[RewardFunction], *, kind: str = "") -> None:
-    """Refuse a row that lacks a column that a reward takes, or has one whose name is taken. All rows are checked, or the first
-    where rows are generated, since those are all alike."""
+    """Raise if a row lacks a column that a reward takes, or has one with a reserved name. Of generated rows, which are all
+    alike, only the first is checked."""
     for source in sources:
         name, rows = (source.name, source.rows) if isinstance(source, RowSource) else ("tasks", [source.row(0)])
         for number, row in enumerate(rows):
@@ -169,7 +168,7 @@ def _check_row(row: dict[str, Plain], rewards: Sequence[RewardFunction], *, wher
 
 
 def _mix(tasks: Any) -> list[tuple[Any, float]]:  # noqa: ANN401
-    """(source, weight) pairs from one source, several files, or pairs."""
+    """(source, weight) pairs from any form of `UserInputs.tasks`."""
     if isinstance(tasks, list) and tasks and all(isinstance(task, tuple) and len(task) == 2 for task in tasks):
         return [(source, float(weight)) for source, weight in tasks]
     if isinstance(tasks, list) and tasks and all(isinstance(task, str) for task in tasks):
@@ -178,7 +177,7 @@ def _mix(tasks: Any) -> list[tuple[Any, float]]:  # noqa: ANN401
 
 
 def _names(sources: list[Any]) -> list[str]:
-    """A name for each source: that of its file or built-in task, numbered where several are alike."""
+    """A unique name for each source, after its file or built-in task."""
     names: list[str] = []
     for source in sources:
         text = getattr(source, "source", source)

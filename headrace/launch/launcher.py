@@ -45,7 +45,6 @@ class RunResult:
     """What `headrace.train` returns."""
 
     folder: Path
-    """The run's folder."""
     summary: dict[str, Any]
     """summary.json: status, success before and after, seconds, tokens, lag, accounting, time budget, bound_by …"""
     samples: tuple[Episode, ...]
@@ -64,7 +63,7 @@ class RunResult:
 
 @dataclass(frozen=True)
 class Launch:
-    """How a run was asked for, beside its recipe."""
+    """How a run is started, besides its recipe and inputs."""
 
     name: str
     recipe_text: str = ""
@@ -73,12 +72,12 @@ class Launch:
     quiet: bool = False
     command_started: float = 0.0
     command: str = ""
-    """What the user typed, to be typed again."""
+    """What the user typed, shown in errors so that it can be repeated."""
     stop: StopRequest = field(default_factory=StopRequest)
 
 
 def launch(recipe: Recipe, given: UserInputs, how: Launch) -> RunResult:
-    """Train a recipe to its end, resuming the same command's unfinished run. Interrupted, it saves and then raises
+    """Train a recipe to its end, resuming the same command's unfinished run. If interrupted, save and raise
     `KeyboardInterrupt`, so that a script of several runs stops too."""
     try:
         asyncio.get_running_loop()
@@ -92,8 +91,8 @@ def launch(recipe: Recipe, given: UserInputs, how: Launch) -> RunResult:
 
 
 def _launch_in_thread(recipe: Recipe, given: UserInputs, how: Launch) -> RunResult:
-    """For a caller inside an event loop, as in a notebook: the run gets a thread with an event loop of its own, and interrupts
-    are passed on to it. The caller's own handling of signals waits until the run has ended."""
+    """For a caller inside an event loop, such as a notebook: the run gets a thread with its own event loop, and interrupts are
+    passed on to it. The caller's own signal handlers are restored when the run has ended."""
     with ended_by_signals(), ThreadPoolExecutor(max_workers=1) as thread:
         future = thread.submit(_launch, recipe, given, how)
         while True:
@@ -107,7 +106,6 @@ def _launch_in_thread(recipe: Recipe, given: UserInputs, how: Launch) -> RunResu
 
 
 def _launch(recipe: Recipe, given: UserInputs, how: Launch) -> RunResult:
-    """Check, find the folder, start processes, make the model ready; then train in an event loop."""
     started = how.command_started or time.perf_counter()
     screen = open_screen(steps=recipe.steps, quiet=how.quiet)
     set_threads(recipe)
@@ -129,7 +127,7 @@ def _launch(recipe: Recipe, given: UserInputs, how: Launch) -> RunResult:
 
 @dataclass(frozen=True)
 class _Run:
-    """One launch, once its folder is its own."""
+    """One launch that holds its folder's lock."""
 
     recipe: Recipe
     given: UserInputs
@@ -142,8 +140,7 @@ class _Run:
     seconds: dict[str, float]
 
     async def train(self, model_path: str) -> RunResult:
-        """Open a session, where the last checkpoint left off if there is one; train; close. A second request to stop cancels it
-        wherever it is."""
+        """Open a session, resumed from the last checkpoint if there is one, and train. A second stop request cancels it."""
         with self.how.stop.cancels_this_task():
             began = time.perf_counter()
             store, checkpoint, lineage = self._find_checkpoint()
@@ -180,7 +177,7 @@ class _Run:
         return RunResult(folder=self.folder, summary=summary, samples=session.samples)
 
     def _find_checkpoint(self) -> tuple[CheckpointStore, Checkpoint | None, Lineage]:
-        """Where checkpoints go, the newest one there is, and the lineage of the weights trained from here on."""
+        """The store, its newest checkpoint, and the lineage of the weights trained from now on."""
         place = hashlib.sha256(str(self.folder.resolve()).encode()).hexdigest()[:12]
         rescue = cache_folder() / "rescue" / f"{self.folder.name}-{place}"
         store = CheckpointStore(self.folder / "checkpoints", rescue=rescue, keep=self.recipe.checkpoint.keep)
@@ -195,8 +192,8 @@ class _Run:
         return store, checkpoint, Lineage(manifest["lineage"], manifest["ancestors"]).after_restart(checkpoint.version)
 
     def _forecast(self, model_path: str, held_out: dict[str, list[dict[str, Plain]]]) -> tuple[Forecast, int]:
-        """The memory the run will take, and the KV blocks that an engine can use at once (0: as many as its slots can). With an
-        environment of the user's that is unknown: rollouts may have any number of turns, episodes any number of rollouts."""
+        """The predicted memory, and the most KV blocks an engine can use at once: 0 (only the slots limit it) with a user's
+        environment, which may use any number of turns and rollouts."""
         recipe, tasks, encoder = self.recipe, open_tasks(self.recipe, self.given), PromptEncoder(load_tokenizer(model_path))
         config = load_config(model_path)
         context = config_limit(config, recipe.model.context)
@@ -219,7 +216,7 @@ class _Run:
         )
 
     async def _train(self, session: Session) -> dict[str, Any]:
-        """Train to the last step or until asked to stop; the summary, which is written however it ends."""
+        """Train to the last step or until a stop request. The summary is written however it ends."""
         write_summary(self.folder, session.summary("running", seconds=self.seconds))
         status = "failed"
 
@@ -243,13 +240,13 @@ class _Run:
             raise
         finally:
             summary = session.summary(status, seconds=self.seconds)
-            with contextlib.suppress(OSError):  # a full disk; the checkpoint is elsewhere by now
+            with contextlib.suppress(OSError):  # a full disk; the checkpoint is already in the rescue folder
                 write_summary(self.folder, summary)
             session.observer.close()
         return summary
 
     async def _save_after_failure(self, session: Session) -> None:
-        """Keep what is trained if it is whole. If that fails too, only say so: the first failure is the one to raise."""
+        """Save the last version if possible. If saving fails too, only report it: the first failure is raised."""
         if session.roles.trainer.is_lost:
             return
         try:
@@ -272,7 +269,7 @@ def _sample_texts(session: Session) -> list[tuple[str, str, float | None]]:
 
 
 def _seed_everything(seed: int) -> None:
-    """Generators that a user's functions may draw from; ours take their seeds by name."""
+    """Seed the global generators, for users' functions; Headrace derives its own seeds from names."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

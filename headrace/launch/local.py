@@ -1,4 +1,4 @@
-"""`orchestrate = "local"`: engines and trainer in processes of their own on this host."""
+"""`orchestrate = "local"`: engines and trainer in their own processes on this host."""
 
 from __future__ import annotations
 
@@ -41,15 +41,14 @@ if TYPE_CHECKING:
     from headrace.sync import Lineage
 
 _GOODBYE_SECONDS = 2.0
-"""For processes to end by themselves when the run is over; they take hundredths of a second, and are killed afterwards."""
+"""Processes that have not ended by themselves by then (most take hundredths of a second) are killed."""
 _SWITCH_SECONDS = 0.001
-"""How long a reward that computes may keep the event loop waiting; Python's default is five times that."""
+"""Thread switch interval: how long a computing reward may block the event loop; Python's default is 0.005."""
 
 
 class LocalProcesses(Orchestration):
-    """A context: processes are started on entry, and import what they need while the launcher prepares; `roles` connects them.
-    However it is left, none of its processes, sockets or shared memory remains. Entering it also removes what runs that were
-    killed outright left on this host."""
+    """A context manager. Entering starts the processes, which import while the launcher prepares, and removes leftovers of
+    killed runs on this host; `roles` connects the processes; leaving removes all processes, sockets and shared memory."""
 
     reporting_roles = ("engine", "trainer")
 
@@ -65,7 +64,7 @@ class LocalProcesses(Orchestration):
         self._on_exit = contextlib.ExitStack()
         self._shared_folder = shared_folder(recipe.sync.folder)
         self._places = dict.fromkeys((self._shared_folder, socket_place()))
-        """Where the run makes shared memory and sockets."""
+        """Folders in which the run makes shared memory and sockets."""
 
     def __enter__(self) -> Self:
         for place in self._places:
@@ -103,7 +102,7 @@ class LocalProcesses(Orchestration):
         return process
 
     async def listen(self) -> None:
-        """Wait for processes to connect, and claim what the run makes outside its folder."""
+        """Accept connections and send heartbeats. The claims keep other runs from removing our sockets and shared memory."""
         self.claims = [Claim(place, self.prefix) for place in self._places]
         for claim in self.claims:
             self._on_exit.callback(claim.release)
@@ -113,7 +112,7 @@ class LocalProcesses(Orchestration):
         self._on_exit.callback(self._heartbeats.close)
 
     def introduce(self, process: RoleProcess, *channels: str) -> dict[str, asyncio.Future[Stream]]:
-        """Give a process its order; the streams it will open."""
+        """Send a process its order; return the streams it will open."""
         assert self._listener is not None and self._heartbeats is not None
         name, incarnation = process.name, process.incarnation
         self._heartbeats.expect(name, incarnation=incarnation)
@@ -136,7 +135,6 @@ class LocalProcesses(Orchestration):
         return arriving
 
     def build_arguments(self, process: RoleProcess) -> dict[str, Any]:
-        """What its `build` call takes."""
         return {**self._build_arguments, "index": process.index, "ends": asdict(self._transport_config(process))}
 
     def _transport_config(self, process: RoleProcess) -> TransportConfig:
@@ -155,8 +153,8 @@ class LocalProcesses(Orchestration):
     async def roles(
         self, model_path: str, given: UserInputs, *, observer: Observer, lineage: Lineage, most_blocks: int = 0
     ) -> AsyncIterator[Roles]:
-        """Connect all processes and load their models at once; the first that fails is what is raised. Afterwards they end by
-        themselves, unless the run was interrupted: then they are killed on exit."""
+        """Connect all processes and load their models in parallel; the first failure is raised. When the block ends they end by
+        themselves; if it was interrupted, `__exit__` kills them."""
         recipe = self._recipe
         config = self._transport_config(self.trainer)
         transport_class(config.transport).check_space(config, _weight_bytes(model_path, recipe))
@@ -220,7 +218,7 @@ class LocalProcesses(Orchestration):
 
 
 def _weight_bytes(model_path: str, recipe: Recipe) -> int:
-    """Of the weights an engine runs, read from the headers of a folder's safetensors; 0 where there are none to read."""
+    """Bytes of an engine's weights, from the folder's safetensors headers; 0 if there are none."""
     elements = 0
     for file in Path(model_path).glob("*.safetensors"):
         with file.open("rb") as opened:

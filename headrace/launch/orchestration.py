@@ -1,4 +1,4 @@
-"""What the choices of `orchestrate` (`inline.py`, `local.py`) have in common."""
+"""The interface of the choices of `orchestrate` (`inline.py`, `local.py`)."""
 
 from __future__ import annotations
 
@@ -16,20 +16,19 @@ if TYPE_CHECKING:
 
 
 class Orchestration(AbstractContextManager["Orchestration"]):
-    """Where the engines and the trainer of one run are. Entered before the model is made ready; left when the run is over,
-    however it ended, and then nothing of it remains."""
+    """Where engines and trainer run. Entered before the model is prepared; leaving it, at the run's end, removes everything."""
 
     reporting_roles: tuple[str, ...] = ()
-    """Roles that report how they spend their time from other processes."""
+    """Roles that report their timelines from other processes."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Nothing was started."""
+        """Nothing to end."""
 
     def roles(
         self, model_path: str, given: UserInputs, *, observer: Observer, lineage: Lineage, most_blocks: int = 0
     ) -> AbstractAsyncContextManager[Roles]:
-        """Load the model into engines and trainer. `most_blocks`: KV blocks that an engine can use, 0 where not known."""
+        """Load the model into engines and trainer. `most_blocks`: the most KV blocks an engine can use, 0 if unknown."""
         raise NotImplementedError

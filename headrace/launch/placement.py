@@ -1,4 +1,4 @@
-"""What the launcher decides for each process and tells it: where it runs, on which device, where new weights arrive."""
+"""What the launcher decides for each process: where it runs, on which device, and where it receives new weights."""
 
 from __future__ import annotations
 
@@ -22,52 +22,48 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where one process runs and what it uses there. The launcher makes it and hands it to the process, which decides none of
-    this itself: a process on another host, or one rank of several, differs in its placement and not in its code."""
+    """Where a process runs and what it uses. Another host or rank needs another placement, not other code."""
 
     host: str
-    """The machine it runs on."""
     address: str
-    """What other processes of the run reach that machine by (`sync.host`)."""
+    """How other processes of the run reach that host (`sync.host`)."""
     device: str
-    """Where it computes: `cpu`, `cuda` or `cuda:N`."""
+    """`cpu`, `cuda` or `cuda:N`."""
     receives_on: str
-    """Where new weights arrive. An engine that hands them on to a server may receive them on another device."""
+    """The device on which new weights arrive; may differ for an engine that passes them on to a server."""
     threads: int
-    """CPU threads of torch."""
+    """torch's CPU threads."""
     run_folder: str
     log: str
-    """Where its output goes."""
     shared_folder: str
-    """Where shared memory and files of weights lie (`sync.folder`)."""
+    """For shared memory and weight files (`sync.folder`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """The one line that a process reads on its standard input: who it is, and whom it works for."""
+    """The one line a process reads on stdin: its identity, and how to reach the launcher."""
 
     name: str
     role: str
     """`engine` or `trainer`."""
     incarnation: int
-    """Counts the starts of the process that has this name. Only the newest is let in, so nothing that an earlier one still
-    sends is taken for the newest's."""
+    """Counts the starts of this name. Only the newest may connect, so nothing an earlier process sends is mistaken for its."""
     placement: Placement
     address: str
-    """Where the launcher waits for its streams."""
+    """Where to connect to the launcher."""
     heartbeat_address: str
     token: str
-    """Known to the processes of the run alone."""
+    """The run's shared secret."""
     silence: float
-    """Seconds without a heartbeat after which it ends itself."""
+    """Seconds without a heartbeat after which the process ends itself."""
     deadline: float
-    """Seconds that saving may take then, once the step under way is done."""
+    """Seconds it then waits for a training step without progress, or for saving, before it kills itself."""
     launcher: int
-    """The launcher's process number."""
+    """The launcher's pid."""
     prefix: str
-    """Of everything the run makes outside its folder."""
+    """Name prefix of everything the run makes outside its folder."""
     path: tuple[str, ...]
-    """Where Python looks for modules in the launcher."""
+    """The launcher's `sys.path`."""
 
     def line(self) -> str:
         return json.dumps(asdict(self)) + "\n"
@@ -79,7 +75,6 @@ class Order:
 
 
 def place_on_this_host(recipe: Recipe, role: str, index: int, *, run_folder: Path, name: str, shared_folder: Path) -> Placement:
-    """The placement of a trainer, or of the engine with this index."""
     device = place_of(choose_device(recipe), role, index)
     return Placement(
         host=platform.node(),
@@ -94,7 +89,7 @@ def place_on_this_host(recipe: Recipe, role: str, index: int, *, run_folder: Pat
 
 
 def threads_of(recipe: Recipe, role: str, *, cores: int) -> int:
-    """The setting of the role, or `threads`, or where both are 0 an equal share of the cores."""
+    """The role's own setting, or `threads`, or if both are 0 an equal share of the cores."""
     own = {"engine": recipe.engine.threads, "trainer": recipe.train.threads}.get(role, 0)
     num_processes = 1 if recipe.is_inline else recipe.engine.num_engines + 1
     return own or recipe.threads or max(1, cores // num_processes)
@@ -105,7 +100,7 @@ def choose_device(recipe: Recipe) -> str:
 
 
 def pick_device(wanted: str, *, exact: bool = False) -> str:
-    """The device a setting comes to; `auto` is the GPU where there is one, but not for exact runs."""
+    """Resolve `auto`: the GPU if there is one, but the CPU for exact runs."""
     if wanted != "auto":
         if wanted == "cuda" and not torch.cuda.is_available():
             raise ConfigError("device = 'cuda': torch sees no GPU; set device = 'cpu' or 'auto'")
@@ -114,7 +109,7 @@ def pick_device(wanted: str, *, exact: bool = False) -> str:
 
 
 def place_of(device: str, role: str, index: int = 0) -> str:
-    """Which GPU a process gets: the trainer the first, engines the others in turn, all of them the only one."""
+    """Which GPU a process gets: the trainer the first, engines the others in turn; a single GPU is shared."""
     count = _count(device)
     if count < 2:
         return device
@@ -122,7 +117,7 @@ def place_of(device: str, role: str, index: int = 0) -> str:
 
 
 def receiving_place(recipe: Recipe, index: int) -> str:
-    """Where an engine's process receives new weights."""
+    """The device on which an engine's process receives new weights."""
     device = choose_device(recipe)
     trainer, engine = place_of(device, "trainer"), place_of(device, "engine", index)
     return engine_kind(recipe.engine).receives_on(recipe, index, device=device, trainer=trainer, engine=engine)

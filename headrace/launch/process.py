@@ -1,7 +1,7 @@
-"""One process of a run as the launcher sees it: how it is started, told who it is, watched, and why it ended.
+"""The launcher's side of a process: starting it, sending its order, watching it, and finding out why it ended.
 
-A `ProcessHandle` starts and kills it, wherever it runs; a `RoleProcess` is its life: the streams it opened, what it last said
-of itself, and what became of it. What is done about a lost process is decided in `headrace.launch.supervise`.
+A `ProcessHandle` starts and kills a process, wherever it runs. A `RoleProcess` tracks it: its streams, its last reported state,
+and how it ended. `headrace.launch.supervise` decides what to do about a lost process.
 """
 
 from __future__ import annotations
@@ -27,37 +27,37 @@ if TYPE_CHECKING:
     from headrace.launch.placement import Order, Placement
 
 _END_SECONDS = 5.0
-"""How long to wait for a lost process to end, which tells most about why."""
+"""How long to wait for a lost process's exit status, which says most about the cause."""
 _PING_SECONDS = 1.0
 PING_GRACE_SECONDS = 2.0
-"""For an answer that lies unread because the launcher was itself held up."""
+"""Extra time to read an answer that arrived while the launcher was itself blocked."""
 
 
 class RoleFailed(RuntimeError):
-    """A process of the run failed; says which, why, and where its log is."""
+    """A process of the run failed; the message says which, why, and where its log is."""
 
 
 class ProcessHandle(Protocol):
-    """What the launcher holds of a process, wherever it runs. A process on another host is another handle, not other code."""
+    """Starts and kills one process. Another kind of host needs another handle, not other code."""
 
     @property
     def pid(self) -> int:
-        """Its number on its host."""
+        """On its own host."""
 
     def start(self) -> None:
-        """Called once and early: the process imports what it needs while the launcher prepares, then waits for its order."""
+        """Called once, early: the process imports while the launcher prepares, then waits for its order."""
 
     def order(self, order: Order) -> None:
-        """Called once the launcher listens for the streams that the process is to open. Does nothing if it has ended."""
+        """Send the order. Called when the launcher is ready for the process to connect. Does nothing if it has ended."""
 
     def kill(self) -> None:
-        """End it at once, also where it hangs or is stopped. Does nothing if it has ended."""
+        """End it at once, even if it hangs or is stopped. Does nothing if it has ended."""
 
     def wait(self) -> int:
-        """Block until it has ended; its exit status, negative for a signal. Called in a thread, and again at the very end."""
+        """Block until it ends; return its exit status, negative for a signal. Called in a thread, and again on exit."""
 
     def describe(self) -> str:
-        """Which process it is, for errors, and whether it is stopped."""
+        """For error messages: which process it is, and whether it is stopped."""
 
 
 class ChildProcess:
@@ -74,27 +74,27 @@ class ChildProcess:
 
     def start(self) -> None:
         threads = str(self._placement.threads)
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)  # it must find this package where the launcher did
-        with open(self._placement.log, "a") as log:  # the process has a descriptor of its own
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)  # it must find the same package as the launcher
+        with open(self._placement.log, "a") as log:  # the process has its own descriptor
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "headrace.launch.child", self._name],  # the name is for people who list processes
+                [sys.executable, "-P", "-m", "headrace.launch.child", self._name],  # the name shows in `ps`
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
                 env={**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "PYTHONPATH": path},
-                start_new_session=True,  # Ctrl-C in the terminal is for the launcher alone
+                start_new_session=True,  # Ctrl-C in the terminal must reach only the launcher
             )
 
     def order(self, order: Order) -> None:
         assert self._process is not None and self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:  # broken: it has ended, and `wait` says so
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:  # broken: it has ended, which `wait` reports
             stdin.write(order.line().encode())
 
     def kill(self) -> None:
         if self._process is not None and self._process.stdin is not None:
             self._process.kill()
             with contextlib.suppress(OSError):
-                self._process.stdin.close()  # open where it was never given its order
+                self._process.stdin.close()  # still open if no order was sent
 
     def wait(self) -> int:
         assert self._process is not None
@@ -113,7 +113,7 @@ def _is_stopped(pid: int) -> bool:
 
 
 class RoleProcess:
-    """The life of one process: one incarnation of an engine or of the trainer."""
+    """One incarnation of an engine or the trainer."""
 
     def __init__(
         self, name: str, role: str, *, handle: ProcessHandle, placement: Placement, index: int = 0, incarnation: int = 1
@@ -121,21 +121,21 @@ class RoleProcess:
         self.name, self.role, self.handle, self.placement = name, role, handle, placement
         self.index, self.incarnation = index, incarnation
         self.streams: dict[str, Peer] = {}
-        """By channel: `control`, and `data` of an engine."""
+        """By channel: `control`, and `data` for an engine."""
         self.state: dict[str, Any] = {}
-        """What it last said of itself."""
+        """From its last answer to a ping."""
         self.doing = "starting"
         self.verdict = ""
-        """Why it was given up, where the launcher decided that."""
+        """Why the launcher gave it up, if it did."""
         self._description = ""
         self._status: int | None = None
         self._last_words: RemoteError | None = None
-        """What it said before it ended."""
+        """The error it reported before it ended."""
         self.ended = asyncio.Event()
         self.lost = asyncio.Event()
         """It ended, one of its streams closed, or it was given up."""
         self._is_explained = asyncio.Event()
-        """It ended, or the run was ended first: there is nothing more to learn about why it is lost."""
+        """The process or the run has ended: there is nothing more to learn about why it is lost."""
 
     @property
     def log(self) -> str:
@@ -150,7 +150,7 @@ class RoleProcess:
     # Start
 
     def watch_end(self) -> None:
-        """Set `ended` and `lost` in this event loop when the process has ended."""
+        """Set `ended` and `lost` in this event loop when the process ends."""
         loop = asyncio.get_running_loop()
 
         def note() -> None:
@@ -159,7 +159,7 @@ class RoleProcess:
 
         def wait() -> None:
             self._status = self.handle.wait()
-            with contextlib.suppress(RuntimeError):  # the loop was closed first
+            with contextlib.suppress(RuntimeError):  # the loop is already closed
                 loop.call_soon_threadsafe(note)
 
         threading.Thread(target=wait, name=f"end of {self.name}", daemon=True).start()
@@ -167,7 +167,7 @@ class RoleProcess:
     async def open(
         self, channel: str, arriving: asyncio.Future[Stream], *, notices: Mapping[str, Callable[[Any], None]], deadline: float
     ) -> Peer:
-        """Wait for a stream that it is to open, unless it ends first or lets the deadline pass; then `read` has to be run."""
+        """Wait for the process to open a stream; raise if it ends first or `deadline` passes. The caller then runs `read`."""
         lost = asyncio.ensure_future(self.lost.wait())
         either: set[asyncio.Future[Any]] = {arriving, lost}
         await asyncio.wait(either, timeout=deadline, return_when=asyncio.FIRST_COMPLETED)
@@ -180,7 +180,7 @@ class RoleProcess:
         return peer
 
     async def call(self, name: str, *, deadline: float, doing: str, **arguments: Any) -> Any:  # noqa: ANN401
-        """A control call; where it fails or takes longer than `deadline` seconds, the error names the process and its log."""
+        """A control call. If it fails or takes longer than `deadline` seconds, the error names the process and its log."""
         try:
             return await self.control.call(name, timeout=deadline, **arguments)
         except TimeoutError as error:
@@ -194,10 +194,10 @@ class RoleProcess:
     # Watch
 
     async def read(self, peer: Peer) -> None:
-        """Read a stream until it closes. Without one of its streams a process is lost."""
+        """Read a stream until it closes; then the process is lost."""
         try:
             await peer.run()
-        except asyncio.CancelledError:  # the run has ended: nobody need wait to learn why the process is gone
+        except asyncio.CancelledError:  # the run has ended: `explain` need not wait
             self.verdict = self.verdict or "was left when the run was ended"
             self._is_explained.set()
             raise
@@ -209,7 +209,7 @@ class RoleProcess:
             self.close_streams()
 
     async def keep_asking(self, heartbeat: float, on_report: Callable[[dict[str, Any]], None]) -> None:
-        """Ping it every second. If it leaves a ping unanswered for `heartbeat` seconds, it is given up."""
+        """Ping it every second, and give it up if a ping stays unanswered for `heartbeat` seconds."""
         while not self.lost.is_set():
             asked = time.monotonic()
             if not await self.ping(on_report, seconds=heartbeat) and not self.lost.is_set():
@@ -241,9 +241,9 @@ class RoleProcess:
         self._last_words = RemoteError(**error)
 
     def give_up(self, verdict: str) -> None:
-        """Decide that it is lost, and kill it. Nothing more is read from it, even where it cannot be killed."""
+        """Treat it as lost and kill it. Nothing more is read from it, even if it cannot be killed."""
         if not self.verdict:
-            self.verdict, self._description = verdict, self.handle.describe()  # before it is killed: it may be stopped
+            self.verdict, self._description = verdict, self.handle.describe()  # before the kill, to report that it was stopped
         self.lost.set()
         self.close_streams()
         self.handle.kill()
@@ -253,7 +253,7 @@ class RoleProcess:
             peer.stream.close()
 
     def say_goodbye(self) -> None:
-        """The run is over: it may clean up and end."""
+        """The run is over: let it clean up and end."""
         self.verdict = self.verdict or "was ended"
         if "control" in self.streams:
             with contextlib.suppress(StreamClosed):
@@ -261,7 +261,7 @@ class RoleProcess:
         self.close_streams()
 
     def failed(self, error: RemoteError) -> Exception:
-        """What a call raised in the process, as an error of the run."""
+        """Turn an error from inside the process into an error of the run."""
         if error.is_config:
             return ConfigError(error.message)
         if error.kind == "ModelError":
@@ -271,7 +271,7 @@ class RoleProcess:
         return RoleFailed(f"{self.name} failed: {error}{where}\n  log {self.log}")
 
     async def explain(self) -> Exception:
-        """Why it is lost; waits a moment for the process to end, which tells most."""
+        """Why it is lost. Waits a moment for its exit status."""
         if not self.verdict:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._is_explained.wait(), _END_SECONDS)

@@ -1,4 +1,4 @@
-"""`headrace serve`: an engine, a tokenizer and a server, and nothing that trains."""
+"""`headrace serve`: an engine, a tokenizer and a server, without training."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """What the command line says; `headrace serve --help` explains each."""
+    """Command-line options; `headrace serve --help` explains them."""
 
     model: str
     name: str
@@ -47,7 +47,7 @@ class ServeOptions:
 
 
 def serve(options: ServeOptions, listener: socket.socket) -> int:
-    """Load the model, answer on `listener` until SIGINT or SIGTERM, and return the exit status."""
+    """Load the model, serve on `listener` until SIGINT or SIGTERM, and return the exit status."""
     torch.set_num_threads(options.threads or os.cpu_count() or 1)
     with contextlib.closing(listener):
         core, tokenizer = _load(options)
@@ -61,7 +61,7 @@ def _load(options: ServeOptions) -> tuple[EngineCore, PreTrainedTokenizerBase]:
             model = load_model(path, dtype=options.dtype, device=pick_device(options.device))
         context = context_limit(model, options.context)
         core = EngineCore(model, name="engine-0", slots=options.slots, context=context, decode=decoder_of(tokenizer))
-    except ValueError as error:  # the model is missing, of a kind that is not served, or too large
+    except ValueError as error:  # the model is missing, unsupported or too large
         raise ConfigError(str(error)) from error
     core.version, core.lineage = _identity(Path(options.model))
     return core, tokenizer
@@ -69,7 +69,7 @@ def _load(options: ServeOptions) -> tuple[EngineCore, PreTrainedTokenizerBase]:
 
 @contextlib.contextmanager
 def _model_folder(options: ServeOptions) -> Iterator[str]:
-    """Where the model is; a built-in one is made for as long as it takes to load."""
+    """The model's folder; a built-in model's is temporary."""
     if not options.model.startswith("builtin:"):
         yield options.model
         return
@@ -82,7 +82,7 @@ def _model_folder(options: ServeOptions) -> Iterator[str]:
 
 
 def _identity(folder: Path) -> tuple[int, str]:
-    """(version, lineage) of a run's checkpoint, so that tokens are stamped as they were in the run; (0, "") of other models."""
+    """(version, lineage) of a run's checkpoint, so that tokens are stamped as in the run; (0, "") for other models."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
     except (OSError, ValueError):
@@ -93,7 +93,7 @@ def _identity(folder: Path) -> tuple[int, str]:
 
 
 async def _serve(options: ServeOptions, core: EngineCore, tokenizer: PreTrainedTokenizerBase, listener: socket.socket) -> int:
-    """Waits for a signal to stop, or for the engine to fail."""
+    """Waits for a stop signal or an engine failure."""
     loop, stopped, url = asyncio.get_running_loop(), asyncio.Event(), url_of(listener)
     engine = NativeEngine(core, sync=WeightSync(Lineage.new(), MemoryTransport()), timeline=Timeline("engine"))
     app = make_app(

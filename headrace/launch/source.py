@@ -1,4 +1,4 @@
-"""The trainer as the engines' pool sees it: where weights come from."""
+"""The trainer as a source of weights for the engine pool."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class TrainerSource:
-    """A `WeightSource` over a trainer in another process. `relays`: the address that each engine relays weights at, by name."""
+    """A `WeightSource` over a trainer in another process. `relays`: engine name -> the address at which it relays weights."""
 
     def __init__(self, trainer: RemoteTrainer, *, relays: Mapping[str, str]) -> None:
         self._trainer, self._relays = trainer, relays

@@ -1,4 +1,4 @@
-"""Requests to stop a run: by a signal, or from another thread."""
+"""Requests to stop a run, by a signal or from another thread."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest:
-    """The first request ends the run once the version being trained is done and saved; a second ends it at once."""
+    """The first request ends the run once the current version is trained and saved; the second ends it at once."""
 
     def __init__(self) -> None:
         self.is_made = False
@@ -24,20 +24,20 @@ class StopRequest:
         self._is_insisted = False
 
     def make(self) -> None:
-        """The first request; may come from any thread."""
+        """Make the first request, from any thread."""
         self.is_made = True
         if self._ask is not None:
             self._ask()
 
     def insist(self) -> None:
-        """The second request, from any thread: the run is cancelled wherever it is."""
+        """Make the second request, from any thread."""
         self._is_insisted = True
         if self._cancel is not None:
             self._cancel()
 
     @contextlib.contextmanager
     def cancels_this_task(self) -> Iterator[None]:
-        """While the block runs, a second request cancels the task it runs in."""
+        """In this block, a second request cancels the current task."""
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
         self._cancel = lambda: loop.call_soon_threadsafe(task.cancel)
@@ -50,7 +50,7 @@ class StopRequest:
 
     @contextlib.contextmanager
     def heard_by(self, stop: Callable[[], None]) -> Iterator[None]:
-        """While the block runs, the first signal or request calls `stop` in this event loop."""
+        """In this block, the first signal or request calls `stop` in this event loop."""
         loop = asyncio.get_running_loop()
         is_main = threading.current_thread() is threading.main_thread()
 
@@ -60,7 +60,7 @@ class StopRequest:
             stop()
 
         self._ask = lambda: loop.call_soon_threadsafe(stop)
-        if self.is_made:  # before this block began
+        if self.is_made:  # before this block started
             loop.call_soon(stop)
         if is_main:
             for number in _SIGNALS:
@@ -73,7 +73,7 @@ class StopRequest:
 
 
 def _forget_signals(loop: asyncio.AbstractEventLoop, is_main: bool) -> None:
-    """The next signal raises `KeyboardInterrupt` again."""
+    """Let the next signal raise `KeyboardInterrupt` again."""
     if is_main:
         for number in _SIGNALS:
             loop.remove_signal_handler(number)
@@ -82,7 +82,7 @@ def _forget_signals(loop: asyncio.AbstractEventLoop, is_main: bool) -> None:
 
 @contextlib.contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """SIGTERM raises `KeyboardInterrupt` in the block, as Ctrl-C does, so that it cleans up. Only the main thread can do so."""
+    """In this block SIGTERM raises `KeyboardInterrupt`, as Ctrl-C does, so that it cleans up. No effect off the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

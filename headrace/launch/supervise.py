@@ -1,4 +1,4 @@
-"""Watching over the processes of a run: a lost engine is started again, a lost trainer ends the run."""
+"""Watches the processes of a run: a lost engine is restarted, a lost trainer ends the run."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 
 
 class ProcessStarter(Protocol):
-    """Starts processes and introduces them to the launcher; `LocalProcesses` does."""
+    """Starts processes and tells them how to connect; implemented by `LocalProcesses`."""
 
     def start_process(self, role: str, index: int) -> RoleProcess:
-        """Called again for an engine that was lost: a new incarnation."""
+        """Called at the start, and again to restart a lost engine: a new incarnation."""
 
     def introduce(self, process: RoleProcess, *channels: str) -> dict[str, asyncio.Future[Stream]]:
-        """Give a process its order; the streams it will open."""
+        """Send a process its order; return the streams it will open."""
 
     def build_arguments(self, process: RoleProcess) -> dict[str, Any]:
-        """What its `build` call takes."""
+        """Arguments of its `build` call."""
 
 
 class Supervisor:
-    """Connects processes, watches them, restarts engines, and raises from `watch` what a restart cannot mend."""
+    """Connects and watches processes, restarts engines, and raises from `watch` what a restart cannot fix."""
 
     def __init__(
         self, recipe: Recipe, starter: ProcessStarter, *, timelines: dict[str, MirroredTimeline], say: Callable[[str], None]
@@ -46,29 +46,28 @@ class Supervisor:
         self._tasks: set[asyncio.Task[Any]] = set()
         self.pool = EnginePool()
         self.relays: dict[str, str] = {}
-        """Where each engine hands weights on, where it does."""
+        """Engine name -> the address at which it relays weights, or ""."""
         self.num_restarts = 0
         self.engine_peak = 0
-        """Bytes of memory that an engine has reported at most, engines since lost included."""
+        """Peak memory in bytes reported by any engine, lost ones included."""
 
     async def watch(self) -> None:
-        """Waits for a failure that no restart mends, and raises it."""
+        """Waits for a failure that no restart fixes, and raises it."""
         await asyncio.shield(self._failure)
 
     def describe(self) -> str:
-        """Each process, what it was last seen doing, and its log."""
+        """Each process, its last reported activity, and its log."""
         lines = (
             f"\n  {each.name} ({each.handle.describe()}): {each.doing}, log {each.log}" for each in self._processes.values()
         )
         return "".join(lines)
 
     async def refresh(self) -> None:
-        """Ask every process for its timeline now; one that does not answer keeps its last."""
+        """Request every process's timeline now; one that does not answer keeps its last."""
         processes = list(self._processes.values())
         await asyncio.gather(*(each.ping(self._on_report(each), seconds=PING_GRACE_SECONDS) for each in processes))
 
     def close(self) -> None:
-        """Stop watching: the run is over."""
         for task in list(self._tasks):
             task.cancel()
         if self._failure.done():
@@ -77,14 +76,13 @@ class Supervisor:
     # Start
 
     async def start_trainer(self, process: RoleProcess) -> None:
-        """Connect and build the trainer."""
         await self._connect(process, "control")
         await self._build(process)
         self._spawn(self._end_run_without(process))
 
     async def start_engine(self, process: RoleProcess, *, is_first: bool = True) -> dict[str, Any]:
-        """Connect and build an engine and put it in the pool; returns what it said of itself. If its process ends meanwhile, it
-        is started again while `engine.restarts` last. If the first start raises or hangs instead, the next would too."""
+        """Connect and build an engine, add it to the pool, and return its `build` answer. If its process ends meanwhile, it is
+        restarted, up to `engine.restarts` times. A first start that raises or hangs is not: the next would too."""
         while True:
             try:
                 return await self._start_engine(process)
@@ -95,7 +93,7 @@ class Supervisor:
                 process = self._start_again(process, error)
 
     def _start_again(self, process: RoleProcess, error: Exception) -> RoleProcess:
-        """A new process in place of a lost one; raises when there have been too many."""
+        """A new process in place of a lost one; raises once `engine.restarts` are used up."""
         most = self._recipe.engine.restarts
         if self.num_restarts >= most:
             raise RoleFailed(f"{error}\n  engine.restarts = {most} are spent")
@@ -124,7 +122,6 @@ class Supervisor:
         return told
 
     async def _connect(self, process: RoleProcess, *channels: str) -> dict[str, asyncio.Future[Stream]]:
-        """Introduce it and open its control stream."""
         process.watch_end()
         arriving = self._starter.introduce(process, *channels)
         control = await process.open("control", arriving["control"], notices={}, deadline=self._recipe.deadline)
@@ -148,12 +145,12 @@ class Supervisor:
         return take
 
     async def _end_run_without(self, trainer: RoleProcess) -> None:
-        """Waits for the trainer to be lost, which ends the run."""
+        """Waits for the trainer to be lost; ends the run then."""
         await trainer.lost.wait()
         self._fail(await trainer.explain())
 
     async def _replace(self, process: RoleProcess, engine: RemoteEngine) -> None:
-        """Waits for an engine to be lost, and starts it again."""
+        """Waits for an engine to be lost; restarts it then."""
         await process.lost.wait()
         error = await process.explain()
         process.give_up("was lost")

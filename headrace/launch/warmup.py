@@ -1,7 +1,6 @@
-"""The model RL starts from: as it is, built in, or warmed up by supervised steps on tasks that have an answer.
+"""The model RL starts from: as given, built in, or warmed up by supervised steps on tasks that have an answer.
 
-Warmed-up models are kept in the user's cache folder. Demonstrations are rollouts too, sampled as it were with certainty, so
-their logprobs are 0; the trainer trains them as it trains any batch, with another loss.
+Warmed-up models are cached. Demonstrations are rollouts with logprobs of 0, trained like any batch but with another loss.
 """
 
 from __future__ import annotations
@@ -45,12 +44,12 @@ if TYPE_CHECKING:
 
 _CHECKED_TASKS = 512
 _NUM_KEPT = 16
-"""Models that stay in the cache, besides those in use."""
+"""Models kept in the cache, besides those in use."""
 
 
 @contextlib.contextmanager
 def model_folder(recipe: Recipe, given: UserInputs, *, say: Callable[[str], None]) -> Iterator[str]:
-    """The folder of the model RL starts from. A built-in or warmed-up one stays in the cache at least until the block ends."""
+    """The folder of the model RL starts from. A cached one is not removed before the block ends."""
     is_builtin = recipe.model.path.startswith("builtin:")
     if is_builtin and recipe.model.path != tiny.NAME:
         raise ConfigError(f"model.path = {recipe.model.path!r}: the built-in model is {tiny.NAME!r}")
@@ -75,7 +74,7 @@ def model_folder(recipe: Recipe, given: UserInputs, *, say: Callable[[str], None
 
 
 def _make(target: Path, recipe: Recipe, given: UserInputs, say: Callable[[str], None]) -> None:
-    """Build and warm up a model beside its place in the cache, then rename it."""
+    """Build and warm up a model in a temporary folder of the cache, then rename it."""
     is_builtin = recipe.model.path == tiny.NAME
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary, lock = _temporary_folder(target.parent)
@@ -90,7 +89,7 @@ def _make(target: Path, recipe: Recipe, given: UserInputs, say: Callable[[str], 
             except BaseExceptionGroup as failures:
                 failure = first_failure(failures)
                 raise failure from failure.__cause__
-        with contextlib.suppress(OSError):  # another process has made the same model meanwhile
+        with contextlib.suppress(OSError):  # another process has finished the same model first
             temporary.rename(target)
     finally:
         lock.release()
@@ -98,7 +97,7 @@ def _make(target: Path, recipe: Recipe, given: UserInputs, say: Callable[[str], 
 
 
 def _temporary_folder(cache: Path) -> tuple[Path, FolderLock]:
-    """A new folder and its lock. Another process may remove it as abandoned before it is locked; then it is made again."""
+    """A new locked folder. Another process may remove it as abandoned before it is locked; then try again."""
     for _ in range(100):
         folder = Path(tempfile.mkdtemp(prefix=".making-", dir=cache))
         lock = FolderLock(folder)
@@ -109,7 +108,7 @@ def _temporary_folder(cache: Path) -> tuple[Path, FolderLock]:
 
 
 def _remove_unused(cache: Path) -> None:
-    """Remove all but the models used last, those in use by a process, and those that a live process is making."""
+    """Remove all models but the most recently used ones and those a live process uses or is making."""
 
     def used_at(folder: Path) -> float:
         try:
@@ -132,7 +131,7 @@ async def _warm_up(recipe: Recipe, path: str, given: UserInputs, target: Path, s
         learning_rate=settings.learning_rate,
         value_learning_rate=0.0,
         micro_batch_tokens=16384,
-        # Nothing but demonstrations: no reference, no teacher, no values.
+        # Only demonstrations: no reference, teacher or values.
         loss="supervised",
         constants={},
         advantage="reward",
@@ -166,14 +165,14 @@ async def _warm_up(recipe: Recipe, path: str, given: UserInputs, target: Path, s
 
 
 def _most_blocks(recipe: Recipe, path: str, checked: list[dict[str, Plain]]) -> int:
-    """KV blocks that the engine can use: only these tasks are in flight, each once."""
+    """The most KV blocks the engine can use, with only these tasks in flight, each once."""
     longest = longest_prompt(checked, PromptEncoder(load_tokenizer(path)), held_out={})
     tokens = min(config_limit(load_config(path), recipe.model.context), longest + recipe.sampling.max_tokens)
     return blocks_for(min(recipe.engine.slots, len(checked)), tokens=tokens, block_size=recipe.engine.block_size)
 
 
 async def _success(recipe: Recipe, roles: Roles, tasks: list[dict[str, Plain]], *, step: int) -> float:
-    """The share of these tasks that the weights as they are solve at temperature 1."""
+    """The share of these tasks that the current weights solve at temperature 1."""
     update = (await roles.trainer.publish(step, canary=roles.canary)).update
     await roles.engine.load(update)
     await roles.trainer.release(update)
@@ -226,7 +225,7 @@ def _supervised_batch(examples: list[Rollout]) -> Batch:
 
 
 def _key(recipe: Recipe, given: UserInputs) -> str:
-    """A hash of everything that decides the warmed-up weights; the first rows stand for the whole source of tasks."""
+    """A hash of everything that decides the warmed-up weights; of each task source, only the first rows."""
     tasks = open_tasks(recipe, given)
     demonstrations = open_tasks(dataclasses.replace(recipe, tasks=recipe.warmup.tasks or recipe.tasks), given)
     folder = Path(recipe.model.path)

@@ -1,9 +1,9 @@
-"""The contract: the few records that cross a process line, each frozen and checked when it is made.
+"""The contract: the few records that cross process boundaries, each frozen and checked when it is made.
 
-`Rollout` comes up from the engines, `Batch` goes to the trainer, `WeightUpdate` comes down. A rollout is one flat
-record aligned per token; single-turn, tool use, multi-turn, partial and resumed rollouts are all this one shape.
+Engines return `Rollout`s, the trainer takes `Batch`es, and `WeightUpdate`s go back to the engines. A rollout is one flat record
+aligned per token, whether single-turn, multi-turn, with tools, partial or resumed.
 
-A worked example, a two-token prompt answered by two sampled tokens:
+For example, a two-token prompt answered by two sampled tokens:
 
     index      0       1       2        3
     token_ids  7       9       4        2

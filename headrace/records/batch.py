@@ -1,4 +1,4 @@
-"""What one version is trained on."""
+"""The trainer's input for one optimizer step."""
 
 from __future__ import annotations
 
@@ -18,27 +18,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Batch:
-    """What one version is trained on. The trainer needs nothing else, and does not know the algorithm."""
+    """One optimizer step's input. The trainer needs nothing else, and does not know the algorithm."""
 
     rollouts: tuple[Rollout, ...]
     advantages: tuple[Array, ...]
     """One [T] float32 array per rollout."""
     weights: tuple[Array, ...]
-    """One [T] float32 array per rollout: normalisation and whatever else scales a token's loss. Losses are summed over
-    tokens, never averaged, so that the gradient cannot depend on how tokens are packed."""
+    """One [T] float32 array per rollout: each token's factor in the loss, normalisation included. Losses are summed over
+    tokens, never averaged, so that the gradient does not depend on packing."""
     loss: str
-    """A built-in loss by name, or a user's as `module:name`."""
+    """The name of a built-in loss, or `module:name` of a user's."""
     constants: dict[str, float] = field(default_factory=dict)
     """The loss's keyword arguments."""
     correction: str = "none"
     """How staleness is corrected; see `headrace.staleness`."""
     correction_constants: dict[str, float] = field(default_factory=dict)
     kl: str = "none"
-    """How the KL to the reference model, which is added to the loss, is estimated: `k1`, `k2`, `k3`."""
+    """Estimator of the KL to the reference model that is added to the loss: `k1`, `k2`, `k3` or `none`."""
     kl_weight: float = 0.0
-    """The factor of the KL."""
     version: int
-    """The version being trained from; training makes version + 1."""
+    """The version trained from; the result is version + 1."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rollouts", tuple(self.rollouts))
@@ -74,7 +73,7 @@ class Batch:
         weights: Array,
         **settings: Any,  # noqa: ANN401  (the other fields)
     ) -> Batch:
-        """From arrays over the tokens of all rollouts, one after another; they are checked as a whole."""
+        """From arrays over the concatenated tokens of all rollouts, checked as a whole."""
         checked = cls(rollouts=(), advantages=(), weights=(), **settings)
         offsets = np.cumsum([0, *map(len, rollouts)]).tolist()
         slices = list(map(slice, offsets[:-1], offsets[1:]))

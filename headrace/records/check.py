@@ -1,7 +1,7 @@
-"""The rules a rollout obeys, each written once: for one rollout, for the tokens of one call, or for the columns of many.
+"""The rules of a rollout, each written once for a single rollout, the tokens of one call, and the columns of many rollouts.
 
-The tokens of many rollouts lie one after another: those of rollout i are `offsets[i]` to `offsets[i + 1]` of each array. One
-rollout is columns of one. Every error is a `ValueError` that names the rollout.
+Tokens of many rollouts are concatenated: those of rollout i are `offsets[i]` to `offsets[i + 1]` of each array. Every error is
+a `ValueError` that names the rollout.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ TOKEN_ARRAYS: dict[str, type] = {
     "logprobs": np.float32,
     "versions": np.int32,
 }
-"""The arrays every rollout has, one value for each token."""
+"""The arrays every rollout has, one value per token."""
 SAMPLED = int(Source.SAMPLED)
 _LAST_SOURCE = int(max(Source))
 _MAX_LOGPROB = 1e-4
-"""Rounding may lift the logprob of a certain token above 0."""
+"""Rounding may lift a logprob slightly above 0."""
 
 
 def check_tokens(tokens: Mapping[str, Array], *, ids: Sequence[str], offsets: Array) -> None:
-    """Check all of `TOKEN_ARRAYS`, which have the right dtypes and equal lengths already."""
+    """Check the values of `TOKEN_ARRAYS`, whose dtypes and lengths are already right."""
     source, loss_mask = tokens["source"].view(np.uint8), tokens["loss_mask"].view(np.uint8)
     is_sampled = source == SAMPLED
     wrong = {
@@ -49,7 +49,7 @@ def check_tokens(tokens: Mapping[str, Array], *, ids: Sequence[str], offsets: Ar
 
 
 def check_sampled(tokens: Mapping[str, Array], *, id: str) -> None:
-    """Check the token ids, logprobs and versions of tokens that were all sampled: those that one call appends."""
+    """Check the token ids, logprobs and versions that one call appends."""
     for why, is_wrong in _wrong_if_sampled(tokens).items():
         if is_wrong.any():
             raise ValueError(f"rollout {id!r}: {why}")
@@ -61,7 +61,7 @@ _LOGPROBS = "logprobs must be finite and ≤ 0 on sampled tokens and 0 elsewhere
 
 
 def _wrong_if_sampled(tokens: Mapping[str, Array]) -> dict[str, Array]:
-    """For each rule, the tokens that break it if they were sampled."""
+    """For each rule, which tokens break it, given that all were sampled."""
     logprobs = tokens["logprobs"]
     is_logprob = (logprobs > -math.inf) & (logprobs <= _MAX_LOGPROB)  # False for NaN
     return {_TOKEN_IDS: tokens["token_ids"] < 0, _VERSIONS: tokens["versions"] < 0, _LOGPROBS: ~is_logprob}
@@ -72,10 +72,8 @@ def _wrong_if_not_sampled(tokens: Mapping[str, Array]) -> dict[str, Array]:
 
 
 def check_calls(rows: Array, starts: Array, stops: Array, *, source: Array, ids: Sequence[str], offsets: Array) -> None:
-    """Check that calls lie in order inside their rollout, apart from each other, and over exactly the sampled tokens.
-
-    `rows[i]` says which rollout call i belongs to, and never falls; `starts` and `stops` count from that rollout's first token.
-    """
+    """Check that calls are in order, do not overlap, and cover exactly the sampled tokens. `rows[i]` is the rollout of call i,
+    in rising order; `starts` and `stops` count from that rollout's first token."""
     previous = np.zeros_like(stops)
     previous[1:] = np.where(rows[1:] == rows[:-1], stops[:-1], 0)
     is_wrong = (starts < previous) | (stops < starts) | (stops > offsets[rows + 1] - offsets[rows])
@@ -97,7 +95,7 @@ def _refuse_token(is_wrong: Array, why: str, *, ids: Sequence[str], offsets: Arr
 
 
 def check_optional_fields(rollout: Rollout) -> None:
-    """Check the fields only some rollouts have, against the number of tokens."""
+    """Check the fields that only some rollouts have."""
     try:
         _check_optional_fields(rollout, length=len(rollout))
     except ValueError as error:

@@ -1,14 +1,14 @@
-"""Rollouts, batches and episodes as columns: the form in which they travel and are saved.
+"""Rollouts, batches and episodes as columns, the form in which they are sent and saved.
 
-A frame of one rollout alone would cost a header of twenty fields, and a check of each. In columns, the tokens of all
-rollouts lie one after another and are checked together. `frames.encode` takes what `pack_rollouts` returns:
+Encoding each rollout alone would cost a header of twenty fields and a check of each. In columns, the tokens of all rollouts are
+concatenated and checked together. `frames.encode` takes what `pack_rollouts` returns:
 
-    rollouts                    one list per field (id, episode, …, length), with a value for each rollout
-    token_ids … versions        [sum of lengths] arrays, each of the dtype it has in a rollout
-    calls, parent, rewards …    one list per field, with a value for each call, parent or reward; `row` is its rollout
+    rollouts                    one list per field (id, episode, …, length), with a value per rollout
+    token_ids … versions        [sum of lengths] arrays with the dtypes they have in a rollout
+    calls, parent, rewards …    one list per field, with a value per call, parent or reward; `row` is its rollout
     settings                    the distinct samplings of the calls
 
-`unpack_rollouts` refuses what `Rollout` itself would refuse (`headrace.records.check`), with a `WireError`.
+`unpack_rollouts` rejects what `Rollout` itself rejects (`headrace.records.check`), with a `WireError`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _TABLES: dict[str, dict[str, type | tuple[type, ...]]] = {
     "sampling_mask": {"row": int, "mask": SamplingMask},
     "columns": {"row": int, "name": str, "array": np.ndarray},
 }
-"""The columns of each table and the types of their values. A table with no rows is left out."""
+"""Columns and value types of each table. Empty tables are not sent."""
 _REQUIRED = {"rollouts", "settings", *TOKEN_ARRAYS}
 _REASONS = {reason.value: reason for reason in FinishReason}
 _SETTINGS = tuple(field.name for field in dataclasses.fields(Sampling) if field.name != "seed")
@@ -70,7 +70,7 @@ _EPISODE_FIELDS = tuple(field.name for field in dataclasses.fields(Episode) if f
 
 
 def pack_rollouts(rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    """Columns of these rollouts, in order. Raises `WireError` for a value of the wrong type."""
+    """The columns of these rollouts. Raises `WireError` for a value of the wrong type."""
     rows = list(enumerate(rollouts))
     calls = [(row, call) for row, r in rows for call in r.calls]
     settings, codes = _distinct([call.sampling for _, call in calls])
@@ -94,14 +94,14 @@ def pack_rollouts(rollouts: Sequence[Rollout]) -> dict[str, Any]:
 
 
 def pack_samplings(samplings: Sequence[Sampling]) -> dict[str, Any]:
-    """The distinct settings, which of them each sampling has, and the seeds."""
+    """The distinct settings, the index of each sampling's settings, and the seeds."""
     settings, codes = _distinct(samplings)
     seeds = [sampling.seed for sampling in samplings]
     return {"settings": settings, "codes": codes, "seeds": _checked_list(seeds, int, "seeds")}
 
 
 def pack_batch(batch: Batch) -> dict[str, Any]:
-    """A batch, its rollouts as columns."""
+    """A batch with its rollouts as columns."""
     return {
         "rollouts": pack_rollouts(batch.rollouts),
         "advantages": _joined(batch.advantages, np.float32),
@@ -111,7 +111,7 @@ def pack_batch(batch: Batch) -> dict[str, Any]:
 
 
 def pack_episodes(episodes: Sequence[Episode]) -> dict[str, Any]:
-    """A dict for each episode, and the rollouts of all of them as columns."""
+    """A dict per episode, and all their rollouts as columns."""
     return {
         "episodes": [{name: getattr(episode, name) for name in _EPISODE_FIELDS} for episode in episodes],
         "num_rollouts": [len(episode.rollouts) for episode in episodes],
@@ -129,7 +129,7 @@ def _table(name: str, rows: list[tuple[Any, ...]]) -> dict[str, list[Any]]:
 
 
 def _distinct(samplings: Sequence[Sampling]) -> tuple[list[Sampling], list[int]]:
-    """The samplings that differ in more than their seed, and which of them each one is."""
+    """The distinct samplings, ignoring seeds, and the index of each one's."""
     keys = list(map(_settings_of, samplings))
     codes = {key: code for code, key in enumerate(dict.fromkeys(keys))}
     last = dict(zip(keys, samplings, strict=True))
@@ -142,11 +142,11 @@ def _joined(arrays: Sequence[Array], dtype: type) -> Array:
     return joined
 
 
-# Unpacking: what arrives may be anything
+# Unpacking: the input may be malformed
 
 
-def unpack_rollouts(packed: Any) -> list[Rollout]:  # noqa: ANN401  (whatever arrived)
-    """The rollouts of `pack_rollouts`; their tokens are views of the columns."""
+def unpack_rollouts(packed: Any) -> list[Rollout]:  # noqa: ANN401  (unchecked input)
+    """The inverse of `pack_rollouts`; token arrays are views of the columns."""
     with _wire_errors("rollouts"):
         _check_keys(packed, _REQUIRED, optional=_TABLES.keys())
         ids, episodes, groups, indexes, policies, lineages, lengths = _read_table(packed, "rollouts")
@@ -179,7 +179,7 @@ def unpack_rollouts(packed: Any) -> list[Rollout]:  # noqa: ANN401  (whatever ar
 
 
 def unpack_samplings(packed: Any) -> list[Sampling]:  # noqa: ANN401
-    """The samplings of `pack_samplings`."""
+    """The inverse of `pack_samplings`."""
     with _wire_errors("samplings"):
         _check_keys(packed, {"settings", "codes", "seeds"})
         codes, seeds = (_checked_list(packed[name], int, name) for name in ("codes", "seeds"))
@@ -187,7 +187,7 @@ def unpack_samplings(packed: Any) -> list[Sampling]:  # noqa: ANN401
 
 
 def unpack_batch(packed: Any) -> Batch:  # noqa: ANN401
-    """The batch of `pack_batch`."""
+    """The inverse of `pack_batch`."""
     with _wire_errors("batch"):
         _check_keys(packed, {"rollouts", "advantages", "weights", "settings"})
         _check_keys(packed["settings"], _BATCH_SETTINGS)
@@ -198,7 +198,7 @@ def unpack_batch(packed: Any) -> Batch:  # noqa: ANN401
 
 
 def unpack_episodes(packed: Any) -> list[Episode]:  # noqa: ANN401
-    """The episodes of `pack_episodes`."""
+    """The inverse of `pack_episodes`."""
     with _wire_errors("episodes"):
         _check_keys(packed, {"episodes", "num_rollouts", "rollouts"})
         rollouts = unpack_rollouts(packed["rollouts"])
@@ -229,7 +229,7 @@ def _read_calls(packed: dict[str, Any], *, source: Array, ids: list[str], offset
 
 
 def _read_optional_fields(packed: dict[str, Any], *, num: int) -> dict[str, list[Any]]:
-    """The fields only some rollouts have, for all of them; not checked against the number of tokens yet."""
+    """The fields that only some rollouts have, with defaults for the others; lengths are not checked yet."""
     fields: dict[str, list[Any]] = {name: [None] * num for name in _OPTIONAL}
     fields["rewards"], fields["columns"] = [{} for _ in range(num)], [{} for _ in range(num)]
     fields["step_rewards"] = [()] * num
@@ -270,7 +270,7 @@ _OPTIONAL: dict[str, Callable[[list[tuple[Any, ...]]], Any]] = {
     "sampling_mask": _one,
     "columns": _by_name,
 }
-"""How the value of a field is made of the table entries of its rollout."""
+"""Makes a field's value from its rollout's table entries."""
 
 
 def _read_samplings(settings: object, codes: list[int], seeds: list[int]) -> list[Sampling]:
@@ -285,7 +285,7 @@ def _read_samplings(settings: object, codes: list[int], seeds: list[int]) -> lis
 
 
 def _read_table(packed: dict[str, Any], name: str, *, num: int | None = None) -> list[list[Any]]:
-    """The columns of a table, in the order of `_TABLES`; its rows name some of `num` rollouts, in order."""
+    """The columns of a table, in the order of `_TABLES`. `row` must index `num` rollouts, in rising order."""
     kinds = _TABLES[name]
     if name not in packed:
         return [[] for _ in kinds]
@@ -307,7 +307,7 @@ def _read_array(value: object, dtype: type, length: int, name: str) -> Array:
 
 
 def _checked_list(values: Any, kind: type | tuple[type, ...], name: str) -> list[Any]:  # noqa: ANN401
-    """The values, if they are a list of exactly these types."""
+    """Return `values`, or raise unless they are a list of exactly these types."""
     kinds = kind if isinstance(kind, tuple) else (kind,)
     if not isinstance(values, list) or not set(kinds).issuperset(map(type, values)):
         raise WireError(f"{name} must be a list of {' or '.join(each.__name__ for each in kinds)}")
@@ -324,7 +324,7 @@ def _check_keys(packed: Any, required: Any, *, optional: Any = frozenset(), wher
 
 @contextlib.contextmanager
 def _wire_errors(what: str) -> Iterator[None]:
-    """Turns whatever malformed data raises on its way through into a `WireError`."""
+    """Turn any error that malformed data causes into a `WireError`."""
     try:
         yield
     except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:

@@ -21,14 +21,14 @@ class Episode:
     id: str
     group: str
     task: dict[str, Plain]
-    """The row of the task source."""
+    """A row of the task source."""
     rollouts: tuple[Rollout, ...] = ()
-    """One; several when agents interact or a history forks."""
+    """Usually one; several when agents interact or a history forks."""
     environment: str = "single_turn"
     started: float = 0.0
     finished: float = 0.0
     attempts: int = 1
-    """How often it was started, retries after faults included."""
+    """Times it was started, retries included."""
     outcome: Outcome | None = None
 
     def __post_init__(self) -> None:
@@ -38,7 +38,7 @@ class Episode:
         self._check_members()
 
     def replace(self, **changes: Any) -> Episode:  # noqa: ANN401
-        """A copy with some fields changed, checked again where a check could fail."""
+        """A copy with some fields changed; checks only what the changes could break."""
         if not changes.keys() <= _CHANGEABLE:
             return dataclasses.replace(self, **changes)
         if "rollouts" in changes:
@@ -65,4 +65,4 @@ class Episode:
 
 
 _CHANGEABLE = frozenset({"attempts", "outcome", "rollouts", "started", "finished"})
-"""Fields whose change does not require checking the task again."""
+"""Fields that can change without checking the task again."""

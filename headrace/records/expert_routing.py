@@ -1,7 +1,5 @@
-"""Which experts each token of a rollout went through.
-
-Row t is the forward pass of token t. The last token has not been through the model yet, so its row is unknown.
-"""
+"""Which experts processed each token of a rollout: row t is the forward pass of token t. The last token has not been through
+the model yet, so its row is unknown."""
 
 from __future__ import annotations
 
@@ -15,7 +13,6 @@ if TYPE_CHECKING:
     from headrace.records.validate import Array
 
 _UNKNOWN = {np.dtype(np.uint8): 255, np.dtype(np.int16): -1}
-"""The value of an unknown expert, for each dtype a routing may have."""
 
 
 def unknown_expert(dtype: npt.DTypeLike) -> int:
@@ -26,12 +23,12 @@ def unknown_expert(dtype: npt.DTypeLike) -> int:
 
 
 def unknown_routing(num_tokens: int, *, num_layers: int, top_k: int, dtype: npt.DTypeLike) -> Array:
-    """[tokens, layers, top_k], all unknown; writable, to be filled in."""
+    """[tokens, layers, top_k], all unknown; writable."""
     return np.full((num_tokens, num_layers, top_k), unknown_expert(dtype), dtype=dtype)
 
 
 def check_routing(routing: Array, *, num_tokens: int) -> None:
-    """Raise unless there is a row for each of so many tokens."""
+    """Raise unless it has a valid dtype and shape with `num_tokens` rows."""
     if routing.dtype not in _UNKNOWN or routing.ndim != 3:
         raise ValueError("expert_routing must be [T, layers, top_k] of uint8 or int16")
     if len(routing) != num_tokens:
@@ -39,7 +36,7 @@ def check_routing(routing: Array, *, num_tokens: int) -> None:
 
 
 def cut_routing(routing: Array, *, at: int) -> Array:
-    """The routing of the first `at` tokens. The last of them will be passed through the model again, so it is unknown."""
+    """The routing of the first `at` tokens. The last of them will go through the model again, so its row is unknown."""
     cut = routing[:at].copy()
     cut[-1:] = unknown_expert(cut.dtype)
     cut.flags.writeable = False
@@ -47,11 +44,8 @@ def cut_routing(routing: Array, *, at: int) -> Array:
 
 
 def merge_routing(old: Array | None, new: Array | None, *, num_tokens: int) -> Array | None:
-    """The routing of a rollout extended to `num_tokens`, from what it had and what the engine recorded over all of it.
-
-    An engine does not know the rows it did not compute (a prefix that another engine passed through the model): the old
-    ones stay. Where both are known the new one counts: it is of the pass the new tokens were sampled from.
-    """
+    """The routing of a rollout extended to `num_tokens`: the engine's new rows, or the old ones where the engine computed none
+    (such as a prefix computed by another engine). New rows win, because the new tokens were sampled from that forward pass."""
     if new is not None:
         check_routing(new, num_tokens=num_tokens)
         if old is not None and (old.dtype, old.shape[1:]) != (new.dtype, new.shape[1:]):

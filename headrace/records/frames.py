@@ -1,14 +1,13 @@
-"""Values as bytes: a msgpack header and the raw buffers of its arrays. No pickle.
+"""The wire format: a msgpack header and the raw buffers of its arrays. No pickle.
 
 A frame is
 
     magic b"HRW" + schema (1 byte) | crc32 (4) | header length (4) | body length (8) | header | zeros | body
 
-all little-endian. Arrays appear in the header as (dtype, shape, offset, length) and lie in the body, 8-byte aligned,
-so that decoding copies nothing. Keys that start with "$" are reserved; a user's own such key gets one more "$" in the frame.
-Small records travel field by field; rollouts, batches and episodes as columns (`headrace.records.columns`).
-Everything a frame claims about itself is checked before memory is allocated for it, and records check themselves when
-they are made: bytes that are not a frame give a `WireError`, never another error.
+all little-endian. Arrays are (dtype, shape, offset, length) in the header and 8-byte aligned in the body, so that decoding
+copies nothing. Keys that start with "$" are reserved; users' own get one more "$". Small records are encoded field by
+field; rollouts, batches and episodes as columns (`headrace.records.columns`). Every size is checked before memory is allocated,
+and records check themselves, so malformed bytes raise `WireError` and never another error.
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ if TYPE_CHECKING:
     from headrace.records.validate import Array
 
 SCHEMA = 2
-"""Rises when frames of the old form can no longer be read."""
+"""Rises when old frames can no longer be read."""
 MAX_FRAME = 2 << 30
-"""Bytes; a frame that claims more is refused before it is read."""
+"""Bytes; a frame that announces more is rejected unread."""
 MAX_DEPTH = 64
-"""Nesting of lists and dicts; deeper is refused."""
+"""Nesting of lists and dicts; deeper is rejected."""
 
 _PREAMBLE = struct.Struct("<3sBIIQ")
 PREAMBLE_BYTES = _PREAMBLE.size
-"""How much of a frame must be read to know its length."""
+"""Bytes to read before a frame's length is known."""
 _MAGIC = b"HRW"
 _DTYPES = {
     name: np.dtype(name) for name in ("|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8")
@@ -51,17 +50,17 @@ _RECORDS: dict[str, type[Any]] = {
 _NAMES = {record: name for name, record in _RECORDS.items()}
 _FIELDS = {name: tuple(f.name for f in dataclasses.fields(record)) for name, record in _RECORDS.items()}
 _SCALARS = frozenset({type(None), bool, int, float, str})
-"""Types that stand in a header as they are; a list of nothing else needs no look at each item."""
+"""Types that msgpack encodes unchanged; a list of only these is not traversed."""
 _ARRAY = "$array"
 _RECORD = "$record"
 
 
 class WireError(ValueError):
-    """The bytes are not a frame this version can read; the message says in what way."""
+    """The bytes are not a frame this version can read; the message says why."""
 
 
 def encode(value: object) -> bytes:
-    """A frame of plain data, arrays and small records, nested in lists and dicts."""
+    """Encode plain data, arrays and small records, nested in lists and dicts."""
     buffers: list[bytes | memoryview] = []
     size = 0
 
@@ -91,7 +90,7 @@ def encode(value: object) -> bytes:
                 raise WireError("keys must be strings")
             return {f"${key}" if key[:1] == "$" else key: plain(entry, depth + 1) for key, entry in item.items()}
         if isinstance(item, str | int | float):
-            return next(kind(item) for kind in (str, int, float) if isinstance(item, kind))  # an enum's, or numpy's, value
+            return next(kind(item) for kind in (str, int, float) if isinstance(item, kind))  # of an enum or a numpy scalar
         raise WireError(f"a {type(item).__name__} does not travel")
 
     try:
@@ -108,12 +107,12 @@ def encode(value: object) -> bytes:
 
 
 def _body_start(header_size: int) -> int:
-    """Where the body starts in a frame: at the next multiple of 8, so that its arrays are aligned."""
+    """The body starts at a multiple of 8, so that its arrays are aligned."""
     return -(-(_PREAMBLE.size + header_size) // 8) * 8
 
 
 def decode(frame: bytes | memoryview, *, max_bytes: int = MAX_FRAME) -> Any:  # noqa: ANN401  (what was encoded)
-    """The value in a frame, which must be complete and followed by nothing."""
+    """Decode one complete frame, with nothing after it."""
     frame = memoryview(frame)
     header_size, body_size, checksum = _read_preamble(frame, max_bytes=max_bytes)
     expected = _body_start(header_size) + body_size
@@ -133,13 +132,13 @@ def decode(frame: bytes | memoryview, *, max_bytes: int = MAX_FRAME) -> Any:  # 
 
 
 def remaining_bytes(preamble: bytes, *, max_bytes: int = MAX_FRAME) -> int:
-    """How many bytes of a frame follow its preamble."""
+    """Bytes of a frame after its preamble."""
     header_size, body_size, _ = _read_preamble(memoryview(preamble), max_bytes=max_bytes)
     return _body_start(header_size) - _PREAMBLE.size + body_size
 
 
 def read_frames(file: BinaryIO) -> Iterator[Any]:
-    """The values of a file of frames; a last frame that a crash left incomplete is left out."""
+    """The values in a file of frames, without a last frame that a crash left incomplete."""
     while preamble := file.read(_PREAMBLE.size):
         if len(preamble) < _PREAMBLE.size:
             return

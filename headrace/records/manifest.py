@@ -1,4 +1,4 @@
-"""What a weight update consists of, tensor by tensor. There are hundreds, and from version to version only checksums change."""
+"""The tensors of a weight update. There are hundreds, and only their checksums change between versions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorInfo:
-    """One tensor of a weight update, as its sender holds it."""
+    """One tensor of a weight update, as the sender holds it."""
 
     name: str
     shape: tuple[int, ...]
@@ -33,7 +33,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class TensorColumns:
-    """The tensors of a layout, as columns."""
+    """A layout's tensors as columns."""
 
     names: tuple[str, ...]
     dtypes: tuple[str, ...]
@@ -43,10 +43,10 @@ class TensorColumns:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Manifest:
-    """`TensorInfo`s in order. Iterating makes them one by one; nothing is made for an update that is only passed on."""
+    """A sequence of `TensorInfo`, made only when iterated, so that passing an update on costs nothing."""
 
     layout: str
-    """All but the checksums, as JSON: [[name, dtype, shape, bytes], …]. The same for every version of a model; parsed once."""
+    """All but the checksums, as JSON: [[name, dtype, shape, bytes], …]. The same for all versions; parsed once."""
     checksums: Array
     """[tensors] uint64"""
 
@@ -80,11 +80,11 @@ class Manifest:
         return sum(self.tensors.num_bytes)
 
     def is_like(self, other: Manifest) -> bool:
-        """Whether it has the same tensors in the same order, whatever they hold."""
+        """Whether both have the same tensors in the same order, regardless of values."""
         return self.layout == other.layout
 
     def with_checksums(self, checksums: Array) -> Manifest:
-        """The same tensors, holding something else."""
+        """The same tensors with other values."""
         return Manifest(layout=self.layout, checksums=checksums)
 
     def __eq__(self, other: object) -> bool:

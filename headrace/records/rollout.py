@@ -27,50 +27,47 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rollout:
-    """One sequence of tokens, where each came from, and everything needed to train on it."""
+    """A sequence of tokens, the source of each, and everything needed to train on it."""
 
     id: str
-    """Unique. A retry after a fault keeps it; a fork gets its own."""
+    """Unique. A retry keeps it; a fork gets its own."""
     episode: str
-    """The episode it belongs to."""
     group: str
-    """Siblings of one task share it."""
+    """Shared by the siblings of one task."""
     index: int
-    """Which sibling it is."""
     policy: str = "policy"
-    """Which policy sampled it."""
     lineage: str = ""
-    """The lineage of the weights that sampled it: a new one starts when the policy's trainer restarts from a checkpoint."""
+    """Lineage of the weights that sampled it; a new one starts when the trainer restarts from a checkpoint."""
     parent: tuple[str, int] | None = None
     """(rollout id, token index) it was forked at."""
     token_ids: Array
     """[T] int32: prompt, completions and tool replies, in order."""
     source: Array
-    """[T] int8: a `Source` for each token."""
+    """[T] int8: the `Source` of each token."""
     loss_mask: Array
-    """[T] bool: the token is trained; only sampled tokens are."""
+    """[T] bool: True where the token is trained; only sampled tokens are."""
     logprobs: Array
-    """[T] float32: of the sampled token under the distribution it was really sampled from; 0 elsewhere."""
+    """[T] float32: of sampled tokens, under the distribution they were really sampled from; 0 elsewhere."""
     versions: Array
-    """[T] int32: the policy version that sampled the token, stamped by the engine; -1 elsewhere."""
+    """[T] int32: the policy version that sampled each token, stamped by the engine; -1 elsewhere."""
     calls: tuple[Call, ...] = ()
-    """One for each generate call; together they cover exactly the sampled tokens."""
+    """One per generate call; together they cover exactly the sampled tokens."""
     finish_reason: FinishReason | None = None
-    """Of the last call; None before the first."""
+    """That of the last call; None before the first."""
     expert_routing: Array | None = None
-    """[T, MoE layers, top_k] uint8 or int16: the experts of token t's forward pass; unknown rows hold 255 or -1."""
+    """[T, MoE layers, top_k] uint8 or int16: experts in token t's forward pass; unknown rows hold 255 or -1."""
     sampling_mask: SamplingMask | None = None
-    """The tokens the sampler could have chosen; None if it was never restricted."""
+    """Tokens the sampler could choose from; None if never restricted."""
     rewards: dict[str, float] = field(default_factory=dict)
-    """The score of each reward function by name."""
+    """Score by reward function."""
     step_rewards: tuple[tuple[int, float], ...] = ()
-    """(token index, value) of rewards given along the way."""
+    """(token index, value) of intermediate rewards."""
     columns: dict[str, Array] = field(default_factory=dict)
-    """[T, …] arrays a loss asked for: teacher, reference or proximal logprobs, values, entropy."""
+    """[T, …] arrays that a loss needs: teacher, reference or proximal logprobs, values, entropy."""
     outcome: Outcome | None = None
     """None until scored."""
     media: None = None
-    """Reserved: images and sound are refused for now."""
+    """Reserved: images and sound are rejected for now."""
 
     def __post_init__(self) -> None:
         for name, convert in _CONVERT.items():
@@ -106,7 +103,7 @@ class Rollout:
     def from_prompt(
         cls, token_ids: list[int] | Array, *, id: str, episode: str = "", group: str = "", index: int = 0
     ) -> Rollout:
-        """A prompt is a rollout with nothing sampled yet. Only its token ids can be wrong, so only they are checked."""
+        """A rollout with nothing sampled yet. Only its token ids can be wrong, so only they are checked."""
         ids = frozen(np.asarray(token_ids, dtype=np.int32), np.int32, "token_ids")
         if ids.ndim != 1 or (len(ids) and ids.min() < 0):
             raise ValueError(f"rollout {id!r}: a prompt is one row of token ids, none of them negative")
@@ -133,12 +130,9 @@ class Rollout:
         sampling_mask: SamplingMask | None = None,
         expert_routing: Array | None = None,
     ) -> Rollout:
-        """The rollout with the tokens one call sampled appended, all of them trained. Called by engines.
-
-        `sampling_mask` and `expert_routing` cover all tokens, old and new. What was known of the routing stays where the new
-        one knows nothing, and all of it stays if none is given. Only what is new is checked. Columns are dropped: they
-        were computed over the old tokens.
-        """
+        """Append the tokens that one call sampled, all of them trained. Called by engines. `sampling_mask` and `expert_routing`
+        cover all tokens, old and new; where the new routing is unknown, the old stays. Only what is new is checked. Columns are
+        dropped, because they were computed over the old tokens."""
         new = {"token_ids": token_ids, "logprobs": logprobs, "versions": versions}
         added = call.stop - len(self)
         try:
@@ -163,12 +157,9 @@ class Rollout:
         return trusted_copy(self, changes)
 
     def forked(self, at: int, *, id: str) -> Rollout:
-        """Its first `at` tokens as a rollout of its own, to be generated on from there.
-
-        A call that spans the fork is cut short and counts as interrupted; later calls are left out. What was computed of the
-        whole (rewards, outcome, columns) is dropped; step rewards before the fork stay, and so does `loss_mask`: who trains
-        both a rollout and its fork decides which of them trains the tokens they share.
-        """
+        """The first `at` tokens as a new rollout, to generate on from there. A call that spans the fork is cut and counts as
+        interrupted; later calls, rewards, outcome and columns are dropped. Step rewards before the fork and `loss_mask` stay:
+        the caller decides which of the two trains the tokens they share."""
         check_kind(at, int, f"rollout {self.id!r}: the token to fork at")
         if not 1 <= at <= len(self):
             raise ValueError(f"rollout {self.id!r}: cannot be forked at token {at}; it must be 1 to {len(self)}")
@@ -193,7 +184,7 @@ class Rollout:
         )
 
     def replace(self, **changes: Any) -> Rollout:  # noqa: ANN401  (one keyword per field)
-        """A copy with some fields changed, checked again where a check could fail."""
+        """A copy with some fields changed; checks only what the changes could break."""
         if not changes.keys() <= _FREE_FIELDS:
             return dataclasses.replace(self, **changes)
         for name in changes.keys() & _CONVERT.keys():
@@ -205,7 +196,7 @@ class Rollout:
 
     @property
     def is_sampled(self) -> Array:
-        """[T] bool: tokens an engine sampled."""
+        """[T] bool"""
         sampled: Array = self.source == SAMPLED
         return sampled
 
@@ -222,7 +213,7 @@ class Rollout:
 
     @property
     def oldest_version(self) -> int:
-        """The oldest policy version that sampled one of its tokens; -1 if none were sampled."""
+        """The oldest policy version among its tokens; -1 if none were sampled."""
         versions = self.versions[self.is_sampled]
         return int(versions.min()) if len(versions) else -1
 
@@ -236,14 +227,13 @@ class Rollout:
 
     @property
     def reward(self) -> float | None:
-        """The score, or None if there is none."""
         return self.outcome.reward if isinstance(self.outcome, Scored) else None
 
 
 _FREE_FIELDS = {f.name for f in dataclasses.fields(Rollout)} - {*TOKEN_ARRAYS, "calls", "finish_reason"}
-"""Fields that change without a check of all tokens."""
+"""Fields that can change without checking all tokens."""
 _NAMES = {"id", "episode", "group", "index", "policy", "lineage"}
-"""Fields that need no check."""
+"""Fields that need no check at all."""
 _DEFAULTS = {f.name: f.default for f in dataclasses.fields(Rollout) if f.default is not dataclasses.MISSING}
 _CONVERT: dict[str, Callable[[Any], Any]] = {
     **{name: partial(frozen, dtype=dtype, name=name) for name, dtype in TOKEN_ARRAYS.items()},
@@ -255,4 +245,4 @@ _CONVERT: dict[str, Callable[[Any], Any]] = {
     "finish_reason": lambda reason: None if reason is None else FinishReason(reason),
     "expert_routing": lambda routing: None if routing is None else frozen(routing, None, "expert_routing"),
 }
-"""How a value given for a field becomes the type the field has in a record."""
+"""Converts a given value to its field's type."""

@@ -1,4 +1,4 @@
-"""The small records a rollout is made of: where its tokens came from, how they were sampled, how they were scored."""
+"""The small records in a rollout: where its tokens came from, how they were sampled and scored."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Invalid:
-    """No reward applies, so there is no score: left out of training, counted as filtered."""
+    """No reward applies: not trained, counted as filtered."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class InfraAbort:
-    """Something the policy cannot cause went wrong: dropped, counted as failed, retried while attempts remain."""
+    """A failure the policy cannot cause: retried while attempts remain, then dropped and counted as failed."""
 
     reason: str
 
@@ -62,26 +62,26 @@ Outcome: TypeAlias = Scored | Invalid | InfraAbort
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """The distribution tokens are sampled from, and when to stop. Without it a logprob cannot be recomputed."""
+    """The distribution to sample from, and when to stop. Needed to recompute a logprob."""
 
     temperature: float = 1.0
-    """0 is greedy; the recorded logprob is then 0, because the choice is certain."""
+    """0 is greedy; the recorded logprob is then 0 (certain)."""
     top_k: int = 0
     """Keep the k most likely tokens; 0 keeps all."""
     top_p: float = 1.0
-    """Keep the smallest set of most likely tokens that holds this much probability."""
+    """Keep the smallest set of most likely tokens with at least this probability."""
     min_p: float = 0.0
     """Keep tokens at least this fraction as likely as the most likely one."""
     max_tokens: int = 256
-    """At most this many new tokens in one call."""
+    """New tokens per call, at most."""
     min_tokens: int = 0
-    """Stop tokens cannot be sampled before this many new tokens."""
+    """No stop token is sampled before this many new tokens."""
     stop_ids: tuple[int, ...] = ()
     """Token ids that end the call; the stop token is part of the rollout."""
     stop: tuple[str, ...] = ()
-    """Stop strings; the tokens that complete one are part of the rollout, and the engine trims those after."""
+    """Stop strings; the tokens that complete one are part of the rollout, and the engine trims any later ones."""
     seed: int = 0
-    """With the token's position, the key of its random number: the same seed samples the same tokens in any batch."""
+    """Seed and token position key the random numbers, so the same seed samples the same tokens in any batch."""
 
     def __post_init__(self) -> None:
         for name in ("temperature", "top_k", "top_p", "min_p", "max_tokens", "min_tokens", "seed"):
@@ -97,23 +97,23 @@ class Sampling:
         _require(-(1 << 63) <= self.seed < 1 << 63, "seed", self.seed, "a 64-bit number")
 
     def with_seed(self, seed: int) -> Sampling:
-        """The same distribution with other random numbers; nothing needs to be checked again."""
+        """A copy with another seed; nothing is checked again."""
         return trusted_copy(self, {"seed": seed})
 
     @property
     def is_truncated(self) -> bool:
-        """Whether some tokens cannot be sampled, so that recomputing a logprob needs a sampling mask."""
+        """Whether some tokens cannot be sampled; recomputing a logprob then needs a sampling mask."""
         return self.temperature > 0 and (
             self.top_k > 0 or self.top_p < 1 or self.min_p > 0 or (self.min_tokens > 0 and bool(self.stop_ids))
         )
 
 
 MAX_STOPS = 16
-"""Stop strings of one call; each is searched for after every token."""
+"""Stop strings per call; the engine searches for each after every token."""
 
 
 def _checked_stop(stop: Sequence[str]) -> tuple[str, ...]:
-    _require(isinstance(stop, tuple | list), "stop", stop, "a list of texts")  # a bare string is a sequence of texts too
+    _require(isinstance(stop, tuple | list), "stop", stop, "a list of texts")  # a bare string is a sequence of strings too
     texts = tuple(stop)
     _require(len(texts) <= MAX_STOPS, "stop", texts, f"at most {MAX_STOPS} texts")
     for text in texts:
@@ -137,7 +137,7 @@ class Call:
     sampling: Sampling
     finish_reason: FinishReason
     started: float
-    """Seconds since the epoch at which the engine admitted it."""
+    """Seconds since the epoch when the engine admitted it."""
     finished: float
 
     def __post_init__(self) -> None:
@@ -147,16 +147,14 @@ class Call:
             raise ValueError(f"Call spans tokens {self.start} to {self.stop}")
 
     def cut(self, at: int) -> Call:
-        """As if it had been interrupted before token `at`, unless it ended earlier."""
+        """The call as if interrupted before token `at`, unless it ended earlier."""
         return self if self.stop <= at else trusted_copy(self, {"stop": at, "finish_reason": FinishReason.ABORT})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingMask:
-    """For each token, the ids the sampler could have chosen, ragged: row t is ids[offsets[t]:offsets[t+1]].
-
-    An empty row means the token was not restricted (a prompt token, or one sampled from the whole vocabulary).
-    """
+    """The ids the sampler could choose for each token: row t is ids[offsets[t]:offsets[t+1]]. An empty row means no
+    restriction (a prompt token, or one sampled from the whole vocabulary)."""
 
     offsets: Array
     ids: Array
@@ -171,23 +169,23 @@ class SamplingMask:
             raise ValueError(f"sampling_mask: offsets must rise from 0 to {len(self.ids)}, the number of ids")
 
     def check_covers(self, num_tokens: int) -> None:
-        """Raise unless there is a row for each of so many tokens."""
+        """Raise unless there are `num_tokens` rows."""
         if len(self.offsets) != num_tokens + 1:
             raise ValueError(f"sampling_mask covers {len(self.offsets) - 1} of {num_tokens} tokens")
 
     def row(self, index: int) -> Array:
-        """The ids token `index` could have been."""
+        """The ids that token `index` was chosen from."""
         return self.ids[self.offsets[index] : self.offsets[index + 1]]
 
     @classmethod
     def from_rows(cls, rows: list[Array]) -> SamplingMask:
-        """Build from one array of ids per token."""
+        """From one array of ids per token."""
         offsets = np.zeros(len(rows) + 1, dtype=np.int64)
         np.cumsum([len(row) for row in rows], out=offsets[1:])
         return cls(offsets=offsets, ids=np.concatenate(rows).astype(np.int32) if rows else np.zeros(0, np.int32))
 
     def cut(self, num_tokens: int) -> SamplingMask | None:
-        """The mask of the first tokens; None if none of them was restricted."""
+        """The mask of the first `num_tokens`; None if none of them is restricted."""
         offsets = self.offsets[: num_tokens + 1]
         return trusted_copy(self, {"offsets": offsets, "ids": self.ids[: offsets[-1]]}) if offsets[-1] else None
 

@@ -1,4 +1,4 @@
-"""Tools of the records: checks of plain data, read-only arrays, copies without checks, equality to the bit."""
+"""Helpers of the records: checks of plain data, read-only arrays, copies without checks, bitwise equality."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 Record = TypeVar("Record")
 Array: TypeAlias = npt.NDArray[Any]
 Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | None"
-"""Data that survives JSON and msgpack unchanged: task rows and settings consist of it."""
+"""Data that survives JSON and msgpack unchanged, such as task rows and settings."""
 MAX_NESTING = 32
-"""Levels of plain data; deeper is refused."""
+"""Levels of plain data; deeper is rejected."""
 
 
 def check_plain(value: object, *, where: str) -> None:
-    """Raise unless `value` is plain data that can travel; the error names the place that is not."""
+    """Raise unless `value` is plain data that can be encoded; the error names the offending place."""
     problem = _problem_of(value, 0)
     if problem:
         raise ValueError(f"{where}{problem}")
 
 
 def _problem_of(value: Any, depth: int) -> str:  # noqa: ANN401
-    """The path to the first place that is not plain and what is wrong there; empty if there is none."""
+    """The path to the first place that is not plain, and what is wrong; "" if all is plain."""
     if depth > MAX_NESTING:
         return f" is nested deeper than {MAX_NESTING}"
     if isinstance(value, str):
@@ -69,8 +69,7 @@ def _problem_of_text(text: str) -> str:
 
 
 def check_messages(messages: Sequence[dict[str, Plain]]) -> None:
-    """Raise unless each message holds text, a list of parts or tool calls. A chat template would print anything else,
-    None as the word "None"."""
+    """Raise unless each message holds text, parts or tool calls: a chat template would print None as the word "None"."""
     for index, message in enumerate(messages):
         content = message.get("content")
         if not isinstance(content, str | list) and not (content is None and message.get("tool_calls")):
@@ -84,7 +83,7 @@ def check_kind(value: object, kinds: type | tuple[type, ...], name: str) -> None
 
 
 def frozen(array: object, dtype: type | None, name: str) -> Array:
-    """A read-only array of exactly this dtype that nobody else can write to; only a lossless conversion is made."""
+    """A read-only array of this dtype that nobody else can write to. Copies if needed; rejects lossy conversions."""
     result = np.asarray(array)
     if result.dtype.kind not in "biuf":
         raise ValueError(f"{name} must be an array of numbers, not of {result.dtype}")
@@ -108,7 +107,7 @@ def _check_fits(array: Array, wanted: np.dtype[Any], name: str) -> None:
 
 
 def _is_writable_somewhere(array: Array) -> bool:
-    """Whether the memory can be changed, through this array or through one it is a view of."""
+    """Whether the memory can be changed through this array or one it is a view of."""
     owner: Any = array
     while isinstance(owner, np.ndarray):
         if owner.flags.writeable:
@@ -118,7 +117,7 @@ def _is_writable_somewhere(array: Array) -> bool:
 
 
 def trusted(record: type[Record], fields: dict[str, Any]) -> Record:
-    """A frozen record made without its checks, for callers that have made them already. Every field must be given."""
+    """A frozen record made without checks, for callers that have checked already. `fields` must be complete."""
     made, set_field = object.__new__(record), object.__setattr__
     for name, value in fields.items():
         set_field(made, name, value)
@@ -126,11 +125,11 @@ def trusted(record: type[Record], fields: dict[str, Any]) -> Record:
 
 
 def trusted_copy(record: Record, changes: dict[str, Any]) -> Record:
-    """A copy of a frozen record with some fields changed, without its checks."""
+    """A copy of a frozen record with some fields changed, without checks."""
     kind: type[Any] = type(record)
     values_of, setters = _slots(kind)  # type: ignore[arg-type]  # classes are hashable
     made: Record = object.__new__(kind)
-    any(map(call, setters, repeat(made), values_of(record)))  # setters return None, so this sets every field, quickly
+    any(map(call, setters, repeat(made), values_of(record)))  # a fast loop: setters return None, so `any` runs them all
     for name, value in changes.items():
         object.__setattr__(made, name, value)
     return made
@@ -143,7 +142,7 @@ def _slots(record: type) -> tuple[Callable[[object], tuple[Any, ...]], tuple[Cal
 
 
 def trusted_many(record: type[Record], columns: dict[str, Sequence[Any]], *, num: int) -> list[Record]:
-    """`num` records made without their checks, from one column of values for each field."""
+    """`num` records made without checks, from one column of values per field."""
     made = [object.__new__(record) for _ in range(num)]
     for name, column in columns.items():
         assert len(column) == num

@@ -1,4 +1,4 @@
-"""New weights on their way to the engines."""
+"""New weights for the engines."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from headrace.records.validate import Plain, check_kind, check_plain
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Bytes of an update that lie in one place, and which tensors they are.
+    """Bytes of an update in one place, and the tensors they belong to.
 
-    Two trainer ranks that hold half of a matrix of 8 elements each would publish
+    Two trainer ranks that each hold half of a matrix of 8 elements would publish
 
         Part(transport="files", key="7-0", place={"file": "rank0-7-0.safetensors", …}, num_bytes=…, ranges=(("matrix", 0, 4),))
         Part(transport="files", key="7-0", place={"file": "rank1-7-0.safetensors", …}, num_bytes=…, ranges=(("matrix", 4, 8),))
@@ -20,13 +20,13 @@ class Part:
 
     transport: str
     key: str
-    """What the transport at the sender knows the bytes by."""
+    """Identifies the bytes to the sender's transport."""
     place: dict[str, Plain] = field(default_factory=dict)
     """Where receivers find them, in the transport's own terms."""
     num_bytes: int
-    """That travel."""
+    """Bytes sent."""
     ranges: tuple[tuple[str, int, int], ...] = ()
-    """(tensor, first element, one past the last), each tensor once; empty where the part is the whole update."""
+    """(tensor, first element, one past the last), each tensor once; empty if the part is the whole update."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ranges", tuple((str(name), start, stop) for name, start, stop in self.ranges))
@@ -43,21 +43,21 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightUpdate:
-    """New weights of a policy: which they are, how they travel, and how the receiver knows it has them."""
+    """New weights of a policy: which version, how they are sent, and how the receiver verifies them."""
 
     policy: str
     lineage: str
     version: int
     base_version: int | None = None
-    """For a difference, the version it must be applied to."""
+    """For a delta, the version it applies to."""
     payload: str = "full"
-    """What travels; the choices are `headrace.sync`'s."""
+    """What is sent; see `headrace.sync` for the choices."""
     adapter: dict[str, Plain] | None = None
     """Reserved: an adapter's configuration."""
     manifest: Manifest = NOTHING
-    """May be given as any sequence of `TensorInfo`."""
+    """Accepts any iterable of `TensorInfo`."""
     parts: tuple[Part, ...] = ()
-    """Together they hold every tensor of the manifest; today a sender makes one."""
+    """Together they hold every tensor of the manifest; today a sender makes a single part."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.manifest, Manifest):
@@ -76,5 +76,4 @@ class WeightUpdate:
 
     @property
     def num_bytes(self) -> int:
-        """That travel."""
         return sum(part.num_bytes for part in self.parts)

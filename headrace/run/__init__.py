@@ -1,11 +1,11 @@
-"""What a run does while it trains, and when. The other rooms say what; this one calls them.
+"""The run: when each part of training happens. The other rooms do the work; this one calls them.
 
 - `loops`: feed, generate, score and train. Start here.
-- `state`, `policy`, `in_flight`: what the loops share, what is kept per policy, and the record of each episode in flight.
-- `batches`, `publishing`: groups into batches for the trainer, new weights to the engines.
-- `session`, `evaluate`, `checkpoint`, `metrics`, `ledger`: what happens between versions, and what is left behind.
+- `state`, `policy`, `in_flight`: what the loops share, the state of each policy, and the record of each episode in flight.
+- `batches`, `publishing`: turn groups into batches for the trainer, and deliver new weights to the engines.
+- `session`, `evaluate`, `checkpoint`, `metrics`, `ledger`: what happens between versions, and what a run leaves on disk.
 
-`launch` makes the `Roles` (who does the work, in which process) and the `Session`.
+`launch` builds the `Roles` (engine, trainers, scorer …, in whichever process) and the `Session`.
 """
 
 from typing import TYPE_CHECKING

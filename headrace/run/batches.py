@@ -1,8 +1,8 @@
-"""Groups into batches: advantages, and the weights that make every mean the algorithm wants.
+"""Turns groups into batches: advantages, and the token weights that implement the recipe's mean (`train.mean_over`).
 
-Advantages of whole rollouts need rewards alone. Those of single tokens need columns that only the trainer can compute, so
-they come in two steps: `make_batches`, then `with_token_advantages` once the columns of `columns_first` are there. Both see
-all groups of the version, so that what is taken over the batch does not depend on how many optimizer steps it is cut into.
+Per-rollout advantages need only rewards. Per-token ones need columns that only the trainer can compute, so they take two
+steps: `make_batches`, then `with_token_advantages` once the columns of `columns_first` are computed. Both see all groups of a
+version, so that batch statistics do not depend on the number of optimizer steps.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def make_batches(groups: Sequence[Group], recipe: Recipe, *, version: int) -> li
 
 
 def columns_first(batches: Sequence[Batch], recipe: Recipe) -> list[str]:
-    """The columns the trainer is asked for before a version's first step: what advantages of tokens are made of, and the policy
-    as it is now, where a loss or a correction looks at it and several steps will move the weights."""
+    """Columns the trainer computes before a version's first step: those per-token advantages need, and, if several steps will
+    move the weights, the current policy's logprobs where a loss or correction uses them."""
     train = recipe.train
     made_from = ADVANTAGES[train.advantage].made_from
     wanted = [*([made_from] if made_from else []), *([REFERENCE] if train.kl_in_reward else [])]
@@ -58,13 +58,13 @@ def columns_first(batches: Sequence[Batch], recipe: Recipe) -> list[str]:
 
 
 def with_column(batch: Batch, name: str, values: Sequence[Array]) -> Batch:
-    """The batch with one more column on every rollout."""
+    """Add a column to every rollout."""
     rollouts = tuple(_with_columns(rollout, {name: value}) for rollout, value in zip(batch.rollouts, values, strict=True))
     return dataclasses.replace(batch, rollouts=rollouts)
 
 
 def with_token_advantages(batches: Sequence[Batch], recipe: Recipe) -> list[Batch]:
-    """The batches with advantages of single tokens, where the recipe wants them, made of columns they have by now."""
+    """Add per-token advantages, if the recipe uses them, from columns computed before."""
     made_from = ADVANTAGES[recipe.train.advantage].made_from
     if not made_from:
         return list(batches)
@@ -117,8 +117,8 @@ def _on_trained(values: Sequence[float] | Array, lengths: Array, mask: Array) ->
 
 
 def _scales(lengths: Array, mask: Array, recipe: Recipe) -> Array:
-    """What a trained token of each rollout weighs: the weights of a batch come to 1, or to less with a constant, or
-    where sequences count the same and some have no trained token."""
+    """[rollouts]: the weight of each trained token. They sum to 1 over a batch, or less with a constant, or if sequences count
+    equally and some have no trained token."""
     train = recipe.train
     if train.mean_over == "constant":
         return np.full(len(lengths), train.mini_batches / (train.batch * recipe.sampling.max_tokens))
@@ -132,7 +132,7 @@ def _scales(lengths: Array, mask: Array, recipe: Recipe) -> Array:
 
 
 def _estimated(rollout: Rollout, recipe: Recipe) -> tuple[Array, Array]:
-    """([T] advantages, [T] returns) of one rollout by `gae`."""
+    """([T] advantages, [T] returns) of one rollout."""
     train, mask = recipe.train, rollout.loss_mask
     rewards = rollout.columns[REWARDS][mask]
     if train.kl_in_reward:
@@ -142,12 +142,12 @@ def _estimated(rollout: Rollout, recipe: Recipe) -> tuple[Array, Array]:
 
 
 def _distilled(rollout: Rollout) -> Array:
-    """[T]: log π_T − log μ, how much likelier the teacher finds what was sampled."""
+    """[T]: log π_T − log μ, how much likelier the sampled token is under the teacher."""
     return np.where(rollout.loss_mask, rollout.columns[TEACHER] - rollout.logprobs, np.float32(0)).astype(np.float32)
 
 
 def _placed(values: Array, rollout: Rollout) -> Array:
-    """[T] float32: values of the trained tokens in their places."""
+    """[T] float32: `values` at the trained tokens, 0 elsewhere."""
     result = np.zeros(len(rollout), dtype=np.float32)
     result[rollout.loss_mask] = values
     return result

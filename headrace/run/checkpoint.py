@@ -1,8 +1,7 @@
 """Checkpoints: a Hugging Face folder plus a manifest and the groups not trained yet.
 
-They are written under another name, synced and renamed: a folder named `step-N` is complete, and a crash leaves the one
-before it. If the disk is full the checkpoint is written to the cache folder instead, the run stops, and the same command finds
-it there.
+Each is written under a temporary name, synced and renamed, so a folder named `step-N` is always complete. If the disk is full,
+the checkpoint goes to the cache folder instead and the run stops; the same command finds it there.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ BUFFER = "buffer.wire"
 PARTIAL = "partial.wire"
 FORMAT = 1
 _NAME = re.compile(r"step-\d+")
-"""Of a checkpoint. Other names in the folder, such as `step-100-best`, are the user's."""
+"""Folders with other names, such as `step-100-best`, are the user's."""
 
 
 class CheckpointError(RuntimeError):
@@ -42,7 +41,7 @@ class CheckpointError(RuntimeError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One complete checkpoint on disk."""
+    """A complete checkpoint on disk."""
 
     folder: Path
     manifest: dict[str, Any]
@@ -52,12 +51,11 @@ class Checkpoint:
         return int(self.manifest["version"])
 
     def buffered(self) -> list[Group]:
-        """The groups that waited in the buffer."""
         groups = self._read(BUFFER)
         return [Group(number=entry["number"], episodes=tuple(unpack_episodes(entry["episodes"]))) for entry in groups]
 
     def in_flight(self) -> list[dict[str, Any]]:
-        """The entries of the groups in flight; none in a checkpoint from before they were kept."""
+        """Entries of `InFlightTable`; none in old checkpoints, which did not keep them."""
         return self._read(PARTIAL) if (self.folder / PARTIAL).exists() else []
 
     def _read(self, name: str) -> list[dict[str, Any]]:
@@ -80,7 +78,7 @@ class CheckpointStore:
         in_flight: Iterable[dict[str, Any]],
         manifest: dict[str, Any],
     ) -> Path:
-        """Write `step-{version}`, and then remove the oldest past `keep`. `in_flight`: entries of the groups in flight."""
+        """Write `step-{version}`, then remove the oldest beyond `keep`. `in_flight`: entries of `InFlightTable`."""
         waiting = {
             BUFFER: [{"number": group.number, "episodes": pack_episodes(group.episodes)} for group in buffered],
             PARTIAL: list(in_flight),
@@ -95,7 +93,7 @@ class CheckpointStore:
                 f"{rescued}, and earlier ones are untouched. Make room and give the same command to go on from it."
             ) from error
         others = [path for path in reversed(checkpoints_in(self._folder)) if path != written]
-        for folder in others[self._keep - 1 :]:  # the others, for the one just written may not have the highest number
+        for folder in others[self._keep - 1 :]:  # never the one just written, even if its number is not the highest
             shutil.rmtree(folder, ignore_errors=True)
         return written
 
@@ -128,11 +126,8 @@ class CheckpointStore:
         return target
 
     def latest(self, *, warn: Callable[[str], None]) -> Checkpoint | None:
-        """The newest checkpoint that is whole, in the run's folder or rescued; damaged ones are renamed.
-
-        Only files that are missing or that differ from their manifest count as damage. A read that fails may succeed in a
-        moment: then nothing is touched, and no older version is used instead.
-        """
+        """The newest intact checkpoint in the run's or the rescue folder. One with a file that is missing or differs from
+        the manifest is renamed. A failed read may be temporary, so it raises instead of using an older checkpoint."""
         for leftover in self._folder.glob(".step-*.tmp"):
             shutil.rmtree(leftover, ignore_errors=True)
         for folder in reversed(checkpoints_in(self._folder, self._rescue)):
@@ -149,18 +144,18 @@ class CheckpointStore:
         return None
 
     def clear_rescued(self) -> None:
-        """The run finished in its own folder."""
+        """Called when the run has finished in its own folder."""
         shutil.rmtree(self._rescue, ignore_errors=True)
 
 
 def checkpoints_in(*parents: Path) -> list[Path]:
-    """The oldest first; they are not checked."""
+    """Oldest first, unchecked."""
     found = [path for parent in parents for path in parent.glob("step-*") if _NAME.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def random_state() -> dict[str, Any]:
-    """Of the generators that a user's reward or loss may use."""
+    """State of the global generators that a user's reward or loss may use."""
     version, numbers, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
@@ -179,11 +174,11 @@ def restore_random_state(state: dict[str, Any]) -> None:
 
 
 class _Damaged(ValueError):
-    """A checkpoint's files are not what its manifest says."""
+    """A checkpoint's files do not match its manifest."""
 
 
 def _checked_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest, once every file is found to be as it says."""
+    """The manifest, after checking every file against it."""
     text = (folder / MANIFEST).read_bytes()
     try:
         manifest: dict[str, Any] = json.loads(text)

@@ -10,14 +10,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _YOUNG = 50_000
-"""New objects between two collections of the youngest; Python's default is 700."""
+"""New objects between two collections of the youngest generation; Python's default is 700."""
 
 
 @contextlib.contextmanager
 def few_collections() -> Iterator[None]:
-    """Collect garbage less often inside the block. A run holds dozens of objects for each of thousands of rollouts in flight,
-    almost none of them in a cycle: with the default, traversing them and the libraries' million takes a fifth of the launcher's
-    time. What the libraries made before is not traversed inside the block at all."""
+    """Collect less often inside the block, and skip objects made before it. A run holds dozens of objects, almost none of them
+    cyclic, for each of thousands of rollouts in flight: by default, traversing them and the libraries' million objects takes a
+    fifth of the launcher's time."""
     before = gc.get_threshold()
     gc.collect()
     gc.freeze()

@@ -1,5 +1,4 @@
-"""Held-out evaluation: the same tasks and random numbers each time, sampled at temperature 1 and greedily, counted apart from
-training."""
+"""Held-out evaluation: the same tasks and seeds each time, at temperature 1 and greedily, counted apart from training."""
 
 from __future__ import annotations
 
@@ -25,23 +24,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What one evaluation found."""
-
     metrics: dict[str, float]
-    """`success`: the share of sampled rollouts whose reward reached `evaluate.success_at`, `greedy`: the same, decoding
-    greedily, `held_out_reward`: the mean reward of the sampled ones; all of the rollouts that could be judged, and left out
-    if none could. `success/NAME` and `greedy/NAME` of each source, if there are several. `held_out_failed`: how many could
-    not be judged."""
+    """`success`: share of sampled episodes with a reward of at least `evaluate.success_at`; `greedy`: the same, decoding
+    greedily; `held_out_reward`: mean reward of the sampled ones. Each is over the scored episodes, and absent if there are
+    none. With several sources also `success/NAME` and `greedy/NAME`. `held_out_failed`: episodes without a score."""
     episodes: tuple[Episode, ...]
-    """The sampled ones, for display."""
+    """The episodes sampled at temperature 1, for display."""
     count: int
-    """Rollouts in all."""
     problem: str
-    """Why the first of those that could not be judged was not."""
+    """Why the first unscored episode has no score."""
 
 
 class Evaluator:
-    """Runs tasks through a run's environment and scorer; rollouts end where those of training do."""
+    """Runs tasks through a run's environment and scorer, with training's stop conditions."""
 
     def __init__(self, recipe: Recipe, roles: Roles) -> None:
         self._roles, self._seed, self._success_at = roles, recipe.seed, recipe.evaluate.success_at
@@ -51,7 +46,7 @@ class Evaluator:
         )
 
     async def sampled_success(self, tasks: Sequence[Task], *, name: str) -> float:
-        """The share solved at temperature 1, and nothing else."""
+        """The share solved at temperature 1."""
         episodes = await self._episodes(tasks, name=name, temperature=1.0)
         found = self._share(episodes)
         if found is None:
@@ -59,7 +54,7 @@ class Evaluator:
         return found
 
     async def run(self, sources: Mapping[str, Sequence[Task]], *, name: str) -> Evaluation:
-        """Sampled and greedy at once, to keep the engines full."""
+        """Evaluate sampled and greedy at once, to keep the engines full."""
         tasks = [task for rows in sources.values() for task in rows]
         sampled, greedy = await asyncio.gather(
             self._episodes(tasks, name=f"{name}/sampled", temperature=1.0),
@@ -95,7 +90,7 @@ class Evaluator:
         return [episode if episode.outcome is not None else next(judged) for episode in episodes]
 
     def _share(self, episodes: Sequence[Episode]) -> float | None:
-        """Solved, of those that could be judged: an error is not a zero."""
+        """The share solved of the scored episodes: an error is not a zero."""
         rewards = [episode.reward for episode in episodes if episode.reward is not None]
         return sum(reward >= self._success_at for reward in rewards) / len(rewards) if rewards else None
 

@@ -1,9 +1,8 @@
-"""The groups in flight: one record per episode, from its submission until its group leaves for the buffer.
+"""The groups in flight: one record per episode, from submission until its group moves to the buffer.
 
-Scoring, cancelling, checkpoints and recovery all read this table; the tokens of generate calls that have not ended come from
-`engine.in_flight()`. A checkpoint keeps the episodes that have ended and the partial rollouts of those that have not, and the
-resumed run goes on from them. The environment of an unfinished episode runs again from its start: only the first generate call
-of its first rollout continues from the partial rollout, and only if the prompt tokens are the same.
+Scoring, cancelling, checkpoints and recovery all use this table; tokens of running generate calls come from
+`engine.in_flight()`. A checkpoint keeps ended episodes and the partial rollouts of the others. On resume, an unfinished
+episode's environment starts over; only its first generate call continues a partial rollout, if the prompt tokens are the same.
 """
 
 from __future__ import annotations
@@ -27,18 +26,15 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class EpisodeInFlight:
-    """One episode, and how far it has come."""
-
     group: GroupInFlight
     index: int
-    """In its group."""
     attempt: int = 1
     running: asyncio.Task[None] | None = None
-    """Runs the environment; None while the episode is queued."""
+    """The task running the environment; None while the episode is queued."""
     ended: Episode | None = None
-    """What the environment returned; `score` adds the outcome. None while it runs, or if it failed and is not collected."""
+    """What the environment returned; `score` adds the outcome. None while it runs, or if it failed and is not yet collected."""
     partials: dict[str, Rollout] = field(default_factory=dict)
-    """Interrupted rollouts by their id, until a generate call has finished them."""
+    """Interrupted rollouts by id, until a generate call finishes them."""
 
     @property
     def id(self) -> str:
@@ -47,21 +43,18 @@ class EpisodeInFlight:
 
 @dataclass(eq=False)
 class GroupInFlight:
-    """The episodes of one task."""
-
     policy: str
-    """The policy that samples them, and that they train."""
+    """The policy that samples the group and trains on it."""
     name: str
     number: int
-    """In the order its policy submits them."""
+    """Its place in the policy's order of submission."""
     task: dict[str, Plain]
     episodes: list[EpisodeInFlight] = field(default_factory=list)
     is_cancelled: bool = False
-    """It has left the table, though parts of it may still be on their way."""
+    """Removed from the table, though some of its episodes may still be finishing."""
 
     @property
     def ended(self) -> list[Episode]:
-        """Scored or not."""
         return [record.ended for record in self.episodes if record.ended is not None]
 
     @property
@@ -85,16 +78,15 @@ class InFlightTable:
 
     @property
     def num_partials(self) -> int:
-        """Interrupted rollouts that no engine is at."""
+        """Interrupted rollouts that no engine is working on."""
         return sum(len(record.partials) for record in self.episodes())
 
     def add(self, group: GroupInFlight, *, size: int) -> None:
-        """A group of so many episodes is submitted."""
         group.episodes = [EpisodeInFlight(group, index) for index in range(size)]
         self.groups[group.name] = group
 
     def cancel(self, name: str) -> GroupInFlight:
-        """Take a group out; its tasks end, and with them their generate calls."""
+        """Remove a group and cancel its tasks, which cancels their generate calls."""
         group = self.groups.pop(name)
         group.is_cancelled = True
         for record in group.episodes:
@@ -103,8 +95,8 @@ class InFlightTable:
         return group
 
     async def over_age(self, *, next_version: int, max_lag: int) -> dict[str, int]:
-        """The groups that would be rejected whenever they finished, and the tokens sampled for each. A group is as old as its
-        oldest token that may be trained; tokens that an engine process has not reported yet do not count."""
+        """Groups already too old for every later batch -> tokens sampled for them. A group is as old as its oldest trainable
+        token; tokens that an engine process has not reported yet do not count."""
         ages = {rollout.id: (rollout.group, age, rollout.num_sampled) for rollout, age in self._rollouts()}
         for call in await self._engine.in_flight():
             if call.oldest is not None:
@@ -123,7 +115,7 @@ class InFlightTable:
         }
 
     def _rollouts(self) -> Iterator[tuple[Rollout, int | None]]:
-        """Every rollout with sampled tokens that no engine is at, and its oldest version, or None if it will not be trained."""
+        """Rollouts with sampled tokens that no engine is working on, with their oldest version (None if not to be trained)."""
         for record in self.episodes():
             ended = record.ended
             is_trained = ended is None or ended.outcome is None or isinstance(ended.outcome, Scored)
@@ -134,24 +126,23 @@ class InFlightTable:
     # Legs and checkpoints
 
     async def close(self) -> None:
-        """The leg's tasks are about to end: keep the tokens of their generate calls. Only the first call does."""
+        """Save the tokens of running generate calls before the leg's tasks are cancelled. Only the first call has an effect."""
         if self._is_closed:
             return
         partials = await self._partial_rollouts()
         self._is_closed = True
-        for record in self.episodes():  # new dicts: as they are cancelled, clients remove their rollouts from the old ones
+        for record in self.episodes():  # new dicts: cancelled clients remove their rollouts from the old ones
             record.partials = {rollout.id: rollout for rollout in partials.get(record.id, ())}
 
     def reopen(self) -> tuple[list[EpisodeInFlight], list[tuple[EpisodeInFlight, Episode]]]:
-        """The tasks have ended: what must run again, partial rollouts first, and what has ended and must be scored. Ids, and
-        so random numbers, stay the same."""
+        """(Episodes to run again, those with partial rollouts first; ended ones to score). Ids and random numbers stay."""
         self._is_closed = False
         queued = sorted((each for each in self.episodes() if each.ended is None), key=lambda each: not each.partials)
         ended = [(each, each.ended) for each in self.episodes() if each.ended is not None and each.ended.outcome is None]
         return queued, ended
 
     async def entries(self) -> list[dict[str, Any]]:
-        """The groups for a checkpoint: the episodes that have ended, and the partial rollouts of the others."""
+        """The groups for a checkpoint: ended episodes, and the partial rollouts of the others."""
         partials, entries = await self._partial_rollouts(), []
         for group in self.groups.values():
             unfinished = [rollout for each in group.episodes if each.ended is None for rollout in partials.get(each.id, ())]
@@ -161,7 +152,7 @@ class InFlightTable:
         return entries
 
     async def _partial_rollouts(self) -> dict[str, list[Rollout]]:
-        """By the id of their episode."""
+        """Partial rollouts by episode id."""
         found = {id: rollout for record in self.episodes() for id, rollout in record.partials.items()}
         if not self._is_closed:
             for call in await self._engine.in_flight():
@@ -173,8 +164,8 @@ class InFlightTable:
         return by_episode
 
     def restore(self, entries: list[dict[str, Any]], *, version: int, lineage: Lineage, max_lag: int | None) -> int:
-        """Continue a checkpoint's groups, which were added again under their old numbers; the number of tokens that are lost.
-        A rollout is cut before its first token from lost weights; what is too old for every batch to come is sampled again."""
+        """Fill a checkpoint's groups, re-added under their old numbers, and return the tokens lost. A rollout is cut before its
+        first token from weights that this lineage does not descend from; what is too old for later batches is sampled again."""
         by_number = {group.number: group for group in self.groups.values()}
         lost = 0
         for entry in entries:
@@ -195,5 +186,4 @@ class InFlightTable:
 
 
 def num_sampled(episodes: Iterable[Episode]) -> int:
-    """Tokens of these episodes."""
     return sum(rollout.num_sampled for episode in episodes for rollout in episode.rollouts)

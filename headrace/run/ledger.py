@@ -2,8 +2,8 @@
 
     submitted = trained + rejected + failed + filtered + unused + buffered + in flight
 
-The ledger knows each rollout that is not settled by its episode's id and refuses a move that cannot happen, so nothing
-vanishes and nothing is counted twice. Evaluation is counted apart.
+The ledger tracks every open rollout by its episode's id and raises on an impossible move, so no rollout vanishes or is
+counted twice. Evaluation is counted apart.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 SETTLED = ("trained", "rejected", "failed", "filtered", "unused")
 _TERMS = (*SETTLED, "buffered", "in_flight")
 _MAX_KINDS = 20
-"""Kinds of reasons counted one by one; later ones are counted together."""
+"""Kinds of reasons counted separately; any further kind counts as `_OTHER`."""
 _OTHER = "other reasons, in logs/launcher.log"
 _MAX_REASON, _MAX_KIND = 400, 160
 """Characters."""
 
 
 class AccountingError(AssertionError):
-    """A rollout vanished or was counted twice: a bug of ours, never of the user's."""
+    """A rollout vanished or was counted twice: a bug in Headrace, never in user code."""
 
 
 class Ledger:
-    """One entry per rollout of training."""
+    """One entry per training rollout."""
 
     def __init__(self) -> None:
         self.submitted = 0
@@ -39,7 +39,7 @@ class Ledger:
         self._settled: Counter[str] = Counter()
         self._reasons: Counter[str] = Counter()
         self._kinds: dict[str, str] = {}
-        """The first reason of each kind, which stands for all of them."""
+        """Kind -> the first reason of that kind, shown for all of them."""
 
     def submit(self, ids: Iterable[str]) -> None:
         for id in ids:
@@ -57,7 +57,6 @@ class Ledger:
             self._buffered.add(id)
 
     def settle(self, ids: Iterable[str], state: str, reason: str = "") -> None:
-        """Close entries for good."""
         assert state in SETTLED
         for id in ids:
             if id in self._buffered:
@@ -79,11 +78,11 @@ class Ledger:
         self._reasons[self._kinds.setdefault(kind, reason)] += times
 
     def close(self) -> None:
-        """The run is over: what is left was not used."""
+        """The run is over: settle all open entries as unused."""
         self.settle([*self._in_flight, *self._buffered], "unused")
 
     def counts(self) -> dict[str, int]:
-        """The terms of the equation, and evaluation beside them."""
+        """The terms of the equation, plus evaluation."""
         settled = {state: self._settled[state] for state in SETTLED}
         open_entries = {"buffered": len(self._buffered), "in_flight": len(self._in_flight)}
         return {"submitted": self.submitted, **settled, **open_entries, "evaluation": self.evaluation}
@@ -94,19 +93,18 @@ class Ledger:
         return dict(self._reasons)
 
     def check(self, *, buffered: int) -> None:
-        """The equation must close, and the buffer must hold what the ledger says it does."""
+        """Raise unless the equation closes and the buffer holds as many rollouts as the ledger says."""
         counts = self.counts()
         if counts["submitted"] != sum(counts[name] for name in _TERMS) or counts["buffered"] != buffered:
             raise AccountingError(f"the books do not close: {self.equation()}; the buffer holds {buffered}")
 
     def equation(self) -> str:
-        """For people."""
         counts = self.counts()
         terms = " + ".join(f"{counts[name]} {name.replace('_', ' ')}" for name in _TERMS)
         return f"{counts['submitted']} submitted = {terms}"
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint; the buffer and the groups in flight bring the open entries."""
+        """For a checkpoint; `restore` takes the open entries from the buffer and the groups in flight."""
         settled, reasons = dict(self._settled), dict(self._reasons)
         return {"submitted": self.submitted, "evaluation": self.evaluation, "settled": settled, "reasons": reasons}
 

@@ -5,9 +5,8 @@
                   │         └── publish ◄───────┤
                   └── room ◄────────────────────┘
 
-`feed`, `generate` and `score` serve all policies and run until they are cancelled; `train` runs once for each policy, and
-returns when its last version is trained. The first failure in any of them stops them all. They share nothing but `Run`: its
-queues, its signals, and the state of each policy. `leg` runs them.
+`feed`, `generate` and `score` serve all policies and run until cancelled; `train` runs once per policy and returns when its
+last version is trained. The first failure in any loop stops them all. They share only `Run`: its queues, signals and policies.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ if TYPE_CHECKING:
 
 
 async def feed(run: Run) -> NoReturn:
-    """Submits tasks, a group of episodes each.
+    """Submits tasks, each as a group of episodes.
 
-    Waits for room at a policy's gate, where a newly held version or a dropped group makes some, and in its buffer, where a
-    taken batch does. Woken by `run.room`.
+    Waits for room at a policy's gate (made by a newly held version or a dropped group) and in its buffer (made when `train`
+    takes a batch). Woken by `run.room`.
     """
     while True:
         for policy in run.policies.values():
@@ -45,9 +44,9 @@ async def feed(run: Run) -> NoReturn:
 
 
 async def generate(run: Run) -> NoReturn:
-    """Starts a task for each episode. Its generate calls wait for a place at the engines (`run.generate_calls`).
+    """Starts an asyncio task per episode, whose generate calls are limited by `run.generate_calls`.
 
-    Waits for queued episodes. Woken by `feed`, and by `score` when an episode is to be retried.
+    Waits for queued episodes. Woken by `feed`, and by `score` when it retries an episode.
     """
     while True:
         record = await run.queued.get()
@@ -63,8 +62,8 @@ async def _run_episode(run: Run, record: EpisodeInFlight) -> None:
 async def score(run: Run) -> NoReturn:
     """Scores episodes; each complete group goes to its policy's buffer.
 
-    Waits for finished episodes, and takes all there are. Woken by `run.has_finished`, which each raises as it ends.
-    Scoring has a task of its own, so that a reward that awaits does not hold up the next episodes.
+    Waits for finished episodes and takes all of them. Woken by `run.has_finished`, which every ending episode sets. Each round
+    is scored in its own task, so that a slow reward does not hold up later episodes.
     """
     while True:
         await run.observer.timeline("scorer").wait("wait", run.has_finished)
@@ -86,10 +85,10 @@ async def _score(run: Run, finished: list[tuple[EpisodeInFlight, Episode]]) -> N
 
 
 async def train(run: Run, policy: PolicyState) -> None:
-    """Trains one version after another until `run.leg_end`, and publishes each.
+    """Trains and publishes one version after another until `run.leg_end`.
 
     Waits for a whole batch, then for the trainer's steps. Woken by the policy's buffer when `score` completes a batch, and by
-    the trainer's answer. A trainer in another process is sent the next batch while it still trains this one.
+    the trainer's answer. A trainer in another process gets the next batch while it still trains this one.
     """
     ahead: asyncio.Task[StartedBatch | None] | None = None
     try:
@@ -107,11 +106,11 @@ async def train(run: Run, policy: PolicyState) -> None:
                 started = await ahead if ahead is not None else await _start_batch(run, policy, policy.version)
     finally:
         if ahead is not None:
-            ahead.cancel()  # at once: it must not start on groups that were just returned to the buffer
+            ahead.cancel()  # now: it must not take groups just returned to the buffer
 
 
 async def _start_batch(run: Run, policy: PolicyState, version: int) -> StartedBatch | None:
-    """Start the training of `version`, or return None if the leg ends before it."""
+    """Start training `version`, or return None if the leg ends before it."""
     while version < run.leg_end and not run.is_stopping:
         await run.observer.timeline("trainer").wait("wait-batch", policy.buffer.ready)
         if run.is_stopping:
@@ -128,8 +127,8 @@ async def _start_batch(run: Run, policy: PolicyState, version: int) -> StartedBa
 
 @contextlib.asynccontextmanager
 async def leg(run: Run) -> AsyncIterator[None]:
-    """Inside the block the engines hold every policy's newest weights, and `run.spawn` may be called; after it all tasks have
-    ended, and `run` knows what was in flight. A run is one leg, or in exact mode one per checkpoint."""
+    """Inside the block the engines hold every policy's newest weights and `run.spawn` works; after it all tasks have ended and
+    `run` keeps what was in flight. A run is one leg, or in exact mode one per checkpoint."""
     try:
         async with asyncio.TaskGroup() as tasks:
             run.start_leg(tasks)
@@ -146,7 +145,7 @@ async def leg(run: Run) -> AsyncIterator[None]:
 
 
 async def run_loops(run: Run) -> None:
-    """Run the loops until every policy is trained to the end of the leg. Generation goes on until the leg's block ends."""
+    """Run the loops until every policy reaches `run.leg_end`. Generation continues until the `leg` block ends."""
     for loop in (feed, generate, score):
         run.spawn(loop(run))
     for training in [run.spawn(train(run, policy)) for policy in run.policies.values()]:
@@ -154,6 +153,6 @@ async def run_loops(run: Run) -> None:
 
 
 def first_failure(failures: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The failure that came first; the others are its consequence."""
+    """The first failure; the others are its consequences."""
     inner = failures.exceptions[0]
     return first_failure(inner) if isinstance(inner, BaseExceptionGroup) else inner

@@ -18,28 +18,27 @@ if TYPE_CHECKING:
 
 @dataclass
 class TrainedVersion:
-    """A version whose metrics are still to be written."""
+    """A trained version whose metrics are not written yet."""
 
     started: StartedBatch
     seen: list[dict[str, float]]
-    """The trainer's metrics of each optimizer step."""
     at: float
     """When it was trained, by `time.perf_counter`."""
     rejected: float
-    """Of the rollouts trained or rejected since the version before, the share that was rejected."""
+    """rejected / (trained + rejected), in rollouts since the previous version."""
     evaluation: Evaluation | None = None
     is_complete: bool = False
-    """Evaluated, if that was due."""
+    """Any evaluation that was due is done."""
 
 
 @dataclass
 class Progress:
-    """Totals of the whole run, kept in its checkpoints."""
+    """Totals of the whole run, saved in checkpoints."""
 
     held_out_before: dict[str, float] | None = None
-    """Held-out metrics before RL; None until they were measured."""
+    """Held-out metrics before RL; None until measured."""
     held_out_after: dict[str, float] = field(default_factory=dict)
-    """Those of the last evaluation."""
+    """Held-out metrics of the last evaluation."""
     trained_tokens: int = 0
     wasted_tokens: int = 0
     """As of the last checkpoint."""
@@ -52,7 +51,7 @@ class Progress:
     skipped_steps: int = 0
 
     def count(self, trained: TrainedVersion, *, seconds: float) -> dict[str, Any]:
-        """Add a version that took `seconds` to the totals; its own figures."""
+        """Add a version that took `seconds` to the totals and return its metrics."""
         batches, groups = trained.started.batches, trained.started.groups
         versions = np.concatenate([rollout.versions for batch in batches for rollout in batch.rollouts])
         lags = trained.started.version - versions[versions >= 0]
@@ -77,7 +76,7 @@ class Progress:
         }
 
     def summary(self, policy: PolicyState, observer: Observer, *, seconds: dict[str, float]) -> dict[str, Any]:
-        """Their part of summary.json."""
+        """Most of summary.json."""
         before, after = self.held_out_before or {}, self.held_out_after
         budget = observer.budget()
         role, share = bound_by(budget)
@@ -107,8 +106,7 @@ class Progress:
 
 
 def trainer_metrics(seen: list[dict[str, float]], *, memory_peak: int) -> dict[str, float]:
-    """The means over a version's optimizer steps; a step without a trained token has fewer metrics. The mismatch is the first
-    step's, for later ones have moved the weights."""
+    """Means over the optimizer steps that report a metric. The mismatch is the first step's, before the weights move."""
     names = dict.fromkeys(name for step in seen for name in step)
     metrics = {name: float(np.mean([step[name] for step in seen if name in step])) for name in names}
     metrics |= {name: seen[0][name] for name in ("mismatch", "mismatch_max")}
@@ -116,7 +114,7 @@ def trainer_metrics(seen: list[dict[str, float]], *, memory_peak: int) -> dict[s
 
 
 def sync_metrics(policy: PolicyState) -> dict[str, Any]:
-    """Of the last update the engines loaded: the bytes that travelled, and those of all the weights."""
+    """Of the last update the engines loaded: bytes sent, and bytes of all the weights."""
     update = policy.last_update
     metrics: dict[str, Any] = {"canary": policy.canary_difference, "failed_syncs": policy.failed_updates}
     if update is not None and update.parts:

@@ -1,4 +1,4 @@
-"""The state of one policy: its version, its trainer, and its groups from submission to training."""
+"""The state of one policy: its version, trainer, and groups from submission to training."""
 
 from __future__ import annotations
 
@@ -31,70 +31,69 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 MAX_ATTEMPTS = 3
-"""How often an episode is run before a failure that is not the policy's counts."""
+"""Runs of an episode before an infrastructure failure counts as failed."""
 
 
 class NoProgress(RuntimeError):
-    """One group after another is dropped and none is trained."""
+    """Group after group is dropped and none is trained."""
 
 
 class PolicyState:
-    """Everything a run keeps per policy, and how it changes. The loops decide when."""
+    """Everything a run keeps per policy. The loops decide when it changes."""
 
     def __init__(self, name: str, recipe: Recipe, roles: Roles, *, lineage: Lineage, observer: Observer, room: Signal) -> None:
-        """`room` is raised when `feed` may be able to submit again."""
+        """`room` wakes `feed` when it may be able to submit again."""
         self.name, self.recipe, self.lineage = name, recipe, lineage
         self.trainer = roles.trainers[name]
         rollouts = tuple(rollout.replace(policy=name) for rollout in roles.canary.rollouts)
         self.canary = dataclasses.replace(roles.canary, rollouts=rollouts)
         self._room = room
         self.version = 0
-        """The newest version that was trained."""
+        """The newest trained version."""
         self.held_version = 0
-        """The newest version that every engine holds; the gate counts from it."""
+        """The newest version held by every engine; the gate counts from it."""
         self.publication: asyncio.Task[None] | None = None
-        """Brings the newest version to the engines."""
+        """The delivery of the newest version to the engines."""
         self.last_update: WeightUpdate | None = None
-        """The last that the engines loaded."""
         self.failed_updates = 0
-        """Updates that an engine refused, and that were sent again."""
+        """Updates that an engine rejected and that were sent again."""
         self.canary_difference = 0.0
-        """Between engine and trainer on the canary, at the last update."""
+        """Mean |Δ logprob| between engine and trainer at the last update."""
         self.started: list[StartedBatch] = []
-        """Batches in training, the oldest first."""
+        """Batches in training, oldest first."""
         self.has_whole_version = True
-        """The trainer's weights are those of `version`, not of a step on the way to the next."""
+        """The trainer's weights are exactly `version`, not between two versions."""
         self.skipped = SkippedSteps(limit=recipe.train.max_skipped, observer=observer)
         self.gate = make_gate(recipe)
         self.buffer = make_buffer(recipe)
         enough = max(recipe.train.groups_per_batch, max_generate_calls(recipe) // recipe.train.group_size)
         self._max_in_flight = None if self.gate.has_depth else enough
-        """Groups in flight at most where no gate bounds them: enough to keep every slot busy."""
+        """Limit on groups in flight where no gate sets one: enough to keep every slot busy."""
         self.in_flight = InFlightTable(roles.engine)
         self.ledger = Ledger()
         self.submitted_groups = 0
         self.dropped_groups = 0
         self._dropped_in_a_row = 0
         self.wasted_tokens = 0
-        """Sampled and never to be trained."""
+        """Sampled tokens that will never be trained."""
 
     # Submitting
 
     def has_room(self) -> bool:
-        """Whether gate and buffer let another group in."""
+        """Whether gate and buffer admit another group."""
         if self.buffer.is_full or (self._max_in_flight is not None and len(self.in_flight) >= self._max_in_flight):
             return False
         return self.gate.is_open(version=self.held_version, submitted=self.submitted_groups, dropped=self.dropped_groups)
 
     def submit(self, task: dict[str, Plain]) -> list[EpisodeInFlight]:
-        """The episodes of a new group, in flight from now on."""
+        """Add a new group and return its episodes."""
         group = self._add_group(self.submitted_groups, task)
         self.submitted_groups += 1
         self.ledger.submit(record.id for record in group.episodes)
         return group.episodes
 
     def _add_group(self, number: int, task: dict[str, Plain]) -> GroupInFlight:
-        name = f"g{number}" if self.name == POLICY else f"{self.name}.g{number}"  # random numbers follow from it
+        name = f"g{number}" if self.name == POLICY else f"{self.name}.g{number}"  # seeds derive from it
         group = GroupInFlight(self.name, name, number, task)
         self.in_flight.add(group, size=self.recipe.train.group_size)
         return group
@@ -102,7 +101,7 @@ class PolicyState:
     # Collecting
 
     def is_retried(self, record: EpisodeInFlight, episode: Episode) -> bool:
-        """Whether the episode is to run again: a failure that is not the policy's ended it, and attempts are left."""
+        """Whether to run the episode again: an infrastructure failure ended it, and attempts are left."""
         if not isinstance(episode.outcome, InfraAbort) or record.attempt >= MAX_ATTEMPTS:
             return False
         self.wasted_tokens += num_sampled([episode])
@@ -110,7 +109,7 @@ class PolicyState:
         return True
 
     def collect(self, record: EpisodeInFlight, episode: Episode) -> None:
-        """Note an episode's outcome. The last of a group sends it to the buffer, or drops it if too few were scored."""
+        """Record an episode's outcome. A complete group goes to the buffer, or is dropped if too few episodes were scored."""
         group, record.ended = record.group, episode
         if not group.is_complete:
             return
@@ -151,7 +150,7 @@ class PolicyState:
         return staleness.max_lag if staleness.reject else None
 
     def reject_stale(self, version: int) -> None:
-        """Take out of the buffer what is too old to train `version`."""
+        """Remove groups too old to train `version` from the buffer."""
         max_lag = self._max_lag
         for group in self.buffer.groups():
             if group.is_within(self.lineage.id, oldest=None if max_lag is None else version - max_lag):
@@ -162,14 +161,14 @@ class PolicyState:
                 self._drop(group.number, num_sampled(group.episodes))
 
     async def cancel_over_age(self, version: int) -> None:
-        """With `partial.cancel`, once the batch of `version` is taken: give up groups that are too old for every later one."""
+        """With `partial.cancel`, after taking the batch of `version`: cancel groups too old for every later one."""
         if self.recipe.partial.cancels and version + 1 < self.recipe.steps:
             max_lag = self.recipe.staleness.max_lag
             for name, tokens in (await self.in_flight.over_age(next_version=version + 1, max_lag=max_lag)).items():
                 self.cancel(name, tokens)
 
     def cancel(self, name: str, tokens: int) -> None:
-        """Give up a group in flight for which `tokens` were sampled; another may be submitted in its place."""
+        """Cancel a group in flight for which `tokens` were sampled; another may be submitted in its place."""
         group = self.in_flight.cancel(name)
         self.ledger.settle((record.id for record in group.episodes), "rejected", "lag, cancelled in flight")
         self._drop(group.number, tokens)
@@ -177,7 +176,7 @@ class PolicyState:
     # Training
 
     async def start_batch(self, version: int) -> StartedBatch:
-        """Take a batch from the buffer and ask the trainer for its steps; the calls are made when this returns."""
+        """Take a batch from the buffer and send its steps to the trainer; all calls are sent when this returns."""
         started = StartedBatch(version, self.buffer.take(), steps_before=self.trainer.num_steps)
         self.started.append(started)
         self._room.set()
@@ -189,15 +188,14 @@ class PolicyState:
         return started
 
     async def _make_batches(self, groups: list[Group], version: int) -> list[Batch]:
-        """One batch per optimizer step. Columns that are needed before the first of them, because the weights move or because
-        advantages are made of them, are computed now; the others come with the forward pass of the step."""
+        """One batch per optimizer step, with the columns of `columns_first`; each step's forward pass computes the others."""
         batches = make_batches(groups, self.recipe, version=version)
         for name in columns_first(batches, self.recipe):
             batches = [with_column(batch, name, await self.trainer.forward(batch, column=name)) for batch in batches]
         return with_token_advantages(batches, self.recipe)
 
     def settle_trained(self, started: StartedBatch, seen: list[dict[str, float]]) -> None:
-        """The next version is trained. `seen`: the metrics of its steps."""
+        """The next version is trained; `seen` holds the metrics of its steps."""
         self.version += 1
         self._dropped_in_a_row = 0
         self.started.remove(started)
@@ -207,14 +205,14 @@ class PolicyState:
         self.skipped.note(started, seen)
 
     def check_ledger(self) -> None:
-        """Every rollout is accounted for; those of batches in training count as buffered."""
+        """Raise unless every rollout is accounted for; batches in training count as buffered."""
         in_training = sum(len(group.episodes) for started in self.started for group in started.groups)
         self.ledger.check(buffered=self.buffer.num_episodes + in_training)
 
     @contextlib.contextmanager
     def groups_returned_on_failure(self) -> Iterator[None]:
-        """If training fails, its groups go back to the buffer, so that a checkpoint written then is complete. If something else
-        failed, steps that another process was asked for stay: `Run.finish_started` waits for them."""
+        """If training fails, return its groups to the buffer, so that a checkpoint written then is complete. If something else
+        failed, steps already sent to another process stay: `Run.finish_started` waits for them."""
         try:
             yield
         except BaseException as error:
@@ -223,8 +221,7 @@ class PolicyState:
             raise
 
     def return_groups(self, *, keep_asked: bool = False) -> None:
-        """Put the groups in training back into the buffer, in their old order; not those that the trainer was asked for, if
-        `keep_asked`."""
+        """Put groups in training back into the buffer in order; `keep_asked` excepts those already sent to the trainer."""
         kept = [started for started in self.started if keep_asked and started.steps]
         returned = [started for started in self.started if started not in kept]
         for started in reversed(returned):
@@ -242,7 +239,6 @@ class PolicyState:
     # Checkpoints
 
     def state(self) -> dict[str, Any]:
-        """Its part of a checkpoint's manifest."""
         return {
             "lineage": self.lineage.id,
             "ancestors": self.lineage.ancestors,
@@ -254,7 +250,7 @@ class PolicyState:
         }
 
     async def restore(self, checkpoint: Checkpoint) -> None:
-        """Go on from a checkpoint, and with what was in flight when it was written."""
+        """Resume from a checkpoint, including what was in flight."""
         manifest, groups = checkpoint.manifest, checkpoint.buffered()
         await self.trainer.load(checkpoint.folder)
         self.version = self.held_version = checkpoint.version
@@ -273,5 +269,5 @@ class PolicyState:
 
 
 def max_generate_calls(recipe: Recipe) -> int:
-    """In flight at once: twice the engines' slots, so that the next call is at hand when a slot becomes free."""
+    """Twice the engines' slots, so that the next call is waiting when a slot frees up."""
     return 2 * recipe.engine.slots * recipe.engine.num_engines

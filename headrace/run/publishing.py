@@ -1,4 +1,4 @@
-"""New weights to the engines, between two decode steps."""
+"""Delivers new weights to the engines, which load them between two decode steps."""
 
 from __future__ import annotations
 
@@ -21,19 +21,17 @@ if TYPE_CHECKING:
 
 _CANARY_TOKENS = 32
 _ATTEMPTS = 3
-"""How often one version is sent to the engines."""
+"""Times a version is sent to the engines before the run fails."""
 
 
 class CanaryError(RuntimeError):
-    """Engine and trainer disagree about the same weights."""
+    """Engine and trainer compute different logprobs with the same weights."""
 
 
 async def publish(run: Run, policy: PolicyState, publishing: Awaitable[Published] | None = None) -> None:
-    """Bring the trainer's weights to the engines as `policy.version`; `publishing` if the trainer was asked for them already.
-
-    With a trainer in another process this returns at once, and the delivery overlaps the next step. The trainer makes an update
-    only when the engines hold the one before, so updates arrive in order. `policy.published` waits for the last.
-    """
+    """Deliver the trainer's weights to the engines as `policy.version`; pass `publishing` if they are already requested.
+    With a trainer in another process this returns at once: delivery overlaps the next step, and `policy.published` waits for
+    it. The trainer makes an update only when the engines hold the previous one, so updates arrive in order."""
     trainer, timeline = policy.trainer, run.observer.timeline("trainer")
     if not trainer.is_inline:
         publishing = publishing or trainer.publish(policy.version, canary=policy.canary)
@@ -49,8 +47,8 @@ async def publish(run: Run, policy: PolicyState, publishing: Awaitable[Published
 
 
 async def _deliver(run: Run, policy: PolicyState, publishing: Awaitable[Published], interrupt: Interrupt) -> None:
-    """A version is held once the engines have checked the hashes of what they run. An engine that refuses an update stays on
-    its old version, and the update is sent again, whole; unless the weights have changed since, and the next is on its way."""
+    """Have the engines load the update and verify its hashes, then check the canary. An engine that rejects an update stays on
+    its old version; the update is sent again in full, unless the trainer has moved on and the next one is coming."""
     trainer, published = policy.trainer, await publishing
     await run.wake_engines()
     for attempt in range(1, _ATTEMPTS + 1):
@@ -76,7 +74,7 @@ async def _deliver(run: Run, policy: PolicyState, publishing: Awaitable[Publishe
 
 
 async def _score_canary(run: Run, policy: PolicyState, published: Published) -> float:
-    """Mean |Δ logprob| between engine and trainer on the canary."""
+    """Mean |Δ logprob| per token between engine and trainer on the canary; raises above `sync.canary_limit`."""
     canary = policy.canary.rollouts[0]
     engine = (await run.roles.engine.score([canary]))[0]
     difference = float(np.abs(engine - published.canary)[canary.loss_mask].mean())
@@ -90,7 +88,7 @@ async def _score_canary(run: Run, policy: PolicyState, published: Published) -> 
 
 
 def make_canary(token_ids: Array) -> Batch:
-    """A prompt as a batch in which every token but the first is scored."""
+    """A one-rollout batch from a prompt, with every token but the first scored."""
     repeats = -(-_CANARY_TOKENS // max(len(token_ids), 1))
     ids = np.tile(np.asarray(token_ids, dtype=np.int32), repeats)[:_CANARY_TOKENS]
     count = len(ids) - 1

@@ -1,4 +1,4 @@
-"""A run from its first request to its last checkpoint: the legs of the loops, and what happens between versions."""
+"""A run from its first request to its last checkpoint: the legs, and what happens between versions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Session:
-    """A run of one policy, with what surrounds its loops: evaluation, checkpoints, metrics, the summary."""
+    """A run of one policy, with everything around its loops: evaluation, checkpoints, metrics, the summary."""
 
     recipe: Recipe
     roles: Roles
@@ -41,16 +41,15 @@ class Session:
     observer: Observer
     store: CheckpointStore
     held_out: dict[str, list[dict[str, Plain]]]
-    """Held-out tasks by their source."""
+    """Held-out tasks by source."""
     command_started: float
     identity: str
-    """The hash of what decides the run's result; the same command has the same."""
+    """Hash of everything that decides the run's result; the same command gives the same hash."""
     progress: Progress = field(default_factory=Progress)
     samples: tuple[Episode, ...] = ()
-    """A few episodes of the last evaluation."""
+    """A few episodes of the last evaluation, for display."""
     checkpoint_folder: Path | None = None
     forecast: Forecast | None = None
-    """The memory it is expected to take."""
 
     def __post_init__(self) -> None:
         self.run = Run(
@@ -65,10 +64,9 @@ class Session:
         self.policy = self.run.policies[POLICY]
         self._saved_version = -1
         self._settled = (0, 0)
-        """Rollouts trained and rejected when the last version was trained."""
+        """(trained, rejected) rollouts when the last version was trained."""
         self._trainer_peak = 0
         self._is_all_tied = False
-        """Whether every group of the last version was tied."""
         self._unwritten: deque[TrainedVersion] = deque()
         self._last_moment = time.perf_counter()
         self.evaluator = Evaluator(self.recipe, self.roles)
@@ -76,8 +74,8 @@ class Session:
     # Legs
 
     async def train(self) -> None:
-        """Train to the last step. In exact mode a leg ends at every checkpoint, with nothing in flight: what follows then
-        depends on the checkpoint alone, and a resumed run cannot differ from one that was not interrupted."""
+        """Train to the last step. In exact mode a leg ends at every checkpoint with nothing in flight: what follows depends
+        on the checkpoint alone, so a resumed run equals an uninterrupted one."""
         run, policy, recipe = self.run, self.policy, self.recipe
         with few_collections():
             await self.roles.refresh()
@@ -114,8 +112,8 @@ class Session:
         return counts["trained"], counts["rejected"]
 
     async def _after_version(self, policy: PolicyState) -> None:
-        """Called by `train` after each version. Evaluation and checkpoints hold the trainer up; metrics are written while its
-        next step runs, if it has a process of its own."""
+        """Called by the `train` loop after each version. The trainer waits for evaluation and checkpoints; if it has its own
+        process, metrics are written during its next step."""
         trained, version = self._unwritten[-1], policy.version
         if not self.progress.first_step:
             self.progress.first_step = time.perf_counter() - self.command_started
@@ -154,7 +152,7 @@ class Session:
             return None
         with self.observer.timeline("trainer").during("evaluate"):
             await self.policy.published()
-            # One name for all versions: random numbers follow from it, and every evaluation uses those of the first.
+            # One name for all versions, because seeds derive from it: every evaluation uses the same random numbers.
             evaluation = await self.evaluator.run(self.held_out, name="eval0")
         self.policy.ledger.evaluation += evaluation.count
         self.samples = evaluation.episodes[:3]
@@ -169,7 +167,7 @@ class Session:
     # Metrics
 
     async def _write_metrics(self) -> None:
-        """Of every version trained so far, except one that is still being evaluated."""
+        """Write the metrics of all trained versions, except one still being evaluated."""
         if self._unwritten:
             await self.roles.refresh()
         while self._unwritten and self._unwritten[0].is_complete:
@@ -195,7 +193,7 @@ class Session:
         self.observer.version(version, metrics)
 
     def _warn_if_tied(self, version: int, tied: int, groups: int) -> None:
-        """If all groups are tied and siblings are compared there is nothing to learn; said once, until it changes."""
+        """Warn once when all groups become tied: if siblings are compared, there is nothing to learn."""
         was_tied, self._is_all_tied = self._is_all_tied, tied == groups
         if self._is_all_tied and not was_tied and self.recipe.train.fewest_siblings > 1:
             self.observer.screen.say(
@@ -204,7 +202,7 @@ class Session:
             )
 
     def summary(self, status: str, *, seconds: dict[str, float]) -> dict[str, Any]:
-        """summary.json."""
+        """The contents of summary.json."""
         return {
             "status": status,
             "config_hash": self.identity,
@@ -214,7 +212,7 @@ class Session:
         }
 
     def _memory(self) -> dict[str, dict[str, int | None]]:
-        """Bytes at the peak so far; in `inline` mode both are of the one process. An engine that reports none is left out."""
+        """Peak bytes so far; in `inline` mode both are of the one process. An engine that reports no peak is left out."""
         expected, engine_peak = self.forecast, self.roles.engine_peak()
         trainer, engine = (None, None) if expected is None else (expected.trainer_process, expected.engine_process)
         memory = {"trainer": {"predicted": trainer, "peak": self._trainer_peak}}
@@ -223,7 +221,7 @@ class Session:
     # Checkpoints
 
     async def restore(self, checkpoint: Checkpoint) -> None:
-        """Go on from a checkpoint."""
+        """Resume from a checkpoint."""
         manifest = checkpoint.manifest
         self.progress = Progress(**manifest["progress"])
         self.policy.wasted_tokens = self.progress.wasted_tokens
@@ -234,13 +232,13 @@ class Session:
         self._settled = self._trained_and_rejected()
 
     async def save(self) -> None:
-        """Write a checkpoint of the newest version, unless there is one."""
+        """Write a checkpoint of the newest version, unless it is already saved."""
         policy = self.policy
         if policy.version == self._saved_version or not policy.has_whole_version:
             return
         await self._write_metrics()
         self.progress.wasted_tokens = policy.wasted_tokens
-        in_flight = await policy.in_flight.entries()  # with the manifest: what moves after this is in neither
+        in_flight = await policy.in_flight.entries()  # no await until the manifest is made: both must show the same moment
         manifest = {
             **policy.state(),
             "config_hash": self.identity,
@@ -257,13 +255,13 @@ class Session:
                 manifest=manifest,
             )
         except CheckpointError:
-            self._saved_version = policy.version  # it is in the rescue folder, and a second attempt would fail like the first
+            self._saved_version = policy.version  # it is in the rescue folder; a second attempt would fail too
             raise
         self._saved_version = policy.version
 
     async def save_after_failure(self) -> None:
-        """Save the last version if its weights are whole. An exact run can only resume at the end of a leg: what came after it
-        is trained again, bitwise the same."""
+        """Save the last version if the trainer still has exactly its weights. An exact run resumes only from the end of a leg,
+        and trains what came after again, bitwise the same."""
         if not self.policy.trainer.is_inline:
             await self.run.finish_started(self.policy)
         if self.policy.version and not self.recipe.exact:
@@ -273,5 +271,5 @@ class Session:
 
     @property
     def resumes_from(self) -> int:
-        """The version the same command goes on from."""
+        """The version the same command resumes from."""
         return max(self._saved_version, 0)

@@ -1,5 +1,5 @@
-"""Optimizer steps that were skipped because the gradient was not finite: they are counted and their rollouts kept, and after
-`train.max_skipped` in a row the run ends. One now and then is an accident; many mean that loss, data or weights are broken."""
+"""Optimizer steps skipped because the gradient was not finite. They are counted, and their rollouts kept on disk. One now and
+then is an accident; `train.max_skipped` in a row mean that loss, data or weights are broken, and end the run."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 class NotFiniteGradient(RuntimeError):
-    """Gradients were NaN or infinite in `train.max_skipped` steps in a row."""
+    """The gradient was NaN or infinite in `train.max_skipped` steps in a row."""
 
 
 class SkippedSteps:
-    """Counts skipped steps in a row. `limit`: `train.max_skipped`, 0 for none."""
+    """Counts skipped steps in a row; `limit` 0 means no limit."""
 
     def __init__(self, *, limit: int, observer: Observer) -> None:
         self._limit, self._observer = limit, observer
@@ -27,8 +27,7 @@ class SkippedSteps:
         self._failure: NotFiniteGradient | None = None
 
     def note(self, started: StartedBatch, seen: Sequence[dict[str, float]]) -> None:
-        """The metrics of a version's steps, each version once and in order. Raises nothing: `check` does, once the version is
-        settled."""
+        """Take the metrics of a version's steps, in order of versions. `check` raises later, once the version is settled."""
         was_skipped = [bool(step.get("skipped", 0.0)) for step in seen]
         if not any(was_skipped):
             self._in_a_row = 0
@@ -53,6 +52,6 @@ class SkippedSteps:
         )
 
     def check(self) -> None:
-        """Fail if there were too many in a row."""
+        """Raise if too many steps in a row were skipped."""
         if self._failure is not None:
             raise self._failure

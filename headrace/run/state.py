@@ -1,4 +1,4 @@
-"""What the loops share: the policies, the queues and signals between the loops, and the tasks of the current leg."""
+"""What the loops share: the policies, the queues and signals between loops, and the tasks of the current leg."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ T = TypeVar("T")
 
 
 class Stalled(RuntimeError):
-    """No token, no score and no version for longer than the deadline."""
+    """No token, score or training step for longer than `deadline`."""
 
 
 class Run:
-    """Shared by the loops; what is kept per policy is in `policies`."""
+    """State shared by the loops; per-policy state is in `policies`."""
 
     def __init__(
         self,
@@ -50,25 +50,25 @@ class Run:
         after_version: Callable[[PolicyState], Awaitable[None]],
         rests_at: Callable[[int], bool] = lambda _: False,
     ) -> None:
-        """`on_trained` is called with the metrics of a version's steps, `after_version` once it is being published. `rests_at`
-        says whether a version is evaluated or saved: then the next starts only after it."""
+        """`on_trained` gets the metrics of a version's steps; `after_version` is called once it is being published. Training
+        does not run ahead of a version that is evaluated or saved (`rests_at`)."""
         self.recipe, self.roles, self.observer = recipe, roles, observer
         self.on_trained, self.after_version, self.rests_at = on_trained, after_version, rests_at
         self.room = Signal()
-        """A group or a batch made room: `feed` looks whether it may submit."""
+        """Wakes `feed`: a group or a batch may have made room."""
         self.queued: asyncio.Queue[EpisodeInFlight] = asyncio.Queue()
-        """Episodes to run, for `generate`."""
+        """Episodes for `generate` to start."""
         self.finished: list[tuple[EpisodeInFlight, Episode]] = []
-        """Episodes that have ended, for `score`, which takes all of them at once."""
+        """Ended episodes for `score`, which takes all of them at once."""
         self.has_finished = Signal()
         self.generate_calls = CallLimit(max_generate_calls(recipe))
-        """Bounds the calls at the engines; an episode that awaits a tool holds none."""
+        """Bounds concurrent generate calls; an episode that awaits a tool holds none."""
         self.policies = {
             name: PolicyState(name, recipe, roles, lineage=lineage, observer=observer, room=self.room)
             for name in roles.trainers
         }
         self.leg_end = recipe.steps
-        """The version at which every policy's training returns."""
+        """The version at which `train` returns."""
         self.is_stopping = False
         self.num_scoring = 0
         self.progressed_at = time.monotonic()
@@ -79,7 +79,7 @@ class Run:
     # Tasks of the current leg
 
     def start_leg(self, tasks: asyncio.TaskGroup) -> None:
-        """Tasks spawned from now on belong to this group; a failure of one ends them all. Queues what is in flight already."""
+        """Spawn into `tasks` from now on (one failure cancels all), and queue again what is in flight."""
         self._task_group = tasks
         self.queued, self.finished, self.num_scoring = asyncio.Queue(), [], 0
         for policy in self.policies.values():
@@ -93,49 +93,49 @@ class Run:
         self.note_progress()
 
     async def end_leg(self) -> None:
-        """Cancel the leg's tasks; what they have in flight is kept for the next leg or a checkpoint."""
+        """Cancel the leg's tasks, keeping what is in flight for the next leg or a checkpoint."""
         for policy in self.policies.values():
             await policy.in_flight.close()
         for task in list(self._tasks):
             task.cancel()
 
     def spawn(self, coroutine: Coroutine[None, None, T]) -> asyncio.Task[T]:
-        """A task of this leg."""
+        """Run a coroutine as a task of this leg."""
         assert self._task_group is not None
         task = self._task_group.create_task(self._keeping_in_flight(coroutine))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(lambda _: coroutine.close())  # it never ran if the task was cancelled at once
+        task.add_done_callback(lambda _: coroutine.close())  # it never ran if the task was cancelled before it started
         return task
 
     async def _keeping_in_flight(self, coroutine: Coroutine[None, None, T]) -> T:
-        """If the coroutine fails, keep what is in flight before the failure cancels the other tasks."""
+        """On failure, save what is in flight before the task group cancels the other tasks."""
         try:
             return await coroutine
         except Exception:
-            with contextlib.suppress(Exception):  # it may be the engine that failed: then partial rollouts are lost
+            with contextlib.suppress(Exception):  # if the engine itself failed, partial rollouts are lost
                 for policy in self.policies.values():
                     await policy.in_flight.close()
             raise
 
     def stop(self) -> None:
-        """Asked to end early: training returns when it next looks."""
+        """End early: wakes `train`, which returns at its next check."""
         self.is_stopping = True
         for policy in self.policies.values():
             policy.buffer.ready.set()
 
     async def drained(self) -> None:
-        """Wait until nothing is in flight. Woken by every group that is complete or dropped."""
+        """Wait until nothing is in flight. Woken by each completed or dropped group."""
         while any(map(len, (policy.in_flight for policy in self.policies.values()))):
             self.room.clear()
             await self.room.wait()
 
     def note_progress(self) -> None:
-        """Something moved: the deadline counts from now."""
+        """Restart the deadline that `watch` enforces."""
         self.progressed_at = time.monotonic()
 
     async def watch(self) -> None:
-        """Fail the run when nothing has moved for `deadline` seconds, saying what it waits for. Woken by the clock."""
+        """Fail the run when nothing has moved for `deadline` seconds, and say what it waits for. Woken by a timer."""
         deadline, seen, policies = self.recipe.deadline, (-1, -1, -1), self.policies.values()
         while True:
             await asyncio.sleep(min(deadline / 4, 5.0))
@@ -153,7 +153,7 @@ class Run:
                     f"groups waiting of {self.recipe.train.groups_per_batch} a batch takes{self.roles.describe()}"
                 )
 
-    # Moves of feed, generate and score
+    # Called by feed, generate and score
 
     def may_submit(self, policy: PolicyState) -> bool:
         return policy.version < self.leg_end and not self.is_stopping and policy.has_room()
@@ -177,21 +177,21 @@ class Run:
         )
 
     def finish(self, record: EpisodeInFlight, episode: Episode) -> None:
-        """An episode has ended; leave it to `score`."""
+        """Hand an ended episode to `score`."""
         kind = self.recipe.train.advantage
         if not ADVANTAGES[kind].learns_values and any(rollout.step_rewards for rollout in episode.rollouts):
             raise ConfigError(
                 f"train.advantage = '{kind}': episode {episode.id!r} has step_rewards, which only 'gae' looks at; set it to "
                 f"'gae' and train.loss to 'ppo', or have the environment leave them out"
             )
-        if episode.outcome is None:  # one that failed runs again if the leg ends before `score` has seen it
+        if episode.outcome is None:  # a failed one runs again if the leg ends before `score` sees it
             record.ended = episode
         self.finished.append((record, episode))
         self.has_finished.set()
         self.note_progress()
 
     def collect(self, record: EpisodeInFlight, episode: Episode) -> None:
-        """An episode has an outcome: retry it, or add it to its group."""
+        """Retry an episode that has an outcome, or add it to its group."""
         policy = self.policies[record.group.policy]
         if record.group.is_cancelled:
             return
@@ -200,21 +200,20 @@ class Run:
         else:
             policy.collect(record, episode)
 
-    # Moves of train
+    # Called by train
 
     def may_run_ahead(self, policy: PolicyState, version: int) -> bool:
-        """Whether `version` may start before the one before it is trained."""
+        """Whether `version` may start while the previous one still trains."""
         is_in_turn = policy.trainer.is_inline or engines_take_turns(self.recipe)
         return not is_in_turn and version < self.leg_end and not self.rests_at(version)
 
     def settle_trained(self, policy: PolicyState, started: StartedBatch, seen: list[dict[str, float]]) -> None:
-        """A version is trained, whatever happens next."""
         policy.settle_trained(started, seen)
         self.note_progress()
         self.on_trained(policy, started, seen)
 
     async def finish_started(self, policy: PolicyState) -> None:
-        """After a failure elsewhere: wait for the steps that the trainer's process was asked for, and count them."""
+        """After a failure elsewhere: wait for the steps already sent to the trainer's process, and count them."""
         await policy.trainer.abandon()
         try:
             async with asyncio.timeout(self.recipe.deadline):
@@ -225,36 +224,36 @@ class Run:
             policy.return_groups()
             raise
 
-    # Engines that stand still while a batch is trained
+    # Pausing the engines while a batch is trained
 
     @property
     def interrupt(self) -> Interrupt:
-        """What a pause or an update does to rollouts in flight."""
+        """What a pause or update does to rollouts in flight."""
         return self.recipe.partial.pausing
 
     @property
     def _sleeper(self) -> SleepingEngine | None:
-        """The engine, if it gives its memory to the trainer (`engine.sleep`)."""
+        """The engine, if `engine.sleep` lends its memory to the trainer."""
         return cast("SleepingEngine", self.roles.engine) if self.recipe.engine.sleeps else None
 
     async def sleep_engines(self) -> None:
-        """A batch is ready: with `engine.sleep` the engines stop, and the trainer gets their memory."""
+        """A batch is ready: with `engine.sleep`, pause the engines and free their memory for the trainer."""
         if self._sleeper is not None:
             await self._sleeper.pause(self.interrupt)
             await self._sleeper.sleep(weights=self.recipe.engine.gives_back_weights)
 
     async def stop_generation(self) -> None:
-        """A batch was taken: in a synchronous run that samples more than a batch needs, the rest waits for the next version."""
+        """A batch was taken: in a synchronous run that samples more than a batch, pause the rest until the next version."""
         if pauses_unfinished(self.recipe) and self._sleeper is None:
             await self.roles.engine.pause(self.interrupt)
 
     async def wake_engines(self) -> None:
-        """New weights are ready, and the engines need their memory to load them."""
+        """Give sleeping engines their memory back, so that they can load new weights."""
         if self._sleeper is not None:
             await self._sleeper.wake()
 
     async def resume_generation(self, policy: PolicyState) -> None:
-        """The next version is being published: engines that stand still go on once they hold it."""
+        """Resume paused engines once they hold the version being published."""
         if engines_take_turns(self.recipe):
             await policy.published()
             await self.roles.engine.resume()

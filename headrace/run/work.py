@@ -1,4 +1,4 @@
-"""One episode run, and one batch in training."""
+"""A batch in training, and running one episode."""
 
 from __future__ import annotations
 
@@ -20,23 +20,22 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class StartedBatch:
-    """The groups of one version, taken from the buffer to be trained."""
+    """The groups taken from the buffer to train one version."""
 
     version: int
-    """The version they train; the result is the next."""
+    """The version trained from; the result is `version + 1`."""
     groups: list[Group]
     steps_before: int
-    """The trainer's optimizer steps before these."""
+    """Optimizer steps the trainer had made before."""
     batches: list[Batch] = field(default_factory=list)
-    """One for each optimizer step."""
     steps: list[Awaitable[dict[str, float]]] = field(default_factory=list)
-    """The metrics of each optimizer step; empty until the trainer is asked for them."""
+    """Metrics of each optimizer step; empty until the steps are requested from the trainer."""
     publishing: Awaitable[Published] | None = None
-    """The publication of the next version, if the trainer was asked for it together with the steps."""
+    """The publication of the next version, if it was requested together with the steps."""
 
 
 async def run_episode(environment: Environment, task: dict[str, Plain], client: EngineClient) -> Episode:
-    """Run one episode. What the environment raises fails the episode, not the run."""
+    """Run one episode. An exception in the environment fails the episode, not the run."""
     try:
         return await environment.run(task, client)
     except ConfigError:
