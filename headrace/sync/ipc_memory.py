@@ -1,4 +1,4 @@
-"""GPU memory that one process exports by a handle and another opens."""
+"""GPU memory that one process exports by handle and another opens."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class _Handle(ctypes.Structure):
 
 
 class ExportedMemory:
-    """GPU memory of this process that others may open."""
+    """GPU memory of this process that other processes may open."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         with torch.cuda.device(device):
-            torch.zeros(1, device=device)  # the driver wants a context
+            torch.zeros(1, device=device)  # the driver needs a context
             self._address = ctypes.c_uint64()
             call("cuMemAlloc_v2", ctypes.byref(self._address), ctypes.c_size_t(num_bytes))
             handle = _Handle()
@@ -35,7 +35,7 @@ class ExportedMemory:
         EXPORTED[self.handle] = self
 
     def drop(self) -> None:
-        """Receivers that have it open keep what they opened until they close it."""
+        """Receivers that have it open can still read it until they close it."""
         if self._address.value:
             torch.cuda.synchronize(self.device)
             call("cuMemFree_v2", self._address)
@@ -43,7 +43,7 @@ class ExportedMemory:
 
 
 EXPORTED: weakref.WeakValueDictionary[str, ExportedMemory] = weakref.WeakValueDictionary()
-"""By handle: a process cannot open its own."""
+"""By handle, because a process cannot open its own."""
 
 
 class OpenedMemory:

@@ -1,4 +1,4 @@
-"""HTTP heads (the first line and the headers): bounded in size and strict in form."""
+"""HTTP heads (first line and headers), strictly parsed and bounded in size."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _END = b"\r\n\r\n"
 
 
 class BadHead(ValueError):
-    """These bytes are no head, or none that our peers send."""
+    """Not an HTTP head that our peers would send."""
 
     def __init__(self, message: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> None:
         super().__init__(message)
@@ -23,7 +23,7 @@ class BadHead(ValueError):
 
 
 def read_head(connection: socket.socket, check: Callable[[], None]) -> tuple[str, dict[str, str]]:
-    """The first line, and the headers by lower-case name; reads nothing past them. `check` is called while nothing comes, and
+    """Read the first line, and the headers by lower-case name, and nothing past them. While waiting this calls `check`, which
     raises to give up."""
     head = bytearray()
     while not head.endswith(_END):
