@@ -49,7 +49,7 @@ class TransportMemory:
 
 @dataclass(frozen=True)
 class TransportConfig:
-    """Plain data sent to every process of a run. `transport`, `folder`, `host` and `deadline` come from the section `sync`."""
+    """What both ends must know, as plain data that the launcher sends to every process of a run."""
 
     transport: str
     folder: str

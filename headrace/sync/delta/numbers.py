@@ -3,7 +3,7 @@
 A delta is two lists of numbers: gaps (how many elements lie between a changed element and the next) and distances (from the old
 bits to the new, in units of the last place, numbered -1, +1, -2, +2 and so on). Most are small. Each is written in two or four
 bits; the rest of those that do not fit follows in byte streams, lowest byte first. Several small numbers share a byte and zlib
-gives frequent bytes short codes, which is faster and closer to the entropy than one code per number. The low bits of large gaps
+gives frequent bytes short codes: fewer symbols than one code per number, and closer to the entropy. The low bits of large gaps
 are practically random and are written uncoded.
 
 The content of a chunk, in order:
@@ -14,7 +14,7 @@ The content of a chunk, in order:
     distances              numbers
 
     numbers                1 byte: bits of small numbers (2 or 4), stream, 1 byte: how many streams follow, those streams
-    stream                 4 bytes: its length, and that many bytes: uncoded if that is the size the reader expects, else deflate
+    stream                 4 bytes: its length, and that many bytes: uncoded if of the size the reader expects, else raw deflate
 
 The decoded size of a stream is never read from the blob: it follows from the number of changes and, for numbers that did not
 fit, from how many small numbers have the largest value.

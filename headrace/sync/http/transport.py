@@ -159,7 +159,7 @@ class HttpTransport(Transport):
             raise SyncError(f"{receiver}: {there.key!r} has {there.bytes:,} bytes, and {target.num_bytes:,} are expected")
         with self._changed:
             coming = set(self._relaying)
-            is_relayed = self._is_relay and there.key not in coming  # if it is, another engine here relays it already
+            is_relayed = self._is_relay and there.key not in coming  # else another engine here relays it already
             if is_relayed:
                 self._relaying.add(there.key)
         if not is_relayed:
