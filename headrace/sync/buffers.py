@@ -24,8 +24,6 @@ class Buffer(Protocol):
 
 
 class TorchBuffer:
-    """A buffer allocated by torch, on any device."""
-
     def __init__(self, num_bytes: int, device: torch.device | str = "cpu") -> None:
         import torch
 
@@ -78,8 +76,7 @@ class BufferedTransport(Transport, Generic[B]):
 
     def __init__(self, make: Callable[[int], B]) -> None:
         self._spare = Spare(make)
-        self._held: dict[str, tuple[B, int]] = {}
-        """By key, with the bytes in use."""
+        self._held: dict[str, tuple[B, int]] = {}  # by key, with the bytes in use
         self._lock = threading.Lock()
 
     def allocate(self, key: str, num_bytes: int) -> Tensor:

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from headrace.sync.transport import Target, TransportConfig
 
 _MOST_OPENED = 4
-_SPOILED = 256
-"""Bytes inverted when a buffer is freed."""
+_SPOILED = 256  # bytes inverted when a buffer is freed
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class CudaIpcTransport(BufferedTransport[Any]):
         self._device = torch.device(device)
         super().__init__(lambda num_bytes: ipc_memory.ExportedMemory(max(num_bytes, 1), self._device))
         self._opened: dict[str, OpenedMemory] = {}
-        """By handle, most recent last. Memory that the sender drops is freed only once it is closed here too."""
+        """By handle, most recent last. Open memory is not freed when the sender drops it."""
 
     @classmethod
     def make(cls, config: TransportConfig, *, is_sender: bool, device: str) -> CudaIpcTransport:

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from headrace.errors import SyncError
 
-COPIES = 2
-"""At most this many copies of the weights exist: the newest stays readable while the next is written."""
+COPIES = 2  # at most this many copies of the weights exist: the newest stays readable while the next is written
 
 
 def shared_folder(wanted: str = "") -> Path:

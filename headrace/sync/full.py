@@ -23,14 +23,11 @@ if TYPE_CHECKING:
 
 
 class FullPayload:
-    """What the sender keeps between updates, and how the receiver turns bytes back into weights.
-
-    The sender packs its weights into an image: all tensors in one block of memory, in the layout of an engine's own arena.
-    """
+    """What the sender keeps between updates, and how the receiver turns bytes back into weights. The sender packs its weights
+    into an image: all tensors in one block of memory, in the layout of an engine's own arena."""
 
     name: ClassVar[str] = "full"
-    sends_image: ClassVar[bool] = True
-    """The image itself travels, so it can be packed directly into the transport's memory."""
+    sends_image: ClassVar[bool] = True  # the image itself travels, so it can be packed directly into the transport's memory
 
     def __init__(self) -> None:
         self._image: Arena | None = None

@@ -11,8 +11,7 @@ from headrace.cuda_driver import Bytes, call
 from headrace.errors import SyncError
 
 _HANDLE_BYTES = 64
-_REACH_PEERS = 1
-"""CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS."""
+_REACH_PEERS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
 
 class _Handle(ctypes.Structure):

@@ -8,10 +8,8 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Lineage:
-    """One life of a trainer, from its start or restart to its end. Weights are identified by (policy, lineage, version).
-
-    A trainer that restarts from version 40 of lineage A gets lineage B with `ancestors` {A: 40}: later versions of A are dead.
-    """
+    """One life of a trainer, from its start or restart to its end. Weights are identified by (policy, lineage, version). A
+    trainer that restarts from version 40 of lineage A gets lineage B with `ancestors` {A: 40}: later versions of A are dead."""
 
     id: str
     ancestors: dict[str, int] = field(default_factory=dict)

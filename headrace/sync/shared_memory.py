@@ -80,8 +80,7 @@ class SharedMemoryTransport(BufferedTransport[Segment]):
         super().__init__(lambda num_bytes: Segment(self._spare_path(), max(num_bytes, 1)))
         self._folder, self._prefix = folder, prefix
         self._numbers = itertools.count()
-        self._mapped: dict[int, Tensor] = {}
-        """At a receiver, by inode, most recent last: reading a mapping for the second time is faster."""
+        self._mapped: dict[int, Tensor] = {}  # at a receiver, by inode, most recent last: a mapping is faster to read again
 
     @classmethod
     def make(cls, config: TransportConfig, *, is_sender: bool, device: str) -> SharedMemoryTransport:

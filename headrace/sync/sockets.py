@@ -15,8 +15,7 @@ from headrace.errors import SyncError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-TICK = 0.1
-"""Seconds. Every wait on a socket checks this often whether to go on."""
+TICK = 0.1  # seconds. Every wait on a socket checks this often whether to go on.
 _MOST_CONNECTIONS = 256
 
 

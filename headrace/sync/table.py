@@ -28,8 +28,7 @@ PAYLOADS = {
     "full": "headrace.sync.full:FullPayload",
     "delta": "headrace.sync.delta.payload:DeltaPayload",
 }
-RESERVED_PAYLOADS = ("adapter",)
-"""Reserved for later; rejected today."""
+RESERVED_PAYLOADS = ("adapter",)  # reserved for later; rejected today
 
 
 def transport_class(name: str) -> type[Transport]:

@@ -72,11 +72,9 @@ class TransportConfig:
 
 
 class Transport(ABC):
-    """Moves buffers of bytes, each under a key; only a few exist at a time.
-
-    All methods block, and are called from threads. Another thread may call `free` during `push` or `fetch`, which then fails
-    with a `SyncError`. No method waits longer than the deadline without progress. A failure does not affect the next key.
-    """
+    """Moves buffers of bytes, each under a key; only a few exist at a time. All methods block, and are called from threads.
+    Another thread may call `free` during `push` or `fetch`, which then fails with a `SyncError`. No method waits longer than
+    the deadline without progress. A failure does not affect the next key."""
 
     name: ClassVar[str]
     crosses_processes: ClassVar[bool] = True

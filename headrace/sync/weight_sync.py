@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 
     Weights = Mapping[str, Tensor] | Arena
 
-_ADOPTED = "adopted"
-"""The transport's key for an adopted arena."""
+_ADOPTED = "adopted"  # the transport's key for an adopted arena
 
 
 class WeightSync:
@@ -48,16 +47,11 @@ class WeightSync:
         self._payload = payload_class(payload)()
         self._attempts = itertools.count()
         self._layout: _Layout | None = None
-        self._offered: dict[str, WeightUpdate] = {}
-        """By key: updates on the transport."""
-        self._newest: WeightUpdate | None = None
-        """The last one released, which late engines catch up to."""
-        self._caught_up: WeightUpdate | None = None
-        """All weights, made for a late engine and reused for others."""
-        self._adopted: Arena | None = None
-        """Weights that receivers read in place."""
-        self._when_read: dict[str, Callable[[], None]] = {}
-        """By key: called when receivers no longer read adopted weights."""
+        self._offered: dict[str, WeightUpdate] = {}  # by key: updates on the transport
+        self._newest: WeightUpdate | None = None  # the last one released, which late engines catch up to
+        self._caught_up: WeightUpdate | None = None  # all weights, made for a late engine and reused for others
+        self._adopted: Arena | None = None  # weights that receivers read in place
+        self._when_read: dict[str, Callable[[], None]] = {}  # by key: called when receivers no longer read adopted weights
         self._lock = threading.RLock()
         self._stream: torch.cuda.Stream | None = None
 
@@ -95,11 +89,9 @@ class WeightSync:
         whole: bool = False,
         on_read: Callable[[], None] = lambda: None,
     ) -> WeightUpdate:
-        """Read the current weights and make them ready to be fetched. The trainer calls this when a version is trained.
-
-        Calls `on_read` as soon as the weights may change: before this returns or, if receivers read an adopted arena in place,
-        when the update is released or aborted. `whole` forbids a delta, as in every retry.
-        """
+        """Read the current weights and make them ready to be fetched. The trainer calls this when a version is trained. Calls
+        `on_read` as soon as the weights may change: before this returns or, if receivers read an adopted arena in place, when
+        the update is released or aborted. `whole` forbids a delta, as in every retry."""
         key = f"{version}-{next(self._attempts)}"
         weights = tensors if isinstance(tensors, Arena) else dict(tensors)
         device = _device(weights)
@@ -145,8 +137,7 @@ class WeightSync:
                 self._free(other)
 
     def abort(self, update: WeightUpdate) -> None:
-        """Called when an update is given up: fetches of it fail from now on. Engines that have already loaded it keep it, so the
-        next update travels whole."""
+        """Called when an update is given up: fetches of it fail. Engines may have loaded it, so the next one travels whole."""
         self._payload.aborted()
         self._free(self._own_key(update))  # without the lock, whose holder may be waiting for this
 

@@ -1,4 +1,4 @@
-"""Activations saved for the backward pass, and two ways to keep fewer on the GPU: recompute them, or offload them to the host."""
+"""Two ways to keep fewer activations on the GPU for the backward pass: recompute them, or offload them to the host."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 
     from headrace.model import Arena
 
-_WORTH_MOVING = 1 << 20
-"""Bytes; smaller tensors stay."""
+_WORTH_MOVING = 1 << 20  # bytes; smaller tensors stay
 
 
 def recompute_layers(model: PreTrainedModel) -> None:

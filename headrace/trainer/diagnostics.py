@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from headrace.records import Array, Rollout
     from headrace.trainer.protocol import Metrics
 
-_SUMMED = ("mismatch", "is_current", "ratio_squared")
-"""Not reported as means over all tokens."""
+_SUMMED = ("mismatch", "is_current", "ratio_squared")  # not reported as means over all tokens
 
 
 class Diagnostics:
@@ -32,8 +31,7 @@ class Diagnostics:
         self._num_tokens = 0
         self._loss: Tensor | None = None
         self._sums: dict[str, Tensor] = {}
-        self._largest: Tensor | None = None
-        """Maxima of |Δ logprob| at equal version, of versions, and of negated versions."""
+        self._largest: Tensor | None = None  # maxima of |Δ logprob| at equal version, of versions, and of negated versions
 
     @torch.no_grad()
     def add(self, objective: Objective, tokens: TokenTensors, *, is_current: Tensor) -> None:
@@ -90,7 +88,6 @@ class Diagnostics:
 
 
 def sampled_by(rollout: Rollout, version: int) -> Array:
-    """[T] bool: whether `version` sampled the whole rollout. A later token that reads an older version's KV cache does not
-    count."""
+    """[T] bool: whether `version` sampled the whole rollout, so that no token was sampled over an older version's KV cache."""
     is_pure = rollout.oldest_version == version and int(rollout.versions.max()) == version
     return np.full(len(rollout), is_pure)

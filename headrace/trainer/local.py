@@ -48,13 +48,11 @@ class LocalTrainer:
         self._readers: set[object] = set()
         """Publications that have not copied the weights yet: at most two, the second waiting until the first is held."""
         self._may_change = threading.Condition()
-        self._is_held = asyncio.Event()
-        """The engines hold the last update, or it was aborted."""
+        self._is_held = asyncio.Event()  # the engines hold the last update, or it was aborted
         self._is_held.set()
         self._is_abandoned = False
         self.num_steps = 0
-        self._published = (-1, -1)
-        """The last version published, and `num_steps` at that time."""
+        self._published = (-1, -1)  # the last version published, and `num_steps` at that time
 
     @property
     def num_passes(self) -> int:

@@ -9,14 +9,11 @@ Always allocated, for P numbers in matrices and a few in vectors (norms, biases)
 | gradients, accumulated in one buffer | 4 P | 4 P |
 | AdamW's two moments | 8 P | 8 P |
 
-Saved by a forward pass for its backward pass, per token and layer (`COMPILED.saved`, `EAGER.saved`). A compiled layer saves
-what torch's partitioner does not recompute (`test_memory_prediction.py` checks this): the residual stream at its input
-(float32); the outputs of both norms and of the attention block; queries and keys after rotation, values, attention's output
-and log-sum-exp (float32); queries and keys before their own norms, if they have any; gate, up and their product. An eager layer
-also saves the residual stream after attention, the norms before their weights, and the activation function's output; in
+`COMPILED.saved` and `EAGER.saved` list what a forward pass saves for its backward pass, per token and layer. A compiled layer
+saves what torch's partitioner does not recompute (`test_memory_prediction.py` checks this). An eager layer saves more; in
 bfloat16 a norm's output is cast once for each matmul that reads it.
 
-The peak is that sum at the end of the forward pass, plus the larger of the head's workspace (a chunk of logits and its gradient,
+The peak is that sum at the end of the forward pass, plus the larger of the head's workspace (a chunk of logits, its gradient,
 the gradient of the head's weight) and a layer's backward pass (its temporaries, and its gradients before they are
 accumulated). With recomputation a layer saves only its input, and its activations count for its backward pass.
 """
@@ -33,8 +30,7 @@ if TYPE_CHECKING:
     from headrace.trainer.settings import TrainSettings
 
 _WIDE = 4
-_LAYERS_ON_DEVICE = 2
-"""Layers whose activations are on the device while the others' are offloaded."""
+_LAYERS_ON_DEVICE = 2  # layers whose activations are on the device while the others' are offloaded
 
 
 @dataclass(frozen=True)
@@ -44,34 +40,24 @@ class SavedTensor:
     what: str
     of: str
     count: float = 1
-    is_wide: bool = False
-    """float32 whatever the model's dtype."""
-    is_narrow_only: bool = False
-    """Exists in bfloat16 only."""
+    is_wide: bool = False  # float32 whatever the model's dtype
+    is_narrow_only: bool = False  # exists in bfloat16 only
 
 
 @dataclass(frozen=True)
 class Costs:
     """The numbers to calibrate against a measured peak, for one way of running a layer."""
 
-    saved: tuple[SavedTensor, ...]
-    """By one layer's forward pass."""
-    outside: tuple[SavedTensor, ...]
-    """By the rest of a pass: embedding, last norm, rows for the head."""
-    backward: tuple[SavedTensor, ...]
-    """Temporaries of one layer's backward pass."""
-    chunk_elements: int
-    """Logits that the head processes at a time, in `wide_chunks` float32 copies and `narrow_chunks` in the model's dtype."""
-    wide_chunks: float
-    narrow_chunks: float
-    head_gradients: float
-    """float32 copies of the gradient of the head's weight, besides the buffer it is accumulated in."""
-    offloaded_share: float = 0.0
-    """Share of masters and moments still on the device during a pass with `offload = ["optimizer"]`."""
-    spread: float = 1.0
-    """Memory per byte of activations; above 1 where the size of the process is measured, with the allocator's gaps in it."""
-    process: int = 0
-    """Bytes of the process before it has a model, where the size of the process is measured."""
+    saved: tuple[SavedTensor, ...]  # by one layer's forward pass
+    outside: tuple[SavedTensor, ...]  # by the rest of a pass: embedding, last norm, rows for the head
+    backward: tuple[SavedTensor, ...]  # temporaries of one layer's backward pass
+    chunk_elements: int  # logits that the head processes at a time
+    wide_chunks: float  # float32 copies of such a chunk
+    narrow_chunks: float  # copies of it in the model's dtype
+    head_gradients: float  # float32 copies of the gradient of the head's weight, besides its accumulation buffer
+    offloaded_share: float = 0.0  # of masters and moments, still on the device in a pass if the optimizer is offloaded
+    spread: float = 1.0  # memory per byte of activations: above 1 on a CPU, where the allocator's gaps count
+    process: int = 0  # on a CPU, bytes of the process before it has a model
 
 
 _ATTENTION = (

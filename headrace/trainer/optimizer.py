@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from headrace.trainer.settings import TrainSettings
 
 EPSILON = 1e-8
-_STREAMED = 1 << 26
-"""Elements of offloaded state that are copied to the GPU at a time."""
+_STREAMED = 1 << 26  # elements of offloaded state that are copied to the GPU at a time
 _MATRIX = 2
 
 
@@ -56,11 +55,9 @@ class FlatAdamW:
         self._settings = settings
         self._is_offloaded = offload
         self._arenas: list[list[Segment]] = []
-        self._places: dict[str, tuple[Segment, int, int]] = {}
-        """By parameter name: its segment, and start and stop there."""
+        self._places: dict[str, tuple[Segment, int, int]] = {}  # by parameter name: its segment, and start and stop there
         self._shapes: dict[str, tuple[int, ...]] = {}
-        self._named: dict[int, str] = {}
-        """By id of the parameter."""
+        self._named: dict[int, str] = {}  # by id of the parameter
         for arena, parameters in trained:
             self._arenas.append([self._add(arena, names, parameters) for names in _neighbours(arena, parameters)])
         if not all(self._arenas):

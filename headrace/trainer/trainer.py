@@ -1,4 +1,4 @@
-"""The trainer on one device."""
+"""A `Trainer` of one model on one device."""
 
 from __future__ import annotations
 
@@ -54,8 +54,7 @@ if TYPE_CHECKING:
     from headrace.trainer.protocol import Metrics
     from headrace.trainer.settings import TrainSettings
 
-_VALUE_TIMES = 10.0
-"""Default learning rate of the value head, relative to the policy's: higher, because the head starts at 0."""
+_VALUE_TIMES = 10.0  # default learning rate of the value head, relative to the policy's: higher, because the head starts at 0
 
 
 @dataclass(frozen=True)
@@ -75,8 +74,6 @@ class _Pass:
 
 
 class DeviceTrainer:
-    """A `Trainer` of one model on one device."""
-
     def __init__(
         self,
         model: PreTrainedModel,
@@ -98,8 +95,7 @@ class DeviceTrainer:
             digits = {name: tensor.to("cpu", copy=True) for name, tensor in named_tensors(model)}
         if dtype != torch.float32:
             narrow(model, dtype)
-        self.arena = Arena.adopt(model)
-        """The weights in the engine's layout."""
+        self.arena = Arena.adopt(model)  # the weights in the engine's layout
         self._head = Head(model, exact=exact)
         self._values = ValueHead(model) if VALUES in needed_columns(settings.loss, "none", "none") else None
         trained = [(self.arena, {name: p for name, p in model.named_parameters() if p.requires_grad})]

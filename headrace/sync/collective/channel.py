@@ -26,11 +26,9 @@ if TYPE_CHECKING:
 
     Message = dict[str, Any]
 
-MAX_MESSAGE = 1 << 20
-"""Bytes; a peer that sends more is dropped."""
+MAX_MESSAGE = 1 << 20  # bytes; a peer that sends more is dropped
 HELLO_BYTES = 4096
-HELLO_SECONDS = 30.0
-"""Limits for a peer that has not yet proven that it knows the token."""
+HELLO_SECONDS = 30.0  # both: limits for a peer that is not yet authenticated
 
 
 class Channel:
@@ -125,8 +123,6 @@ def call(host: str, port: int, *, token: str, deadline: float, check: Callable[[
 
 
 def _prove(channel: Channel, token: str, check: Callable[[], None]) -> None:
-    """Authenticate in both directions."""
-
     def heard() -> Message:
         while (message := channel.receive(TICK)) is None:
             check()

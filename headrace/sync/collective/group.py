@@ -25,21 +25,16 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-CPU_DEPTH, GPU_DEPTH = 4, 2
-"""Buckets in flight. gloo needs more, to hide that it wakes every rank for each bucket."""
-_POLL = 0.0005
-"""Seconds between polls of GPU work, which has no wait with a timeout."""
-_ENDING = 0.25
-"""Seconds that `abort` waits for the group's connections and threads to end."""
+CPU_DEPTH, GPU_DEPTH = 4, 2  # buckets in flight. gloo needs more, to hide that it wakes every rank for each bucket.
+_POLL = 0.0005  # seconds between polls of GPU work, which has no wait with a timeout
+_ENDING = 0.25  # seconds that `abort` waits for the group's connections and threads to end
 _NCCL_TIMEOUT = timedelta(hours=24)
 _ENVIRONMENT = threading.Lock()
 
 
 class Mailbox(Store):
-    """One rank's copy of the store in which members exchange addresses. `put` adds values that other ranks have set.
-
-    The process group waits in here for its peers' addresses; `stop` ends that wait from outside.
-    """
+    """One rank's copy of the store in which members exchange addresses; `put` adds values that other ranks have set. The
+    process group waits in here for its peers' addresses; `stop` ends that wait from outside."""
 
     def __init__(self, *, patience: float, on_set: Callable[[], None]) -> None:
         super().__init__()
@@ -50,7 +45,6 @@ class Mailbox(Store):
         self._stopped = ""
 
     def put(self, values: Mapping[str, bytes]) -> None:
-        """Add values that other ranks have set."""
         with self._changed:
             self._values.update(values)
             self._changed.notify_all()
@@ -130,8 +124,7 @@ class Group:
         self._host, self._deadline = host, deadline
         self._backend: Any = None
         self._is_aborted = False
-        self._lock = threading.Lock()
-        """Between `_form` and `abort`."""
+        self._lock = threading.Lock()  # between `_form` and `abort`
         self._failure: Exception | None = None
         self._forming: threading.Thread | None = None
         self._running: list[Broadcast] = []

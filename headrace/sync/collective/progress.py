@@ -18,20 +18,16 @@ if TYPE_CHECKING:
 
 @dataclass
 class Outgoing:
-    """A buffer on offer under a key."""
+    """A buffer on offer. `attempt` numbers the posts (0: none yet), to tell this one from earlier ones under the same key."""
 
     key: str
     buffer: TorchBuffer
     bytes: Tensor
     attempt: int = 0
-    """Number of the post, 0 before the first: tells this post from an earlier one under the same key."""
-    written: Any = None
-    """On a GPU, the event after which the bytes are complete."""
+    written: Any = None  # on a GPU, the event after which the bytes are complete
     ended: str = ""
-    num_pushes: int = 0
-    """Running or queued."""
-    is_torn: bool = False
-    """A push failed, and may still be reading the bytes."""
+    num_pushes: int = 0  # running or queued
+    is_torn: bool = False  # a push failed, and may still be reading the bytes
 
 
 @dataclass
@@ -48,8 +44,7 @@ class Visit:
     is_done: bool = False
     lost: str = ""
     push: Push | None = None
-    told: set[str] = field(default_factory=set)
-    """Names of the facts already sent to the receiver."""
+    told: set[str] = field(default_factory=set)  # names of the facts already sent to the receiver
 
 
 @dataclass
@@ -59,8 +54,7 @@ class Push:
     outgoing: Outgoing
     receivers: tuple[str, ...]
     num_buckets: int
-    moved_at: float
-    """When anything last made progress."""
+    moved_at: float  # when anything last made progress
     visits: dict[str, Visit] = field(default_factory=dict)
     group: Group | None = None
     failure: str = ""

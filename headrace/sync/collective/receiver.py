@@ -26,10 +26,8 @@ if TYPE_CHECKING:
     from headrace.sync.collective.group import Broadcast
     from headrace.sync.transport import Target
 
-_GRACE_SECONDS = 0.5
-"""Time past the deadline for the sender to say who is late: only the sender knows."""
-_VERDICT_SECONDS = 1.0
-"""How long a receiver waits for the sender to say why the group failed."""
+_GRACE_SECONDS = 0.5  # time past the deadline for the sender to say who is late: only the sender knows
+_VERDICT_SECONDS = 1.0  # how long a receiver waits for the sender to say why the group failed
 
 
 @dataclass(frozen=True)
@@ -56,8 +54,7 @@ class Receiver:
         self.group: Group | None = None
         self.is_closed = False
         self._address: tuple[str, int] | None = None
-        self._fetching = threading.Lock()
-        """One fetch at a time."""
+        self._fetching = threading.Lock()  # one fetch at a time
         self._numbers = itertools.count(1)
 
     def fetch(self, place: Mapping[str, Plain], target: Target, *, receiver: str) -> None:
@@ -121,10 +118,8 @@ class _Fetch:
         self._reported_at = 0.0
         self._moved_at = self._heard_at = time.monotonic()
         self._invitation: Message | None = None
-        self._values: dict[str, bytes] = {}
-        """Set by other members, before and while this one joins the group."""
-        self._told: set[str] = set()
-        """Keys of this member's mailbox that were sent to the sender."""
+        self._values: dict[str, bytes] = {}  # set by other members, before and while this one joins the group
+        self._told: set[str] = set()  # keys of this member's mailbox that were sent to the sender
 
     def run(self) -> None:
         try:

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from headrace.sync.collective.channel import Channel, Message
     from headrace.sync.collective.group import Broadcast
 
-_VERDICT_SECONDS = 1.0
-"""How long the sender waits, after the group failed, to hear which receiver caused it."""
+_VERDICT_SECONDS = 1.0  # how long the sender waits, after the group failed, to hear which receiver caused it
 
 _GONE = "is gone: its connection closed"
 
@@ -41,14 +40,12 @@ class Sender:
         self._token, self._device, self._host = token, device, host
         self._deadline, self._bucket = deadline, bucket
         self._changed = threading.Condition(threading.RLock())
-        self._pushing = threading.Lock()
-        """One push at a time."""
+        self._pushing = threading.Lock()  # one push at a time
         self._outgoing: dict[str, Outgoing] = {}
         self._spare = Spare(lambda num_bytes: TorchBuffer(num_bytes, device))
         self._visits: dict[Channel, Visit] = {}
         self._attempts, self._numbers = itertools.count(1), itertools.count(1)
-        self._kept: tuple[tuple[Channel, ...], Group] | None = None
-        """The last push's members and group."""
+        self._kept: tuple[tuple[Channel, ...], Group] | None = None  # the last push's members and group
         self._server: Server | None = None
         self._is_closed = False
 

@@ -34,9 +34,8 @@ if TYPE_CHECKING:
     from headrace.sync.collective.sender import Sender
     from headrace.sync.transport import Target, TransportConfig
 
-GPU_BUCKET = 64 << 20
+GPU_BUCKET = 64 << 20  # bytes
 CPU_BUCKET = 4 << 20
-"""Bytes."""
 
 
 class CollectiveTransport(Transport):

@@ -35,14 +35,11 @@ if TYPE_CHECKING:
 
     from headrace.sync.delta.numbers import Integers
 
-CHUNK = 1 << 23
-"""Elements. Part of the format."""
-_CHUNKS_ON_GPU = 8
-"""Compared in one launch, and all decoded before the first is written."""
+CHUNK = 1 << 23  # elements. Part of the format.
+_CHUNKS_ON_GPU = 8  # compared in one launch, and all decoded before the first is written
 _MAGIC = b"HRD1"
 _BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}
-DTYPES = frozenset(_BITS)
-"""Weights of other dtypes always travel whole."""
+DTYPES = frozenset(_BITS)  # weights of other dtypes always travel whole
 _CODES = {torch.float16: 1, torch.bfloat16: 2, torch.float32: 3}
 _HEAD = struct.Struct("<4sI")
 _FLAT = struct.Struct("<BQ")
@@ -102,11 +99,8 @@ def encode(pairs: Sequence[tuple[Tensor, Tensor]], *, threads: int | None = None
 
 @torch.no_grad()
 def apply(blob: Tensor, flats: Sequence[Tensor], *, threads: int | None = None) -> None:
-    """Bring weights from the base to the newer version, in place.
-
-    Raises `SyncError` for a blob that is damaged or was made from other weights. The weights may then be partly updated, so
-    apply to a copy.
-    """
+    """Bring weights from the base to the newer version, in place. Raises `SyncError` for a blob that is damaged or was made
+    from other weights. The weights may then be partly updated, so apply to a copy."""
     layout, chunks = _parse(blob)
     for flat in flats:
         _check_flat(flat)
@@ -150,7 +144,6 @@ def _check_flat(flat: Tensor) -> None:
 
 
 def _write_flat(base: Tensor, now: Tensor, workers: ThreadPoolExecutor) -> Iterator[tuple[bytes, bytes]]:
-    """Yield each chunk's directory entry and content."""
     old, new = base.detach().view(_BITS[base.dtype]), now.detach().view(_BITS[now.dtype])
     if not _is_on_gpu(new):
         pieces = zip(_cut(old.numpy()), _cut(new.numpy()), strict=True)

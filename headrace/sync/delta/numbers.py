@@ -37,18 +37,13 @@ if TYPE_CHECKING:
 
     Integers = NDArray[Any]
 
-_WIDTHS = (2, 4)
-"""Bits of small numbers. Their largest value means "this or more"."""
-_WIDEST_GAP = 32
-"""Mean gap from which four low bits are written uncoded; four more at each factor of 16."""
+_WIDTHS = (2, 4)  # bits of small numbers. Their largest value means "this or more".
+_WIDEST_GAP = 32  # mean gap from which four low bits are written uncoded; four more at each factor of 16
 _LARGEST_SHIFT = 28
-_SAMPLE = 1 << 10
-"""Bytes from the middle of a stream."""
-_WORTHWHILE = 0.9
-"""Streams are coded only if they shrink to this: coding takes as long as everything else together."""
+_SAMPLE = 1 << 10  # bytes from the middle of a stream
+_WORTHWHILE = 0.9  # streams are coded only if they shrink to this: coding takes as long as everything else together
 _LENGTH = struct.Struct("<I")
-_PIECE = 1 << 21
-"""Elements compared at a time."""
+_PIECE = 1 << 21  # elements compared at a time
 
 
 @dataclass(frozen=True)

@@ -20,33 +20,27 @@ if TYPE_CHECKING:
     from headrace.records import WeightUpdate
     from headrace.sync.full import Fetch
 
-_MOST_KEPT = 16
-"""Deltas that stay available for engines that missed some."""
+_MOST_KEPT = 16  # deltas that stay available for engines that missed some
 
 
 class DeltaPayload(FullPayload):
-    """The delta between two images: the one that the engines hold, and the new one.
-
-    All weights travel instead if a delta is not smaller, if engines may hold different versions, or for unsupported dtypes.
-    """
+    """The delta between the image that the engines hold and the new one. All weights travel instead if a delta is not smaller,
+    if engines may hold different versions, or for unsupported dtypes."""
 
     name = "delta"
     sends_image = False
 
     def __init__(self) -> None:
         super().__init__()
-        self._next_key = ""
-        """Of the update made from `_image`."""
-        self._is_held_by_all = True
-        """No engine holds an aborted update, so a delta from `_held` fits all of them."""
+        self._next_key = ""  # of the update made from `_image`
+        self._is_held_by_all = True  # no engine holds an aborted update, so a delta from `_held` fits all of them
         self.reset()
 
     def reset(self) -> None:
         super().reset()
         self._held: Arena | None = None
         self._held_version: int | None = None
-        self._chain: list[WeightUpdate] = []
-        """Consecutive deltas; the engines hold the last."""
+        self._chain: list[WeightUpdate] = []  # consecutive deltas; the engines hold the last
 
     def encode(self, image: Arena, *, version: int, key: str, whole: bool) -> tuple[Tensor, int | None]:
         self._next_key = key

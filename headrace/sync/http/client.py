@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from headrace.sync.http.served import ServedBuffer
     from headrace.sync.transport import Target
 
-_MOST_FAULTS = 3
-"""Damaged pieces after which a source is not used again."""
+_MOST_FAULTS = 3  # damaged pieces after which a source is not used again
 _LONGEST_PAUSE = 1.0
 _NUMBER = re.compile(r"\d{1,18}")
 
@@ -66,10 +65,7 @@ class Place:
 
 @dataclass(eq=False)
 class Fetch:
-    """Fetches one buffer into one target. Any thread may call `give_up`.
-
-    `memory` holds one piece at a time or, at a relay, is all of `into`.
-    """
+    """Fetches one buffer into one target. `memory` holds one piece at a time or, at a relay, is all of `into`."""
 
     place: Place
     target: Target
@@ -81,17 +77,15 @@ class Fetch:
 
     def __post_init__(self) -> None:
         self._is_given_up = threading.Event()
-        self._at = 0
-        """Bytes received so far."""
+        self._at = 0  # bytes received so far
         self._source = 0
-        self._moved = self._began = time.monotonic()
-        """When the last bytes arrived; when this source was tried."""
+        self._moved = self._began = time.monotonic()  # when the last bytes arrived; when this source was tried
         self._refused: dict[int, str] = {}
         self._faults: dict[int, int] = {}
         self._last_failure = "nothing was tried"
 
     def give_up(self) -> None:
-        """Make the fetch fail soon with a `SyncError`."""
+        """Make the fetch fail soon with a `SyncError`. Any thread may call this."""
         self._is_given_up.set()
 
     def run(self) -> None:

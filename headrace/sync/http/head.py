@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-MAX_HEAD = 8192
-"""Bytes."""
+MAX_HEAD = 8192  # bytes
 _END = b"\r\n\r\n"
 
 

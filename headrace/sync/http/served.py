@@ -17,19 +17,16 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-_GONE_KEYS = 16
-"""Freed keys to remember, to tell "freed" from "unknown"."""
+_GONE_KEYS = 16  # freed keys to remember, to tell "freed" from "unknown"
 _LEAVE_SECONDS = 5.0
 """Users check a few times a second whether to leave. If one has not left by then, the memory is not reused."""
 _BLOCK_WORDS = 512
 
 
 def piece_sum(piece: Tensor) -> int:
-    """A checksum in one pass: sums of 4 KiB blocks, each times an odd number that depends on its position.
-
-    It detects any changed bit, and missing, doubled or swapped blocks. `crc32` takes eight times as long, which would halve
-    the throughput of a fast link.
-    """
+    """A checksum in one pass: sums of 4 KiB blocks, each times an odd number that depends on its position. It detects any
+    changed bit, and missing, doubled or swapped blocks. `crc32` takes eight times as long, which would halve the throughput of
+    a fast link."""
     flat = piece.numpy()
     num_whole = len(flat) // (8 * _BLOCK_WORDS)
     whole = flat[: num_whole * 8 * _BLOCK_WORDS].view(np.int64).reshape(num_whole, _BLOCK_WORDS).sum(axis=1)
@@ -46,10 +43,8 @@ class ServedBuffer:
     def __init__(self, key: str, buffer: TorchBuffer, num_bytes: int, *, is_offered: bool) -> None:
         self.key, self.buffer, self.num_bytes = key, buffer, num_bytes
         self.bytes = buffer.tensor[:num_bytes]
-        self.is_offered = is_offered
-        """Whether peers may read it."""
-        self.is_over = False
-        """Set when every user must leave."""
+        self.is_offered = is_offered  # whether peers may read it
+        self.is_over = False  # set when every user must leave
         self.num_come = 0
         self._changed = threading.Condition()
         self._num_users = 0

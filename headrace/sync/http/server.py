@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
 _HEAD_SECONDS = 10.0
 _SEND_BYTES = 1 << 20
-_MOST_REQUESTS = 4
-"""Per connection."""
+_MOST_REQUESTS = 4  # per connection
 _ROOT = "/weights/"
 _SCHEME = "Headrace"
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{1,18})?")

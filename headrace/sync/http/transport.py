@@ -78,8 +78,7 @@ class HttpTransport(Transport):
         self._buffers = ServedBuffers()
         self._pieces = Spare(TorchBuffer)
         self._fetching: set[Fetch] = set()
-        self._relaying: set[str] = set()
-        """Keys that are arriving and being relayed."""
+        self._relaying: set[str] = set()  # keys that are arriving and being relayed
         self._changed = threading.Condition()
         self._is_closed = False
         self._server: BufferServer | None = None
