@@ -92,8 +92,7 @@ def topr(tokens: TokenTensors) -> LossResult:
 
 @needs("proximal")
 def decoupled_ppo(tokens: TokenTensors, *, clip_low: float = 0.2, clip_high: float = 0.2, cap: float = 5.0) -> LossResult:
-    """Decoupled PPO: −sg(ρ) min(r A, clip(r, 1 − clip_low, 1 + clip_high) A), ρ = π_prox/μ, r = π/π_prox. Tokens with ρ > cap
-    are dropped, not clamped."""
+    """Decoupled PPO: −sg(ρ) min(r A, clip(r, 1 − clip_low, 1 + clip_high) A), ρ = π_prox/μ, r = π/π_prox; 0 if ρ > cap."""
     return _decoupled(tokens, tokens.proximal, clip_low=clip_low, clip_high=clip_high, cap=cap)
 
 
@@ -153,8 +152,7 @@ def ppo(
 
 @needs(TEACHER)
 def distill(tokens: TokenTensors, *, cap: float = 2.0) -> LossResult:
-    """On-policy distillation: sg(min(r, cap)) ½ (log π − log π_T)², whose gradient is that of the reverse KL to the teacher.
-    Ignores advantages."""
+    """On-policy distillation: sg(min(r, cap)) ½ (log π − log π_T)², with the gradient of the reverse KL. Ignores advantages."""
     teacher = tokens.columns[TEACHER]
     weight = tokens.ratio().detach().clamp_max(cap)
     return weight * k2(tokens.logprobs, teacher), {"teacher_kl": (tokens.logprobs - teacher).detach()}

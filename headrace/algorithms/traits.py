@@ -11,30 +11,22 @@ from headrace.algorithms.columns import TEACHER, VALUES
 class LossTraits:
     """A user's own loss has the defaults."""
 
-    is_per_sequence: bool = False
-    """Its ratio is one per rollout, so each rollout counts the same, however long."""
-    has_importance_weight: bool = False
-    """It applies π_prox/μ itself."""
-    correction: str = "none"
-    """The correction that is part of the loss."""
+    is_per_sequence: bool = False  # its ratio is one per rollout, so each rollout counts the same, however long
+    has_importance_weight: bool = False  # it applies π_prox/μ itself
+    correction: str = "none"  # the correction that is part of the loss
 
 
 @dataclass(frozen=True)
 class CorrectionTraits:
-    is_mask: bool = False
-    """It returns 0 or 1, and the loss's ratio is relative to the recorded logprobs."""
-    needs_whole_batch: bool = False
-    """It compares a token with all others of the batch."""
-    usual_limit: float = 0.0
-    """The default for `staleness.limit = 0`; 0 if the correction takes `cap` and `floor` instead."""
+    is_mask: bool = False  # it returns 0 or 1, and the loss's ratio is relative to the recorded logprobs
+    needs_whole_batch: bool = False  # it compares a token with all others of the batch
+    usual_limit: float = 0.0  # the default for `staleness.limit = 0`; 0 if the correction takes `cap` and `floor` instead
 
 
 @dataclass(frozen=True)
 class AdvantageTraits:
-    compares_siblings: bool = False
-    """A group needs at least two scored rollouts."""
-    made_from: str = ""
-    """The trainer's column that per-token advantages are computed from; empty if rewards alone give one per rollout."""
+    compares_siblings: bool = False  # a group needs at least two scored rollouts
+    made_from: str = ""  # the column that per-token advantages are computed from; empty if each rollout has one advantage
 
     @property
     def learns_values(self) -> bool:

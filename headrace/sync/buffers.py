@@ -39,7 +39,7 @@ B = TypeVar("B", bound=Buffer)
 
 
 class Spare(Generic[B]):
-    """Makes buffers and keeps one returned buffer for reuse. One is enough: at most two updates are in memory at a time."""
+    """Makes buffers and keeps one returned buffer for reuse: the next update is written while the last may still be read."""
 
     def __init__(self, make: Callable[[int], B]) -> None:
         self._make = make

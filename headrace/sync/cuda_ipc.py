@@ -52,8 +52,7 @@ class CudaIpcTransport(BufferedTransport[Any]):
 
         self._device = torch.device(device)
         super().__init__(lambda num_bytes: ipc_memory.ExportedMemory(max(num_bytes, 1), self._device))
-        self._opened: dict[str, OpenedMemory] = {}
-        """By handle, most recent last. Open memory is not freed when the sender drops it."""
+        self._opened: dict[str, OpenedMemory] = {}  # by handle, most recent last; until closed, it stays allocated
 
     @classmethod
     def make(cls, config: TransportConfig, *, is_sender: bool, device: str) -> CudaIpcTransport:

@@ -19,8 +19,6 @@ class _Handle(ctypes.Structure):
 
 
 class ExportedMemory:
-    """GPU memory of this process that other processes may open."""
-
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         with torch.cuda.device(device):
             torch.zeros(1, device=device)  # the driver needs a context
@@ -46,8 +44,6 @@ EXPORTED: weakref.WeakValueDictionary[str, ExportedMemory] = weakref.WeakValueDi
 
 
 class OpenedMemory:
-    """Another process's GPU memory."""
-
     def __init__(self, handle: str, num_bytes: int, device: torch.device) -> None:
         raw = bytes.fromhex(handle)
         if len(raw) != _HANDLE_BYTES:

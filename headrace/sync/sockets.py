@@ -31,8 +31,7 @@ class Server:
         self._listening.settimeout(TICK)
         self.port: int = self._listening.getsockname()[1]
         self._is_closed = threading.Event()
-        self._threads: set[threading.Thread] = set()
-        """One per connection. Only the accepting thread touches this until it has ended."""
+        self._threads: set[threading.Thread] = set()  # only the accepting thread touches this, until it has ended
         self._accepting = threading.Thread(target=self._accept, name=f"{name}-accept", daemon=True)
         self._accepting.start()
 

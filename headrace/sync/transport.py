@@ -39,12 +39,9 @@ class Target(Protocol):
 class TransportMemory:
     """Bytes that a transport takes, for memory predictions."""
 
-    trainer: int = 0
-    """Allocated by torch in the trainer's process."""
-    exported: int = 0
-    """Allocated by the driver on the trainer's GPU."""
-    engine: int = 0
-    """Mapped into an engine's process, and counted in its size."""
+    trainer: int = 0  # allocated by torch in the trainer's process
+    exported: int = 0  # allocated by the driver on the trainer's GPU
+    engine: int = 0  # mapped into an engine's process, and counted in its size
 
 
 @dataclass(frozen=True)
@@ -53,13 +50,10 @@ class TransportConfig:
 
     transport: str
     folder: str
-    prefix: str
-    """Starts every name that the run creates outside its own folder, so that leftovers can be found and removed."""
+    prefix: str  # of every name that the run creates outside its own folder (`leftovers.py`)
     host: str
-    token: str
-    """A secret shared by the processes of the run."""
-    deadline: float
-    """Seconds without progress after which a transfer fails."""
+    token: str  # a secret shared by the processes of the run
+    deadline: float  # seconds without progress after which a transfer fails
 
     @property
     def directory(self) -> Path:
@@ -79,18 +73,12 @@ class Transport(ABC):
     name: ClassVar[str]
     crosses_processes: ClassVar[bool] = True
     crosses_hosts: ClassVar[bool] = False
-    needs_gpu: ClassVar[bool] = False
-    """The weights never leave GPU memory: both ends share a GPU, or their GPUs are peers."""
-    needs_gpu_per_end: ClassVar[bool] = False
-    """On GPUs, no two ends may share one."""
-    is_pushed: ClassVar[bool] = False
-    """The sender must `push` while receivers `fetch`."""
-    uses_folder: ClassVar[bool] = False
-    """Updates are in `sync.folder`. If a run is killed, the next one removes them."""
-    listens: ClassVar[bool] = False
-    """The sender listens on `sync.host`."""
-    keeps_buffers: ClassVar[bool] = True
-    """Receivers read the buffer that `allocate` returned, so a model's own weights may live in it."""
+    needs_gpu: ClassVar[bool] = False  # both ends share a GPU, or their GPUs are peers
+    needs_gpu_per_end: ClassVar[bool] = False  # on GPUs, no two ends may share one
+    is_pushed: ClassVar[bool] = False  # the sender must `push` while receivers `fetch`
+    uses_folder: ClassVar[bool] = False  # updates are in `sync.folder`. If a run is killed, the next one removes them.
+    listens: ClassVar[bool] = False  # the sender listens on `sync.host`
+    keeps_buffers: ClassVar[bool] = True  # receivers read the buffer from `allocate`, so a model's own weights may live in it
 
     @classmethod
     @abstractmethod

@@ -63,8 +63,7 @@ class WeightSync:
     # The sender's end
 
     def adopt(self, model: nn.Module) -> Arena:
-        """Move a model's weights into an arena. If the transport has memory on the model's device that receivers can read, the
-        arena lives there, and publishing copies nothing at the sender."""
+        """Move a model's weights into an arena, if possible in memory that receivers can read, to publish without a copy."""
         is_readable = False
 
         def allocate(num_bytes: int, device: torch.device) -> Tensor:
@@ -182,8 +181,6 @@ class WeightSync:
             raise SyncError(f"this engine receives over {self._transport.name}")
         self._transport.fetch(part.place, target, receiver=self._name)
 
-    # Images and buffers
-
     def _lay_out(self, weights: Weights) -> _Layout:
         known = self._layout
         if isinstance(weights, Arena):
@@ -217,7 +214,6 @@ class WeightSync:
         return image, None
 
     def _copied(self, key: str, body: Tensor) -> Tensor:
-        """Copy bytes into a new buffer of the transport."""
         buffer = self._transport.allocate(key, len(body))
         buffer.copy_(body)
         for device in (body.device, buffer.device):

@@ -30,8 +30,7 @@ def kept(weights: Arena, *, on_host: bool) -> contextlib.AbstractContextManager[
 
 
 class OnHost(torch.autograd.graph.saved_tensors_hooks):
-    """Copies saved tensors to pinned host memory in a side stream, and back when the backward pass needs them. Weights stay on
-    the GPU, where they are anyway."""
+    """Copies saved tensors, except weights, to pinned host memory in a side stream, and back for the backward pass."""
 
     def __init__(self, weights: Arena) -> None:
         self._stream = torch.cuda.Stream()

@@ -46,7 +46,7 @@ class LocalTrainer:
         self._frees_memory = frees_memory
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute") if in_threads else None
         self._readers: set[object] = set()
-        """Publications that have not copied the weights yet: at most two, the second waiting until the first is held."""
+        """Publications that have not copied the weights yet; a second one waits for the first."""
         self._may_change = threading.Condition()
         self._is_held = asyncio.Event()  # the engines hold the last update, or it was aborted
         self._is_held.set()

@@ -129,26 +129,17 @@ class TrainerMemory:
     """Bytes. `str` formats a table."""
 
     weights: int
-    masters: int
-    """float32 copies of the bfloat16 weights."""
+    masters: int  # float32 copies of the bfloat16 weights
     gradients: int
     moments: int
-    references: int
-    """Weights of frozen models: a reference, a teacher."""
-    publishing: int
-    """Copies of the weights for the engines."""
-    activations: int
-    """At the end of a forward pass."""
-    head: int
-    """Workspace of the head."""
-    layer: int
-    """Workspace of one layer's backward pass; with recomputation, its activations too."""
-    process: int
-    """On a CPU, the process before it has a model."""
-    optimizer_in_passes: int
-    """Masters and moments that are on the device during a pass."""
-    tokens: int
-    """In the largest pass."""
+    references: int  # weights of frozen models: a reference, a teacher
+    publishing: int  # copies of the weights for the engines
+    activations: int  # at the end of a forward pass
+    head: int  # workspace of the head
+    layer: int  # workspace of one layer's backward pass; with recomputation, its activations too
+    process: int  # on a CPU, the process before it has a model
+    optimizer_in_passes: int  # masters and moments that are on the device during a pass
+    tokens: int  # in the largest pass
 
     @property
     def resident(self) -> int:

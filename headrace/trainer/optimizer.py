@@ -47,8 +47,6 @@ class Segment:
 
 
 class FlatAdamW:
-    """The optimizer of all trained parameters of some arenas."""
-
     def __init__(
         self, trained: Sequence[tuple[Arena, Mapping[str, nn.Parameter]]], settings: TrainSettings, *, offload: bool = False
     ) -> None:
@@ -110,8 +108,7 @@ class FlatAdamW:
         segment.gradient.zero_()
 
     def _parts(self, segment: Segment) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """Yield (masters, gradient, means, squares) for the update: all at once or, if offloaded, piece by piece on the GPU;
-        each piece is written back after use."""
+        """Yield (masters, gradient, means, squares): all at once or, if offloaded, in pieces, each written back after use."""
         if not self._is_offloaded:
             yield segment.masters, segment.gradient, segment.means, segment.squares
             return

@@ -20,8 +20,7 @@ Metrics = dict[str, float]
 class Trainer(Protocol):
     """Two methods train (`forward_backward`, `optim_step`); the others score, publish and checkpoint."""
 
-    num_passes: int
-    """Forward passes so far: shows that work progresses."""
+    num_passes: int  # forward passes so far: shows that work progresses
 
     def forward(self, batch: Batch, *, column: str = PROXIMAL) -> list[Array]:
         """[T] float32 per rollout: a column's value on each trained token, 0 elsewhere. `proximal`: logprobs under the current
@@ -58,10 +57,8 @@ class Published(NamedTuple):
 class PolicyTrainer(Protocol):
     """One policy's trainer as the loops see it: `LocalTrainer` in this process, or `RemoteTrainer` for another process."""
 
-    is_inline: bool
-    """It computes in the event loop, and blocks it meanwhile."""
-    num_steps: int
-    """Optimizer steps started; the weights change only when this does."""
+    is_inline: bool  # it computes in the event loop, and blocks it meanwhile
+    num_steps: int  # optimizer steps started; the weights change only when this does
 
     @property
     def is_lost(self) -> bool:

@@ -19,10 +19,8 @@ if TYPE_CHECKING:
 
     from headrace.trainer.optimizer import FlatAdamW
 
-OPTIMIZER_FILE = "trainer/optimizer.safetensors"
-"""In a subfolder, because other readers take every .safetensors file beside the configuration for weights."""
-VALUE_HEAD = "value_head"
-"""Prefix of the value head's parameters, saved with the optimizer because the folder itself is the policy."""
+OPTIMIZER_FILE = "trainer/optimizer.safetensors"  # other readers take .safetensors files in the folder itself for weights
+VALUE_HEAD = "value_head"  # prefix of the value head's parameters, saved with the optimizer: the folder itself is the policy
 
 
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, optimizer: FlatAdamW, folder: Path) -> None:

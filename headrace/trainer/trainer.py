@@ -172,8 +172,6 @@ class DeviceTrainer:
     def load(self, place: Path) -> None:
         saving.load(self.model, self.optimizer, place)
 
-    # Passes
-
     def _plan(self, rollouts: Sequence[Rollout]) -> list[list[Unit]]:
         share = self._settings.share_prefixes and not self._exact
         return plan_passes(rollouts, budget=self._settings.micro_batch_tokens, share=share)

@@ -250,7 +250,6 @@ class Sender:
     # Receivers
 
     def _serve(self, connection: socket.socket, is_closed: threading.Event) -> None:
-        """Serve one receiver's connection, in its own thread."""
         channel = accept(connection, token=self._token, is_closed=is_closed)
         if channel is None:
             return

@@ -160,7 +160,6 @@ def _cut(bits: Integers) -> list[Integers]:
 
 
 def _split(changes: Changes, size: int) -> list[Changes]:
-    """Split the changes of several chunks by chunk."""
     starts = np.arange(0, size, CHUNK)
     bounds = [*np.searchsorted(changes.positions, starts), len(changes.positions)]
     return [

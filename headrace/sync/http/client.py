@@ -50,9 +50,7 @@ class Place:
     piece_bytes: int
     sums: tuple  # type: ignore[type-arg]
     """A checksum per piece."""
-    share: float
-    """Share of the deadline after which a silent source is replaced. A parent in the tree has a smaller share than its
-    children, so that they stay with it while it looks for another source."""
+    share: float  # of the deadline, for a silent source; smaller for parents in the tree, so that they switch first
 
     @classmethod
     def read(cls, place: Mapping[str, Plain]) -> Place:
@@ -232,7 +230,6 @@ class Fetch:
             self._finish(start, piece)
 
     def _finish(self, start: int, piece: Tensor) -> None:
-        """Check a complete piece, let peers read it, write it."""
         if piece_sum(piece) != self.place.sums[start // self.place.piece_bytes]:
             self._at = start
             faults = self._faults[self._source] = self._faults.get(self._source, 0) + 1

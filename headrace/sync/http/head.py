@@ -14,16 +14,13 @@ _END = b"\r\n\r\n"
 
 
 class BadHead(ValueError):
-    """Not an HTTP head that our peers would send."""
-
     def __init__(self, message: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> None:
         super().__init__(message)
         self.status = status
 
 
 def read_head(connection: socket.socket, check: Callable[[], None]) -> tuple[str, dict[str, str]]:
-    """Read the first line, and the headers by lower-case name, and nothing past them. While waiting this calls `check`, which
-    raises to give up."""
+    """Read the first line and the headers (by lower-case name), nothing more. `check` is called meanwhile; it may raise."""
     head = bytearray()
     while not head.endswith(_END):
         check()

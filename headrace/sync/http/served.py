@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _GONE_KEYS = 16  # freed keys to remember, to tell "freed" from "unknown"
-_LEAVE_SECONDS = 5.0
-"""Users check a few times a second whether to leave. If one has not left by then, the memory is not reused."""
+_LEAVE_SECONDS = 5.0  # users check a few times a second whether to leave. If one stays longer, the memory is not reused.
 _BLOCK_WORDS = 512
 
 
@@ -84,11 +83,9 @@ class ServedBuffer:
 
 
 class ServedBuffers:
-    """All buffers of one end, by key."""
-
     def __init__(self) -> None:
         self._spare = Spare(TorchBuffer)
-        self._held: dict[str, ServedBuffer] = {}
+        self._held: dict[str, ServedBuffer] = {}  # by key
         self._gone: deque[str] = deque(maxlen=_GONE_KEYS)
         self._changed = threading.Condition()
         self._is_closed = False
