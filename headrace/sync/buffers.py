@@ -57,7 +57,7 @@ class Spare(Generic[B]):
         return self._make(num_bytes)
 
     def give(self, buffer: B) -> None:
-        """Return a buffer. The larger of it and the current spare is kept."""
+        """Take a buffer back; keep the larger of it and the current spare."""
         with self._lock:
             if self._spare is not None:
                 smaller, buffer = sorted((self._spare, buffer), key=lambda each: len(each.tensor))

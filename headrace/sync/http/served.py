@@ -23,7 +23,7 @@ _BLOCK_WORDS = 512
 
 
 def piece_sum(piece: Tensor) -> int:
-    """A checksum in one pass: sums of 4 KiB blocks, each times an odd number that depends on its position. It detects any
+    """A checksum in one pass: sums of 4 KiB blocks, each times an odd number that depends on its position. It detects a
     changed bit, and missing, doubled or swapped blocks. `crc32` takes eight times as long, which would halve the throughput of
     a fast link."""
     flat = piece.numpy()
