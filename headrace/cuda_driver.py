@@ -1,4 +1,4 @@
-"""Calls of the CUDA driver that torch does not offer."""
+"""CUDA driver calls that torch does not offer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _driver() -> ctypes.CDLL:
 
 
 def call(name: str, *arguments: object) -> None:
-    """Arguments are ctypes values. Raises unless the call succeeds."""
+    """Call a driver function with ctypes arguments; raise if it fails."""
     status = getattr(_driver(), name)(*arguments)
     if status == _OUT_OF_MEMORY:
         raise torch.OutOfMemoryError("the GPU has too little free memory; lower engine.kv_blocks or model.context")
@@ -25,7 +25,7 @@ def call(name: str, *arguments: object) -> None:
 
 
 class Bytes:
-    """GPU memory at an address, for `torch.as_tensor`. Does not own it."""
+    """A view of GPU memory for `torch.as_tensor`; does not own the memory."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {"shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 3}

@@ -1,9 +1,8 @@
-"""What a run keeps outside its folder (shared memory, sockets, files of weights), and how it is removed if the run is killed.
+"""Removes what killed runs left outside their run folder: shared memory, sockets, weight files.
 
-Everything a run makes in a shared place is named PREFIX-…. Beside it lies PREFIX.lock, which the launcher keeps locked (flock)
-while it lives; the system releases the lock when the process ends, however it ends. So whatever lies beside a lock that can be
-taken belongs to no live run, and the next run removes it. Neither age nor a process id would prove that: other users,
-containers and hosts may share the place.
+A run names everything it creates in a shared place PREFIX-…, and the launcher holds a lock (flock) on PREFIX.lock next to it.
+The system releases the lock when the process ends, however it ends. So if the lock can be taken, the run is dead, and the next
+run removes its files. Age or process id would not prove that: other users, containers and hosts may share the place.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _LOCK = re.compile(r"headrace-\d+-\w+\.lock")
 
 
 class Claim:
-    """Marks everything named PREFIX-… in a place as this process's."""
+    """Marks everything named PREFIX-… in a place as owned by this process."""
 
     def __init__(self, place: Path, prefix: str) -> None:
         self._place, self._prefix = place, prefix
@@ -38,7 +37,7 @@ class Claim:
             logging.getLogger("headrace").warning(message, place, error, prefix)
 
     def release(self) -> None:
-        """Remove all of it."""
+        """Remove everything with the prefix, and the lock."""
         remove(self._place, self._prefix)
         if self._descriptor is not None:
             os.close(self._descriptor)
@@ -56,11 +55,11 @@ def _locked(path: Path) -> int:
             raise
         if os.fstat(descriptor).st_nlink:
             return descriptor
-        os.close(descriptor)  # a sweep removed it between the two calls
+        os.close(descriptor)  # another run's sweep removed the file between the two calls
 
 
 def _this_host() -> list[str]:
-    """Its name and the id of its boot, which containers share."""
+    """The host's name and its boot id, which containers share."""
     names = [platform.node()]
     with contextlib.suppress(OSError):  # only Linux has it
         names.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
@@ -68,18 +67,18 @@ def _this_host() -> list[str]:
 
 
 def _is_this_host(names: list[str]) -> bool:
-    """By the boot, where both are known: hosts that share a file system may have the same name."""
+    """Compare boot ids if both are known: hosts that share a file system may have the same name."""
     ours = _this_host()
     return names[1:] == ours[1:] if names[1:] and ours[1:] else names[:1] == ours[:1]
 
 
 def orphans(place: Path) -> Iterator[str]:
-    """Prefixes of what dead runs of this user on this host left in a place; each stays locked until the next is asked for. The
-    locks of other hosts prove nothing: some file systems keep each host's locks to itself."""
+    """Yield the prefixes of this user's dead runs on this host, each locked until the next one is yielded. Locks of other hosts
+    prove nothing: some file systems do not share locks between hosts."""
     for lock in sorted(place.glob("headrace-*.lock")):
         if not _LOCK.fullmatch(lock.name):
             continue
-        with contextlib.suppress(OSError):  # its run is alive, it is another user's, or another run has just swept it
+        with contextlib.suppress(OSError):  # the run is alive, or another user's, or another run has just removed it
             descriptor = os.open(lock, os.O_RDWR | os.O_NOFOLLOW)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -91,14 +90,14 @@ def orphans(place: Path) -> Iterator[str]:
 
 
 def sweep(place: Path) -> None:
-    """Remove what dead runs left."""
+    """Remove what dead runs have left in a place."""
     for prefix in orphans(place):
-        with contextlib.suppress(OSError):  # part of it cannot be removed
+        with contextlib.suppress(OSError):  # some of it cannot be removed
             remove(place, prefix)
 
 
 def remove(place: Path, prefix: str) -> None:
-    """Everything with a prefix, and then its lock."""
+    """Remove everything with a prefix, then its lock."""
     for path in place.glob(f"{prefix}-*"):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)

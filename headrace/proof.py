@@ -1,4 +1,4 @@
-"""Proof that the other end knows the run's token. The token is never sent; a proof is good for one challenge only."""
+"""Proof that a peer knows the run's token. The token is never sent; a proof is valid for one challenge only."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import hmac
 
 
 def proof(token: str, *parts: str) -> str:
-    """Shows that its writer knows the token and meant these parts. The first part names the exchange it belongs to, so that
-    it cannot be replayed in another."""
+    """An HMAC of the parts under the token. The first part names the exchange, so that it cannot be replayed in another."""
     return hmac.new(token.encode(), "\0".join(parts).encode(errors="surrogatepass"), hashlib.sha256).hexdigest()
 
 
 def is_proven(claim: object, token: str, *parts: object) -> bool:
-    """Whether a claim, which may be anything that was received, is that proof."""
+    """Whether a received claim, which may be of any type, is that proof."""
     expected = proof(token, *map(str, parts))
     return isinstance(claim, str) and hmac.compare_digest(claim.encode(errors="surrogatepass"), expected.encode())

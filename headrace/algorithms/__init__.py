@@ -1,7 +1,7 @@
-"""Pure functions that turn rewards and logprobs into a gradient's weights: advantages, losses, corrections, and the KL.
+"""Pure functions from rewards and logprobs to the objective: advantages, losses, corrections, and the KL.
 
-`traits` says what other rooms must know of each by its name, without importing torch. To add a loss: a function and a line in
-the table of `losses.py`, and a line in `traits.py` where it differs from the usual.
+`traits` tells other rooms what they must know about each, without importing torch. To add a loss, add a function and a line in
+the table of `losses.py`, and a line in `traits.py` if it differs from the defaults.
 """
 
 from typing import TYPE_CHECKING

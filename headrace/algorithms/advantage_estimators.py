@@ -1,4 +1,4 @@
-"""Advantages: how much better a rollout, or a token of it, did than was to be expected."""
+"""Advantages: how much better than expected a rollout, or a token of it, did."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from headrace.records import Array, Rollout
 
 _ROUNDING = 1e-6
-"""Of the largest value, or of 1 where all are smaller: a standard deviation up to this is rounding. Float32 rewards of siblings
-that did equally well may lie some 1e-7 of their size apart, and a weighted sum that cancels as far from 0."""
+"""A standard deviation up to this, relative to the largest value or 1, counts as rounding: equal float32 rewards may differ by
+some 1e-7 of their size, and a weighted sum that cancels may be that far from 0."""
 
 
 def advantages(rewards: Sequence[float], *, kind: str) -> Array:
-    """One per sibling. `group`: (r − mean) ÷ std; `group_mean`: r − mean; `leave_one_out`: r − mean of the others."""
+    """[siblings]. `group`: (r − mean) ÷ std; `group_mean`: r − mean; `leave_one_out`: r − mean of the others."""
     if kind == "group":
         return normalised(rewards)
     values = np.asarray(rewards, dtype=np.float64)
@@ -31,8 +31,8 @@ def advantages(rewards: Sequence[float], *, kind: str) -> Array:
 
 
 def batch_advantages(groups: Sequence[Sequence[float]], *, kind: str) -> list[Array]:
-    """One per rollout of each group, from the rewards of a whole version's groups. `global`: (r − mean) ÷ std over all of them;
-    `reward`: r; `gae`, `distill`: 0, for theirs are of single tokens and come later; others are `advantages` of each group."""
+    """One advantage per rollout, by group, for all groups of a version. `global`: (r − mean) ÷ std over all of them; `reward`:
+    r; `gae`, `distill`: 0, because theirs are per token and computed later; others: `advantages` of each group."""
     if kind == "global":
         rewards = np.concatenate([np.zeros(0), *(np.asarray(group, dtype=np.float64) for group in groups)])
         scaled = normalised(rewards)
@@ -45,7 +45,7 @@ def batch_advantages(groups: Sequence[Sequence[float]], *, kind: str) -> list[Ar
 
 
 def normalised(values: Sequence[float] | Array) -> Array:
-    """(value − mean) ÷ std, float32; 0 where they differ by no more than rounding."""
+    """(value − mean) ÷ std, float32; all 0 if the values differ only by rounding."""
     wide: Array = np.asarray(values, dtype=np.float64)
     if not len(wide):
         return wide.astype(np.float32)
@@ -57,8 +57,8 @@ def normalised(values: Sequence[float] | Array) -> Array:
 
 
 def token_rewards(rollout: Rollout, reward: float) -> Array:
-    """[T] float32: the outcome's reward on the last trained token, and each step reward on the trained token at or before it.
-    One before the first trained token followed from nothing that is trained, and is left out."""
+    """[T] float32: the outcome's reward on the last trained token, and each step reward on the last trained token up to its
+    index. A step reward before the first trained token is left out: no trained token earned it."""
     rewards = np.zeros(len(rollout), dtype=np.float32)
     trained = np.flatnonzero(rollout.loss_mask)
     if not len(trained):
@@ -72,11 +72,9 @@ def token_rewards(rollout: Rollout, reward: float) -> Array:
 
 
 def gae(rewards: Array, values: Array, *, discount: float, trace: float) -> tuple[Array, Array]:
-    """(advantages, returns), float32, of one rollout's trained tokens in order.
-
-    δ_t = r_t + γ V_{t+1} − V_t and A_t = δ_t + γ λ A_{t+1}, R_t = A_t + V_t, with `discount` γ and `trace` λ. V_t is of the
-    state before token t was drawn; after the last token there is nothing to expect.
-    """
+    """(advantages, returns), float32, of one rollout's trained tokens in order: δ_t = r_t + γ V_{t+1} − V_t,
+    A_t = δ_t + γ λ A_{t+1}, R_t = A_t + V_t, with `discount` γ and `trace` λ. V_t is the value before token t was sampled; it
+    is 0 after the last token."""
     now = np.asarray(values, dtype=np.float64)
     later = np.append(now[1:], 0.0)[: len(now)]
     errors = np.asarray(rewards, dtype=np.float64) + discount * later - now

@@ -1,18 +1,11 @@
-"""The per-token columns of a rollout that have a meaning here. Any other is the user's own."""
+"""The per-token columns of a rollout that Headrace itself uses. Users may add others."""
 
 from __future__ import annotations
 
-PROXIMAL = "proximal"
-"""Logprobs under the policy at the start of the version."""
-REFERENCE = "reference"
-"""Logprobs under the model that the KL is taken to."""
-TEACHER = "teacher"
-"""Logprobs under the model that is learnt from."""
-VALUES = "values"
-"""What the value head expected, at the start of the version, of the state before the token was drawn."""
-RETURNS = "returns"
-"""What came of that state: the target of the value head."""
-REWARDS = "rewards"
-"""The reward of the token itself, of which `gae` makes advantages and returns."""
-COMPUTED = (PROXIMAL, REFERENCE, TEACHER, VALUES)
-"""Those a trainer computes where a batch lacks them; others must be there."""
+PROXIMAL = "proximal"  # logprobs under the policy at the start of the version
+REFERENCE = "reference"  # logprobs under the reference model of the KL
+TEACHER = "teacher"  # logprobs under the teacher of a distillation
+VALUES = "values"  # the value head's estimate, at the start of the version, of the state before the token was sampled
+RETURNS = "returns"  # the return from that state: the target of the value head
+REWARDS = "rewards"  # the token's own reward, from which `gae` computes advantages and returns
+COMPUTED = (PROXIMAL, REFERENCE, TEACHER, VALUES)  # by the trainer, if the batch lacks them

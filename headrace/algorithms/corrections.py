@@ -1,9 +1,9 @@
-"""Importance weights: μ sampled the token (its logprob is recorded), π_prox is the policy at the start of the step.
+"""Importance weights ρ = π_prox / μ, detached: μ sampled the token (with the recorded logprob), π_prox is the policy at the
+start of the step.
 
-ρ = π_prox / μ, detached. Each correction is a function of log ρ, and some of which rollout a token belongs to and of its
-advantage. Those in `MASKS` give 0 or 1, and the loss's ratio stays against μ; the others hold ρ, and it is taken against
-π_prox. Those in `BATCH_WIDE` compare a token with all others of the batch and need them all at once, so that the result does
-not depend on how rollouts are packed into passes.
+A correction is a function of log ρ; some also use the token's rollout and advantage. Those in `MASKS` return 0 or 1, and the
+loss's ratio is relative to μ. The others contain ρ, and the ratio is relative to π_prox. Those in `BATCH_WIDE` compare a token
+with all others and need the whole batch at once, so that the result does not depend on packing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BATCH_WIDE = frozenset(name for name, traits in CORRECTIONS_WITH_TRAITS.items() 
 
 @dataclass(frozen=True)
 class _Tokens:
-    """N tokens of whole rollouts."""
+    """[N] each, of whole rollouts."""
 
     log_ratio: Tensor
     sequence: Tensor
@@ -40,8 +40,6 @@ class _Tokens:
 
 
 class Correction(Protocol):
-    """Tokens and constants to weights."""
-
     def __call__(self, tokens: _Tokens, *, cap: float, floor: float, limit: float) -> Tensor: ...
 
 
@@ -76,15 +74,15 @@ def geometric_masked(tokens: _Tokens, *, cap: float, floor: float, limit: float)
 
 
 def off_policy_sequences(tokens: _Tokens, *, cap: float, floor: float, limit: float) -> Tensor:
-    """OPSM: 0 for rollouts of negative advantage (its mean over the rollout) whose mean log(μ/π_prox) exceeds `limit`, else 1:
-    what did badly and has become unlikely by now is left alone."""
+    """OPSM: 0 for rollouts with a negative mean advantage whose mean log(μ/π_prox) exceeds `limit`, else 1: bad rollouts that
+    have become unlikely are left alone."""
     is_off = tokens.mean(-tokens.log_ratio) > limit
     return (~(is_off & (tokens.mean(tokens.advantages) < 0))).to(tokens.log_ratio.dtype)
 
 
 def second_moment(tokens: _Tokens, *, cap: float, floor: float, limit: float) -> Tensor:
-    """M2PO: 0 for the tokens of largest |log ρ|, as many as it takes for the mean of log² ρ over the rest to be at most
-    `limit`; 1 for the rest. Tokens that are equally far off are kept or left out together."""
+    """M2PO: 0 for just enough tokens of the largest |log ρ| that the mean of log² ρ over the rest is at most `limit`; 1 for
+    the rest. Tokens with equal |log ρ| are kept or dropped together."""
     squares = tokens.log_ratio.double().square()
     ordered = squares.sort().values
     running = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1, device=ordered.device)
@@ -116,7 +114,7 @@ def importance_weights(
     floor: float = 0.5,
     limit: float = 0.04,
 ) -> Tensor:
-    """The weights of a correction by name; `none` weighs everything 1. `sequence` says which rollout each token is of."""
+    """Apply a correction by name; `none` gives 1. `sequence` [N] is the index of each token's rollout."""
     if name == "none":
         return torch.ones_like(log_ratio)
     tokens = _Tokens(log_ratio.detach(), sequence, num_sequences, advantages)

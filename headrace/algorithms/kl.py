@@ -13,18 +13,18 @@ if TYPE_CHECKING:
 
 
 def k1(logprobs: Tensor, other: Tensor) -> Tensor:
-    """d = log π − log π_ref, unbiased. The gradient is `k2`'s, because that of d itself is 0 on average, whatever π_ref is."""
+    """d, unbiased. The gradient is `k2`'s, because d's own gradient is 0 on average, whatever π_ref is."""
     squared = k2(logprobs, other)
     return (logprobs - other).detach() + squared - squared.detach()
 
 
 def k2(logprobs: Tensor, other: Tensor) -> Tensor:
-    """d²/2, whose gradient d ∇log π is that of KL(π ‖ π_ref) on tokens drawn by π."""
+    """d²/2, whose gradient d ∇log π is that of KL(π ‖ π_ref) on tokens sampled by π."""
     return 0.5 * (logprobs - other).square()
 
 
 def k3(logprobs: Tensor, other: Tensor) -> Tensor:
-    """exp(−d) − 1 + d: unbiased, never negative, GRPO's."""
+    """exp(−d) − 1 + d: unbiased, never negative; used by GRPO."""
     return ratio_of(other - logprobs) - 1 + (logprobs - other)
 
 

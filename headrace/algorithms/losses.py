@@ -1,17 +1,17 @@
-"""Losses: pure functions from per-token tensors to one loss per token. Yours is one more, named `module:name`.
+"""Losses: pure functions from per-token tensors to one loss per token. Add your own by naming it `module:name`.
 
-A loss takes `TokenTensors` and its constants as keywords, and returns the loss of each token and what should be logged
-(tensors of the same shape, averaged over tokens). Weights, corrections, the KL and the sum are not its work:
+A loss takes `TokenTensors`, and its constants as keywords. It returns each token's loss and a dict of metrics (tensors of the
+same shape, averaged over tokens). The trainer applies weights, corrections, the KL and the sum:
 
     def my_loss(tokens, *, clip=0.2):
         ratio = tokens.ratio()
         return -torch.minimum(ratio * tokens.advantages, ratio.clamp(1 - clip, 1 + clip) * tokens.advantages), {}
 
-A correction multiplies the policy's term. A term it must not touch, such as a value loss, is returned third. A loss that reads
-a column of the rollouts declares it with `@needs("teacher")` and finds it in `tokens.columns`.
+The correction multiplies the first term. A third return value, such as a value loss, is not corrected. A loss that reads a
+column of the rollouts declares it with `@needs("teacher")` and finds it in `tokens.columns`.
 
-Notation: r = π/π_old and ρ = π/μ, where μ sampled the token; without a correction that holds π_prox/μ, π_old is μ. A is the
-advantage; sg(·) carries no gradient.
+Notation: r = π/π_old, where π_old is π_prox if the correction contains π_prox/μ, else μ, which sampled the token. A is the
+advantage; sg(·) stops the gradient.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ AnyLoss = TypeVar("AnyLoss", bound="Callable[..., Any]")
 
 
 def needs(*columns: str) -> Callable[[AnyLoss], AnyLoss]:
-    """Declare the columns a loss reads. The trainer computes `proximal`, `reference`, `teacher` and `values` where a rollout
-    lacks them; a loss that needs `values` gets a value head. Any other column must come with the rollouts."""
+    """Declare the columns that a loss reads. The trainer computes `proximal`, `reference`, `teacher` and `values` (with a value
+    head) if rollouts lack them. Any other column must come with the rollouts."""
 
     def mark(loss: AnyLoss) -> AnyLoss:
         loss.needs = columns  # type: ignore[attr-defined]  # a function carries any attribute
@@ -63,16 +63,13 @@ def reinforce(tokens: TokenTensors) -> LossResult:
 
 
 def supervised(tokens: TokenTensors) -> LossResult:
-    """−log π of a demonstration; advantages are not looked at."""
+    """−log π of a demonstration; ignores advantages."""
     return -tokens.logprobs, {}
 
 
 def gspo(tokens: TokenTensors, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> LossResult:
-    """GSPO: −min(s A, clip(s, 1 − clip_low, 1 + clip_high) A), s = (Π r)^(1/|y|) over the rollout.
-
-    s is written sg(s) · π/sg(π) for each token: the same gradient where advantage and weight are those of the whole rollout,
-    and the right one where they are not.
-    """
+    """GSPO: −min(s A, clip(s, 1 − clip_low, 1 + clip_high) A), s = (Π r)^(1/|y|) over the rollout. Per token, s is written
+    sg(s) · π/sg(π), whose gradient is also correct if a rollout's tokens differ in advantage or weight."""
     log_ratio = tokens.log_ratio().detach()
     ratio = ratio_of(tokens.sequence_mean(log_ratio) + tokens.logprobs - tokens.logprobs.detach())
     loss, is_clipped = clipped_surrogate(ratio, tokens.advantages, clip_low=clip_low, clip_high=clip_high)
@@ -80,15 +77,14 @@ def gspo(tokens: TokenTensors, *, clip_low: float = 3e-4, clip_high: float = 4e-
 
 
 def cispo(tokens: TokenTensors, *, clip_low: float = 1.0, clip_high: float = 4.0) -> LossResult:
-    """CISPO: −sg(clip(r, 1 − clip_low, 1 + clip_high)) A log π: every token keeps a gradient. 1 is no lower clip."""
+    """CISPO: −sg(clip(r, 1 − clip_low, 1 + clip_high)) A log π: every token keeps a gradient. clip_low = 1: no lower clip."""
     ratio = tokens.ratio().detach()
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     return -clipped * tokens.advantages * tokens.logprobs, {"clipped": (clipped != ratio).float()}
 
 
 def topr(tokens: TokenTensors) -> LossResult:
-    """TOPR: −w A log π, w = 1 where A ≥ 0, else sg(clip(Π r, 0, 1)), the product over the rollout: what did badly and is
-    unlikely by now is left alone."""
+    """TOPR: −w A log π, w = 1 if A ≥ 0, else sg(min(Π r, 1)) over the rollout: bad rollouts now unlikely count little."""
     ratio, is_negative = ratio_of(tokens.sequence_sum(tokens.log_ratio().detach())), tokens.advantages < 0
     weight = torch.where(is_negative, ratio.clamp_max(1.0), 1.0)
     return -weight * tokens.advantages * tokens.logprobs, {"clipped": (is_negative & (ratio > 1)).float()}
@@ -96,24 +92,21 @@ def topr(tokens: TokenTensors) -> LossResult:
 
 @needs("proximal")
 def decoupled_ppo(tokens: TokenTensors, *, clip_low: float = 0.2, clip_high: float = 0.2, cap: float = 5.0) -> LossResult:
-    """Decoupled PPO: −sg(ρ) min(r A, clip(r, 1 − clip_low, 1 + clip_high) A), ρ = π_prox/μ, r = π/π_prox. Tokens with ρ > cap
-    are dropped, not clamped."""
+    """Decoupled PPO: −sg(ρ) min(r A, clip(r, 1 − clip_low, 1 + clip_high) A), ρ = π_prox/μ, r = π/π_prox; 0 if ρ > cap."""
     return _decoupled(tokens, tokens.proximal, clip_low=clip_low, clip_high=clip_high, cap=cap)
 
 
 def a3po(tokens: TokenTensors, *, clip_low: float = 0.2, clip_high: float = 0.2, cap: float = 5.0) -> LossResult:
-    """A-3PO: decoupled PPO with log π_prox = log μ + a (log π − log μ), a = (v_prox − v_μ)/(v − v_μ).
-
-    v_prox is the version being trained from, v = v_prox + 1 the one being made: a = lag/(lag + 1), and no extra forward pass.
-    """
+    """A-3PO: decoupled PPO with log π_prox = log μ + a (log π − log μ), a = (v_prox − v_μ)/(v − v_μ): no extra forward pass.
+    v_prox is the version being trained and v = v_prox + 1 the next, so a = lag/(lag + 1)."""
     lag = (tokens.version - tokens.versions).clamp_min(0).to(tokens.recorded.dtype)
     proximal = tokens.recorded + lag / (lag + 1) * (tokens.logprobs.detach() - tokens.recorded)
     return _decoupled(tokens, proximal, clip_low=clip_low, clip_high=clip_high, cap=cap)
 
 
 def dppo(tokens: TokenTensors, *, mask: float = 0.2, cap: float = 10.0, tau: float = 1e-3) -> TwoTerms:
-    """DPPO: −min(r, cap) A + τ log² r; the first term is dropped where the token's probability has already moved by more than
-    `mask` the way A pushes it: π − π_old > mask for A > 0, < −mask for A ≤ 0."""
+    """DPPO: −min(r, cap) A + τ log² r; the first term is dropped if the token's probability has already moved by more than
+    `mask` in A's direction: π − π_old > mask for A > 0, < −mask for A ≤ 0."""
     moved = tokens.logprobs.detach().exp() - tokens.old.exp()
     is_past = torch.where(tokens.advantages > 0, moved > mask, moved < -mask)
     gain = torch.where(is_past, 0.0, tokens.ratio().clamp_max(cap) * tokens.advantages)
@@ -121,8 +114,7 @@ def dppo(tokens: TokenTensors, *, mask: float = 0.2, cap: float = 10.0, tau: flo
 
 
 def m2po(tokens: TokenTensors) -> LossResult:
-    """M2PO: −r A, nothing clipped: the correction of the same name, which comes with it, has left out the tokens whose ratio
-    is farthest from 1."""
+    """M2PO: −r A without clipping: its correction, of the same name, drops the tokens whose ratio is farthest from 1."""
     return -tokens.ratio() * tokens.advantages, {}
 
 
@@ -141,10 +133,8 @@ def ppo(
     value_clip: float = 0.2,
     value_weight: float = 0.5,
 ) -> TwoTerms:
-    """PPO: −min(r A, clip(r) A) + value_weight · ½ max((V − R)², (clip(V, V_old ± value_clip) − R)²).
-
-    V_old and R are the columns `values` and `returns`, which `train.advantage = "gae"` makes.
-    """
+    """PPO: −min(r A, clip(r) A) + value_weight · ½ max((V − R)², (clip(V, V_old ± value_clip) − R)²). V_old and R are the
+    columns `values` and `returns`, which `train.advantage = "gae"` fills."""
     assert tokens.values is not None, "call_loss has looked"
     loss, is_clipped = clipped_surrogate(tokens.ratio(), tokens.advantages, clip_low=clip_low, clip_high=clip_high)
     old, returns = tokens.columns[VALUES], tokens.columns[RETURNS]
@@ -162,15 +152,14 @@ def ppo(
 
 @needs(TEACHER)
 def distill(tokens: TokenTensors, *, cap: float = 2.0) -> LossResult:
-    """On-policy distillation: sg(min(r, cap)) ½ (log π − log π_T)², whose gradient is that of the reverse KL to the teacher.
-    Advantages are not looked at."""
+    """On-policy distillation: sg(min(r, cap)) ½ (log π − log π_T)², with the gradient of the reverse KL. Ignores advantages."""
     teacher = tokens.columns[TEACHER]
     weight = tokens.ratio().detach().clamp_max(cap)
     return weight * k2(tokens.logprobs, teacher), {"teacher_kl": (tokens.logprobs - teacher).detach()}
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
-    """−min(r A, clip(r) A), and 1 where the clip took hold."""
+    """−min(r A, clip(r) A), and 1 where the ratio was clipped."""
     free, clipped = ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
     return -torch.minimum(free, clipped), (clipped < free).detach().float()
 
@@ -202,7 +191,7 @@ LOSSES: dict[str, Loss] = {
 
 
 def needed_columns(loss: str, correction: str = "none", kl: str = "none") -> tuple[str, ...]:
-    """The columns that a loss, a correction and a KL look at, by their names, each once."""
+    """Return the columns that a loss, a correction and a KL read, each once."""
     wanted = getattr(resolve_loss(loss), "needs", ())
     if isinstance(wanted, str) or not all(isinstance(name, str) for name in wanted):
         raise ConfigError(f"train.loss = {loss!r}: its `needs` must be a tuple of column names, not {wanted!r}")
@@ -213,8 +202,7 @@ def needed_columns(loss: str, correction: str = "none", kl: str = "none") -> tup
 def call_loss(
     name: str, tokens: TokenTensors, constants: Mapping[str, float]
 ) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
-    """Call a loss by name and check the form of what it gives: a mean would silently be weighed a second time. The third is
-    the part that no correction weighs, None where there is none."""
+    """Call a loss by name and check shapes: a mean would silently be weighted twice. The third result is uncorrected."""
     _check_columns(name, tokens)
     result = resolve_loss(name)(tokens, **constants)
     if not isinstance(result, tuple) or len(result) not in (2, 3):
@@ -232,7 +220,7 @@ def call_loss(
 
 
 def resolve_loss(name: str) -> Loss:
-    """A loss of ours by name, or a user's by `module:name`."""
+    """Find a built-in loss by name, or a user's by `module:name`."""
     if name in LOSSES:
         return LOSSES[name]
     if ":" in name:
@@ -242,7 +230,7 @@ def resolve_loss(name: str) -> Loss:
 
 
 def missing_column(what: str, column: str) -> ValueError:
-    """For a column that is needed and neither came with the rollouts nor was computed."""
+    """The error for a needed column that neither came with the rollouts nor was computed."""
     fix = {
         REFERENCE: "the trainer computes it from train.reference",
         TEACHER: "name a model in train.teacher, or have the environment put it on every rollout",
@@ -262,5 +250,5 @@ def _check_columns(name: str, tokens: TokenTensors) -> None:
 
 
 def columns_to_bring(loss: str, correction: str = "none", kl: str = "none") -> tuple[str, ...]:
-    """Needed columns that no trainer computes."""
+    """Return the needed columns that must come with the rollouts."""
     return tuple(column for column in needed_columns(loss, correction, kl) if column not in COMPUTED)

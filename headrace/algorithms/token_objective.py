@@ -1,5 +1,4 @@
-"""What a batch asks to be minimised, as a pure function of per-token tensors: Σ weight · (correction · loss + β KL). A term
-that a loss returns apart is not corrected either."""
+"""The objective of a batch, a pure function of per-token tensors: Σ weight · (correction · loss + uncorrected loss + β KL)."""
 
 from __future__ import annotations
 
@@ -23,22 +22,16 @@ if TYPE_CHECKING:
 
 
 class Objective(NamedTuple):
-    """Of one pass."""
+    """The objective of one pass: `loss` is a sum over tokens, `correction` [N] are weights, `seen` are metrics of [N] each."""
 
     loss: Tensor
-    """What is to be differentiated: a sum, to be added to those of other passes."""
     correction: Tensor
-    """[N] the weight that the batch's correction gives each token."""
     seen: dict[str, Tensor]
-    """[N] each, what the loss and the KL have to say, to be averaged over tokens."""
 
 
 def objective(tokens: TokenTensors, weights: Tensor, batch: Batch, *, correction: Tensor | None = None) -> Objective:
-    """Apply the loss, the KL and the correction that `batch` names; of the batch only its names and constants are looked at.
-
-    `weights` [N] are the batch's own. `correction` [N] is given where it was computed over the whole batch
-    (`batch_correction`), and must be for those in `BATCH_WIDE`.
-    """
+    """Apply the loss, the KL and the correction that `batch` names; only its names and constants are read. `weights` [N] are
+    the batch's. `correction` [N], from `batch_correction`, is required for corrections in `BATCH_WIDE`."""
     losses, seen, uncorrected = call_loss(batch.loss, tokens, batch.constants)
     if batch.kl != "none":
         if REFERENCE not in tokens.columns:
@@ -61,16 +54,14 @@ def objective(tokens: TokenTensors, weights: Tensor, batch: Batch, *, correction
 
 
 def ratio_base(correction: str, *, recorded: Tensor, proximal: Tensor) -> Tensor:
-    """What ratios are taken against: π_prox where the correction holds π_prox/μ, else μ."""
+    """Return the denominator of ratios: π_prox if the correction contains π_prox/μ, else μ."""
     return recorded if correction == "none" or correction in MASKS else proximal
 
 
 def batch_correction(batch: Batch, proximal: Sequence[Array]) -> list[Array]:
-    """[T] float32 per rollout: the batch's correction computed over all its trained tokens at once, 0 on the others.
-
-    `proximal` [T] per rollout are logprobs at the start of the version. For those in `BATCH_WIDE` this is the only way that
-    does not depend on packing; for the others it gives what `objective` computes by itself.
-    """
+    """[T] float32 per rollout: the batch's correction, computed over all its trained tokens at once; 0 on other tokens.
+    `proximal`: [T] per rollout, logprobs at the start of the version. For corrections in `BATCH_WIDE` only this is independent
+    of packing; for others it equals what `objective` computes."""
     masks = [rollout.loss_mask for rollout in batch.rollouts]
     counts = [int(np.count_nonzero(mask)) for mask in masks]
 

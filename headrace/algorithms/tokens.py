@@ -1,4 +1,4 @@
-"""The per-token tensors that losses are functions of, and sums over the tokens of each rollout."""
+"""The per-token tensors that losses take, and sums over the tokens of each rollout."""
 
 from __future__ import annotations
 
@@ -10,45 +10,42 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-MOST_LOG_RATIO = 20.0
-"""|log ratio| beyond this is cut off: e²⁰ is past every clip in use, and finite."""
+MOST_LOG_RATIO = 20.0  # |log ratio| is clamped to this: e²⁰ is finite, and beyond every clip in use
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenTensors:
-    """N trained tokens of whole rollouts. π are the weights being trained, μ those that drew a token."""
+    """N trained tokens of whole rollouts; all tensors are [N]. π is the policy being trained, μ the one that sampled."""
 
     logprobs: Tensor
-    """[N] log π, with a gradient."""
+    """log π, with a gradient."""
     recorded: Tensor
-    """[N] log μ, of the distribution the engine really drew from."""
+    """log μ, under the distribution the engine really sampled from."""
     proximal: Tensor
-    """[N] log π_prox, under the policy at the start of the version."""
+    """log π_prox, under the policy at the start of the version."""
     old: Tensor
-    """[N] what ratios are taken against: `recorded`, or `proximal` where a correction weighs by π_prox/μ."""
+    """Denominator of ratios: `proximal` if the correction contains π_prox/μ, else `recorded`."""
     advantages: Tensor
-    """[N] as they came with the batch."""
     sequence: Tensor
-    """[N] which rollout of this pass a token belongs to, from 0."""
+    """Index of the token's rollout in this pass, below `num_sequences`."""
     num_sequences: int
-    """Rollouts of this pass."""
     versions: Tensor
-    """[N] the version that drew each token."""
+    """The version that sampled each token."""
     version: int
-    """The version being trained from."""
+    """The version being trained."""
     columns: dict[str, Tensor]
-    """[N] each: whatever columns every rollout of the batch has, and those the trainer computed."""
+    """Columns that every rollout of the batch has, and those that the trainer computed."""
     entropy: Tensor
-    """[N] of the distribution each token could be drawn from, without a gradient."""
+    """Of each token's distribution, without a gradient."""
     values: Tensor | None = None
-    """[N] what the value head expects of the state before each token, with a gradient; None where there is no such head."""
+    """The value head's estimate before each token, with a gradient; None without a value head."""
 
     def log_ratio(self) -> Tensor:
         """[N] log π − log π_old."""
         return self.logprobs - self.old
 
     def ratio(self) -> Tensor:
-        """[N] π / π_old, cut off where it would overflow."""
+        """[N] π / π_old, clamped to finite values."""
         return ratio_of(self.log_ratio())
 
     def sequence_sum(self, values: Tensor) -> Tensor:
@@ -61,12 +58,12 @@ class TokenTensors:
 
 
 def ratio_of(log_ratio: Tensor) -> Tensor:
-    """e to the log ratio, cut off where it would overflow."""
+    """exp(log_ratio), clamped to finite values."""
     return log_ratio.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO).exp()
 
 
 def sequence_sum(values: Tensor, sequence: Tensor, *, num_sequences: int) -> Tensor:
-    """[N]: for each token the sum of `values` [N] over its sequence. `sequence` [N] holds numbers below `num_sequences`."""
+    """[N]: for each token the sum of `values` [N] over its sequence. `sequence` [N] holds indices below `num_sequences`."""
     sums = values.new_zeros(num_sequences).index_add(0, sequence, values)
     return sums.index_select(0, sequence)
 

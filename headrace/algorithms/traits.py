@@ -1,4 +1,4 @@
-"""What other rooms must know of a loss, a correction or an advantage before torch is imported."""
+"""What other rooms must know about losses, corrections and advantages, without importing torch."""
 
 from __future__ import annotations
 
@@ -9,37 +9,24 @@ from headrace.algorithms.columns import TEACHER, VALUES
 
 @dataclass(frozen=True)
 class LossTraits:
-    """Of a loss by its name; a user's own has the defaults."""
+    """A user's own loss has the defaults."""
 
-    is_per_sequence: bool = False
-    """Its ratio belongs to the whole rollout, so each rollout counts the same, however long."""
-    has_importance_weight: bool = False
-    """It applies π_prox/μ itself."""
-    correction: str = "none"
-    """The correction that is part of it."""
+    is_per_sequence: bool = False  # its ratio is one per rollout, so each rollout counts the same, however long
+    has_importance_weight: bool = False  # it applies π_prox/μ itself
+    correction: str = "none"  # the correction that is part of the loss
 
 
 @dataclass(frozen=True)
 class CorrectionTraits:
-    """Of a correction."""
-
-    is_mask: bool = False
-    """It gives 0 or 1, and the loss's ratio stays against the recorded logprobs."""
-    needs_whole_batch: bool = False
-    """It judges a token by all others of the batch."""
-    usual_limit: float = 0.0
-    """What `staleness.limit = 0` means; 0 where the correction takes `cap` and `floor` instead."""
+    is_mask: bool = False  # it returns 0 or 1, and the loss's ratio is relative to the recorded logprobs
+    needs_whole_batch: bool = False  # it compares a token with all others of the batch
+    usual_limit: float = 0.0  # the default for `staleness.limit = 0`; 0 if the correction takes `cap` and `floor` instead
 
 
 @dataclass(frozen=True)
 class AdvantageTraits:
-    """Of an advantage."""
-
-    compares_siblings: bool = False
-    """A group needs at least two scored rollouts."""
-    made_from: str = ""
-    """The column, computed by the trainer, that advantages of single tokens are made from; empty where each rollout has one
-    advantage that follows from rewards alone."""
+    compares_siblings: bool = False  # a group needs at least two scored rollouts
+    made_from: str = ""  # the column that per-token advantages are computed from; empty if each rollout has one advantage
 
     @property
     def learns_values(self) -> bool:

@@ -1,11 +1,11 @@
 """How weights reach the engines: a payload (what travels) over a transport (how it travels).
 
-The trainer's side reads its weights (`WeightSync.offer`), pushes them where receivers cannot fetch by themselves (`send`) and
-frees their memory (`release`, `abort`). An engine writes them into its second set of weights (`receive`) and computes the
-checksums of what it now holds: a version counts as held only if they are the manifest's.
+The trainer's end reads its weights (`WeightSync.offer`), pushes them to receivers that cannot fetch (`send`), and frees their
+memory (`release`, `abort`). An engine writes them into its second set of weights (`receive`) and checks its checksums against
+the manifest: only then does it hold the version.
 
-`table.py` lists the choices. To add a transport: a file with a subclass of `Transport`, a line in the table, a line in
-`docs/sync.md`. To add a payload: the same with `FullPayload`.
+`table.py` lists the choices. To add a transport, add a file with a subclass of `Transport`, a line in the table, and a line in
+`docs/sync.md`. To add a payload, do the same with a subclass of `FullPayload`.
 """
 
 from typing import TYPE_CHECKING

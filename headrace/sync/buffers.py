@@ -1,4 +1,4 @@
-"""A transport's buffers by key. A freed one is kept for the next key: memory that was touched before is faster than new."""
+"""A transport's buffers, by key. A freed buffer is reused for the next key: touched memory is faster than fresh memory."""
 
 from __future__ import annotations
 
@@ -15,18 +15,15 @@ if TYPE_CHECKING:
 
 
 class Buffer(Protocol):
-    """Memory of a transport."""
+    """A transport's memory. `tensor` is all of it, as 1-D uint8."""
 
     tensor: Tensor
-    """All of it: one dimension of uint8."""
 
     def drop(self) -> None:
-        """Give it back."""
+        """Free the memory."""
 
 
 class TorchBuffer:
-    """From torch's own memory, on any device."""
-
     def __init__(self, num_bytes: int, device: torch.device | str = "cpu") -> None:
         import torch
 
@@ -35,15 +32,14 @@ class TorchBuffer:
         self.tensor = allocate_bytes(num_bytes, torch.device(device))
 
     def drop(self) -> None:
-        """Freed with the last reference."""
+        """Do nothing: torch frees it with the last reference."""
 
 
 B = TypeVar("B", bound=Buffer)
 
 
 class Spare(Generic[B]):
-    """Makes buffers, and keeps at most one that was given back: the next update is written while the last may still be read,
-    and no more are needed."""
+    """Makes buffers and keeps one returned buffer for reuse: the next update is written while the last may still be read."""
 
     def __init__(self, make: Callable[[int], B]) -> None:
         self._make = make
@@ -51,7 +47,7 @@ class Spare(Generic[B]):
         self._lock = threading.Lock()
 
     def take(self, num_bytes: int) -> B:
-        """The spare one if it is large enough, or a new one."""
+        """Return the spare if it is large enough, else a new buffer."""
         with self._lock:
             buffer, self._spare = self._spare, None
         if buffer is not None and len(buffer.tensor) >= num_bytes:
@@ -61,7 +57,7 @@ class Spare(Generic[B]):
         return self._make(num_bytes)
 
     def give(self, buffer: B) -> None:
-        """Keep it for the next, unless a larger one is kept already."""
+        """Take a buffer back; keep the larger of it and the current spare."""
         with self._lock:
             if self._spare is not None:
                 smaller, buffer = sorted((self._spare, buffer), key=lambda each: len(each.tensor))
@@ -76,12 +72,11 @@ class Spare(Generic[B]):
 
 
 class BufferedTransport(Transport, Generic[B]):
-    """A transport that holds what it offers in buffers of one kind."""
+    """A transport that keeps what it offers in buffers of one kind."""
 
     def __init__(self, make: Callable[[int], B]) -> None:
         self._spare = Spare(make)
-        self._held: dict[str, tuple[B, int]] = {}
-        """By key, with the number of bytes in use."""
+        self._held: dict[str, tuple[B, int]] = {}  # by key, with the bytes in use
         self._lock = threading.Lock()
 
     def allocate(self, key: str, num_bytes: int) -> Tensor:

@@ -1,7 +1,7 @@
-"""The transport between processes that share a GPU, or have GPUs that reach each other: a handle travels, no weights do.
+"""The transport between processes that share a GPU, or whose GPUs are peers: only a handle travels.
 
-Weights are packed into memory that the driver can export; engines open its handle once, keep it open, and copy straight from
-there. A buffer is used again for later keys, so after the first updates there is nothing left to open.
+The trainer packs weights into memory that the driver can export; engines open its handle, keep it open, and copy straight from
+there. Buffers are reused for later keys, so after the first updates engines open nothing new.
 """
 
 from __future__ import annotations
@@ -26,22 +26,21 @@ if TYPE_CHECKING:
     from headrace.sync.transport import Target, TransportConfig
 
 _MOST_OPENED = 4
-_SPOILED = 256
-"""Bytes that are inverted when a buffer is freed."""
+_SPOILED = 256  # bytes inverted when a buffer is freed
 
 
 @dataclass(frozen=True)
 class Place:
+    """`size` is the size of the memory that the handle opens; the first `bytes` of it are in use."""
+
     handle: str
     size: int
-    """Of the memory that the handle opens."""
     bytes: int
-    """In use."""
     gpu: int
 
 
 class CudaIpcTransport(BufferedTransport[Any]):
-    """Between processes of one host. The sender's process must live as long as anyone reads."""
+    """Between processes of one host. The sender's process must outlive every read."""
 
     name = "cuda_ipc"
     needs_gpu = True
@@ -53,8 +52,7 @@ class CudaIpcTransport(BufferedTransport[Any]):
 
         self._device = torch.device(device)
         super().__init__(lambda num_bytes: ipc_memory.ExportedMemory(max(num_bytes, 1), self._device))
-        self._opened: dict[str, OpenedMemory] = {}
-        """By handle, last used last. What the sender drops is freed only when it is closed here too."""
+        self._opened: dict[str, OpenedMemory] = {}  # by handle, most recent last; until closed, it stays allocated
 
     @classmethod
     def make(cls, config: TransportConfig, *, is_sender: bool, device: str) -> CudaIpcTransport:
@@ -76,7 +74,7 @@ class CudaIpcTransport(BufferedTransport[Any]):
         return {"handle": exported.handle, "size": len(exported.tensor), "bytes": num_bytes, "gpu": gpu}
 
     def free(self, key: str) -> None:
-        """Receivers that have the memory open can still read it; an update that was given up must not pass for whole."""
+        """Also corrupts the first bytes: receivers still have the memory open, and must not accept an aborted update."""
         import torch
 
         given_up = self.bytes_of(key)

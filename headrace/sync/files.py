@@ -1,6 +1,6 @@
-"""The transport over any filesystem that both ends share: a safetensors file, renamed to its final name once it is complete.
+"""The transport over a shared filesystem: a safetensors file, renamed to its final name once it is complete.
 
-Other programs that read safetensors can read it: the tensors have the names and shapes of the model's.
+Any program that reads safetensors can read it: tensors have the model's names and shapes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _CODES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32", "int16": "I16",
     "int8": "I8", "uint8": "U8", "bool": "BOOL", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
 }  # fmt: skip
-"""What safetensors calls the dtypes of torch."""
+"""safetensors' names of torch's dtypes."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Place:
 
 
 class FilesTransport(BufferedTransport[TorchBuffer]):
-    """Both ends are made with the same folder; the sender removes the files."""
+    """Both ends use the same folder; the sender removes the files."""
 
     name = "files"
     crosses_hosts = True
@@ -71,7 +71,7 @@ class FilesTransport(BufferedTransport[TorchBuffer]):
             temporary.unlink(missing_ok=True)
             raise SyncError(f"{path} cannot be written: {error.strerror}") from error
         self._written[key] = path
-        super().free(key)  # its bytes are in the file
+        super().free(key)  # the bytes are in the file now
         return {"file": path.name, "bytes": path.stat().st_size}
 
     def free(self, key: str) -> None:
@@ -98,7 +98,7 @@ class FilesTransport(BufferedTransport[TorchBuffer]):
             raise SyncError(f"{path} cannot be read: {error}") from error
 
     def _wait_for(self, path: Path, num_bytes: int, target: Target) -> None:
-        """A shared filesystem may show the file a while after the receiver was told of it."""
+        """On a shared filesystem the file may appear some time after the receiver learns of it."""
         until = time.monotonic() + self._deadline
         while (size := _size(path)) != num_bytes:
             if time.monotonic() > until:
@@ -128,7 +128,7 @@ def _copy(file: Any, target: Target) -> None:  # noqa: ANN401  (the library type
 
 
 def write_safetensors(path: Path, views: Mapping[str, Tensor]) -> None:
-    """Without a copy, unlike the library's own writer. Whatever the umask is, only this user may read the file."""
+    """Write without a copy, unlike the library's own writer. Only this user may read the file, whatever the umask."""
     import torch
 
     header, start = {}, 0

@@ -1,4 +1,4 @@
-"""`sync.folder`: where shared memory and files of weights lie."""
+"""`sync.folder`, which holds shared memory segments and weight files."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from pathlib import Path
 
 from headrace.errors import SyncError
 
-COPIES = 2
-"""Of the weights, at most: the newest stays readable while the next is written."""
+COPIES = 2  # at most this many copies of the weights exist: the newest stays readable while the next is written
 
 
 def shared_folder(wanted: str = "") -> Path:
-    """The system's shared memory, or its folder for temporary files where it has none."""
+    """Return the wanted folder, else the system's shared memory, else its folder for temporary files."""
     if wanted:
         return Path(wanted)
     memory = Path("/dev/shm")
@@ -29,7 +28,7 @@ def check_folder(folder: Path) -> None:
 
 
 def check_space(folder: Path, num_bytes: int) -> None:
-    """Refuse weights of so many bytes that could not be published later, before they are loaded."""
+    """Reject weights too large to be published, before they are loaded."""
     check_folder(folder)
     if COPIES * num_bytes > shutil.disk_usage(folder).free:
         raise SyncError(too_little_space(folder, num_bytes))

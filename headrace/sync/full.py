@@ -1,4 +1,4 @@
-"""The payload `full`: all weights as they are. It is also the base of every other payload."""
+"""The payload `full`: all weights, unencoded. It is also the base class of every other payload."""
 
 from __future__ import annotations
 
@@ -23,53 +23,50 @@ if TYPE_CHECKING:
 
 
 class FullPayload:
-    """What the sender keeps between updates, and how bytes become weights again at the receiver.
-
-    The sender packs its weights into an image: all tensors in one run of bytes, in the layout of an engine's own arena.
-    """
+    """What the sender keeps between updates, and how the receiver turns bytes back into weights. The sender packs its weights
+    into an image: all tensors in one block of memory, in the layout of an engine's own arena."""
 
     name: ClassVar[str] = "full"
-    sends_image: ClassVar[bool] = True
-    """The image itself travels, so it may be packed straight into the transport's memory."""
+    sends_image: ClassVar[bool] = True  # the image itself travels, so it can be packed directly into the transport's memory
 
     def __init__(self) -> None:
         self._image: Arena | None = None
 
-    # At the sender, under the lock of its `WeightSync`
+    # At the sender; `WeightSync` calls these with its lock held
 
     def reset(self) -> None:
-        """Forget everything: the sync closes, or the layout of the weights has changed."""
+        """Called when the sync closes or the layout of the weights has changed: drop all state."""
         self._image = None
 
     def image(self, slots: Mapping[str, Slot], device: torch.device) -> Arena:
-        """Where to pack the weights, if not into the transport's memory."""
+        """Return where to pack the weights, if not into the transport's memory."""
         if self._image is None or self._image.device != device:
             self._image = Arena(slots, device=device)
         return self._image
 
     def encode(self, image: Arena, *, version: int, key: str, whole: bool) -> tuple[Tensor, int | None]:
-        """The bytes to send, and the version they are a difference from, if they are one. `whole` asks for no difference."""
+        """Return the bytes to send, and the base version if they are a delta. `whole` forbids a delta."""
         return image.memory, None
 
     def released(self, update: WeightUpdate, key: str) -> None:
         """Called when the engines hold an update."""
 
     def aborted(self) -> None:
-        """Called when an update was given up: some engines may hold it, others not."""
+        """Called when an update was aborted: some engines may hold it, others not."""
 
     def kept(self) -> list[WeightUpdate]:
-        """Earlier updates that must stay available."""
+        """Return earlier updates that must stay available."""
         return []
 
     def missed(self, version: int | None, newest: WeightUpdate) -> list[WeightUpdate] | Arena:
-        """What brings an engine from `version` to the newest, or the image of the newest if the engine needs all of it."""
+        """Return the updates that bring an engine from `version` to `newest`, or the image if it needs all weights."""
         return [newest]
 
     # At the receiver
 
     @staticmethod
     def receive(update: WeightUpdate, incoming: Incoming, fetch: Fetch) -> None:
-        """Write an update's weights: its parts one by one."""
+        """Write an update's weights, part by part."""
         if not update.parts:
             raise SyncError("it has no parts: nothing says where its weights are")
         for part in update.parts:
@@ -80,7 +77,7 @@ class FullPayload:
 
 
 def _receive_ranges(part: Part, manifest: Manifest, incoming: Incoming, fetch: Fetch) -> None:
-    """A part travels as an image of its ranges; a range that is a whole tensor has that tensor's shape, others are flat."""
+    """A part travels as an image of its ranges; a range that covers a whole tensor has its shape, others are flat."""
     known = {info.name: info for info in manifest}
     ranges = []
     for name, start, stop in part.ranges:

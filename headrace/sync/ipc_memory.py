@@ -1,4 +1,4 @@
-"""GPU memory that one process exports by a handle and another opens."""
+"""GPU memory that one process exports by handle and another opens."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from headrace.cuda_driver import Bytes, call
 from headrace.errors import SyncError
 
 _HANDLE_BYTES = 64
-_REACH_PEERS = 1
-"""CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS."""
+_REACH_PEERS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
 
 class _Handle(ctypes.Structure):
@@ -20,11 +19,9 @@ class _Handle(ctypes.Structure):
 
 
 class ExportedMemory:
-    """GPU memory of this process that others may open."""
-
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         with torch.cuda.device(device):
-            torch.zeros(1, device=device)  # the driver wants a context
+            torch.zeros(1, device=device)  # the driver needs a context
             self._address = ctypes.c_uint64()
             call("cuMemAlloc_v2", ctypes.byref(self._address), ctypes.c_size_t(num_bytes))
             handle = _Handle()
@@ -35,7 +32,7 @@ class ExportedMemory:
         EXPORTED[self.handle] = self
 
     def drop(self) -> None:
-        """Receivers that have it open keep what they opened until they close it."""
+        """Receivers that have it open can still read it until they close it."""
         if self._address.value:
             torch.cuda.synchronize(self.device)
             call("cuMemFree_v2", self._address)
@@ -43,12 +40,10 @@ class ExportedMemory:
 
 
 EXPORTED: weakref.WeakValueDictionary[str, ExportedMemory] = weakref.WeakValueDictionary()
-"""By handle: a process cannot open its own."""
+"""By handle, because a process cannot open its own."""
 
 
 class OpenedMemory:
-    """Another process's GPU memory."""
-
     def __init__(self, handle: str, num_bytes: int, device: torch.device) -> None:
         raw = bytes.fromhex(handle)
         if len(raw) != _HANDLE_BYTES:

@@ -1,4 +1,4 @@
-"""The transport inside one process: the engine copies out of the buffer that the trainer's weights were packed into."""
+"""The transport inside one process: the engine copies from the buffer that the trainer has packed its weights into."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The transport on one host: segments of shared memory.
+"""The transport on one host: shared memory segments.
 
-A segment is a file in memory (`/dev/shm`), reserved in full when it is made, so that too little memory is an error with a name
-and not a crash later. The trainer's process writes and owns segments; engines map them, copy, and keep the mapping, because a
-freed segment is written again for a later key under another file name.
+A segment is a file in memory (`/dev/shm`), reserved in full at creation, so that too little memory is a clear error and not a
+crash later. The trainer owns and writes the segments. Engines map and copy them, and keep the mapping: a freed segment is
+reused for a later key under another file name.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MOST_MAPPED = 4
 
 
 class Segment:
-    """A segment that this process writes. Its name changes with the key it serves."""
+    """A segment that this process writes, renamed for each key it serves."""
 
     def __init__(self, path: Path, num_bytes: int) -> None:
         import torch
@@ -40,7 +40,7 @@ class Segment:
         self.path = path
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
-            os.posix_fallocate(descriptor, 0, num_bytes)  # full memory is ENOSPC here, not SIGBUS later
+            os.posix_fallocate(descriptor, 0, num_bytes)  # too little memory is ENOSPC now, not SIGBUS later
             self._mapped = mmap.mmap(descriptor, num_bytes)
         except OSError as error:
             path.unlink(missing_ok=True)
@@ -50,17 +50,17 @@ class Segment:
         self.tensor = torch.frombuffer(self._mapped, dtype=torch.uint8)
 
     def rename(self, path: Path) -> None:
-        """Receivers that look for the old name find nothing; those that have the segment open see what is written next."""
+        """Receivers no longer find the old name, but those that have the segment open see later writes."""
         try:
             self.path.rename(path)
-        except FileNotFoundError as error:  # cleaners of temporary files may have removed it
+        except FileNotFoundError as error:  # e.g. a cleaner of temporary files
             raise SyncError(f"{self.path} was removed by someone else") from error
         self.path = path
 
     def drop(self) -> None:
         self.path.unlink(missing_ok=True)
         del self.tensor
-        with contextlib.suppress(BufferError):  # a view is still held; the memory goes with the last one
+        with contextlib.suppress(BufferError):  # a view is still held, and frees the memory when it goes
             self._mapped.close()
 
 
@@ -71,7 +71,7 @@ class Place:
 
 
 class SharedMemoryTransport(BufferedTransport[Segment]):
-    """Both ends are made with the same prefix and folder; the sender's `close` removes the segments."""
+    """Both ends use the same prefix and folder; the sender's `close` removes the segments."""
 
     name = "shared_memory"
     uses_folder = True
@@ -80,8 +80,7 @@ class SharedMemoryTransport(BufferedTransport[Segment]):
         super().__init__(lambda num_bytes: Segment(self._spare_path(), max(num_bytes, 1)))
         self._folder, self._prefix = folder, prefix
         self._numbers = itertools.count()
-        self._mapped: dict[int, Tensor] = {}
-        """At a receiver, by inode, last used last: memory that was mapped and read before is read at full speed."""
+        self._mapped: dict[int, Tensor] = {}  # at a receiver, by inode, most recent last: a mapping is faster to read again
 
     @classmethod
     def make(cls, config: TransportConfig, *, is_sender: bool, device: str) -> SharedMemoryTransport:
@@ -90,7 +89,7 @@ class SharedMemoryTransport(BufferedTransport[Segment]):
     def allocate(self, key: str, num_bytes: int) -> Tensor:
         room = super().allocate(key, num_bytes)
         found = self.find(key)
-        if found is not None and not found[0].path.exists():  # removed by someone else: no receiver could open it
+        if found is not None and not found[0].path.exists():  # someone removed it, so no receiver could open it
             self.free(key)
             self._spare.clear()
             room = super().allocate(key, num_bytes)

@@ -1,4 +1,4 @@
-"""What `collective` and `http` share: a server with a thread for each connection, and a connect that can be given up."""
+"""Shared by `collective` and `http`: a server with one thread per connection, and a connect that can be cancelled."""
 
 from __future__ import annotations
 
@@ -15,14 +15,12 @@ from headrace.errors import SyncError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-TICK = 0.1
-"""Seconds: every wait on a socket checks this often whether to go on."""
+TICK = 0.1  # seconds. Every wait on a socket checks this often whether to go on.
 _MOST_CONNECTIONS = 256
 
 
 class Server:
-    """Accepts in one thread, and in another for each connection runs `serve(connection, is_closed)`, which returns within a few
-    `TICK`s of that event."""
+    """Runs `serve(connection, is_closed)` in a thread per connection; it must return a few `TICK`s after `is_closed` is set."""
 
     def __init__(self, host: str, *, serve: Callable[[socket.socket, threading.Event], None], name: str) -> None:
         self._serve, self._name = serve, name
@@ -33,15 +31,14 @@ class Server:
         self._listening.settimeout(TICK)
         self.port: int = self._listening.getsockname()[1]
         self._is_closed = threading.Event()
-        self._threads: set[threading.Thread] = set()
-        """Of connections; until it has ended, only the accepting thread touches this."""
+        self._threads: set[threading.Thread] = set()  # only the accepting thread touches this, until it has ended
         self._accepting = threading.Thread(target=self._accept, name=f"{name}-accept", daemon=True)
         self._accepting.start()
 
     def close(self) -> None:
-        """Returns when all its threads have ended."""
+        """Return when all threads have ended."""
         self._is_closed.set()
-        with contextlib.suppress(OSError):  # on some systems this wakes the accepting thread, on others TICK does
+        with contextlib.suppress(OSError):  # wakes the accepting thread at once on some systems; on others TICK does
             self._listening.shutdown(socket.SHUT_RDWR)
         self._accepting.join()
         self._listening.close()
@@ -54,7 +51,7 @@ class Server:
                 connection, _ = self._listening.accept()
             except TimeoutError:
                 continue
-            except OSError:  # out of file descriptors, or the peer has gone again
+            except OSError:  # out of file descriptors, or the peer has left already
                 self._is_closed.wait(TICK)
                 continue
             self._threads = {thread for thread in self._threads if thread.is_alive()}
@@ -72,7 +69,7 @@ class Server:
 
 
 def connect(host: str, port: int, *, check: Callable[[], None]) -> socket.socket:
-    """A connection whose timeout is `TICK`. Raises OSError. `check` is called meanwhile, and raises to give up."""
+    """Open a connection with timeout `TICK`. Raises OSError. While waiting this calls `check`, which raises to give up."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     connection = socket.socket(family, kind, protocol)
     try:

@@ -1,4 +1,4 @@
-"""The choices of this room: every transport and payload by name, and how one is made. Importing this imports no torch."""
+"""The choices of this room: every transport and payload by name. Importing this does not import torch."""
 
 from __future__ import annotations
 
@@ -23,17 +23,16 @@ TRANSPORTS = {
     "files": "headrace.sync.files:FilesTransport",
     "http": "headrace.sync.http.transport:HttpTransport",
 }
-"""Where the class of each is defined: `module:class`. What a transport can do and needs, its class says."""
+"""`module:class` of each. The class says what the transport can do and what it needs."""
 PAYLOADS = {
     "full": "headrace.sync.full:FullPayload",
     "delta": "headrace.sync.delta.payload:DeltaPayload",
 }
-RESERVED_PAYLOADS = ("adapter",)
-"""Names that updates may bear later; refused today."""
+RESERVED_PAYLOADS = ("adapter",)  # reserved for later; rejected today
 
 
 def transport_class(name: str) -> type[Transport]:
-    """A transport's class: what it can do and what it needs."""
+    """Return a transport's class, which says what it can do and what it needs."""
     found: type[Transport] = _find(TRANSPORTS, name, "transport")
     return found
 
@@ -53,12 +52,12 @@ def _find(table: dict[str, str], name: str, what: str) -> Any:  # noqa: ANN401  
 
 
 def make_transport(config: TransportConfig, *, is_sender: bool, device: str) -> Transport:
-    """One end of a transport."""
+    """Make one end of a transport."""
     return transport_class(config.transport).make(config, is_sender=is_sender, device=device)
 
 
 def resolve_transport(wanted: str, *, is_one_process: bool, shares_gpu: bool) -> str:
-    """`sync.transport` with `auto` resolved. `shares_gpu`: all engines receive on the trainer's GPU."""
+    """Resolve `sync.transport = "auto"`. `shares_gpu`: all engines receive on the trainer's GPU."""
     if wanted != "auto":
         return wanted
     if is_one_process:
@@ -72,7 +71,7 @@ def is_pushed(update: WeightUpdate) -> bool:
 
 
 def routed(update: WeightUpdate, relays: Sequence[str]) -> list[WeightUpdate]:
-    """The update as each receiver is to get it, given the address that each relays at."""
+    """Return the update addressed to each receiver, given their relay URLs."""
     routes = [transport_class(part.transport).routes(part.place, relays) for part in update.parts]
 
     def parts(row: int) -> tuple[Part, ...]:

@@ -1,4 +1,4 @@
-"""The seam between what travels and how: a transport moves buffers of bytes from a trainer's process to engines."""
+"""The transport protocol: a transport moves buffers of bytes from a trainer's process to engines, whatever they contain."""
 
 from __future__ import annotations
 
@@ -20,95 +20,79 @@ if TYPE_CHECKING:
 
 
 class Target(Protocol):
-    """Where a receiver wants the bytes: a buffer of its own, on any device."""
+    """The receiver's own buffer for the bytes, on any device."""
 
     num_bytes: int
 
     @property
     def views(self) -> Mapping[str, Tensor]:
-        """The same buffer as named tensors; only padding is in none of them."""
+        """The buffer as named tensors, which cover everything but padding."""
 
     def write(self, start: int, piece: Tensor) -> None:
-        """Copy `piece`, one dimension of uint8, to `start`. The caller may reuse `piece` when this returns."""
+        """Copy `piece`, 1-D uint8, to `start`. The caller may reuse `piece` when this returns."""
 
     def check(self) -> None:
-        """Raise `SyncError` if the receiver no longer wants the update. Called a few times a second by every wait."""
+        """Raise `SyncError` if the receiver no longer wants the update. Every wait calls this a few times a second."""
 
 
 @dataclass(frozen=True)
 class TransportMemory:
-    """Bytes that a transport takes, for predictions of memory."""
+    """Bytes that a transport takes, for memory predictions."""
 
-    trainer: int = 0
-    """In the trainer's process, from torch."""
-    exported: int = 0
-    """On the trainer's GPU, from the driver."""
-    engine: int = 0
-    """Mapped into an engine's process, where they count as its size."""
+    trainer: int = 0  # allocated by torch in the trainer's process
+    exported: int = 0  # allocated by the driver on the trainer's GPU
+    engine: int = 0  # mapped into an engine's process, and counted in its size
 
 
 @dataclass(frozen=True)
 class TransportConfig:
-    """What both ends of a transport must know. Plain data: it is sent to every process of a run."""
+    """What both ends must know, as plain data that the launcher sends to every process of a run."""
 
     transport: str
     folder: str
-    """`sync.folder`."""
-    prefix: str
-    """Of every name that the run leaves outside its own folder, so that leftovers can be found and removed."""
+    prefix: str  # of every name that the run creates outside its own folder (`leftovers.py`)
     host: str
-    token: str
-    """Known only to the processes of the run."""
-    deadline: float
-    """Seconds without progress after which a transfer fails."""
+    token: str  # a secret shared by the processes of the run
+    deadline: float  # seconds without progress after which a transfer fails
 
     @property
     def directory(self) -> Path:
-        """Where files and segments lie."""
+        """The folder of files and segments."""
         return shared_folder(self.folder)
 
     def handover(self, name: str) -> Path:
-        """An engine's own folder for weights that a server reads as files."""
+        """The folder in which an engine hands weights as files to its server."""
         return self.directory / f"{self.prefix}-{name}"
 
 
 class Transport(ABC):
-    """Moves buffers of bytes, each under a key; only a few exist at a time.
-
-    All methods block, and are called from threads. `free` may come from another thread while `push` or `fetch` is running,
-    and makes it fail with a `SyncError`. Nothing waits longer than the deadline without progress. After any failure the next
-    key starts clean.
-    """
+    """Moves buffers of bytes, each under a key; only a few exist at a time. All methods block, and are called from threads.
+    Another thread may call `free` during `push` or `fetch`, which then fails with a `SyncError`. No method waits longer than
+    the deadline without progress. A failure does not affect the next key."""
 
     name: ClassVar[str]
     crosses_processes: ClassVar[bool] = True
     crosses_hosts: ClassVar[bool] = False
-    needs_gpu: ClassVar[bool] = False
-    """The weights never leave GPU memory: both ends share a GPU, or have GPUs that reach each other."""
-    needs_gpu_per_end: ClassVar[bool] = False
-    """On GPUs no two ends may share one."""
-    is_pushed: ClassVar[bool] = False
-    """Receivers cannot fetch by themselves: the sender must `push` meanwhile."""
-    uses_folder: ClassVar[bool] = False
-    """Updates lie in `sync.folder`, where a killed run leaves them for the next one to remove."""
-    listens: ClassVar[bool] = False
-    """The sender listens on `sync.host`."""
-    keeps_buffers: ClassVar[bool] = True
-    """Receivers read the buffer that `allocate` gave, so a model's own weights may live in it."""
+    needs_gpu: ClassVar[bool] = False  # both ends share a GPU, or their GPUs are peers
+    needs_gpu_per_end: ClassVar[bool] = False  # on GPUs, no two ends may share one
+    is_pushed: ClassVar[bool] = False  # the sender must `push` while receivers `fetch`
+    uses_folder: ClassVar[bool] = False  # updates are in `sync.folder`. If a run is killed, the next one removes them.
+    listens: ClassVar[bool] = False  # the sender listens on `sync.host`
+    keeps_buffers: ClassVar[bool] = True  # receivers read the buffer from `allocate`, so a model's own weights may live in it
 
     @classmethod
     @abstractmethod
     def make(cls, config: TransportConfig, *, is_sender: bool, device: str) -> Transport:
-        """One end."""
+        """Make one end."""
 
     @classmethod
     def memory(cls, weights: int, *, on_gpu: bool) -> TransportMemory:
-        """What publishing so many bytes of weights takes. On a GPU they are packed once, and copied to the host from there."""
+        """Predict the memory for publishing `weights` bytes. On a GPU they are packed there once, then copied to the host."""
         return TransportMemory(trainer=weights) if on_gpu else TransportMemory(COPIES * weights, engine=COPIES * weights)
 
     @classmethod
     def check(cls, *, folder: str, host: str, on_gpu: bool) -> None:
-        """Refuse settings that cannot work on this machine, before a run starts anything."""
+        """Reject settings that cannot work on this machine, before a run starts anything."""
         if cls.needs_gpu and not on_gpu:
             raise SyncError(
                 f"sync.transport = '{cls.name}': the run is on the CPU and has no GPU memory to share; leave it auto"
@@ -120,53 +104,53 @@ class Transport(ABC):
 
     @classmethod
     def check_space(cls, config: TransportConfig, num_bytes: int) -> None:
-        """Refuse weights that could not be published later, before they are loaded."""
+        """Reject weights too large to be published, before they are loaded."""
         if cls.uses_folder:
             check_space(config.directory, num_bytes)
 
     @classmethod
     def routes(cls, place: Mapping[str, Plain], relays: Sequence[str]) -> list[Mapping[str, Plain]]:
-        """The place that each receiver is told, given their `relay_url`s."""
+        """Return the place for each receiver, given their `relay_url`s."""
         return [place] * len(relays)
 
     @property
     def relay_url(self) -> str:
-        """Where this end serves to others what it has received, if it does."""
+        """The URL at which this end relays what it has received, or an empty string."""
         return ""
 
     # The sender's end
 
     @abstractmethod
     def allocate(self, key: str, num_bytes: int) -> Tensor:
-        """A buffer of uint8, [num_bytes], aligned to 256 bytes, for the sender to write into."""
+        """Return a buffer for the sender to fill: [num_bytes] uint8, aligned to 256 bytes."""
 
     @abstractmethod
     def post(self, key: str, views: Mapping[str, Tensor]) -> dict[str, Plain]:
-        """The buffer is complete; `views` are its bytes as named tensors. Returns the place that `fetch` is given."""
+        """Offer the complete buffer, whose bytes as named tensors are `views`. Returns the place for `fetch`."""
 
     def push(self, key: str, receivers: Sequence[str]) -> None:  # noqa: B027  (most transports have nothing to push)
-        """Send the buffer to these receivers while they `fetch` it; returns when all of them have it."""
+        """Send the buffer to these receivers while they `fetch` it; return when all of them have it."""
 
     @abstractmethod
     def free(self, key: str) -> None:
-        """The buffer is no longer needed, or given up. An unknown key is no error."""
+        """Drop a buffer that is released or aborted. An unknown key is no error."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give back memory, files and sockets. Called at both ends."""
+        """Free memory, files and sockets. Called at both ends."""
 
     # The receiver's end
 
     @abstractmethod
     def fetch(self, place: Mapping[str, Plain], target: Target, *, receiver: str) -> None:
-        """Write the buffer that was posted at `place` into the target. `receiver` is this end's name in `push`."""
+        """Write the buffer posted at `place` into the target. `receiver` is this end's name in `push`."""
 
 
 P = TypeVar("P")
 
 
 def read_place(kind: type[P], place: Mapping[str, Plain]) -> P:
-    """A place as a dataclass of the transport: places cross process lines, so every field must be there, of its type."""
+    """Parse a place into the transport's dataclass. Places come from another process, so every field's type is checked."""
     values: dict[str, Any] = {}
     for name, wanted in get_type_hints(kind).items():
         value = tuple(found) if wanted is tuple and isinstance(found := place.get(name), list) else place.get(name)
@@ -177,7 +161,7 @@ def read_place(kind: type[P], place: Mapping[str, Plain]) -> P:
 
 
 def check_host(host: str) -> None:
-    """Refuse a `sync.host` that this machine cannot listen on, or that engines could not connect to."""
+    """Reject a `sync.host` that this machine cannot listen on, or that engines could not connect to."""
     if host in ("", "0.0.0.0", "::"):
         raise SyncError(f"sync.host = {host!r}: engines are told this address; name the one they reach this host by")
     try:

@@ -1,8 +1,8 @@
-"""A payload over a transport: how a trainer's weights become an engine's.
+"""Sends a trainer's weights to the engines: a payload over a transport.
 
-The sender reads the weights once, into an image: all tensors in one run of bytes, in the layout of an engine's own arena.
-From then on they may change. The image is hashed where it lies, and travels whole, or as its difference from the image that
-the engines hold.
+The sender copies the weights once into an image: all tensors in one block of memory, in the layout of an engine's own arena.
+From then on the weights may change. The image is hashed in place, and travels whole or as a delta from the image that the
+engines hold.
 """
 
 from __future__ import annotations
@@ -32,45 +32,38 @@ if TYPE_CHECKING:
 
     Weights = Mapping[str, Tensor] | Arena
 
-_ADOPTED = "adopted"
-"""The transport's key of an adopted arena."""
+_ADOPTED = "adopted"  # the transport's key for an adopted arena
 
 
 class WeightSync:
-    """Both ends of a sync; a process uses one of them. Calls block, and may come from any thread."""
+    """Both ends of a sync; a process uses one of them. Methods block, and may be called from any thread."""
 
     def __init__(
         self, lineage: Lineage, transport: Transport, *, payload: str = "full", policy: str = "policy", name: str = ""
     ) -> None:
-        """`name`: the receiver's, which a transport that pushes knows it by."""
+        """`name`: the receiver's name in `send`."""
         self.lineage = lineage
         self._transport, self._policy, self._name = transport, policy, name
         self._payload = payload_class(payload)()
         self._attempts = itertools.count()
         self._layout: _Layout | None = None
-        self._offered: dict[str, WeightUpdate] = {}
-        """By key: on the transport, and not freed."""
-        self._newest: WeightUpdate | None = None
-        """The last that was released; an engine that comes late is brought to it."""
-        self._caught_up: WeightUpdate | None = None
-        """All weights, made for an engine that came late; others get the same."""
-        self._adopted: Arena | None = None
-        """Weights that receivers read where they are."""
-        self._when_read: dict[str, Callable[[], None]] = {}
-        """By key: what to call when receivers have stopped reading adopted weights."""
+        self._offered: dict[str, WeightUpdate] = {}  # by key: updates on the transport
+        self._newest: WeightUpdate | None = None  # the last one released, which late engines catch up to
+        self._caught_up: WeightUpdate | None = None  # all weights, made for a late engine and reused for others
+        self._adopted: Arena | None = None  # weights that receivers read in place
+        self._when_read: dict[str, Callable[[], None]] = {}  # by key: called when receivers no longer read adopted weights
         self._lock = threading.RLock()
         self._stream: torch.cuda.Stream | None = None
 
     @property
     def relay(self) -> str:
-        """Where this end serves to others what it has received, if it does."""
+        """The URL at which this end relays what it has received, or an empty string."""
         return self._transport.relay_url
 
     # The sender's end
 
     def adopt(self, model: nn.Module) -> Arena:
-        """Move a model's weights into memory that receivers can read, where the transport has such memory on the model's
-        device: publishing them then copies nothing here."""
+        """Move a model's weights into an arena, if possible in memory that receivers can read, to publish without a copy."""
         is_readable = False
 
         def allocate(num_bytes: int, device: torch.device) -> Tensor:
@@ -95,11 +88,9 @@ class WeightSync:
         whole: bool = False,
         on_read: Callable[[], None] = lambda: None,
     ) -> WeightUpdate:
-        """Read the weights as they are now and make them ready to be fetched. Called at the trainer when a version is trained.
-
-        `on_read` is called as soon as they may change: before this returns, or, where receivers read an adopted arena itself,
-        when the update is released or given up. `whole`: no difference, whatever the setting, as for every second attempt.
-        """
+        """Read the current weights and make them ready to be fetched. The trainer calls this when a version is trained. Calls
+        `on_read` as soon as the weights may change: before this returns or, if receivers read an adopted arena in place, when
+        the update is released or aborted. `whole` forbids a delta, as in every retry."""
         key = f"{version}-{next(self._attempts)}"
         weights = tensors if isinstance(tensors, Arena) else dict(tensors)
         device = _device(weights)
@@ -124,14 +115,14 @@ class WeightSync:
             raise
 
     def send(self, update: WeightUpdate, receivers: Sequence[str]) -> None:
-        """Move the update to these receivers while they receive it; returns at once where they fetch it by themselves."""
+        """Push the update to these receivers while they `receive` it. Returns at once if the transport needs no push."""
         key = self._own_key(update)
         if not key:
             raise SyncError(f"version {update.version} is not on offer any more")
         self._transport.push(key, receivers)
 
     def release(self, update: WeightUpdate) -> None:
-        """Called when the engines hold it. It stays available to engines that come late until a newer one is held."""
+        """Called when the engines hold the update. Late engines can still fetch it until a newer one is released."""
         with self._lock:
             key = self._own_key(update)
             if not key:
@@ -145,14 +136,13 @@ class WeightSync:
                 self._free(other)
 
     def abort(self, update: WeightUpdate) -> None:
-        """Called when an update is given up: receivers that are fetching it fail, and no one can fetch it again. Engines that
-        had loaded it already keep it, so the next update travels whole."""
+        """Called when an update is given up: fetches of it fail. Engines may have loaded it, so the next one travels whole."""
         self._payload.aborted()
-        self._free(self._own_key(update))  # without the lock: its holder may be waiting for this
+        self._free(self._own_key(update))  # without the lock, whose holder may be waiting for this
 
     @torch.no_grad()
     def catch_up(self, version: int | None) -> list[WeightUpdate]:
-        """What brings an engine that holds `version` of this lineage, or None, to the newest that was released."""
+        """Return the updates that bring an engine from `version` of this lineage, or None, to the last one released."""
         with self._lock:
             newest = self._newest
             if newest is None or version == newest.version:
@@ -170,7 +160,7 @@ class WeightSync:
             return [made]
 
     def close(self) -> None:
-        """Give back memory, files and sockets, at either end."""
+        """Free memory, files and sockets, at either end."""
         self._transport.close()
         self._payload.reset()
         self._offered.clear()
@@ -179,8 +169,7 @@ class WeightSync:
     # The receiver's end
 
     def receive(self, update: WeightUpdate, incoming: Incoming) -> None:
-        """Write the update's weights. Called by an engine's `load`, in a thread of its own; the engine then compares the
-        checksums of what it holds with the manifest."""
+        """Write the update's weights. An engine's `load` calls this in its own thread, then checks checksums itself."""
         try:
             payload_class(update.payload).receive(update, incoming, self._fetch)
         except SyncError as error:
@@ -191,8 +180,6 @@ class WeightSync:
         if part.transport != self._transport.name:
             raise SyncError(f"this engine receives over {self._transport.name}")
         self._transport.fetch(part.place, target, receiver=self._name)
-
-    # Images and buffers
 
     def _lay_out(self, weights: Weights) -> _Layout:
         known = self._layout
@@ -209,8 +196,8 @@ class WeightSync:
         return known
 
     def _pack(self, layout: _Layout, weights: Weights, key: str) -> tuple[Arena, Tensor | None]:
-        """The image, and the transport's buffer if the image lies in it. It does if the image is what travels and the buffer
-        is on the weights' device. An adopted arena is its own image, and so is an arena whose buffer is on another device."""
+        """Return the image, and the transport's buffer if the image is in it: if the image itself travels and the buffer is on
+        the weights' device. An adopted arena is its own image, and so is an arena whose buffer is on another device."""
         if self._payload.sends_image:
             if isinstance(weights, Arena) and weights is self._adopted:
                 return weights, weights.memory
@@ -227,7 +214,6 @@ class WeightSync:
         return image, None
 
     def _copied(self, key: str, body: Tensor) -> Tensor:
-        """A buffer of the transport's with these bytes."""
         buffer = self._transport.allocate(key, len(body))
         buffer.copy_(body)
         for device in (body.device, buffer.device):
@@ -237,7 +223,7 @@ class WeightSync:
     def _post(
         self, key: str, buffer: Tensor, *, version: int, base: int | None, manifest: Manifest, slots: Mapping[str, Slot]
     ) -> WeightUpdate:
-        """`base` is the version that the buffer's bytes are a difference from, if they are one."""
+        """`base` is the base version if the buffer holds a delta."""
         name = FullPayload.name if base is None else self._payload.name
         if self._adopted is not None and buffer is self._adopted.memory:
             place = self._transport.post(_ADOPTED, self._adopted.views)
@@ -256,7 +242,7 @@ class WeightSync:
         return update
 
     def _own_key(self, update: WeightUpdate) -> str:
-        """Of the part that this end offers; empty if it does not, or no longer."""
+        """The key under which this end offers the update; empty if it does not."""
         return next((part.key for part in update.parts if part.key in self._offered), "")
 
     def _free(self, key: str) -> None:
@@ -266,8 +252,7 @@ class WeightSync:
 
     @contextlib.contextmanager
     def _side_stream(self, device: torch.device) -> Iterator[None]:
-        """On a GPU, a stream of its own, so that publishing does not queue behind the next step. What is queued within waits
-        for what this thread queued before."""
+        """On a GPU, run in a separate stream after what this thread has queued, so as not to queue behind the next step."""
         if device.type != "cuda":
             yield
             return
@@ -278,7 +263,7 @@ class WeightSync:
 
 
 class _Layout:
-    """Of every image: names, shapes and dtypes do not change from version to version."""
+    """The layout of every image: names, shapes and dtypes are the same in all versions."""
 
     def __init__(self, manifest: Manifest, slots: dict[str, Slot]) -> None:
         self.manifest, self.slots = manifest, slots
@@ -296,7 +281,7 @@ class _Layout:
 
 
 def _nothing() -> None:
-    """Stands for a callback that was not given."""
+    """The default callback."""
 
 
 def _view(buffer: Tensor, slots: Mapping[str, Slot]) -> Arena:
@@ -304,7 +289,6 @@ def _view(buffer: Tensor, slots: Mapping[str, Slot]) -> Arena:
 
 
 def _settle(device: torch.device) -> None:
-    """Wait for what was queued on the current stream."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
@@ -316,7 +300,7 @@ def _device(weights: Weights) -> torch.device:
 
 
 def _copy(image: Arena, weights: Weights) -> None:
-    """Into an image, in as few kernel launches as possible."""
+    """Copy weights into an image in few kernel launches."""
     if isinstance(weights, Arena):
         image.copy_from(weights)
     elif image.device.type == "cuda":

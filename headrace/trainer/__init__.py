@@ -1,8 +1,8 @@
-"""What trains. The trainer does not know the algorithm: advantages and per-token weights come in with the batch, and a
-loss is a pure function of per-token tensors, named in the batch.
+"""Training. The trainer does not know the algorithm: the batch brings advantages and per-token weights, and names the loss,
+a pure function of per-token tensors.
 
-Sums, never means, are taken over tokens; every mean an algorithm wants is in the weights. So the gradient cannot depend
-on how rollouts are packed, on the size of a micro-batch or on their order.
+The trainer sums over tokens and never takes a mean; any mean that an algorithm wants is in the weights. So the gradient does
+not depend on packing, on the size of a micro-batch or on the order of rollouts.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""What a forward pass leaves for its backward pass, and how less of it can be kept: computed again, or in the host's memory."""
+"""Two ways to keep fewer activations on the GPU for the backward pass: recompute them, or offload them to the host."""
 
 from __future__ import annotations
 
@@ -13,26 +13,24 @@ if TYPE_CHECKING:
 
     from headrace.model import Arena
 
-_WORTH_MOVING = 1 << 20
-"""Bytes; smaller tensors stay."""
+_WORTH_MOVING = 1 << 20  # bytes; smaller tensors stay
 
 
 def recompute_layers(model: PreTrainedModel) -> None:
-    """Keep the input of each decoder layer alone, and compute the layer once more in the backward pass."""
+    """Save only the input of each decoder layer, and recompute the layer in the backward pass."""
     model.gradient_checkpointing_enable({"use_reentrant": False})
     base: Any = model.base_model
     for layer in base.layers:
-        layer.training = True  # of the layer itself, which is how transformers asks; nothing in it drops anything out
+        layer.training = True  # transformers checkpoints only layers in training mode; submodules stay in eval, without dropout
 
 
 def kept(weights: Arena, *, on_host: bool) -> contextlib.AbstractContextManager[object]:
-    """Around a forward pass: where what it leaves is kept."""
+    """Context for a forward pass: decides where its saved tensors are kept."""
     return OnHost(weights) if on_host and weights.device.type == "cuda" else contextlib.nullcontext()
 
 
 class OnHost(torch.autograd.graph.saved_tensors_hooks):
-    """Saved tensors go to pinned memory beside the computation, and come back when they are asked for, each as often as it was
-    saved. Weights stay: they are there anyhow."""
+    """Copies saved tensors, except weights, to pinned host memory in a side stream, and back for the backward pass."""
 
     def __init__(self, weights: Arena) -> None:
         self._stream = torch.cuda.Stream()
@@ -40,7 +38,7 @@ class OnHost(torch.autograd.graph.saved_tensors_hooks):
         self._weights = range(start, start + weights.num_bytes)
         super().__init__(self._put_away, self._bring_back)
 
-    def _put_away(self, tensor: Tensor) -> Any:  # noqa: ANN401  (autograd hands back what it got)
+    def _put_away(self, tensor: Tensor) -> Any:  # noqa: ANN401  (autograd passes it to `_bring_back`)
         is_small = tensor.numel() * tensor.element_size() < _WORTH_MOVING
         is_weight = tensor.data_ptr() in self._weights
         if is_small or is_weight or not tensor.is_cuda or not tensor.is_contiguous():

@@ -1,4 +1,4 @@
-"""Each decoder layer compiled, forward and backward, once for all layers and any number of rows."""
+"""Compiles decoder layers, forward and backward: once for all layers and any number of rows."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _RECOMPILES = 64
 
 
 def can_compile(model: PreTrainedModel) -> bool:
-    """Experts are not: how many rows each gets is known only when they run."""
+    """Models with experts cannot be compiled: how many rows an expert gets is known only at run time."""
     return not has_experts(model)
 
 
 def compile_layers(model: PreTrainedModel) -> None:
-    """Rounded where an engine rounds: what is fused keeps no more digits than what is computed step by step."""
+    """Fused operations round like separate ones (`emulate_precision_casts`), so that results match the engine's."""
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _RECOMPILES)
     base: Any = model.base_model
     for layer in base.layers:

@@ -1,8 +1,8 @@
-"""What a step shows of itself, summed over its passes so that it does not depend on packing either.
+"""Metrics of a step, summed over its passes so that they do not depend on packing either.
 
-Two things are kept apart. `mismatch` is |Δ logprob| over rollouts drawn wholly by the version being trained: engine and
-trainer hold the same weights, so it is numerics alone. `kl`, `chi2` and `ess` compare the policy with whichever versions
-drew the tokens: staleness at its actual lag, and numerics on top.
+`mismatch` is |Δ logprob| over rollouts sampled entirely by the version being trained: engine and trainer hold the same weights,
+so it measures numerics alone. `kl`, `chi2` and `ess` compare the policy with the versions that sampled the tokens: they measure
+staleness at its actual lag, with numerics on top.
 """
 
 from __future__ import annotations
@@ -21,23 +21,21 @@ if TYPE_CHECKING:
     from headrace.records import Array, Rollout
     from headrace.trainer.protocol import Metrics
 
-_SUMMED = ("mismatch", "is_current", "ratio_squared")
-"""Sums that are not reported as means over all tokens."""
+_SUMMED = ("mismatch", "is_current", "ratio_squared")  # not reported as means over all tokens
 
 
 class Diagnostics:
-    """Of one batch. Sums stay on the device, in float64, until `metrics` reads them all at once: a pass is never waited for."""
+    """Metrics of one batch. Sums stay on the device, in float64, until `metrics` reads them all: no pass waits for the host."""
 
     def __init__(self) -> None:
         self._num_tokens = 0
         self._loss: Tensor | None = None
         self._sums: dict[str, Tensor] = {}
-        self._largest: Tensor | None = None
-        """Of |Δ logprob| at equal version, of versions, and of versions with the sign turned."""
+        self._largest: Tensor | None = None  # maxima of |Δ logprob| at equal version, of versions, and of negated versions
 
     @torch.no_grad()
     def add(self, objective: Objective, tokens: TokenTensors, *, is_current: Tensor) -> None:
-        """One pass. `is_current` [N]: the token's rollout was drawn wholly by the version being trained (`sampled_by`)."""
+        """Add one pass. `is_current` [N]: the version being trained sampled the token's whole rollout (`sampled_by`)."""
         loss = objective.loss.detach().double()
         self._loss = loss if self._loss is None else self._loss + loss
         self._num_tokens += tokens.logprobs.numel()
@@ -68,7 +66,7 @@ class Diagnostics:
         self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
 
     def metrics(self) -> Metrics:
-        """Means over tokens, by name, with ESS = (Σρ)²/(n Σρ²), χ² = E[ρ²] − 1 and the spread of versions."""
+        """Return means over tokens, ESS = (Σρ)²/(n Σρ²), χ² = E[ρ²] − 1 and the spread of versions."""
         if self._loss is None or self._largest is None:
             nothing = dict.fromkeys(("mismatch", "mismatch_max", "ess", "chi2", "version_spread"), 0.0)
             return {"loss": 0.0 if self._loss is None else float(self._loss), "tokens": 0.0, **nothing}
@@ -90,6 +88,6 @@ class Diagnostics:
 
 
 def sampled_by(rollout: Rollout, version: int) -> Array:
-    """[T] bool: whether the whole rollout was. A later token drawn over keys and values of older weights was not."""
+    """[T] bool: whether `version` sampled the whole rollout, so that no token was sampled over an older version's KV cache."""
     is_pure = rollout.oldest_version == version and int(rollout.versions.max()) == version
     return np.full(len(rollout), is_pure)

@@ -1,4 +1,4 @@
-"""Models that are looked at and never trained: the reference of a KL, the teacher of a distillation."""
+"""Models that are scored with but never trained: the reference of a KL, the teacher of a distillation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class FrozenModel:
-    """A model and its head. Offloaded, its weights lie in the host's memory but while it is `awake`."""
+    """A model and its head. If offloaded, its weights are in host memory except between `wake` and `sleep`."""
 
     def __init__(self, model: PreTrainedModel, *, exact: bool = False, offload: bool = False) -> None:
         self.model = model.eval().requires_grad_(False)
@@ -26,13 +26,13 @@ class FrozenModel:
             self.sleep()
 
     def wake(self) -> None:
-        """Its weights are where it computes."""
+        """Copy offloaded weights back to the GPU."""
         if self._resting is not None and not self.arena.memory.untyped_storage().size():
             self.arena.memory.untyped_storage().resize_(self._num_bytes)
             self.arena.memory.copy_(self._resting, non_blocking=True)
 
     def sleep(self) -> None:
-        """Give the GPU's memory back, where it is offloaded."""
+        """Free the GPU memory of offloaded weights."""
         if self._resting is not None:
             storage = self.arena.memory.untyped_storage()
             self._num_bytes = storage.size()

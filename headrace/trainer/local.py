@@ -1,8 +1,7 @@
-"""A trainer in this process, for the loops of an inline run or behind the stream of a trainer process.
+"""A trainer in this process: called by the loops of an inline run, or by `RemoteTrainer` in a trainer process.
 
-In a trainer process computing has a thread of its own, and calls run in the order they were made. Publishing copies the weights
-while the next forward and backward pass runs, which does not change them; the optimizer step waits for the copy, and runs while
-the copy is hashed and sent.
+In a trainer process one compute thread runs calls in order. Publishing copies the weights during the next forward and backward
+pass, which does not change them; the optimizer step waits for the copy, and runs while the copy is hashed and sent.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 CALLS = ("forward", "step", "publish", "send", "catch_up", "release", "abort", "abandon", "save", "load")
-"""What `RemoteTrainer` may call. Batches arrive packed, and are unpacked in the compute thread."""
+"""The methods that `RemoteTrainer` may call. Batches arrive packed, and the compute thread unpacks them."""
 
 
 class LocalTrainer:
@@ -41,21 +40,19 @@ class LocalTrainer:
     def __init__(
         self, trainer: Trainer, *, sync: WeightSync, timeline: Timeline, in_threads: bool = False, frees_memory: bool = False
     ) -> None:
-        """`in_threads`: for a trainer process, whose event loop stays free. `frees_memory`: engines that slept while it trained
-        are about to need the GPU memory that torch caches."""
+        """`in_threads`: compute in a thread, to keep a trainer process's event loop free. `frees_memory`: on publishing, empty
+        torch's cache for engines that slept during training and now need the GPU memory."""
         self._trainer, self._sync, self._timeline = trainer, sync, timeline
         self._frees_memory = frees_memory
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute") if in_threads else None
         self._readers: set[object] = set()
-        """Publications that have yet to copy the weights; there may be two, one of them waiting for the other to be held."""
+        """Publications that have not copied the weights yet; a second one waits for the first."""
         self._may_change = threading.Condition()
-        self._is_held = asyncio.Event()
-        """The engines hold the last update, or it was given up."""
+        self._is_held = asyncio.Event()  # the engines hold the last update, or it was aborted
         self._is_held.set()
         self._is_abandoned = False
         self.num_steps = 0
-        self._published = (-1, -1)
-        """The last version published, and the optimizer steps taken before it."""
+        self._published = (-1, -1)  # the last version published, and `num_steps` at that time
 
     @property
     def num_passes(self) -> int:
@@ -67,11 +64,11 @@ class LocalTrainer:
         return self._published[0]
 
     def calls(self) -> dict[str, Callable[..., Awaitable[Any]]]:
-        """The handlers of a trainer process."""
+        """Return the handlers of a trainer process."""
         return {name: getattr(self, name) for name in CALLS}
 
     async def state(self) -> dict[str, Any]:
-        """What a trainer process reports with every heartbeat."""
+        """Return what a trainer process reports with every heartbeat."""
         return {"passes": self.num_passes}
 
     async def forward(self, batch: Any, *, column: str = PROXIMAL) -> list[Array]:  # noqa: ANN401
@@ -87,8 +84,8 @@ class LocalTrainer:
         return await self._compute("compute", step)
 
     async def publish(self, version: int, *, canary: Any, whole: bool = False) -> Published:  # noqa: ANN401
-        """Returns when the weights are ready. One update is under way at a time: the next waits until the engines hold the one
-        before, for it may be written over what they still read."""
+        """Return when the weights are ready to fetch. Only one update is in flight: the next may overwrite memory that engines
+        still read, so it waits until they hold the one before."""
         reader = object()
         logprobs = await self._compute("publish", lambda: self._score_canary(version, canary, reader, is_again=whole))
         try:
@@ -102,14 +99,14 @@ class LocalTrainer:
                 lambda: self._sync.offer(version, tensors(), whole=whole, on_read=lambda: self._has_read(reader)),
             )
         except BaseException:
-            self._is_held.set()  # no engine will hear of it
+            self._is_held.set()  # no engine will learn of it
             raise
         finally:
             self._has_read(reader)
         return Published(update, logprobs)
 
     def _score_canary(self, version: int, canary: Any, reader: object, *, is_again: bool) -> Array:  # noqa: ANN401
-        """Also registers the reader: the optimizer does not step again before it has copied the weights."""
+        """Also register the reader: the optimizer does not step again before the weights are copied."""
         if is_again and self._published != (version, self.num_steps):
             raise Superseded(f"version {version} is not published again: the weights have moved on")
         self._published = (version, self.num_steps)
@@ -132,11 +129,11 @@ class LocalTrainer:
             self._may_change.notify_all()
 
     async def send(self, update: WeightUpdate, receivers: Sequence[str]) -> None:
-        """Push an update to engines that do not fetch it, while they receive it."""
+        """Push an update to engines while they receive it, if its transport needs that."""
         await self._beside(f"send {update.version}", lambda: self._sync.send(update, receivers))
 
     async def catch_up(self, version: int | None) -> list[WeightUpdate]:
-        """The updates that bring an engine from `version`, or from none of this lineage, to the newest that is held."""
+        """Return the updates that bring an engine from `version`, or None of this lineage, to the newest held one."""
         return await self._beside("catch up", lambda: self._sync.catch_up(version))
 
     async def release(self, update: WeightUpdate) -> None:
@@ -162,7 +159,7 @@ class LocalTrainer:
         await self._compute("compute", load)
 
     async def _compute(self, state: str, action: Callable[[], T]) -> T:
-        """In the compute thread, after the calls made before."""
+        """Run in the compute thread, after earlier calls."""
 
         def timed() -> T:
             with self._timeline.during(state):
@@ -173,7 +170,7 @@ class LocalTrainer:
         return await asyncio.get_running_loop().run_in_executor(self._thread, timed)
 
     async def _beside(self, what: str, action: Callable[[], T]) -> T:
-        """In a thread beside the compute thread."""
+        """Run in another thread, concurrently with the compute thread."""
 
         def traced() -> T:
             with self._timeline.beside(what):

@@ -1,25 +1,21 @@
-"""How much memory the trainer will take at its peak, from the model's sizes and the settings alone.
+"""Predicts the trainer's peak memory from the model's sizes and the settings alone.
 
-What is there all the time, of P numbers in matrices and a few in vectors (norms, biases):
+Always allocated, for P numbers in matrices and a few in vectors (norms, biases):
 
 | | bfloat16 | float32 |
 |---|---|---|
 | weights, in one arena | 2 P, vectors 4 each | 4 P |
-| masters the optimizer works on | 4 P | the weights themselves |
-| gradients, added up in one buffer | 4 P | 4 P |
+| the optimizer's master weights | 4 P | the weights themselves |
+| gradients, accumulated in one buffer | 4 P | 4 P |
 | AdamW's two moments | 8 P | 8 P |
 
-What a forward pass leaves for its backward pass, for each token in each layer (`COMPILED.saved`, `EAGER.saved`). Of a layer
-that is compiled, what torch's partitioner saves rather than computes again (`test_memory_prediction.py` asks it): the
-residual stream at the layer's input (float32); both norms' outputs, the attention block's output; queries and keys after
-rotation, values, what attention gave and its log-sum-exp (float32); queries and keys before their own norms, where they have
-such; the MLP's two products and what they make together. Run eagerly, a layer also keeps the residual stream between its
-halves, what norms make before their weights, and the activation function's output; in bfloat16 a norm's output is cast once
-for each product that reads it.
+`COMPILED.saved` and `EAGER.saved` list what a forward pass saves for its backward pass, per token and layer. A compiled layer
+saves what torch's partitioner does not recompute (`test_memory_prediction.py` checks this). An eager layer saves more; in
+bfloat16 a norm's output is cast once for each matmul that reads it.
 
-The peak is that sum, at the end of the forward pass, and beside it the larger of the head's workspace (a chunk of logits and
-its gradient, the gradient of the head's weight) and of a layer's backward pass (its temporaries, and its gradients before
-they are added up). Recomputed, a layer leaves its input, and its own activations are part of its backward pass.
+The peak is that sum at the end of the forward pass, plus the larger of the head's workspace (a chunk of logits, its gradient,
+the gradient of the head's weight) and a layer's backward pass (its temporaries, and its gradients before they are
+accumulated). With recomputation a layer saves only its input, and its activations count for its backward pass.
 """
 
 from __future__ import annotations
@@ -34,48 +30,34 @@ if TYPE_CHECKING:
     from headrace.trainer.settings import TrainSettings
 
 _WIDE = 4
-_LAYERS_ON_DEVICE = 2
-"""Whose activations are on the device while those of the others are in the host's memory."""
+_LAYERS_ON_DEVICE = 2  # layers whose activations are on the device while the others' are offloaded
 
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """Tensors of one size, `count` of them: [tokens, `of`], where `of` is one of `ModelShape.widths`."""
+    """`count` tensors of shape [tokens, `of`], where `of` is one of `ModelShape.widths`."""
 
     what: str
     of: str
     count: float = 1
-    is_wide: bool = False
-    """float32 whatever the model's dtype is; otherwise of that dtype."""
-    is_narrow_only: bool = False
-    """There in bfloat16 only."""
+    is_wide: bool = False  # float32 whatever the model's dtype
+    is_narrow_only: bool = False  # exists in bfloat16 only
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Everything that is to be calibrated against a measured peak, for one way of running a layer."""
+    """The numbers to calibrate against a measured peak, for one way of running a layer."""
 
-    saved: tuple[SavedTensor, ...]
-    """By the forward pass of one layer, for its backward pass."""
-    outside: tuple[SavedTensor, ...]
-    """By the rest of a pass: embedding, last norm, the rows that go to the head."""
-    backward: tuple[SavedTensor, ...]
-    """What the backward pass of one layer holds beside what was saved."""
-    chunk_elements: int
-    """Logits that the head works on at a time."""
-    wide_chunks: float
-    """float32 copies of such a chunk."""
-    narrow_chunks: float
-    """Copies of it in the model's dtype."""
-    head_gradients: float
-    """float32 copies of the gradient of the head's weight, beside the buffer it is added to."""
-    offloaded_share: float = 0.0
-    """Of masters and moments still on the device during a pass with `offload = ["optimizer"]`."""
-    spread: float = 1.0
-    """Memory taken for each byte of activations: what the allocator leaves unused between them counts where the process's own
-    size is what is measured."""
-    process: int = 0
-    """Bytes of a process before it has a model, counted there too."""
+    saved: tuple[SavedTensor, ...]  # by one layer's forward pass
+    outside: tuple[SavedTensor, ...]  # by the rest of a pass: embedding, last norm, rows for the head
+    backward: tuple[SavedTensor, ...]  # temporaries of one layer's backward pass
+    chunk_elements: int  # logits that the head processes at a time
+    wide_chunks: float  # float32 copies of such a chunk
+    narrow_chunks: float  # copies of it in the model's dtype
+    head_gradients: float  # float32 copies of the gradient of the head's weight, besides its accumulation buffer
+    offloaded_share: float = 0.0  # of masters and moments, still on the device in a pass if the optimizer is offloaded
+    spread: float = 1.0  # memory per byte of activations: above 1 on a CPU, where the allocator's gaps count
+    process: int = 0  # on a CPU, bytes of the process before it has a model
 
 
 _ATTENTION = (
@@ -115,7 +97,7 @@ COMPILED = Costs(
     narrow_chunks=1.0,
     head_gradients=0.0,
 )
-"""Layers compiled one by one, attention through kernels that keep no scores: a GPU's."""
+"""On GPUs: layers compiled one by one, attention kernels that keep no scores."""
 
 EAGER = Costs(
     saved=(
@@ -139,43 +121,34 @@ EAGER = Costs(
     spread=1.1,
     process=500_000_000,
 )
-"""Operation by operation: a CPU's, whose peak is that of the whole process."""
+"""On CPUs, where the peak is that of the whole process."""
 
 
 @dataclass(frozen=True)
 class TrainerMemory:
-    """Bytes. `str` is a table for people."""
+    """Bytes. `str` formats a table."""
 
     weights: int
-    masters: int
-    """float32 copies of the bfloat16 weights."""
+    masters: int  # float32 copies of the bfloat16 weights
     gradients: int
     moments: int
-    references: int
-    """Weights of models that are only asked: a reference, a teacher."""
-    publishing: int
-    """Copies of the weights made ready for the engines."""
-    activations: int
-    """When a forward pass has ended."""
-    head: int
-    """Workspace of the head."""
-    layer: int
-    """Workspace of one layer's backward pass; with recomputation, its activations too."""
-    process: int
-    """Of a CPU's process before it has a model."""
-    optimizer_in_passes: int
-    """Of masters and moments, what is on the device during a pass."""
-    tokens: int
-    """Of the largest pass."""
+    references: int  # weights of frozen models: a reference, a teacher
+    publishing: int  # copies of the weights for the engines
+    activations: int  # at the end of a forward pass
+    head: int  # workspace of the head
+    layer: int  # workspace of one layer's backward pass; with recomputation, its activations too
+    process: int  # on a CPU, the process before it has a model
+    optimizer_in_passes: int  # masters and moments that are on the device during a pass
+    tokens: int  # in the largest pass
 
     @property
     def resident(self) -> int:
-        """Outside passes and steps, where the optimizer's state is offloaded then."""
+        """Between passes and steps."""
         return self.process + self.weights + self.gradients + self.references + self.publishing + self.optimizer_in_passes
 
     @property
     def total(self) -> int:
-        """The peak: of a pass, or of the optimizer's step if that takes more."""
+        """The peak of a pass, or of the optimizer step if that is higher."""
         step = self.resident - self.optimizer_in_passes + self.masters + self.moments
         return max(self.resident + self.activations + max(self.head, self.layer), step)
 
@@ -209,9 +182,8 @@ def predict_memory(
     num_references: int = 0,
     publishing: int = 0,
 ) -> TrainerMemory:
-    """For passes of at most `tokens` tokens. `num_parameters`: as counted in the model's files, where that was done.
-    `num_references`: models of the same size that are only asked. `publishing`: bytes of the weights made ready to travel, as
-    far as they lie in the same memory."""
+    """Predict for passes of at most `tokens` tokens. `num_parameters`: as counted in the model's files, 0 if unknown.
+    `num_references`: frozen models of the same size. `publishing`: bytes that the weight sync takes in the same memory."""
     costs, is_narrow = COMPILED if on_gpu else EAGER, dtype == "bfloat16"
     width = 2 if is_narrow else _WIDE
     vectors = shape.vectors
@@ -246,7 +218,7 @@ def _head(costs: Costs, shape: ModelShape, *, tokens: int, width: int) -> int:
 
 
 def _bytes(kept: Iterable[SavedTensor], shape: ModelShape, width: int) -> float:
-    """Of one token."""
+    """Per token."""
     widths = shape.widths()
     return sum(
         widths[each.of] * each.count * (_WIDE if each.is_wide else width)

@@ -1,8 +1,8 @@
-"""AdamW over whole arenas: one kernel for each run of tensors that are decayed alike, float32 masters under bfloat16 weights.
-Each arena has a learning rate and a limit to its gradient's norm of its own.
+"""AdamW over whole arenas: one kernel per run of tensors with the same decay, float32 masters for bfloat16 weights.
+Each arena has its own learning rate, and its gradient is clipped on its own.
 
-Gradients are added up in float32 whatever the weights are, so that a step does not depend on how many passes it took. Nothing
-here waits for the GPU: the norm that clips, and whether a gradient is finite, are read there by the update itself.
+Gradients are accumulated in float32 whatever the weights' dtype, so a step does not depend on the number of passes. Nothing
+here waits for the GPU: the update itself reads the clipping norm, and whether the gradient is finite, on the device.
 """
 
 from __future__ import annotations
@@ -24,20 +24,18 @@ if TYPE_CHECKING:
     from headrace.trainer.settings import TrainSettings
 
 EPSILON = 1e-8
-_STREAMED = 1 << 26
-"""Numbers of each kind that are brought to the GPU at once where the state lies in the host's memory."""
+_STREAMED = 1 << 26  # elements of offloaded state that are copied to the GPU at a time
 _MATRIX = 2
 
 
 @dataclass
 class Segment:
-    """Trained tensors that lie next to each other in an arena, all of them decayed or none."""
+    """Adjacent trained tensors of an arena, all with weight decay or all without. Tensors are flat; `weights` are the model's
+    own, `masters` the same in float32 (and the same memory if the weights are float32)."""
 
     names: list[str]
     weights: Tensor
-    """Flat, as the model runs them."""
     masters: Tensor
-    """The same in float32; the same memory where the weights are that."""
     gradient: Tensor
     means: Tensor
     squares: Tensor
@@ -49,19 +47,15 @@ class Segment:
 
 
 class FlatAdamW:
-    """The optimizer of every parameter in some arenas."""
-
     def __init__(
         self, trained: Sequence[tuple[Arena, Mapping[str, nn.Parameter]]], settings: TrainSettings, *, offload: bool = False
     ) -> None:
         self._settings = settings
         self._is_offloaded = offload
         self._arenas: list[list[Segment]] = []
-        self._places: dict[str, tuple[Segment, int, int]] = {}
-        """Of each parameter by name: its segment, and where it lies there."""
+        self._places: dict[str, tuple[Segment, int, int]] = {}  # by parameter name: its segment, and start and stop there
         self._shapes: dict[str, tuple[int, ...]] = {}
-        self._named: dict[int, str] = {}
-        """By the identity of a parameter."""
+        self._named: dict[int, str] = {}  # by id of the parameter
         for arena, parameters in trained:
             self._arenas.append([self._add(arena, names, parameters) for names in _neighbours(arena, parameters)])
         if not all(self._arenas):
@@ -71,14 +65,14 @@ class FlatAdamW:
 
     @property
     def num_bytes(self) -> int:
-        """Of masters, gradients and moments, wherever they are."""
+        """Bytes of masters, gradients and moments, on any device."""
         own = sum(s.masters.nbytes for s in self._segments if not s.is_own_master)
         return own + sum(s.gradient.nbytes + s.means.nbytes + s.squares.nbytes for s in self._segments)
 
     @torch.no_grad()
     def step(self, *learning_rates: float) -> Tensor:
-        """One step with the gradient held, which is then dropped; a learning rate for each arena. Returns the norm of each
-        one's gradient; where one is not finite, all weights and moments stay what they were, and the step is not counted."""
+        """Step with the accumulated gradient, then zero it. Takes a learning rate and returns a gradient norm per arena. If any
+        norm is not finite, weights and moments do not change and the step is not counted."""
         norm = torch.linalg.vector_norm
         norms = torch.stack([norm(torch.stack([norm(s.gradient) for s in segments])) for segments in self._arenas])
         is_odd = (~torch.isfinite(norms).all()).float()
@@ -114,8 +108,7 @@ class FlatAdamW:
         segment.gradient.zero_()
 
     def _parts(self, segment: Segment) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """(masters, gradient, means, squares) where the update can be made: all at once, or piece by piece on the GPU, each
-        written back when it has been used."""
+        """Yield (masters, gradient, means, squares): all at once or, if offloaded, in pieces, each written back after use."""
         if not self._is_offloaded:
             yield segment.masters, segment.gradient, segment.means, segment.squares
             return
@@ -131,7 +124,7 @@ class FlatAdamW:
             segment.weights[span].copy_(masters)
 
     def settle(self) -> None:
-        """What was written back to the host's memory is there."""
+        """Wait until offloaded state is written back to host memory."""
         if self._is_offloaded and self.num_steps.is_cuda:
             torch.cuda.synchronize()
 
@@ -141,15 +134,15 @@ class FlatAdamW:
 
     @property
     def names(self) -> set[str]:
-        """Of the parameters it trains."""
+        """Names of the trained parameters."""
         return set(self._places)
 
     def gradient(self, name: str) -> Tensor:
-        """Of a parameter, in float32, as it has been added up so far."""
+        """A parameter's float32 gradient, as accumulated so far."""
         return self._view(name, "gradient")
 
     def gradient_of(self, parameter: Tensor) -> Tensor | None:
-        """The same, of a parameter itself; None where it is not trained."""
+        """A parameter's gradient; None if it is not trained."""
         name = self._named.get(id(parameter))
         return None if name is None else self.gradient(name)
 
@@ -158,7 +151,7 @@ class FlatAdamW:
         return self._view(name, "masters")
 
     def state(self) -> dict[str, Tensor]:
-        """Steps and moments by parameter, for a checkpoint; empty before the first step."""
+        """Return steps and moments by parameter, for a checkpoint; empty before the first step."""
         self.settle()
         if not float(self.num_steps):
             return {}
@@ -171,7 +164,7 @@ class FlatAdamW:
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """What `state` gave; parameters it does not name begin anew."""
+        """Restore what `state` returned; parameters missing there start from zero."""
         steps = [state[f"{name}.step"] for name in self._places if f"{name}.step" in state]
         self.num_steps.copy_(steps[0] if steps else torch.zeros(()))
         for name in self._places:
@@ -181,7 +174,7 @@ class FlatAdamW:
 
     @torch.no_grad()
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        """Masters and weights from float32 tensors; whatever is not trained is not looked at."""
+        """Set masters and weights from float32 tensors; ignores untrained ones."""
         for name in self.names & tensors.keys():
             self.master(name).copy_(tensors[name])
             self._view(name, "weights").copy_(tensors[name])
@@ -215,18 +208,17 @@ class FlatAdamW:
 
 
 def _resting(tensor: Tensor, is_offloaded: bool) -> Tensor:
-    """In memory that a GPU can copy from at full speed, where it lies on the host."""
     return tensor.pin_memory() if is_offloaded and torch.cuda.is_available() else tensor
 
 
 def _collect(parameter: nn.Parameter, gradient: Tensor) -> None:
-    """Have autograd add what it finds for the parameter to `gradient`."""
+    """Make autograd accumulate the parameter's gradient in `gradient`."""
     if parameter.dtype == torch.float32:
         parameter.grad = gradient
         return
 
     def add(parameter: Tensor) -> None:
-        if parameter.grad is not None:  # of a head whose gradient was gathered where it was made, there is none
+        if parameter.grad is not None:  # None for a head that has accumulated its gradient itself
             gradient.add_(parameter.grad)
             parameter.grad = None
 
@@ -234,7 +226,7 @@ def _collect(parameter: nn.Parameter, gradient: Tensor) -> None:
 
 
 def _neighbours(arena: Arena, parameters: Mapping[str, nn.Parameter]) -> Iterator[list[str]]:
-    """Runs of trained tensors with nothing but padding between them, of one dtype, all decayed or none."""
+    """Yield runs of trained tensors with only padding between them, of one dtype, all with weight decay or all without."""
     order = sorted(arena.slots, key=lambda name: (str(arena.slots[name].dtype), arena.slots[name].start))
     for (is_trained, _, _), names in itertools.groupby(
         order, key=lambda name: (name in parameters, arena.slots[name].dtype, _is_decayed(name, arena.slots[name]))
@@ -244,7 +236,7 @@ def _neighbours(arena: Arena, parameters: Mapping[str, nn.Parameter]) -> Iterato
 
 
 def _is_decayed(name: str, slot: Slot) -> bool:
-    """Matrices are; experts' biases (`gate_up_proj_bias`) and heads' norms (`q_norm.weight`) are not, though 2-D."""
+    """Only matrices are; experts' biases (`gate_up_proj_bias`) and heads' norms (`q_norm.weight`) are not, though 2-D."""
     *modules, last = name.split(".")
     is_norm = bool(modules) and "norm" in modules[-1].lower()
     return len(slot.shape) >= _MATRIX and not last.endswith("bias") and not is_norm

@@ -1,4 +1,4 @@
-"""The seams of training: `Trainer` computes, `PolicyTrainer` is what the loops await, wherever the trainer runs."""
+"""The protocols of training: `Trainer` computes; the loops await a `PolicyTrainer`, wherever the trainer runs."""
 
 from __future__ import annotations
 
@@ -18,51 +18,47 @@ Metrics = dict[str, float]
 
 
 class Trainer(Protocol):
-    """Two verbs train (`forward_backward`, `optim_step`); the others look, publish and keep."""
+    """Two methods train (`forward_backward`, `optim_step`); the others score, publish and checkpoint."""
 
-    num_passes: int
-    """Forward passes made: a clock that only moves when work does."""
+    num_passes: int  # forward passes so far: shows that work progresses
 
     def forward(self, batch: Batch, *, column: str = PROXIMAL) -> list[Array]:
         """[T] float32 per rollout: a column's value on each trained token, 0 elsewhere. `proximal`: logprobs under the current
-        weights; `reference`, `teacher`: under those models; `values`: what the value head expects of the state before the
-        token. Called before the first optimizer step of a version, for what must be known before the weights move."""
+        weights; `reference`, `teacher`: under those models; `values`: the value head's estimate before the token. Called before
+        the first optimizer step of a version, for columns that must not see its updates."""
 
     def forward_backward(self, batch: Batch) -> Metrics:
-        """Add the batch's gradient to what is held, and say what was seen on the way."""
+        """Accumulate the batch's gradient; return metrics of the passes."""
 
     def optim_step(self, learning_rate: float) -> Metrics:
-        """One optimizer step with the gradient held, which is then dropped."""
+        """Take one optimizer step with the accumulated gradient, then zero it."""
 
     def tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """What is published after a version has been trained."""
+        """Return the weights to publish after a version has been trained."""
 
     def save(self, folder: Path) -> None:
-        """Write weights as a Hugging Face folder, with the optimizer beside them."""
+        """Write the weights as a Hugging Face folder, with the optimizer state in it."""
 
     def load(self, folder: Path) -> None:
-        """Take weights and optimizer from such a folder."""
+        """Read weights and optimizer state from such a folder."""
 
 
 class Superseded(RuntimeError):
-    """A version was to be published again, but the weights have changed since."""
+    """A version cannot be published again, because the weights have changed since."""
 
 
 class Published(NamedTuple):
-    """Weights that are ready to be loaded by the engines."""
+    """Weights that engines can load, with the trainer's own logprobs of the canary under them."""
 
     update: WeightUpdate
     canary: Array
-    """The trainer's own logprobs of the canary under these weights."""
 
 
 class PolicyTrainer(Protocol):
-    """One policy's trainer as the loops see it: `LocalTrainer` in this process, `RemoteTrainer` in another."""
+    """One policy's trainer as the loops see it: `LocalTrainer` in this process, or `RemoteTrainer` for another process."""
 
-    is_inline: bool
-    """It computes in the event loop: while it does, nothing else runs."""
-    num_steps: int
-    """Optimizer steps started; while this does not change, neither do the weights."""
+    is_inline: bool  # it computes in the event loop, and blocks it meanwhile
+    num_steps: int  # optimizer steps started; the weights change only when this does
 
     @property
     def is_lost(self) -> bool:
@@ -70,29 +66,29 @@ class PolicyTrainer(Protocol):
 
     @property
     def num_passes(self) -> int:
-        """Forward passes made: progress within a step."""
+        """Forward passes so far: shows progress within a step."""
 
     async def forward(self, batch: Batch, *, column: str = PROXIMAL) -> list[Array]:
-        """A column under the current weights, as `Trainer.forward` gives it."""
+        """See `Trainer.forward`."""
 
     def step(self, batch: Batch, *, learning_rate: float) -> Awaitable[Metrics]:
-        """Gradient and optimizer step of one batch, and its metrics. Steps run in the order of the calls."""
+        """Train one batch: gradient and optimizer step. Steps run in the order of the calls."""
 
     def publish(self, version: int, *, canary: Batch, whole: bool = False) -> Awaitable[Published]:
-        """Make the weights ready for the engines as `version`; no later step changes them before they are copied. `whole`: a
-        second attempt, after a failure, that sends everything; raises `Superseded` if the weights have changed since."""
+        """Make the weights ready for the engines as `version`; later steps wait until they are copied. `whole`: a retry after a
+        failure, without a delta; raises `Superseded` if the weights have changed since."""
 
     async def release(self, update: WeightUpdate) -> None:
-        """Every engine holds the update."""
+        """Called when every engine holds the update."""
 
     async def abort(self, update: WeightUpdate) -> None:
-        """The update was given up."""
+        """Called when the update was given up."""
 
     async def abandon(self) -> None:
-        """The run is ending and no engine loads updates any more, so that no step waits for one."""
+        """Called when the run ends: engines load no more updates, so no step may wait for one."""
 
     async def save(self, folder: Path) -> None:
-        """Write weights and optimizer to a folder."""
+        """See `Trainer.save`."""
 
     async def load(self, folder: Path) -> None:
-        """Read them back."""
+        """See `Trainer.load`."""

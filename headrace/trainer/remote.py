@@ -1,4 +1,4 @@
-"""A trainer in another process: every call goes to the `LocalTrainer` there."""
+"""A trainer in another process: forwards every call to that process's `LocalTrainer`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class Answer(Generic[T]):
-    """The answer to a call that was sent already. Cancelling the await does not cancel the call; nobody need await it."""
+    """The answer to a call already sent. Cancelling the await does not cancel the call; awaiting it is optional."""
 
     def __init__(self, answering: Coroutine[Any, Any, T]) -> None:
         self._task = asyncio.ensure_future(answering)
@@ -35,7 +35,7 @@ class Answer(Generic[T]):
 
 
 class RemoteTrainer:
-    """A `PolicyTrainer` over a process's stream. Calls are sent at once, and run there in the order they were sent."""
+    """A `PolicyTrainer` over a process's stream. Calls are sent at once, and run in the order they were sent."""
 
     is_inline = False
 
@@ -92,7 +92,7 @@ class RemoteTrainer:
             raise await self._child.explain() from error
 
     def _call(self, name: str, make: Callable[[Any], T] = lambda answer: answer, **arguments: Any) -> Answer[T]:  # noqa: ANN401
-        """Send a call now; `make` turns what comes back into the result."""
+        """Send a call now; `make` converts the answer."""
         packed = {key: pack_batch(value) if isinstance(value, Batch) else value for key, value in arguments.items()}
         try:
             answer = self._child.control.begin(name, **packed)
@@ -111,7 +111,7 @@ class RemoteTrainer:
         return Answer(result())
 
     def _raised(self, name: str, error: RemoteError) -> Exception:
-        """The same error where publishing or the checkpoint store handles it; otherwise a failure of the process."""
+        """Return the original error if publishing or the checkpoint store handles it, else a failure of the process."""
         if error.kind in ("SyncError", "Superseded"):
             return (SyncError if error.kind == "SyncError" else Superseded)(error.message)
         if name == "save" and _is_disk_error(error.kind):
@@ -120,6 +120,6 @@ class RemoteTrainer:
 
 
 def _is_disk_error(kind: str) -> bool:
-    """Whether the checkpoint store would have handled it in one process: a full disk, a folder that may not be written …"""
+    """Whether the checkpoint store handles it: a full disk, missing permissions …"""
     known = getattr(builtins, kind, None)
     return kind == "SafetensorError" or (isinstance(known, type) and issubclass(known, OSError))

@@ -1,4 +1,4 @@
-"""A trainer as a Hugging Face folder: float32 weights beside the configuration, and the optimizer in a folder of its own."""
+"""Saves a trainer as a Hugging Face folder: float32 weights beside the configuration, and a subfolder for the optimizer."""
 
 from __future__ import annotations
 
@@ -19,14 +19,12 @@ if TYPE_CHECKING:
 
     from headrace.trainer.optimizer import FlatAdamW
 
-OPTIMIZER_FILE = "trainer/optimizer.safetensors"
-"""In a folder of its own: other readers take every .safetensors file beside the configuration for weights."""
-VALUE_HEAD = "value_head"
-"""What the value head's parameters are called; they are kept beside the optimizer, since the folder is the policy's."""
+OPTIMIZER_FILE = "trainer/optimizer.safetensors"  # other readers take .safetensors files in the folder itself for weights
+VALUE_HEAD = "value_head"  # prefix of the value head's parameters, saved with the optimizer: the folder itself is the policy
 
 
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, optimizer: FlatAdamW, folder: Path) -> None:
-    """Weights are written as the optimizer holds them, in float32: nothing is lost by a restart."""
+    """Write the optimizer's float32 masters as weights, so that a restart loses nothing."""
     transformers_logging.disable_progress_bar()
     optimizer.settle()
     model.save_pretrained(folder, state_dict=_state(model, optimizer))
@@ -42,7 +40,7 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, optimizer: 
 
 
 def _state(model: PreTrainedModel, optimizer: FlatAdamW) -> dict[str, Tensor]:
-    """Each tensor in memory of its own, tied ones the same: in an arena they would all seem to share theirs."""
+    """Copy each tensor out of its arena, where all tensors would seem to share memory; tied ones share their copy."""
     copies: dict[int, Tensor] = {}
     names = {id(tensor): name for name, tensor in model.named_parameters() if name in optimizer.names}
     state = {}

@@ -1,4 +1,4 @@
-"""The learning rate as a function of the version, so that a resumed run needs no scheduler state."""
+"""The learning rate as a function of the version: a resumed run needs no scheduler state."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def learning_rate(settings: TrainSettings, *, version: int, steps: int) -> float:
-    """The rate at which `version` is trained into the next one."""
+    """Return the rate of the step from `version` to the next."""
     rise = min(1.0, (version + 1) / (settings.warmup_steps + 1))
     left = max(0.0, (steps - version) / max(1, steps - settings.warmup_steps)) if version >= settings.warmup_steps else 1.0
     shape = {"constant": 1.0, "linear": left, "cosine": 0.5 - 0.5 * math.cos(math.pi * left)}[settings.schedule]

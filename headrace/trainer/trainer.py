@@ -1,4 +1,4 @@
-"""The trainer on one device."""
+"""A `Trainer` of one model on one device."""
 
 from __future__ import annotations
 
@@ -54,18 +54,16 @@ if TYPE_CHECKING:
     from headrace.trainer.protocol import Metrics
     from headrace.trainer.settings import TrainSettings
 
-_VALUE_TIMES = 10.0
-"""The value head's learning rate by the policy's, where none is set: a head that begins at 0 has a long way to go."""
+_VALUE_TIMES = 10.0  # default learning rate of the value head, relative to the policy's: higher, because the head starts at 0
 
 
 @dataclass(frozen=True)
 class _Pass:
-    """One forward and backward pass: its rows, and per target what the objective looks at."""
+    """One forward and backward pass: its rows, and the objective's inputs per target. `counts` are targets per rollout."""
 
     packed: Packed
     members: list[int]
     counts: list[int]
-    """Targets of each rollout."""
     recorded: Tensor
     advantages: Tensor
     weights: Tensor
@@ -76,8 +74,6 @@ class _Pass:
 
 
 class DeviceTrainer:
-    """A `Trainer` of one model on one device."""
-
     def __init__(
         self,
         model: PreTrainedModel,
@@ -88,19 +84,18 @@ class DeviceTrainer:
         dtype: torch.dtype = torch.float32,
         frozen: Mapping[str, FrozenModel] | None = None,
     ) -> None:
-        """`frozen` are models by the column that their logprobs fill."""
-        self.model = model.eval()  # no dropout: the engine has none, and a gradient flows all the same
+        """`frozen`: models by the column of their logprobs."""
+        self.model = model.eval()  # no dropout, as in the engine; gradients still flow
         self.num_passes = 0
         self._tokenizer, self._settings, self._exact = tokenizer, settings, exact
         self._frozen = dict(frozen or {})
         self._device = next(model.parameters()).device
         digits: dict[str, Tensor] = {}
-        if _loses_digits(model, dtype):  # kept on the host until there are masters, so as not to be held twice
+        if _loses_digits(model, dtype):  # on the host until the masters exist, so that the GPU does not hold them twice
             digits = {name: tensor.to("cpu", copy=True) for name, tensor in named_tensors(model)}
         if dtype != torch.float32:
             narrow(model, dtype)
-        self.arena = Arena.adopt(model)
-        """The weights, as an engine holds them."""
+        self.arena = Arena.adopt(model)  # the weights in the engine's layout
         self._head = Head(model, exact=exact)
         self._values = ValueHead(model) if VALUES in needed_columns(settings.loss, "none", "none") else None
         trained = [(self.arena, {name: p for name, p in model.named_parameters() if p.requires_grad})]
@@ -147,7 +142,7 @@ class DeviceTrainer:
         proximal = columns.get(PROXIMAL)
         corrections = batch_correction(batch, proximal) if proximal and batch.correction in BATCH_WIDE else None
         seen = Diagnostics()
-        # All passes are laid out and on their way to the device before the first begins: none then waits for the host.
+        # All passes are packed and on their way to the device before the first starts, so that none waits for the host.
         for each in [self._prepare(batch, units, columns, corrections) for units in self._plan(batch.rollouts)]:
             self.num_passes += 1
             self._train_pass(batch, each, seen)
@@ -168,7 +163,7 @@ class DeviceTrainer:
         }
 
     def tensors(self) -> Arena:
-        """The weights in the dtypes the engine holds them in."""
+        """Return the weights in the engine's dtypes."""
         return self.arena
 
     def save(self, place: Path) -> None:
@@ -176,8 +171,6 @@ class DeviceTrainer:
 
     def load(self, place: Path) -> None:
         saving.load(self.model, self.optimizer, place)
-
-    # Passes
 
     def _plan(self, rollouts: Sequence[Rollout]) -> list[list[Unit]]:
         share = self._settings.share_prefixes and not self._exact
@@ -210,8 +203,8 @@ class DeviceTrainer:
         )
 
     def _columns(self, batch: Batch) -> dict[str, Sequence[Array]]:
-        """Those that every rollout has, and those that are needed and can be computed. With one optimizer step a version, the
-        pass that trains is itself the proximal policy's."""
+        """Return the columns that every rollout has, and compute the needed ones that are missing. `proximal` is computed only
+        for batch-wide corrections: if a version is one optimizer step, the training pass itself gives it."""
         shared = set.intersection(*(set(rollout.columns) for rollout in batch.rollouts)) if batch.rollouts else set()
         columns: dict[str, Sequence[Array]] = {
             name: [rollout.columns[name] for rollout in batch.rollouts] for name in sorted(shared)
@@ -258,7 +251,7 @@ class DeviceTrainer:
         values: Tensor | None,
         seen: Diagnostics,
     ) -> Tensor:
-        """Of the targets in `span`, which hold whole rollouts."""
+        """Compute the loss of the targets in `span`, which covers whole rollouts."""
         columns = {name: tensor[span] for name, tensor in each.columns.items()}
         recorded, proximal = each.recorded[span], columns.get(PROXIMAL, logprobs.detach())
         tokens = TokenTensors(
@@ -281,14 +274,14 @@ class DeviceTrainer:
         return asked.loss
 
     def _hidden(self, model: PreTrainedModel, packed: Packed) -> Tensor:
-        """[targets, width]: the state that each target is drawn from."""
+        """[targets, width]: the hidden state that predicts each target."""
         context = make_context(packed.layout, self._device, self._exact)
         hidden = hidden_states(model, packed.token_ids, packed.positions, context)
         return hidden.index_select(0, packed.rows)
 
 
 def _targets(rollout: Rollout) -> Array:
-    """[T] bool: the tokens that are trained; the first has nothing it could be drawn from."""
+    """[T] bool: the trained tokens, without the first, which nothing predicts."""
     mask = rollout.loss_mask.copy()
     mask[:1] = False
     return mask

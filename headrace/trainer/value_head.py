@@ -1,4 +1,4 @@
-"""The value head: what reward is still to come, read off the hidden state that a token is drawn from."""
+"""The value head estimates the reward still to come from the hidden state that a token is sampled from."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class ValueHead(nn.Module):
-    """One float32 number for each hidden state. It begins at 0 for all, so that the first advantages are plain rewards."""
+    """One float32 value per hidden state. All values start at 0, so that the first advantages are plain rewards."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()

@@ -1,10 +1,10 @@
-"""The control connection beside the weights: from each receiver to the sender.
+"""The control connection from each receiver to the sender; the weights themselves travel through the process group.
 
-A receiver reports who it is, how far it is and why it gave up; the sender answers each report at once, and tells it which group
-to join and whether the transfer is over as soon as it knows. The weights themselves go through the group.
-(`torch.distributed.TCPStore` could carry the same, but its calls wait for a stopped server forever, whatever their timeout.)
+A receiver reports its name, its progress and why it gave up. The sender answers every report at once, and tells the receiver as
+soon as it knows which group to join and whether the transfer is over. (`torch.distributed.TCPStore` could carry the same, but
+its calls hang forever on a stopped server, whatever their timeout.)
 
-A message is a line of JSON. Each end first proves that it knows the run's token; unauthenticated peers are dropped before
+A message is a line of JSON. Both ends first prove that they know the run's token; unauthenticated peers are dropped before
 anything else they send is parsed.
 """
 
@@ -26,15 +26,13 @@ if TYPE_CHECKING:
 
     Message = dict[str, Any]
 
-MAX_MESSAGE = 1 << 20
-"""Bytes; a peer that sends more is dropped."""
+MAX_MESSAGE = 1 << 20  # bytes; a peer that sends more is dropped
 HELLO_BYTES = 4096
-HELLO_SECONDS = 30.0
-"""What a peer may send, and how long it may take, before it has proven that it knows the token."""
+HELLO_SECONDS = 30.0  # both: limits for a peer that is not yet authenticated
 
 
 class Channel:
-    """Messages over a connected socket. Any thread may send; one receives."""
+    """Messages over a connected socket. Any thread may send; only one may receive."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -44,20 +42,20 @@ class Channel:
 
     @property
     def local_host(self) -> str:
-        """The address of the interface that reaches the peer."""
+        """This end's address on the interface that reaches the peer."""
         return str(self._connection.getsockname()[0])
 
     def trust(self) -> None:
-        """The peer has proven itself: its messages may be long."""
+        """Allow long messages: the peer is authenticated."""
         self._most = MAX_MESSAGE
 
     def send(self, message: Message) -> None:
-        """Raises OSError. Messages are few and small, so a full socket too means that the peer is lost."""
+        """Raises OSError, also for a full socket: messages are few and small, so the peer has stopped reading."""
         with self._sending:
             self._connection.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self, seconds: float) -> Message | None:
-        """The next message, if it comes in time. Raises OSError if the peer is gone, ValueError for what is no message."""
+        """Return the next message, or None on timeout. Raises OSError if the peer is gone, ValueError for malformed input."""
         until = time.monotonic() + seconds
         while b"\n" not in self._unread:
             if len(self._unread) > self._most:
@@ -80,7 +78,7 @@ class Channel:
 
 
 def accept(connection: socket.socket, *, token: str, is_closed: threading.Event) -> Channel | None:
-    """The sender's end of a new connection; None if the peer does not prove that it knows the token. Raises OSError."""
+    """Authenticate a new connection at the sender's end. Returns None if the peer fails to prove the token. Raises OSError."""
     channel, challenge = Channel(connection), secrets.token_hex(16)
     channel.send({"challenge": challenge})
     until = time.monotonic() + HELLO_SECONDS
@@ -99,7 +97,7 @@ def accept(connection: socket.socket, *, token: str, is_closed: threading.Event)
 
 
 def call(host: str, port: int, *, token: str, deadline: float, check: Callable[[], None]) -> Channel:
-    """The receiver's end. `check` is called meanwhile, and raises to give up."""
+    """Connect a receiver to the sender. While waiting this calls `check`, which raises to give up."""
     until = time.monotonic() + deadline
 
     def check_all() -> None:
@@ -125,8 +123,6 @@ def call(host: str, port: int, *, token: str, deadline: float, check: Callable[[
 
 
 def _prove(channel: Channel, token: str, check: Callable[[], None]) -> None:
-    """Prove to the sender that this end knows the token, and have it prove the same."""
-
     def heard() -> Message:
         while (message := channel.receive(TICK)) is None:
             check()
@@ -140,10 +136,9 @@ def _prove(channel: Channel, token: str, check: Callable[[], None]) -> None:
 
 
 def _parse(text: bytes) -> Message:
-    """Raises ValueError for what is no message."""
     try:
         message = json.loads(text)
-    except RecursionError as error:  # brackets within brackets, more than Python's parser can follow
+    except RecursionError as error:  # more nested brackets than Python's parser can handle
         raise ValueError("it is nested too deep") from error
     if not isinstance(message, dict):
         raise ValueError("a message is a dict")

@@ -1,7 +1,7 @@
-"""A process group for broadcasts, apart from a trainer's own groups: gloo on CPU, NCCL on GPUs.
+"""A process group for broadcasts, separate from a trainer's own groups: gloo on CPU, NCCL on GPUs.
 
-It is made directly, over a store of ours, so that the default group of `torch.distributed` is never touched. How each backend
-behaves when a peer fails, and how it is ended from outside, is dealt with here.
+It is built directly on our own store, so the default group of `torch.distributed` is never touched. This file also handles how
+each backend behaves when a peer fails, and how to abort it from outside.
 """
 
 from __future__ import annotations
@@ -25,21 +25,16 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-CPU_DEPTH, GPU_DEPTH = 4, 2
-"""Buckets in flight. gloo wakes up at every rank for each, and two would not hide that."""
-_POLL = 0.0005
-"""Seconds between two checks of a GPU's work, which cannot be waited for with a timeout."""
-_ENDING = 0.25
-"""Seconds that `abort` waits for the group's connections and threads to be gone."""
+CPU_DEPTH, GPU_DEPTH = 4, 2  # buckets in flight. gloo needs more, to hide that it wakes every rank for each bucket.
+_POLL = 0.0005  # seconds between polls of GPU work, which has no wait with a timeout
+_ENDING = 0.25  # seconds that `abort` waits for the group's connections and threads to end
 _NCCL_TIMEOUT = timedelta(hours=24)
 _ENVIRONMENT = threading.Lock()
 
 
 class Mailbox(Store):
-    """One rank's copy of the store through which the members find each other; what others set is `put` in as it is heard of.
-
-    The process group waits for its peers' addresses in here, so `stop` ends that wait from outside.
-    """
+    """One rank's copy of the store in which members exchange addresses; `put` adds values that other ranks have set. The
+    process group waits in here for its peers' addresses; `stop` ends that wait from outside."""
 
     def __init__(self, *, patience: float, on_set: Callable[[], None]) -> None:
         super().__init__()
@@ -50,7 +45,6 @@ class Mailbox(Store):
         self._stopped = ""
 
     def put(self, values: Mapping[str, bytes]) -> None:
-        """Values that others have set."""
         with self._changed:
             self._values.update(values)
             self._changed.notify_all()
@@ -60,7 +54,7 @@ class Mailbox(Store):
             return dict(self._values)
 
     def own(self) -> dict[str, bytes]:
-        """Values that this rank has set, for the others."""
+        """Return the values that this rank has set."""
         with self._changed:
             return {key: self._values[key] for key in self._own}
 
@@ -69,7 +63,7 @@ class Mailbox(Store):
             self._stopped = reason
             self._changed.notify_all()
 
-    # What the process group calls, from its own threads
+    # Called by the process group, from its own threads
 
     def set(self, key: str, value: str | bytes) -> None:
         with self._changed:
@@ -100,7 +94,7 @@ class Mailbox(Store):
 
 
 class Broadcast:
-    """A started broadcast. Its group can clear `work`: a kept error, whose frames hold this, must not keep a dead group's
+    """A started broadcast. The group clears `work`, so that an error whose frames refer to this does not keep a dead group's
     connections open."""
 
     def __init__(self, work: Any) -> None:  # noqa: ANN401
@@ -108,7 +102,7 @@ class Broadcast:
 
 
 class Group:
-    """Rank `rank` of `size`. `form` it, then `broadcast` from rank 0; `abort` whatever happens."""
+    """Rank `rank` of `size`. Call `form`, then `broadcast` from rank 0, and always `abort` at the end."""
 
     def __init__(
         self,
@@ -130,16 +124,15 @@ class Group:
         self._host, self._deadline = host, deadline
         self._backend: Any = None
         self._is_aborted = False
-        self._lock = threading.Lock()
-        """Between forming and aborting."""
+        self._lock = threading.Lock()  # between `_form` and `abort`
         self._failure: Exception | None = None
         self._forming: threading.Thread | None = None
         self._running: list[Broadcast] = []
         self._staging: list[Tensor] = []
 
     def form(self, pump: Callable[[float], None], *, key: str) -> None:
-        """Find the other members. `pump(seconds)` is called meanwhile: it carries values between the mailboxes, and raises to
-        give up. `key` is for error messages."""
+        """Connect to the other members. Meanwhile this calls `pump(seconds)`, which exchanges values between the mailboxes and
+        raises to give up. `key` is for error messages."""
         self._forming = threading.Thread(target=self._form, name="headrace-collective-form", daemon=True)
         self._forming.start()
         while self._forming.is_alive():
@@ -148,13 +141,13 @@ class Group:
             raise SyncError(f"{key}: the group did not form: {self._failure}") from self._failure
 
     def wait_formed(self, seconds: float) -> bool:
-        """Whether forming has ended in time; for a pump that has nothing else to wait for."""
+        """Return whether forming ended in time; for a pump that has nothing else to wait for."""
         assert self._forming is not None
         self._forming.join(seconds)
         return not self._forming.is_alive()
 
     def broadcast(self, piece: Tensor) -> Broadcast:
-        """Start one; `done` says when it has ended. At rank 0 `piece` is read, elsewhere it is written."""
+        """Start a broadcast that reads `piece` at rank 0 and writes it at other ranks; `done` tells when it has ended."""
         assert piece.device.type == self.device.type, "gloo is never given a GPU's memory, NCCL never the host's"
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor, options.asyncOp = 0, 0, True
@@ -167,13 +160,13 @@ class Group:
         return started
 
     def done(self, broadcast: Broadcast, seconds: float) -> bool:
-        """Whether it has ended in time. Raises RuntimeError if it failed."""
+        """Return whether it ended in time. Raises RuntimeError if it failed."""
         failure = ""
         try:
             is_done = self._is_over(broadcast.work, seconds)
         except RuntimeError as error:
             failure = str(error)
-        if failure:  # raised anew: the frames of the first one hold the work
+        if failure:  # a new error, because the frames of the first refer to the work
             raise RuntimeError(failure)
         if is_done:
             self._running.remove(broadcast)
@@ -181,7 +174,7 @@ class Group:
         return is_done
 
     def _is_over(self, work: Any, seconds: float) -> bool:  # noqa: ANN401
-        if self.stream is not None:  # NCCL's `wait` is for the stream, not for this thread
+        if self.stream is not None:  # NCCL's `wait` blocks the stream, not this thread
             until = time.monotonic() + seconds
             while not work.is_completed():
                 if time.monotonic() > until:
@@ -194,21 +187,21 @@ class Group:
             work.wait(timedelta(seconds=seconds))
         except RuntimeError:
             if not work.is_completed():
-                return False  # the timeout passed; the work goes on
-            work.wait()  # it has ended since, or it failed: then this raises why
+                return False  # only the timeout; the work goes on
+            work.wait()  # ended since, or failed: then this raises the reason
         return True
 
     def on_stream(self) -> contextlib.AbstractContextManager[object]:
         return torch.cuda.stream(self.stream) if self.stream is not None else contextlib.nullcontext()
 
     def staging(self, num_bytes: int) -> list[Tensor]:
-        """A buffer for each bucket in flight, kept with the group."""
+        """Return one buffer per bucket in flight, kept with the group."""
         if not self._staging or self._staging[0].numel() < num_bytes:
             self._staging = [torch.empty(num_bytes, dtype=torch.uint8, device=self.device) for _ in range(self.depth)]
         return self._staging
 
     def abort(self, reason: str) -> None:
-        """End everything that runs. Does not wait for peers."""
+        """End everything in progress, without waiting for peers."""
         self.mailbox.stop(reason)
         with self._lock:
             self._is_aborted = True
@@ -220,7 +213,7 @@ class Group:
         self._end(last)
 
     def join(self, seconds: float) -> None:
-        """Wait for the thread that formed it, after `abort`."""
+        """After `abort`: wait for the thread that formed the group."""
         if self._forming is not None:
             self._forming.join(seconds)
 
@@ -232,16 +225,16 @@ class Group:
                     self._backend = made.pop()
             if self._is_aborted:
                 self._end(made)
-            elif self.stream is not None:  # NCCL's communicator is made by the first call, which waits for the others
+            elif self.stream is not None:  # the first call creates NCCL's communicator, and waits for the other ranks
                 first = self.broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device))
                 while not self._is_aborted and not self.done(first, TICK):
                     pass
-        except Exception as error:  # noqa: BLE001 - any failure of the backend is raised in `form`
+        except Exception as error:  # noqa: BLE001 - `form` raises any failure of the backend
             self._failure = error
 
     def _end(self, last: list[Any]) -> None:
-        """End the backend, to which the list is the last reference, in a thread of its own: ncclCommAbort can wait for a kernel
-        to leave the GPU, and gloo's destructor for the timeout of a rank that got half a message from a silent peer."""
+        """Destroy the backend, whose last reference is in the list. A separate thread does it, because ncclCommAbort can wait
+        for a running kernel, and gloo's destructor for a timeout if a silent peer has sent half a message."""
         if last and last[0] is not None:
             ending = threading.Thread(target=self._end_here, args=(last,), name="headrace-collective-end", daemon=True)
             ending.start()
@@ -256,24 +249,24 @@ class Group:
 
     def _gloo(self) -> Any:  # noqa: ANN401
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = timedelta(seconds=self._deadline + 1.0)  # ours comes first, and names who is late
+        options._timeout = timedelta(seconds=self._deadline + 1.0)  # our own deadline fires first, and names who is late
         options._threads = self.depth
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
         return dist.ProcessGroupGloo(self.mailbox, self.rank, self.size, options)
 
     def _nccl(self) -> Any:  # noqa: ANN401
-        """NCCL's watchdog ends the whole process on a late or failed call, unless the environment says otherwise when the group
-        is made. It is set for that moment only, so that a trainer's own groups keep theirs."""
+        """By default NCCL's watchdog kills the process on a late or failed call. The environment variable that prevents this is
+        read when the group is created, and set only for that moment: a trainer's own groups keep their setting."""
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = _NCCL_TIMEOUT
-        torch.cuda.set_device(self.device)  # of this thread, which forms and ends
+        torch.cuda.set_device(self.device)  # for this thread only
         with _ENVIRONMENT, _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
             return dist.ProcessGroupNCCL(self.mailbox, self.rank, self.size, options)
 
 
 def _end_gloo(backend: Any, *, peer: int, size: int) -> None:  # noqa: ANN401
-    """`ProcessGroupGloo.abort` does nothing (torch 2.11 and 2.13). But a receive that times out closes every connection of its
-    group, which ends everything on them: so start one that nobody will answer, with a timeout of a millisecond."""
+    """`ProcessGroupGloo.abort` does nothing (torch 2.11 and 2.13), but a receive that times out closes all connections of its
+    group. So this starts a receive that no peer answers, with a timeout of 1 ms."""
     if size == 1:
         return
     with contextlib.suppress(RuntimeError):  # it is meant to fail

@@ -1,4 +1,4 @@
-"""What the sender knows of a push: which receivers have come, how far each is, and who is late."""
+"""What the sender knows about a push: which receivers have connected, how far each is, and which are late."""
 
 from __future__ import annotations
 
@@ -18,25 +18,21 @@ if TYPE_CHECKING:
 
 @dataclass
 class Outgoing:
-    """Bytes that are offered under a key."""
+    """A buffer on offer. `attempt` numbers the posts (0: none yet), to tell this one from earlier ones under the same key."""
 
     key: str
     buffer: TorchBuffer
     bytes: Tensor
     attempt: int = 0
-    """Counts posts, so that the place of an earlier post under the same key is not taken for this one. 0 before the first."""
-    written: Any = None
-    """On a GPU, the event after which the bytes are there."""
+    written: Any = None  # on a GPU, the event after which the bytes are complete
     ended: str = ""
-    num_pushes: int = 0
-    """Running, or waiting for their turn."""
-    is_torn: bool = False
-    """A push of it failed, and may still be reading the bytes."""
+    num_pushes: int = 0  # running or queued
+    is_torn: bool = False  # a push failed, and may still be reading the bytes
 
 
 @dataclass
 class Visit:
-    """A receiver's `fetch`, by what it has reported."""
+    """A receiver's `fetch` as reported to the sender. `num_written` counts buckets; `lost` is why it will not finish."""
 
     number: int
     channel: Channel
@@ -45,29 +41,23 @@ class Visit:
     attempt: int
     heard_at: float
     num_written: int = 0
-    """Buckets."""
     is_done: bool = False
     lost: str = ""
-    """Why it will not finish."""
     push: Push | None = None
-    told: set[str] = field(default_factory=set)
-    """What the receiver has been told already."""
+    told: set[str] = field(default_factory=set)  # names of the facts already sent to the receiver
 
 
 @dataclass
 class Push:
-    """One broadcast of one buffer."""
+    """One broadcast of one buffer. `visits` is by receiver; `failure` is sent to the receivers."""
 
     outgoing: Outgoing
     receivers: tuple[str, ...]
     num_buckets: int
-    moved_at: float
-    """When anything last made progress."""
+    moved_at: float  # when anything last made progress
     visits: dict[str, Visit] = field(default_factory=dict)
-    """By receiver."""
     group: Group | None = None
     failure: str = ""
-    """Receivers are told."""
 
     def check(self, deadline: float) -> None:
         """Raise if this push cannot go on."""
@@ -83,14 +73,14 @@ class Push:
             raise SyncError(f"{key}: {self._late(deadline)} for {waited:.1f} s ({self.standing()})")
 
     def standing(self) -> str:
-        """How far it is, for error messages."""
+        """Describe the progress, for error messages."""
         if len(self.visits) < len(self.receivers):
             return f"{len(self.visits)} of {len(self.receivers)} receivers are here"
         parts = (f"{name} {self.visits[name].num_written}" for name in self.receivers)
         return f"of {self.num_buckets} buckets written: {', '.join(parts)}"
 
     def _late(self, deadline: float) -> str:
-        """Who holds it up: receivers that have not come, else those not heard from, else those furthest behind."""
+        """Name the receivers that never connected, else the silent ones, else those furthest behind."""
         absent = [name for name in self.receivers if name not in self.visits]
         if absent:
             return f"receiver {', '.join(map(repr, absent))} has not come"

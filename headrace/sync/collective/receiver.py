@@ -1,5 +1,4 @@
-"""The receiver's end of the collective transport: join the group that the sender names, write each bucket while the next one
-comes."""
+"""The receiver's end of the collective transport: joins the sender's group, and writes each bucket while the next arrives."""
 
 from __future__ import annotations
 
@@ -27,10 +26,8 @@ if TYPE_CHECKING:
     from headrace.sync.collective.group import Broadcast
     from headrace.sync.transport import Target
 
-_GRACE_SECONDS = 0.5
-"""Past the deadline, for a sender that answers to say who is late: it knows, a receiver does not."""
-_VERDICT_SECONDS = 1.0
-"""How long a receiver whose group broke down waits for the sender to say why."""
+_GRACE_SECONDS = 0.5  # time past the deadline for the sender to say who is late: only the sender knows
+_VERDICT_SECONDS = 1.0  # how long a receiver waits for the sender to say why the group failed
 
 
 @dataclass(frozen=True)
@@ -49,7 +46,7 @@ class Place:
 
 
 class Receiver:
-    """Keeps its channel to the sender, and its group, from one fetch to the next."""
+    """Keeps its channel to the sender and its group between fetches."""
 
     def __init__(self, *, token: str, device: torch.device, deadline: float) -> None:
         self.token, self.device, self.deadline = token, device, deadline
@@ -57,8 +54,7 @@ class Receiver:
         self.group: Group | None = None
         self.is_closed = False
         self._address: tuple[str, int] | None = None
-        self._fetching = threading.Lock()
-        """Held by the fetch that runs: one at a time."""
+        self._fetching = threading.Lock()  # one fetch at a time
         self._numbers = itertools.count(1)
 
     def fetch(self, place: Mapping[str, Plain], target: Target, *, receiver: str) -> None:
@@ -78,7 +74,7 @@ class Receiver:
             self._fetching.release()
 
     def connected(self, fetch: _Fetch, place: Place) -> Channel:
-        """The channel to that sender: the one there is, or a new one."""
+        """Return the channel to that sender: the open one if it still works, else a new one."""
         if self.channel is None or self._address != (place.host, place.port) or not self._is_up(self.channel):
             self.hang_up("the sender has changed")
             self.channel = call(place.host, place.port, token=self.token, deadline=self.deadline, check=fetch.check)
@@ -87,7 +83,7 @@ class Receiver:
 
     @staticmethod
     def _is_up(channel: Channel) -> bool:
-        """Whether the sender has not closed it, as far as this end knows; skips what it said after the last fetch."""
+        """Whether the channel still seems open. Drops messages left over from the last fetch."""
         try:
             while channel.receive(0.0) is not None:
                 pass
@@ -114,8 +110,6 @@ class Receiver:
 
 
 class _Fetch:
-    """One fetch."""
-
     def __init__(self, end: Receiver, place: Place, target: Target, receiver: str, *, number: int) -> None:
         self._end, self._place, self._target, self._receiver = end, place, target, receiver
         self._number = number
@@ -124,10 +118,8 @@ class _Fetch:
         self._reported_at = 0.0
         self._moved_at = self._heard_at = time.monotonic()
         self._invitation: Message | None = None
-        self._values: dict[str, bytes] = {}
-        """Set by the other members of the group, before and while this one joins it."""
-        self._told: set[str] = set()
-        """Keys that this member has set in its group's mailbox, and told the sender of."""
+        self._values: dict[str, bytes] = {}  # set by other members, before and while this one joins the group
+        self._told: set[str] = set()  # keys of this member's mailbox that were sent to the sender
 
     def run(self) -> None:
         try:
@@ -142,14 +134,14 @@ class _Fetch:
             while not self._is_confirmed:
                 self._exchange(TICK)
         except BaseException as error:
-            if self._end.channel is not None:  # before the group breaks, so that the sender hears why
+            if self._end.channel is not None:  # before aborting the group, so that the sender learns why
                 with contextlib.suppress(OSError):
                     self._end.channel.send({**self._progress(), "gave_up": str(error) or type(error).__name__})
             self._end.hang_up(str(error))
             raise
 
     def check(self) -> None:
-        """Raise if nobody wants the update any more."""
+        """Raise if the update is no longer wanted."""
         if self._end.is_closed:
             raise SyncError(f"{self._place.key}: the receiver's transport is closed")
         self._target.check()
@@ -200,7 +192,7 @@ class _Fetch:
             raise self._failed(f"the group broke down: {error}") from error
 
     def _exchange(self, seconds: float) -> None:
-        """Report how far this is, take in what the sender says within `seconds`, and raise if the fetch cannot go on."""
+        """Report progress, handle a message if one arrives within `seconds`, and raise if the fetch cannot go on."""
         self.check()
         if time.monotonic() - self._reported_at >= TICK or self._new_values():
             self._report()
@@ -221,7 +213,6 @@ class _Fetch:
             raise self._failed(f"the sender answers, but nothing has come for {now - self._moved_at:.1f} s")
 
     def _take(self, message: Message) -> None:
-        """What the sender says of this fetch."""
         if message.get("over"):
             raise SyncError(f"{self._place.key}: the sender ended it: {message['over']}")
         if message.get("has_started") or message.get("group"):
@@ -238,7 +229,7 @@ class _Fetch:
         self._reported_at = time.monotonic()
         try:
             self._channel.send(self._progress())
-        except OSError as error:  # a full socket too: the sender has read nothing of many small messages
+        except OSError as error:  # also a full socket: the sender has stopped reading
             raise self._failed(f"the sender is gone: {error.strerror or error}") from error
 
     def _progress(self) -> Message:

@@ -1,4 +1,4 @@
-"""The sender's end of the collective transport: buffers on offer, receivers that have come for them, and their group."""
+"""The sender's end of the collective transport: the buffers on offer, the connected receivers, and their group."""
 
 from __future__ import annotations
 
@@ -28,27 +28,24 @@ if TYPE_CHECKING:
     from headrace.sync.collective.channel import Channel, Message
     from headrace.sync.collective.group import Broadcast
 
-_VERDICT_SECONDS = 1.0
-"""How long a failed group waits to hear which receiver's fault it was."""
+_VERDICT_SECONDS = 1.0  # how long the sender waits, after the group failed, to hear which receiver caused it
 
 _GONE = "is gone: its connection closed"
 
 
 class Sender:
-    """One lock guards what callers and the connections' threads share; its condition is notified of every change."""
+    """One lock guards the state shared by callers and connection threads; every change notifies its condition."""
 
     def __init__(self, *, token: str, device: torch.device, host: str, deadline: float, bucket: int) -> None:
         self._token, self._device, self._host = token, device, host
         self._deadline, self._bucket = deadline, bucket
         self._changed = threading.Condition(threading.RLock())
-        self._pushing = threading.Lock()
-        """Held by the push that runs: one at a time."""
+        self._pushing = threading.Lock()  # one push at a time
         self._outgoing: dict[str, Outgoing] = {}
         self._spare = Spare(lambda num_bytes: TorchBuffer(num_bytes, device))
         self._visits: dict[Channel, Visit] = {}
         self._attempts, self._numbers = itertools.count(1), itertools.count(1)
-        self._kept: tuple[tuple[Channel, ...], Group] | None = None
-        """The group of the last push, with its members."""
+        self._kept: tuple[tuple[Channel, ...], Group] | None = None  # the last push's members and group
         self._server: Server | None = None
         self._is_closed = False
 
@@ -141,7 +138,7 @@ class Sender:
                 outgoing.num_pushes -= 1
 
     def _gather(self, push: Push) -> None:
-        """Wait until every receiver has come. One that comes does not give the others more time."""
+        """Wait until every receiver has connected. One that arrives does not extend the others' deadline."""
         wanted = (push.outgoing.key, push.outgoing.attempt)
         with self._changed:
             while True:
@@ -157,7 +154,7 @@ class Sender:
                 self._wait(push)
 
     def _form(self, push: Push) -> Group:
-        """The group of the last push if its members are the same connections, else a new one."""
+        """Reuse the last push's group if its members are the same connections, else form a new one."""
         members = tuple(push.visits[name].channel for name in push.receivers)
         is_new = self._kept is None or self._kept[0] != members
         if is_new:
@@ -203,7 +200,7 @@ class Sender:
                 raise
             until = time.monotonic() + min(_VERDICT_SECONDS, self._deadline)
             with self._changed:
-                while time.monotonic() < until:  # some receiver broke the group, and its channel will say so in a moment
+                while time.monotonic() < until:  # the receiver that broke the group is about to report it
                     self._wait(push)
             raise SyncError(f"{push.outgoing.key}: the group broke down ({push.standing()}): {error}") from error
 
@@ -211,7 +208,7 @@ class Sender:
         while not group.done(broadcast, TICK):
             self._check(push)
         push.moved_at = time.monotonic()
-        self._check(push)  # it may have been given up, though buckets still arrive
+        self._check(push)  # it may be given up while buckets still arrive
 
     def _confirm(self, push: Push) -> None:
         with self._changed:
@@ -219,7 +216,7 @@ class Sender:
                 self._wait(push)
 
     def _wait(self, push: Push) -> None:
-        """For a change, while the lock is held; raises if the push cannot go on."""
+        """Wait for a change, with the lock held; raise if the push cannot go on."""
         push.check(self._deadline)
         self._changed.wait(TICK)
 
@@ -231,7 +228,7 @@ class Sender:
         with self._changed:
             push.failure = reason
             push.outgoing.is_torn = True
-            self._tell()  # before the group breaks, so that receivers hear why
+            self._tell()  # before aborting the group, so that receivers learn why
         self._discard_group(reason)
 
     def _discard_group(self, reason: str) -> None:
@@ -253,7 +250,6 @@ class Sender:
     # Receivers
 
     def _serve(self, connection: socket.socket, is_closed: threading.Event) -> None:
-        """One receiver's connection, in a thread of its own."""
         channel = accept(connection, token=self._token, is_closed=is_closed)
         if channel is None:
             return
@@ -265,7 +261,7 @@ class Sender:
                         visit = self._hear(channel, message)
                         channel.send({"visit": visit.number, **self._news(visit)})
         except (TypeError, ValueError, LookupError):
-            return  # no receiver of ours talks like that
+            return  # not one of our receivers
         finally:
             with self._changed:
                 lost = self._visits.pop(channel, None)
@@ -274,7 +270,6 @@ class Sender:
                 self._changed.notify_all()
 
     def _hear(self, channel: Channel, message: Message) -> Visit:
-        """A receiver's report."""
         now = time.monotonic()
         visit = self._visits.get(channel)
         if visit is None or visit.number != message["visit"]:
@@ -295,7 +290,7 @@ class Sender:
         return visit
 
     def _tell(self) -> None:
-        """Something has changed: wake waiting threads, and tell each receiver what is new to it. Any thread may call this."""
+        """Wake waiting threads and send each receiver its news. Any thread may call this, after any change."""
         with self._changed:
             self._changed.notify_all()
             for channel, visit in self._visits.items():
@@ -303,11 +298,11 @@ class Sender:
                 if news:
                     try:
                         channel.send({"visit": visit.number, **news})
-                    except OSError:  # closed, or full: it reads nothing
+                    except OSError:  # closed, or full: the receiver has stopped reading
                         visit.lost = visit.lost or _GONE
 
     def _news(self, visit: Visit) -> Message:
-        """What this receiver has not been told yet. Each thing is told once."""
+        """Return the facts not yet sent to this receiver; each is sent once."""
         facts: Message = {}
         push = visit.push
         if push is None:

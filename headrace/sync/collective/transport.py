@@ -1,20 +1,19 @@
 """The collective transport: one buffer to many receivers by broadcasts over NCCL (GPU) or gloo (CPU), in buckets.
 
-The sender is rank 0 of a group that is the transport's own, the receivers of a push are the other ranks; a trainer's groups
-are not touched. The buffer goes in buckets, a few at a time; a receiver writes one to its target while the next ones come.
-The group is kept while the receivers are the same. After any failure both ends throw it away, and the next push forms a new
-one.
+The transport has its own process group; a trainer's groups are not touched. The sender is rank 0, the receivers of a push are
+the other ranks. A few buckets are in flight at a time: a receiver writes one to its target while the next ones arrive.
+The group is reused while the receivers stay the same. After any failure both ends drop it, and the next push forms a new one.
 
     sender                                    receiver
     allocate, post ── place, by the caller ─► fetch
-    push: gathers ◄─── "I am here" ────────── (a control connection: `channel`)
+    push: gathers ◄─── "I am here" ────────── (control connection: `channel.py`)
           forms   ───  rank, size ──────────►
           buckets ═══  group ═══════════════► writes, and reports several times a second
           returns ◄─── "I have it" ──────────
 
-No wait is longer than `deadline` without progress, at either end. The sender hears from everybody, so its error names who is
-late; receivers are told. Both ends of a control connection prove that they know the run's token, which is not sent itself;
-the group's own connections, like all of torch.distributed's, trust the network.
+Neither end waits longer than `deadline` without progress. The sender hears from all receivers, so its error names the late
+ones, and it passes the error on to them. Both ends of a control connection prove that they know the run's token without
+sending it; the group's own connections, like all of torch.distributed's, trust the network.
 """
 
 from __future__ import annotations
@@ -35,13 +34,12 @@ if TYPE_CHECKING:
     from headrace.sync.collective.sender import Sender
     from headrace.sync.transport import Target, TransportConfig
 
-GPU_BUCKET = 64 << 20
+GPU_BUCKET = 64 << 20  # bytes
 CPU_BUCKET = 4 << 20
-"""Bytes."""
 
 
 class CollectiveTransport(Transport):
-    """Both ends are made with the same kind of device; only a sender listens, from its first post on."""
+    """Both ends use the same kind of device. Only the sender listens, from its first post on."""
 
     name = "collective"
     crosses_hosts = True
@@ -58,7 +56,7 @@ class CollectiveTransport(Transport):
         host: str = "127.0.0.1",
         bucket: int | None = None,
     ) -> None:
-        """`host` is the sender's address as receivers reach it; the sender's `bucket`, in bytes, counts for both ends."""
+        """`host` is the address at which receivers reach the sender; the sender's `bucket` (bytes) applies to both ends."""
         import torch
 
         from headrace.sync.collective.receiver import Receiver
@@ -70,7 +68,7 @@ class CollectiveTransport(Transport):
         bucket = bucket or (GPU_BUCKET if device.type == "cuda" else CPU_BUCKET)
         self._sender = Sender(token=token, device=device, host=host, deadline=deadline, bucket=bucket)
         self._receiver = Receiver(token=token, device=device, deadline=deadline)
-        # Also at exit, while threads of the backends that end may still need the interpreter.
+        # Also runs at exit, while ending backend threads may still need the interpreter.
         self._closing = weakref.finalize(self, _close, self._sender, self._receiver)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""The payload `delta`: the difference between two versions of the same weights, without loss."""
+"""The payload `delta`: the lossless difference between two versions of the same weights."""
 
 from headrace.sync.delta.codec import CHUNK, DTYPES, Stats, apply, encode, stats
 

@@ -1,15 +1,15 @@
-"""Encodes the difference between two versions of the same weights, without loss: which elements changed, and their bits.
+"""Encodes the difference between two versions of the same weights, without loss: which elements changed, and how.
 
-At RL's learning rates a step moves most weights by less than bfloat16 can show, so about one in a hundred changes. `encode`
+At RL's learning rates most weights move by less than bfloat16 can represent, so a step changes about one in a hundred. `encode`
 writes those, and `apply` brings a copy of the older version to the newer one, bit for bit:
 
     blob = encode([(base, now)])
     apply(blob, [held])          # held was base, and is now `now`
 
-A blob is a header, a directory and the contents of chunks. Weights are cut into chunks of `CHUNK` elements. The directory has,
-for each chunk, its kind (unchanged, changes, or the whole chunk where that is smaller), the number of changed elements, the
-length of its content, and two checksums: of the content, and of the changed elements' new bits. The second rejects a blob
-that was made from another base. The same two versions always give the same blob.
+Weights are split into chunks of `CHUNK` elements. A blob is a header, a directory, and the contents of the chunks. For each
+chunk the directory has its kind (unchanged, changes, or the whole chunk if that is smaller), the number of changed elements,
+the length of its content, and two checksums: of the content, and of the changed elements' new bits, which rejects a blob made
+from another base. The same two versions always give the same blob.
 """
 
 from __future__ import annotations
@@ -35,14 +35,11 @@ if TYPE_CHECKING:
 
     from headrace.sync.delta.numbers import Integers
 
-CHUNK = 1 << 23
-"""Elements. Part of the format."""
-_CHUNKS_ON_GPU = 8
-"""Compared by one launch, and decoded before any of them is written."""
+CHUNK = 1 << 23  # elements. Part of the format.
+_CHUNKS_ON_GPU = 8  # compared in one launch, and all decoded before the first is written
 _MAGIC = b"HRD1"
 _BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}
-DTYPES = frozenset(_BITS)
-"""Of weights that can be sent as a difference."""
+DTYPES = frozenset(_BITS)  # weights of other dtypes always travel whole
 _CODES = {torch.float16: 1, torch.bfloat16: 2, torch.float32: 3}
 _HEAD = struct.Struct("<4sI")
 _FLAT = struct.Struct("<BQ")
@@ -58,35 +55,31 @@ class _Kind(enum.IntEnum):
 
 @dataclass(frozen=True)
 class _Chunk:
-    """An entry of the directory, and its content."""
+    """A directory entry with its content. `start` and `size` count elements of flat tensor number `flat`; `checksum` is of the
+    content, `now_checksum` of the changed elements' new bits."""
 
     flat: int
     start: int
-    """In elements of its flat tensor."""
     size: int
     kind: int
     num_changed: int
     checksum: int
-    """Of the content."""
     now_checksum: int
-    """Of the changed elements' new bits."""
     content: memoryview
 
 
 @dataclass(frozen=True)
 class Stats:
-    """What a blob says of itself."""
+    """A blob's statistics: `full_bytes` is the size of the weights, `num_bytes` that of the blob."""
 
     num_elements: int
     num_changed: int
     full_bytes: int
-    """Of all the weights."""
     num_bytes: int
-    """Of the blob."""
 
 
 def encode(pairs: Sequence[tuple[Tensor, Tensor]], *, threads: int | None = None) -> Tensor:
-    """The difference between each `base` and `now`, flat tensors of one dtype, as uint8 on the CPU."""
+    """Encode the difference of each pair (base, now) of 1-D tensors, as uint8 on the CPU."""
     head = [_HEAD.pack(_MAGIC, len(pairs))]
     for base, now in pairs:
         _check_flat(base)
@@ -106,11 +99,8 @@ def encode(pairs: Sequence[tuple[Tensor, Tensor]], *, threads: int | None = None
 
 @torch.no_grad()
 def apply(blob: Tensor, flats: Sequence[Tensor], *, threads: int | None = None) -> None:
-    """Bring weights from the base to the newer version, in place.
-
-    A blob that is damaged, or was made from other weights or another layout, raises `SyncError`. The weights may then be part
-    old and part new: apply to a copy, and throw it away.
-    """
+    """Bring weights from the base to the newer version, in place. Raises `SyncError` for a blob that is damaged or was made
+    from other weights. The weights may then be partly updated, so apply to a copy."""
     layout, chunks = _parse(blob)
     for flat in flats:
         _check_flat(flat)
@@ -129,7 +119,7 @@ def apply(blob: Tensor, flats: Sequence[Tensor], *, threads: int | None = None) 
 
 
 def stats(blob: Tensor) -> Stats:
-    """Counts for reports, from the directory alone."""
+    """Read statistics from the directory alone."""
     layout, chunks = _parse(blob)
     sizes = {code: dtype.itemsize for dtype, code in _CODES.items()}
     return Stats(
@@ -154,7 +144,6 @@ def _check_flat(flat: Tensor) -> None:
 
 
 def _write_flat(base: Tensor, now: Tensor, workers: ThreadPoolExecutor) -> Iterator[tuple[bytes, bytes]]:
-    """Each chunk's entry in the directory, and its content."""
     old, new = base.detach().view(_BITS[base.dtype]), now.detach().view(_BITS[now.dtype])
     if not _is_on_gpu(new):
         pieces = zip(_cut(old.numpy()), _cut(new.numpy()), strict=True)
@@ -171,7 +160,6 @@ def _cut(bits: Integers) -> list[Integers]:
 
 
 def _split(changes: Changes, size: int) -> list[Changes]:
-    """The changes of several chunks, chunk by chunk."""
     starts = np.arange(0, size, CHUNK)
     bounds = [*np.searchsorted(changes.positions, starts), len(changes.positions)]
     return [
@@ -191,8 +179,8 @@ def _write_chunk(changes: Changes, whole: Tensor) -> tuple[bytes, bytes]:
 
 
 def _parse(blob: Tensor) -> tuple[list[tuple[int, int]], list[_Chunk]]:
-    """The layout (dtype code, elements) of each flat tensor, and the directory. Every length is checked against the blob's size
-    before memory of that length is taken."""
+    """Return the layout (dtype code, elements) of each flat tensor, and the chunks. Every length is checked against the blob's
+    size before memory is allocated for it."""
     if blob.dtype != torch.uint8 or blob.ndim != 1:
         raise SyncError(f"a delta is bytes in one dimension, not {blob.dtype} {list(blob.shape)}")
     data = blob.detach().cpu().contiguous().numpy().data.toreadonly()
@@ -220,7 +208,7 @@ def _parse(blob: Tensor) -> tuple[list[tuple[int, int]], list[_Chunk]]:
 
 
 def _decode(chunk: _Chunk, itemsize: int) -> tuple[Integers, Integers] | Integers | None:
-    """Positions and what to add there, or the whole chunk, or None where nothing changed."""
+    """Return positions and what to add there, or the whole chunk, or None if nothing changed."""
     if chunk.checksum != zlib.crc32(chunk.content):
         raise SyncError("a delta arrived damaged: a chunk does not have the checksum it was sent with")
     if chunk.kind == _Kind.SAME and not chunk.content and not chunk.num_changed:
@@ -244,7 +232,6 @@ def _apply_on_cpu(chunk: _Chunk, bits: Integers) -> None:
 
 
 def _apply_on_device(chunk: _Chunk, found: tuple[Integers, Integers] | Integers | None, bits: Tensor) -> None:
-    """The same with torch, on the weights' own device."""
     held = bits[chunk.start : chunk.start + chunk.size]
     if isinstance(found, tuple):
         positions = torch.from_numpy(found[0]).to(held.device)
@@ -252,7 +239,7 @@ def _apply_on_device(chunk: _Chunk, found: tuple[Integers, Integers] | Integers 
         _check_now(chunk, now.numpy())
         held[positions] = now.to(held.device)
     elif found is not None:
-        held.copy_(torch.from_numpy(found.copy()))  # the blob is read-only, and torch has no such tensors
+        held.copy_(torch.from_numpy(found.copy()))  # torch has no read-only tensors, and the blob is read-only
 
 
 def _check_now(chunk: _Chunk, now: Integers) -> None:
@@ -261,5 +248,4 @@ def _check_now(chunk: _Chunk, now: Integers) -> None:
 
 
 def _workers(threads: int | None) -> ThreadPoolExecutor:
-    """As many as torch uses for one operation, unless told otherwise."""
     return ThreadPoolExecutor(threads or torch.get_num_threads(), "delta")

@@ -1,10 +1,10 @@
-"""The arithmetic of `headrace.sync.delta`: which elements of a chunk differ, by how much, and both in few bytes.
+"""The arithmetic of `headrace.sync.delta`: which elements of a chunk differ and by how much, in few bytes.
 
-A difference is two lists of numbers: the gap (how many elements lie between one changed element and the next), and the distance
-(how far its new bits are from the old ones, in units of the last place, numbered -1, +1, -2, +2 and so on). Most numbers are
-small. Each is written in two or four bits; for those that do not fit, the rest follows in streams of bytes, lowest byte first.
-Several small numbers share a byte, and zlib gives frequent bytes short codes: that has fewer symbols to code than one code per
-number, and comes closer to the entropy. The low bits of large gaps are as good as random and are written uncoded.
+A delta is two lists of numbers: gaps (how many elements lie between a changed element and the next) and distances (from the old
+bits to the new, in units of the last place, numbered -1, +1, -2, +2 and so on). Most are small. Each is written in two or four
+bits; the rest of those that do not fit follows in byte streams, lowest byte first. Several small numbers share a byte and zlib
+gives frequent bytes short codes: fewer symbols than one code per number, and closer to the entropy. The low bits of large gaps
+are practically random and are written uncoded.
 
 The content of a chunk, in order:
 
@@ -14,11 +14,10 @@ The content of a chunk, in order:
     distances              numbers
 
     numbers                1 byte: bits of small numbers (2 or 4), stream, 1 byte: how many streams follow, those streams
-    stream                 4 bytes: its length, and that many bytes: raw deflate, or uncoded if that length is the size the
-                           reader expects
+    stream                 4 bytes: its length, and that many bytes: uncoded if of the size the reader expects, else raw deflate
 
-The decoded size of a stream is never read from the blob: it follows from the number of changes and, for the rest of numbers
-that did not fit, from how many small numbers have the largest value.
+The decoded size of a stream is never read from the blob: it follows from the number of changes and, for numbers that did not
+fit, from how many small numbers have the largest value.
 """
 
 from __future__ import annotations
@@ -38,42 +37,34 @@ if TYPE_CHECKING:
 
     Integers = NDArray[Any]
 
-_WIDTHS = (2, 4)
-"""Bits of small numbers. The largest value means: this much or more."""
-_WIDEST_GAP = 32
-"""The mean gap from which four more low bits are written uncoded; the next step is at 16 times it."""
+_WIDTHS = (2, 4)  # bits of small numbers. Their largest value means "this or more".
+_WIDEST_GAP = 32  # mean gap from which four low bits are written uncoded; four more at each factor of 16
 _LARGEST_SHIFT = 28
-_SAMPLE = 1 << 10
-"""Bytes, from the middle of a stream."""
-_WORTHWHILE = 0.9
-"""A stream is coded only if it shrinks to this. Coding takes about as long as everything else together."""
+_SAMPLE = 1 << 10  # bytes from the middle of a stream
+_WORTHWHILE = 0.9  # streams are coded only if they shrink to this: coding takes as long as everything else together
 _LENGTH = struct.Struct("<I")
-_PIECE = 1 << 21
-"""Elements compared before their changes are gathered."""
+_PIECE = 1 << 21  # elements compared at a time
 
 
 @dataclass(frozen=True)
 class Changes:
-    """The changed elements of a chunk."""
+    """The changed elements of a chunk: [n] int64 positions, ascending, with their old and new bits [n] as int16 or int32."""
 
     positions: Integers
-    """[n] int64, ascending."""
     base: Integers
-    """[n] their old bits, int16 or int32."""
     now: Integers
-    """[n] their new bits."""
 
 
 def find(base: Integers, now: Integers) -> Changes:
     """Compare bits on a CPU, in pieces that fit its caches."""
-    mask = np.empty(min(_PIECE, len(base)) * base.itemsize // 8, np.bool_)  # one for all pieces: fresh memory is slow
+    mask = np.empty(min(_PIECE, len(base)) * base.itemsize // 8, np.bool_)  # shared by all pieces: fresh memory is slow
     pieces = [_find_piece(base, now, start, mask) for start in range(0, len(base), _PIECE)]
     joined = [np.concatenate(parts) for parts in zip(*pieces, strict=True)]
     return Changes(*joined)
 
 
 def _find_piece(base: Integers, now: Integers, start: int, mask: NDArray[np.bool_]) -> tuple[Integers, Integers, Integers]:
-    """Compares eight bytes at once, then only the elements of words that differ."""
+    """Compare words of eight bytes, then only the elements of words that differ."""
     old, new = base[start : start + _PIECE], now[start : start + _PIECE]
     power = 1 if base.itemsize == 4 else 2
     whole = len(old) >> power << power
@@ -93,7 +84,7 @@ def _find_piece(base: Integers, now: Integers, start: int, mask: NDArray[np.bool
 
 
 def _nonzero(mask: NDArray[np.bool_]) -> Integers:
-    """`np.flatnonzero` for a mask that is mostly False: three times as fast, by looking at eight at once first."""
+    """`np.flatnonzero` for a mask that is mostly False: three times as fast, by testing eight at once first."""
     whole = len(mask) >> 3 << 3
     eights = mask[:whole].view(np.int64)
     groups = np.flatnonzero(eights != 0)
@@ -102,7 +93,7 @@ def _nonzero(mask: NDArray[np.bool_]) -> Integers:
 
 
 def _places(groups: Integers, picked: Integers, power: int) -> Integers:
-    """From indices into the listed groups, of 2**power elements each, to indices into all groups."""
+    """Turn indices into the listed groups, of 2**power elements each, into indices into all groups."""
     places: Integers = groups.take(picked >> power, mode="clip")
     places <<= power
     places += picked & (1 << power) - 1
@@ -110,13 +101,13 @@ def _places(groups: Integers, picked: Integers, power: int) -> Integers:
 
 
 def find_on_device(base: Tensor, now: Tensor) -> Changes:
-    """The same with torch, on the tensors' device; the changes come to the CPU."""
+    """Compare with torch on the tensors' device; return the changes on the CPU."""
     positions = (base != now).nonzero().squeeze(1)
     return Changes(positions.cpu().numpy(), base[positions].cpu().numpy(), now[positions].cpu().numpy())
 
 
 def write_changes(changes: Changes) -> bytes:
-    """The content of a chunk with at least one change."""
+    """Encode the content of a chunk with at least one change."""
     positions = changes.positions.astype(np.uint32)
     gaps = positions.copy()
     gaps[1:] -= positions[:-1] + np.uint32(1)
@@ -131,13 +122,13 @@ def write_changes(changes: Changes) -> bytes:
     unsigned = np.dtype(f"u{changes.now.itemsize}")
     difference = changes.now - changes.base
     numbers = ((difference << 1) ^ (difference >> bits)).view(unsigned) - unsigned.type(1)
-    is_small = 4 * np.count_nonzero(numbers < 3) > 3 * len(numbers)  # late in a run; early on, small weights move further
+    is_small = 4 * np.count_nonzero(numbers < 3) > 3 * len(numbers)  # late in a run; early, small weights move further
     parts += _write_numbers(numbers, 2 if is_small else 4)
     return b"".join(parts)
 
 
 def read_changes(data: memoryview, count: int, itemsize: int, size: int) -> tuple[Integers, Integers]:
-    """The positions of `count` changes among `size` elements, and what to add to the bits of each. Trusts nothing it reads."""
+    """Return the positions of `count` changes among `size` elements, and what to add to each. Checks everything it reads."""
     reader = Reader(data)
     shift = reader.take(1)[0]
     if not 0 < count <= size or shift > _LARGEST_SHIFT or shift % 4:
@@ -162,8 +153,7 @@ def read_changes(data: memoryview, count: int, itemsize: int, size: int) -> tupl
 
 
 def _write_numbers(numbers: Integers, width: int) -> list[bytes]:
-    """Unsigned numbers: `width` bits of each, and the rest of those that do not fit in as many streams of bytes as the largest
-    needs."""
+    """Write `width` bits of each unsigned number, then the rest of larger ones in as many byte streams as the largest needs."""
     escape = numbers.dtype.type((1 << width) - 1)
     parts = [bytes([width]), *_deflate(_pack(np.minimum(numbers, escape).astype(np.uint8), width))]
     large = numbers.take(_nonzero(numbers >= escape), mode="clip")
@@ -176,7 +166,7 @@ def _write_numbers(numbers: Integers, width: int) -> list[bytes]:
 
 
 def _read_numbers(reader: Reader, count: int, dtype: np.dtype[Any], *, limit: int) -> Integers:
-    """`count` numbers, none above `limit`."""
+    """Read `count` numbers; none may exceed `limit`."""
     width = reader.take(1)[0]
     if width not in _WIDTHS:
         raise SyncError(f"a delta has numbers of {width} bits; known are {', '.join(map(str, _WIDTHS))}")
@@ -201,8 +191,8 @@ def _packed_size(count: int, width: int) -> int:
 
 
 def _pack(small: Integers, width: int) -> Integers:
-    """Numbers of `width` bits, 8 ÷ width to a byte. The first run of numbers takes the lowest bits of all bytes, the next run
-    the bits above, and so on: whole runs are shifted at once."""
+    """Pack 8 ÷ width numbers to a byte. The first run of numbers gets the lowest bits of all bytes, the next run the bits
+    above, and so on, so that whole runs are shifted at once."""
     run = _packed_size(len(small), width)
     packed = small[:run].copy()
     for place in range(1, 8 // width):
@@ -220,7 +210,7 @@ def _unpack(packed: Integers, count: int, width: int) -> Integers:
 
 
 def _deflate(octets: Integers) -> list[bytes]:
-    """A length and that many bytes; uncoded, as many as went in, where a sample says that coding would gain little."""
+    """Write a length and that many bytes; uncoded if a sample shows that coding would gain little."""
     size = octets.size
     start = (size - _SAMPLE) // 2
     if size > 8 * _SAMPLE and len(_codes(octets[start : start + _SAMPLE])) > _WORTHWHILE * _SAMPLE:
@@ -233,13 +223,13 @@ def _deflate(octets: Integers) -> list[bytes]:
 
 
 def _codes(octets: Integers) -> bytes:
-    """Huffman codes and runs; searching a window would find nothing."""
+    """Huffman coding and runs only: a window search would find nothing."""
     coder = zlib.compressobj(1, zlib.DEFLATED, -zlib.MAX_WBITS, 9, zlib.Z_RLE)
     return coder.compress(octets.data) + coder.flush()
 
 
 def _inflate(reader: Reader, size: int) -> Integers:
-    """Exactly `size` bytes: no more memory is taken, whatever the stream would expand to."""
+    """Read exactly `size` bytes; never allocates more, whatever the stream would expand to."""
     (length,) = _LENGTH.unpack(reader.take(_LENGTH.size))
     coded = reader.take(length)
     if length == size:
@@ -258,7 +248,7 @@ def _inflate(reader: Reader, size: int) -> Integers:
 
 
 class Reader:
-    """Reads bytes from front to back; reading past the end is an error."""
+    """Reads bytes in order. Reading past the end, or closing before it, is an error."""
 
     def __init__(self, data: memoryview) -> None:
         self._data = data

@@ -1,4 +1,4 @@
-"""The payload `delta`: what has changed since the version that the engines hold."""
+"""The payload `delta`: what changed since the version that the engines hold."""
 
 from __future__ import annotations
 
@@ -20,34 +20,27 @@ if TYPE_CHECKING:
     from headrace.records import WeightUpdate
     from headrace.sync.full import Fetch
 
-_MOST_KEPT = 16
-"""Differences that stay available to an engine that missed some."""
+_MOST_KEPT = 16  # deltas that stay available for engines that missed some
 
 
 class DeltaPayload(FullPayload):
-    """Differences between two images: the one that the engines hold, and the one on its way.
-
-    All weights travel instead where a difference would not be smaller, where the engines may hold different versions, and
-    for dtypes that have no differences.
-    """
+    """The delta between the image that the engines hold and the new one. All weights travel instead if a delta is not smaller,
+    if engines may hold different versions, or for unsupported dtypes."""
 
     name = "delta"
     sends_image = False
 
     def __init__(self) -> None:
         super().__init__()
-        self._next_key = ""
-        """Of the update that carries `_image`."""
-        self._is_held_by_all = True
-        """No engine holds an update that was given up, so a difference from what is held is good for every one of them."""
+        self._next_key = ""  # of the update made from `_image`
+        self._is_held_by_all = True  # no engine holds an aborted update, so a delta from `_held` fits all of them
         self.reset()
 
     def reset(self) -> None:
         super().reset()
         self._held: Arena | None = None
         self._held_version: int | None = None
-        self._chain: list[WeightUpdate] = []
-        """Differences one on top of the other; the engines hold the last."""
+        self._chain: list[WeightUpdate] = []  # consecutive deltas; the engines hold the last
 
     def encode(self, image: Arena, *, version: int, key: str, whole: bool) -> tuple[Tensor, int | None]:
         self._next_key = key
@@ -93,7 +86,7 @@ class DeltaPayload(FullPayload):
 
 
 class _Blob:
-    """A `Target` in the host's memory for an encoded difference."""
+    """A `Target` in host memory for an encoded delta."""
 
     def __init__(self, num_bytes: int, check: Callable[[], None]) -> None:
         self.buffer = allocate_bytes(num_bytes, torch.device("cpu"))

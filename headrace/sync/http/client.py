@@ -1,4 +1,4 @@
-"""Fetches one buffer from several sources in turn; when one fails, the next one continues from the same byte."""
+"""Fetches a buffer from several sources: when one fails, the next continues from the same byte."""
 
 from __future__ import annotations
 
@@ -28,18 +28,17 @@ if TYPE_CHECKING:
     from headrace.sync.http.served import ServedBuffer
     from headrace.sync.transport import Target
 
-_MOST_FAULTS = 3
-"""Damaged pieces after which a source is not asked again."""
+_MOST_FAULTS = 3  # damaged pieces after which a source is not used again
 _LONGEST_PAUSE = 1.0
 _NUMBER = re.compile(r"\d{1,18}")
 
 
 class _Refused(Exception):
-    """By or of a source that is not asked again."""
+    """This source is not used again."""
 
 
 class _Late(TimeoutError):
-    """A source that was silent for too long: the next one is tried."""
+    """The source was silent for too long: try the next one."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +46,11 @@ class Place:
     key: str
     bytes: int
     sources: tuple  # type: ignore[type-arg]
-    """URLs to try in turn. The last is the sender's own: what it has freed is given up."""
+    """URLs to try in turn. The last is the sender's own; once it has freed the buffer, the fetch fails."""
     piece_bytes: int
     sums: tuple  # type: ignore[type-arg]
-    """A checksum for each piece."""
-    share: float
-    """Of the deadline, that a silent source gets before the next is tried. A parent in the tree has a smaller one than its
-    children, so that they stay with it while it looks for another source itself."""
+    """A checksum per piece."""
+    share: float  # of the deadline, for a silent source; smaller for parents in the tree, so that they switch first
 
     @classmethod
     def read(cls, place: Mapping[str, Plain]) -> Place:
@@ -66,10 +63,7 @@ class Place:
 
 @dataclass(eq=False)
 class Fetch:
-    """One buffer on its way to one target. `give_up` may come from any thread.
-
-    `memory` takes one piece at a time, or, where others read what arrives here, is all of `into`.
-    """
+    """Fetches one buffer into one target. `memory` holds one piece at a time or, at a relay, is all of `into`."""
 
     place: Place
     target: Target
@@ -81,21 +75,19 @@ class Fetch:
 
     def __post_init__(self) -> None:
         self._is_given_up = threading.Event()
-        self._at = 0
-        """Bytes that have come."""
+        self._at = 0  # bytes received so far
         self._source = 0
-        self._moved = self._began = time.monotonic()
-        """When bytes came last; when the present source was first asked."""
+        self._moved = self._began = time.monotonic()  # when the last bytes arrived; when this source was tried
         self._refused: dict[int, str] = {}
         self._faults: dict[int, int] = {}
         self._last_failure = "nothing was tried"
 
     def give_up(self) -> None:
-        """Have the fetch fail with a `SyncError`, shortly."""
+        """Make the fetch fail soon with a `SyncError`. Any thread may call this."""
         self._is_given_up.set()
 
     def run(self) -> None:
-        """Until everything is written. Raises `SyncError`."""
+        """Return when everything is written. Raises `SyncError`."""
         num_failures = 0
         while self._at < self.place.bytes:
             was_at, self._began = self._at, time.monotonic()
@@ -133,7 +125,7 @@ class Fetch:
         )
 
     def _check(self) -> None:
-        """Raise if the fetch cannot go on, or not with this source. Called a few times a second."""
+        """Raise if the fetch cannot go on, or cannot with this source. Called a few times a second."""
         self.target.check()
         if self._is_given_up.is_set() or (self.into is not None and self.into.is_over):
             raise self._failed("it was given up here")
@@ -145,7 +137,7 @@ class Fetch:
             raise _Late(f"has sent nothing for {silent:.1f} s")
 
     def _patience(self) -> float:
-        """How long the present source may be silent: its share of the deadline, or of what earlier sources have left of it."""
+        """How long this source may be silent: its share of the deadline, or of what earlier sources have left of it."""
         num_left = len(self.place.sources) - len(self._refused)
         spent = max(0.0, self._began - self._moved)
         if num_left == 1:
@@ -175,10 +167,10 @@ class Fetch:
             self._receive(connection)
 
     def _ask(self, connection: socket.socket, source: str) -> None:
-        """Request the bytes from here on; returns when they are what the socket gives next."""
+        """Request the rest of the bytes; return when the socket delivers them next."""
         path, wanted = path_of(self.place.key), f"bytes={self._at}-"
         headers: dict[str, str | int] = {"Host": urlsplit(source).netloc, "Range": wanted}
-        if source != self.place.sources[-1]:  # a relay may hear of it later than we did
+        if source != self.place.sources[-1]:  # a relay may learn of the buffer later than we do
             headers["Prefer"] = f"wait={max(1, round(self._patience()))}"
         connection.sendall(write_head(f"GET {path} HTTP/1.1", headers))
         status, answer = self._read_status(connection)
@@ -232,13 +224,12 @@ class Fetch:
                 if not num_come:
                     raise ConnectionError("closed the connection")
                 self._at, self._moved = self._at + num_come, time.monotonic()
-                if self._moved - looked > TICK:  # bytes that trickle in are progress, but the target may have given up
+                if self._moved - looked > TICK:  # even a trickle is progress, but the target may have given up
                     self._check()
                     looked = self._moved
             self._finish(start, piece)
 
     def _finish(self, start: int, piece: Tensor) -> None:
-        """A piece is complete: check it, let others read it, write it."""
         if piece_sum(piece) != self.place.sums[start // self.place.piece_bytes]:
             self._at = start
             faults = self._faults[self._source] = self._faults.get(self._source, 0) + 1

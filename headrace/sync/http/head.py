@@ -1,4 +1,4 @@
-"""HTTP heads (the first line and the headers): bounded in size and strict in form."""
+"""HTTP heads (first line and headers), strictly parsed and bounded in size."""
 
 from __future__ import annotations
 
@@ -9,22 +9,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-MAX_HEAD = 8192
-"""Bytes."""
+MAX_HEAD = 8192  # bytes
 _END = b"\r\n\r\n"
 
 
 class BadHead(ValueError):
-    """These bytes are no head, or none that our peers send."""
-
     def __init__(self, message: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> None:
         super().__init__(message)
         self.status = status
 
 
 def read_head(connection: socket.socket, check: Callable[[], None]) -> tuple[str, dict[str, str]]:
-    """The first line, and the headers by lower-case name; reads nothing past them. `check` is called while nothing comes, and
-    raises to give up."""
+    """Read the first line and the headers (by lower-case name), nothing more. `check` is called meanwhile; it may raise."""
     head = bytearray()
     while not head.endswith(_END):
         check()

@@ -1,4 +1,4 @@
-"""Buffers in host memory that others read while they fill, and when their memory may be used again."""
+"""Buffers in host memory that peers read while they fill, and when their memory may be reused."""
 
 from __future__ import annotations
 
@@ -17,19 +17,15 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-_GONE_KEYS = 16
-"""Keys of earlier buffers that are remembered, to tell `freed` from `never known`."""
-_LEAVE_SECONDS = 5.0
-"""Users look a few times a second whether to leave; memory that one does not leave in time is not used again."""
+_GONE_KEYS = 16  # freed keys to remember, to tell "freed" from "unknown"
+_LEAVE_SECONDS = 5.0  # users check a few times a second whether to leave. If one stays longer, the memory is not reused.
 _BLOCK_WORDS = 512
 
 
 def piece_sum(piece: Tensor) -> int:
-    """A checksum in one pass over the bytes: sums of 4 KiB, each times an odd number of its own place.
-
-    One changed bit changes it, and so do missing, doubled or exchanged blocks. `crc32` takes eight times as long, which would
-    halve what a fast link gives.
-    """
+    """A checksum in one pass: sums of 4 KiB blocks, each times an odd number that depends on its position. It detects a
+    changed bit, and missing, doubled or swapped blocks. `crc32` takes eight times as long, which would halve the throughput of
+    a fast link."""
     flat = piece.numpy()
     num_whole = len(flat) // (8 * _BLOCK_WORDS)
     whole = flat[: num_whole * 8 * _BLOCK_WORDS].view(np.int64).reshape(num_whole, _BLOCK_WORDS).sum(axis=1)
@@ -41,34 +37,32 @@ def piece_sum(piece: Tensor) -> int:
 
 
 class ServedBuffer:
-    """Bytes under a key, of which `num_come` have arrived: at the sender all of them, at a relay more and more."""
+    """A buffer under a key; `num_come` of its bytes have arrived. At the sender it is complete, at a relay it fills."""
 
     def __init__(self, key: str, buffer: TorchBuffer, num_bytes: int, *, is_offered: bool) -> None:
         self.key, self.buffer, self.num_bytes = key, buffer, num_bytes
         self.bytes = buffer.tensor[:num_bytes]
-        self.is_offered = is_offered
-        """Whether others may read it."""
-        self.is_over = False
-        """Every user must leave."""
+        self.is_offered = is_offered  # whether peers may read it
+        self.is_over = False  # set when every user must leave
         self.num_come = 0
         self._changed = threading.Condition()
         self._num_users = 0
 
     def advance(self, num_come: int) -> None:
-        """Wakes readers that wait for these bytes."""
+        """Record arrived bytes and wake the readers waiting for them."""
         with self._changed:
             self.num_come = num_come
             self._changed.notify_all()
 
     def wait_past(self, at: int, seconds: float) -> int:
-        """How many bytes have come, once that is more than `at`, or it is over, or the time has passed."""
+        """Wait until more than `at` bytes have arrived, the buffer is over or the time is up; return how many have arrived."""
         with self._changed:
             self._changed.wait_for(lambda: self.is_over or self.num_come > at, seconds)
             return self.num_come
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """Its memory is not used for anything else within. Refused once it is over."""
+        """Prevent reuse of the memory inside this context. Raises `SyncError` once the buffer is over."""
         with self._changed:
             if self.is_over:
                 raise SyncError(f"{self.key!r} was freed")
@@ -81,7 +75,7 @@ class ServedBuffer:
                 self._changed.notify_all()
 
     def end(self) -> bool:
-        """Wake and turn away all users; whether all of them have left."""
+        """Wake all users and make them leave; return whether all have left."""
         with self._changed:
             self.is_over = True
             self._changed.notify_all()
@@ -89,17 +83,15 @@ class ServedBuffer:
 
 
 class ServedBuffers:
-    """All that one end holds, by key."""
-
     def __init__(self) -> None:
         self._spare = Spare(TorchBuffer)
-        self._held: dict[str, ServedBuffer] = {}
+        self._held: dict[str, ServedBuffer] = {}  # by key
         self._gone: deque[str] = deque(maxlen=_GONE_KEYS)
         self._changed = threading.Condition()
         self._is_closed = False
 
     def add(self, key: str, num_bytes: int, *, is_offered: bool) -> ServedBuffer:
-        """A new buffer; an earlier one of the same key is freed first."""
+        """Make a new buffer; an earlier one with the same key is freed first."""
         self.drop(key)
         made = ServedBuffer(key, self._spare.take(num_bytes), num_bytes, is_offered=is_offered)
         with self._changed:
@@ -110,7 +102,7 @@ class ServedBuffers:
         return made
 
     def find(self, key: str, *, wait: float = 0.0) -> ServedBuffer | None:
-        """The buffer, if it is on offer or comes to be within `wait` seconds."""
+        """Return the buffer if it is on offer within `wait` seconds."""
 
         def found() -> ServedBuffer | None:
             held = self._held.get(key)
@@ -121,7 +113,7 @@ class ServedBuffers:
             return found()
 
     def offer(self, key: str) -> ServedBuffer:
-        """A buffer that was filled here is complete: others may read it."""
+        """Let peers read a buffer that was filled here and is complete."""
         with self._changed:
             held = self._held.get(key)
             if held is None:
@@ -140,7 +132,7 @@ class ServedBuffers:
             return list(self._held)
 
     def drop(self, key: str, *, only: ServedBuffer | None = None) -> None:
-        """Free a buffer, or only that one. Returns once nobody uses its memory any more."""
+        """Free a buffer (if it is `only`, where given). Returns once its memory is no longer in use."""
         with self._changed:
             held = self._held.get(key)
             if held is None or (only is not None and held is not only):

@@ -1,7 +1,7 @@
-"""Serves buffers over HTTP: ranges of them, as the bytes arrive, to peers that prove that they know the run's token.
+"""Serves ranges of buffers over HTTP, as the bytes arrive, to peers that prove that they know the run's token.
 
-A connection's first request is answered 401 with a challenge; the next one carries the proof. So the token is never sent, an
-overheard request cannot be replayed, and no clocks are compared. Answers carry a proof too.
+The server answers a connection's first request with 401 and a challenge; the next request carries the proof. So the token is
+never sent, a captured request cannot be replayed, and no clocks are compared. Answers carry a proof too.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
 _HEAD_SECONDS = 10.0
 _SEND_BYTES = 1 << 20
-_MOST_REQUESTS = 4
-"""On one connection."""
+_MOST_REQUESTS = 4  # per connection
 _ROOT = "/weights/"
 _SCHEME = "Headrace"
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{1,18})?")
@@ -41,13 +40,13 @@ def path_of(key: str) -> str:
 
 
 def authorization(token: str, challenge: str, nonce: str, path: str, wanted: str) -> str:
-    """The header that answers a challenge."""
+    """Return the header that answers a challenge."""
     return f"{_SCHEME} {nonce} {proof(token, 'weights', 'GET', challenge, nonce, path, wanted)}"
 
 
 @dataclass(frozen=True)
 class _Exchange:
-    """One request and its answer. The answer carries a proof if the request did: `nonce` is what it must contain."""
+    """One request and its answer. `nonce` is set if the request was authenticated; the answer then proves the token with it."""
 
     connection: socket.socket
     token: str
@@ -57,7 +56,7 @@ class _Exchange:
     nonce: str = ""
 
     def answer(self, status: HTTPStatus, *, length: int = 0, is_last: bool = False, **headers: str) -> bool:
-        """Send the head of an answer; whether another request may follow."""
+        """Send the head of an answer; return whether another request may follow."""
         sent: dict[str, str | int] = {name.replace("_", "-"): value for name, value in headers.items()}
         sent |= {"Content-Length": length, "Connection": "close" if is_last else "keep-alive"}
         if self.nonce:
@@ -68,8 +67,6 @@ class _Exchange:
 
 
 class BufferServer:
-    """Serves one end's buffers."""
-
     def __init__(self, buffers: ServedBuffers, *, token: str, host: str, deadline: float) -> None:
         self._buffers, self._token, self._deadline = buffers, token, deadline
         self.bytes_served = 0
@@ -78,7 +75,7 @@ class BufferServer:
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self._server.port}"
 
     def close(self) -> None:
-        """Running answers are cut off. The buffers are closed first, so no answer waits for more bytes."""
+        """Cut off running answers. The caller has closed the buffers, so no answer waits for more bytes."""
         self._server.close()
 
     def _converse(self, connection: socket.socket, is_closed: threading.Event) -> None:
@@ -111,7 +108,7 @@ class BufferServer:
         return _Exchange(connection, self._token, method, path, headers, nonce if is_ours else "")
 
     def _answer(self, exchange: _Exchange, challenge: str) -> bool:
-        """Whether another request may follow."""
+        """Return whether another request may follow."""
         headers, path = exchange.headers or {}, exchange.path
         if not exchange.nonce:
             return exchange.answer(HTTPStatus.UNAUTHORIZED, WWW_Authenticate=f"{_SCHEME} {challenge}")
@@ -129,12 +126,12 @@ class BufferServer:
         content = {"Content_Range": f"bytes {start}-{stop - 1}/{size}"} if has_range else {}
         status = HTTPStatus.PARTIAL_CONTENT if has_range else HTTPStatus.OK
         exchange.answer(status, length=stop - start, is_last=True, Content_Type="application/octet-stream", **content)
-        with contextlib.suppress(SyncError), buffer.in_use():  # freed meanwhile: the answer ends early
+        with contextlib.suppress(SyncError), buffer.in_use():  # if it was freed meanwhile, the answer ends early
             self._send(exchange.connection, buffer, start, stop)
         return False
 
     def _send(self, connection: socket.socket, buffer: ServedBuffer, start: int, stop: int) -> None:
-        """As the bytes arrive; ends early when the buffer is freed, or nothing has moved for the deadline."""
+        """Send bytes as they arrive; stop early if the buffer is freed, or after the deadline without progress."""
         body = buffer.bytes.numpy().data
         at, moved = start, time.monotonic()
         while at < stop and not buffer.is_over and time.monotonic() - moved < self._deadline:
@@ -151,7 +148,7 @@ class BufferServer:
 
 
 def _span(wanted: str, size: int) -> tuple[int, int] | None:
-    """(first byte, one past the last) of a range, or None if there is no such range."""
+    """Parse a range into (first byte, one past the last), or None if it is invalid."""
     found = _RANGE.fullmatch(wanted)
     if found is None:
         return None

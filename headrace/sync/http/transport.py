@@ -1,14 +1,14 @@
-"""Weights to engines on other hosts, over HTTP: in ranges, resumed where they broke off, relayed from engine to engine.
+"""The transport over HTTP to engines on other hosts: resumable, and relayed from engine to engine.
 
-The sender keeps a buffer in host memory and serves it. A receiver that is a relay serves what it has received while the rest
-still arrives; `relay_places` says who reads from whom, so that no link carries more than a few copies:
+The sender serves a buffer from host memory. A relay serves what it has received while the rest still arrives. `relay_places`
+decides who reads from whom, so that no link carries more than a few copies:
 
     trainer ──► engine 0 ──► engine 2        sources of engine 2: engine 0, then the trainer
        │            └──────► engine 3
        └──────► engine 1 ──► engine 4 …
 
-Each receiver checks every piece against the checksums in its place before it writes or relays it. When a source fails, falls
-silent or sends something else, the next in the list is asked for the bytes from there on.
+Each receiver checks every piece against the checksums in its place before writing or relaying it. When a source fails, falls
+silent or sends wrong bytes, the receiver requests the rest from the next one in its list.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PIECE_BYTES = 4 << 20
 
 
 def relay_places(place: Mapping[str, Plain], urls: Sequence[str], *, fan_out: int = 2) -> list[dict[str, Plain]]:
-    """A place for each receiver, given the addresses that they relay at: a tree in which nobody serves more than `fan_out`.
+    """Return a place for each receiver, given their relay URLs: a tree in which no node serves more than `fan_out` others.
 
     >>> [p["sources"] for p in relay_places({"key": "k", "bytes": 0, "sources": ["http://t:1"]}, ["a", "b", "c"])]
     [['http://t:1'], ['http://t:1'], ['a', 'http://t:1']]
@@ -53,7 +53,7 @@ def relay_places(place: Mapping[str, Plain], urls: Sequence[str], *, fan_out: in
 
 
 class HttpTransport(Transport):
-    """The sender's end serves from its first post on; a receiver's serves if it is a relay."""
+    """The sender serves from its first post on; a receiver serves if it is a relay."""
 
     name = "http"
     crosses_hosts = True
@@ -68,7 +68,7 @@ class HttpTransport(Transport):
         is_relay: bool = False,
         piece_bytes: int = PIECE_BYTES,
     ) -> None:
-        """`host` is the address that this end listens on, and that others reach it by."""
+        """`host` is the address at which this end listens and others reach it."""
         from headrace.sync.http.served import ServedBuffers
 
         if not token:
@@ -78,8 +78,7 @@ class HttpTransport(Transport):
         self._buffers = ServedBuffers()
         self._pieces = Spare(TorchBuffer)
         self._fetching: set[Fetch] = set()
-        self._relaying: set[str] = set()
-        """Keys that are arriving, and relayed meanwhile."""
+        self._relaying: set[str] = set()  # keys that are arriving and being relayed
         self._changed = threading.Condition()
         self._is_closed = False
         self._server: BufferServer | None = None
@@ -96,12 +95,11 @@ class HttpTransport(Transport):
 
     @property
     def relay_url(self) -> str:
-        """Empty while this end serves nothing."""
         return "" if self._server is None else self._server.url
 
     @property
     def bytes_served(self) -> int:
-        """To all peers together."""
+        """Total over all peers."""
         return 0 if self._server is None else self._server.bytes_served
 
     # The sender's end
@@ -120,7 +118,7 @@ class HttpTransport(Transport):
         return place | {"piece_bytes": self._piece_bytes, "sums": list(sums)}
 
     def free(self, key: str) -> None:
-        """At either end: peers that read it from here are cut off, and a fetch of it here fails."""
+        """At either end: disconnect peers that are reading the buffer, and fail this end's fetch of it."""
         with self._changed:
             for fetch in self._fetching:
                 if fetch.place.key == key:
@@ -128,7 +126,7 @@ class HttpTransport(Transport):
         self._buffers.drop(key)
 
     def close(self) -> None:
-        """Returns when no thread, socket or buffer is left."""
+        """Return when no thread, socket or buffer is left."""
         with self._changed:
             self._is_closed = True
             for fetch in self._fetching:
@@ -160,7 +158,7 @@ class HttpTransport(Transport):
             raise SyncError(f"{receiver}: {there.key!r} has {there.bytes:,} bytes, and {target.num_bytes:,} are expected")
         with self._changed:
             coming = set(self._relaying)
-            is_relayed = self._is_relay and there.key not in coming  # else it is being relayed for another engine here
+            is_relayed = self._is_relay and there.key not in coming  # else another engine here relays it already
             if is_relayed:
                 self._relaying.add(there.key)
         if not is_relayed:
