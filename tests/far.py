@@ -27,7 +27,7 @@ from typing import IO, Any
 import torch
 
 from headrace.errors import SyncError
-from headrace.model.weights import SpareWeights, check_order, make_manifest, named_tensors
+from headrace.model.weights import StagedWeights, check_order, make_manifest, named_tensors
 from headrace.records import WeightUpdate, frames
 from headrace.sync import Lineage, TransportConfig, WeightSync, make_transport, weight_sync as weight_sync_module
 
@@ -60,7 +60,7 @@ class Receiver:
 
     def __init__(self, sync: WeightSync, *, device: str = "cpu") -> None:
         self.sync, self.weights = sync, Weights(device=device)
-        self.spare = SpareWeights(self.weights)
+        self.spare = StagedWeights(self.weights)
         self.lineage, self.version = "", 0
 
     def load(self, update: WeightUpdate) -> None:
@@ -174,7 +174,7 @@ def unpacked(text: str) -> WeightUpdate:
 def _slow_down(seconds: float, say: Any) -> None:
     """Every look at whether an update is still wanted, and every pack, takes a while, and the first of them is told."""
     is_told = threading.Event()
-    check, pack = SpareWeights._check_wanted, weight_sync_module._copy
+    check, pack = StagedWeights._check_wanted, weight_sync_module._copy
 
     def midway() -> None:
         if not is_told.is_set():
@@ -182,7 +182,7 @@ def _slow_down(seconds: float, say: Any) -> None:
             say({"midway": True})
         time.sleep(seconds)
 
-    def slow_check(spare: SpareWeights, update: WeightUpdate) -> None:
+    def slow_check(spare: StagedWeights, update: WeightUpdate) -> None:
         midway()
         check(spare, update)
 
@@ -190,7 +190,7 @@ def _slow_down(seconds: float, say: Any) -> None:
         pack(*arguments)
         midway()
 
-    SpareWeights._check_wanted = slow_check  # type: ignore[method-assign]
+    StagedWeights._check_wanted = slow_check  # type: ignore[method-assign]
     weight_sync_module._copy = slow_pack
 
 

@@ -15,7 +15,7 @@ from headrace.engine.vllm.kind import choose_handover, gpu_share, gpus_of
 from headrace.engine.vllm.open import check_sampling, server_arguments
 from headrace.launch.build import check_engine, check_sync, preflight
 from headrace.launch.inputs import UserInputs
-from headrace.launch.placement import choose_device, choose_transport, receiving_place, threads_of
+from headrace.launch.placement import choose_device, choose_transport, receiving_device, threads_of
 from headrace.settings import ConfigError, describe, flatten, parse_override, to_dict, to_toml
 
 TEXT = """\
@@ -250,7 +250,7 @@ def test_weights_take_the_shortest_way_that_the_gpus_have(monkeypatch, gpus: int
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     recipe = vllm(**settings, **({} if "vllm__urls" in settings else {"count": 2}))
-    places = [receiving_place(recipe, each) for each in (0, 1)]
+    places = [receiving_device(recipe, each) for each in (0, 1)]
     assert (choose_handover(recipe, device=choose_device(recipe)), choose_transport(recipe), places) == ways
 
 

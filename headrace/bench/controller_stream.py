@@ -16,7 +16,7 @@ from headrace.bench.stubs import COMPLETION, PROMPT, answer
 from headrace.engine import EnginePool, RemoteEngine
 from headrace.records import Rollout, Sampling, decode, encode, pack_rollouts, unpack_rollouts, unpack_samplings
 from headrace.rpc import Listener, Peer, StreamClosed, connect
-from headrace.run import few_collections
+from headrace.run import fewer_gc_pauses
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,7 +27,7 @@ _SLOTS = 256
 
 def stream_cost(*, in_flight: int, rounds: int) -> float:
     """Microseconds of the launcher's thread per rollout that goes over a Unix socket to an engine, a thread here, and back."""
-    with few_collections():
+    with fewer_gc_pauses():
         return asyncio.run(_stream_cost(in_flight, rounds))
 
 

@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, TypeVar
 
 from headrace.bench.stubs import StubStore
-from headrace.run import POLICY, Roles, Run, Session, few_collections, leg, run_loops
+from headrace.run import POLICY, Roles, Run, Session, fewer_gc_pauses, leg, run_loops
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -43,7 +43,7 @@ def make_run(
 
 async def drive(run: Run, *, on_end: Callable[[], Awaitable[T]]) -> T:
     """Run the loops to the run's last version; returns the result of `on_end`, called while everything still runs."""
-    with few_collections():
+    with fewer_gc_pauses():
         async with leg(run):
             await run_loops(run)
             found = await on_end()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class StepSeen:
+class StepRecord:
     seconds: float
     """Since the end of the previous step, or since the first submission."""
     prompt_rows: int
@@ -40,7 +40,7 @@ class Turn:
     seconds: float
     rollouts: tuple[Rollout, ...]
     """In the order of the workload."""
-    steps: tuple[StepSeen, ...]
+    steps: tuple[StepRecord, ...]
 
     @property
     def tokens_per_second(self) -> float:
@@ -51,7 +51,7 @@ class Turn:
         """Prompt tokens that the engine computed; fewer than submitted if siblings share a prompt."""
         return sum(step.prompt_rows for step in self.steps)
 
-    def full_steps(self) -> list[StepSeen]:
+    def full_steps(self) -> list[StepRecord]:
         """Steps that decoded one token of every request and no prompt."""
         return [step for step in self.steps if step.prompt_rows == 0 and step.decode_rows == len(self.rollouts)]
 
@@ -65,7 +65,7 @@ def generate(core: EngineCore, workload: Workload, *, seed: int) -> Turn:
 
     requests = [Request(*request, on_done=on_done) for request in workload.requests(seed=seed)]
     prompt_tokens = sum(len(prompt) for prompt in workload.prompts)
-    steps: list[StepSeen] = []
+    steps: list[StepRecord] = []
     sampled_before = core.num_sampled
     started = before = time.perf_counter()
     for request in requests:
@@ -74,7 +74,7 @@ def generate(core: EngineCore, workload: Workload, *, seed: int) -> Turn:
         cached = prompt_tokens + core.num_sampled - sampled_before
         step = core.step()
         now = time.perf_counter()
-        steps.append(StepSeen(now - before, step.prompt_rows, step.decode_rows, cached))
+        steps.append(StepRecord(now - before, step.prompt_rows, step.decode_rows, cached))
         before = now
     seconds = time.perf_counter() - started
     rollouts = tuple(done[request.rollout.id] for request in requests)

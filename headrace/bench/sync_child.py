@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import ProcessGroupGloo, TCPStore
 
 from headrace.bench.loads import QWEN3_0_6B, SMALL, SMOLLM2_135M
 from headrace.bench.measure import wait
-from headrace.model import SpareWeights, held_tensors, served_dtype
+from headrace.model import StagedWeights, held_tensors, served_dtype
 from headrace.sync import CollectiveTransport, HttpTransport, Lineage, TransportConfig, WeightSync, make_transport
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from headrace.model import Arena, Incoming
+    from headrace.model import Arena, StagingBuffer
     from headrace.records import WeightUpdate
 
 SHAPES = {"SmolLM2-135M": SMOLLM2_135M, "Qwen3-0.6B": QWEN3_0_6B, "small": SMALL}
@@ -60,7 +60,7 @@ def engine(given: dict[str, Any], orders: Iterator[WeightUpdate | None]) -> Iter
     torch.set_num_threads(given["threads"])
     transport = make_transport(TransportConfig(**given["ends"]), is_sender=False, device=given["device"])
     sync = WeightSync(Lineage("life"), transport, name=given["name"])
-    spare = SpareWeights(make_model(given["shape"], given["device"]))
+    spare = StagedWeights(make_model(given["shape"], given["device"]))
     other = spare.arena.like()
     yield {}
     for update in orders:
@@ -68,10 +68,10 @@ def engine(given: dict[str, Any], orders: Iterator[WeightUpdate | None]) -> Iter
     sync.close()
 
 
-def _load(sync: WeightSync, spare: SpareWeights, update: WeightUpdate, device: str) -> dict[str, float]:
+def _load(sync: WeightSync, spare: StagedWeights, update: WeightUpdate, device: str) -> dict[str, float]:
     started, fetched = time.perf_counter(), 0.0
 
-    def fetch(incoming: Incoming) -> None:
+    def fetch(incoming: StagingBuffer) -> None:
         nonlocal fetched
         before = time.perf_counter()
         sync.receive(update, incoming)

@@ -28,10 +28,10 @@ import torch
 from headrace.bench.harness import Row, default_device, run_parts, say
 from headrace.bench.loads import Load
 from headrace.bench.mismatch import compare, mismatch_workload, trainer_logprobs
-from headrace.bench.vllm_update import Outlasted, Update, update_in_flight
+from headrace.bench.vllm_update import RolloutsEndedEarly, Update, update_in_flight
 from headrace.config import make_recipe
 from headrace.engine import EngineCore, EnginePlace, NativeEngine, VllmEngine, choose_python, engine_kind, find_vllm
-from headrace.launch import receiving_place
+from headrace.launch import receiving_device
 from headrace.model import ModelError, ModelSettings, build_folder, load_config, load_model, named_tensors
 from headrace.observe import ProcessTimeline
 from headrace.settings import ConfigError
@@ -153,10 +153,10 @@ async def _vllm(plan: Plan, path: str, log: Path) -> AsyncIterator[Side]:
             "engine": {"kind": "vllm", "slots": plan.slots, "vllm": {"arguments": dict(plan.arguments)}},
         }
     )
-    transport = MemoryTransport(receiving_place(recipe, 0))
+    transport = MemoryTransport(receiving_device(recipe, 0))
     sync, timeline = WeightSync(Lineage("bench"), transport), ProcessTimeline("engine")
     with tempfile.TemporaryDirectory(prefix="headrace-bench-", dir=shared_folder()) as shared:
-        receives_on = receiving_place(recipe, 0)
+        receives_on = receiving_device(recipe, 0)
         place = EnginePlace(
             name="vllm", index=0, device=plan.device, receives_on=receives_on, log=log, folder=Path(shared) / "weights"
         )
@@ -266,7 +266,7 @@ async def _update(plan: Plan, side: Side, source: PreTrainedModel, versions: Ite
             rolling = asyncio.ensure_future(generate(side.engine, workload, seed=plan.turns + 1 + version))
             try:
                 return await update_in_flight(side.engine, update, rolling, timeline=side.timeline)
-            except Outlasted:
+            except RolloutsEndedEarly:
                 if not tries_left:
                     raise
     raise AssertionError

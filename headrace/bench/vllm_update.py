@@ -23,7 +23,7 @@ _START_STEPS, _USUAL_STEPS, _LATER_STEPS = 2, 8, 4
 """Steps until all rollouts have started, steps watched before the update, and steps after it."""
 
 
-class Outlasted(RuntimeError):
+class RolloutsEndedEarly(RuntimeError):
     """All rollouts ended before the update did."""
 
 
@@ -46,7 +46,7 @@ async def update_in_flight(
 ) -> Update:
     """Load `update` while `rolling`, rollouts just submitted to all slots, is in flight; abort them some steps later."""
     state = await engine.state()
-    slots, old, untold = state.slots, state.version, int(getattr(engine, "most_untold", 0))
+    slots, old, untold = state.slots, state.version, int(getattr(engine, "max_unreported", 0))
     load, between = 0.0, {}
     try:
         await _sample(engine, _START_STEPS * slots, rolling)
@@ -103,7 +103,7 @@ async def _sample(engine: Engine, tokens: int, rolling: asyncio.Future[list[Roll
     while (await engine.state()).tokens < until:
         if rolling.done():
             rolling.result()  # raises their error
-            raise Outlasted("all rollouts ended before the update did: this machine is too slow for it, or too busy")
+            raise RolloutsEndedEarly("all rollouts ended before the update did: this machine is too slow for it, or too busy")
         await asyncio.sleep(_POLL_SECONDS)
 
 

@@ -35,7 +35,7 @@ def append_call(
     tokens up to 40 belong to B's history too; a token of A's version 41 comes from weights that no longer exist, and must not
     pass for one of B's. An engine cannot tell these apart, so a rollout continued in B stays under A's name, and is rejected as
     soon as it holds a token past 40: this may over-reject, never under-reject. A caller that knows the history truncates such a
-    rollout before it resumes it, and may rename it (`headrace.partial.still_history`).
+    rollout before it resumes it, and may rename it (`headrace.partial.surviving_part`).
     """
     if any(each.stop > each.start for each in rollout.calls):
         lineage = rollout.lineage

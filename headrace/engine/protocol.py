@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Sequence
     from concurrent.futures import Future
 
-    from headrace.engine.request import Growth, Request
+    from headrace.engine.request import Request, SampledSince
     from headrace.partial import Interrupt
     from headrace.records import Array, FinishReason, Rollout, Sampling, WeightUpdate
 
@@ -187,5 +187,5 @@ class ProcessEngine(SleepingEngine, ForkingEngine, Protocol):
     def cancel(self, requests: Sequence[Request]) -> None:
         """Cancel many at once."""
 
-    def growth(self, requests: Iterable[Request] | None = None) -> list[Growth]:
+    def growth(self, requests: Iterable[Request] | None = None) -> list[SampledSince]:
         """The tokens that these requests (default: all running) sampled since the last call. Called within `after_step`."""

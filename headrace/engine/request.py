@@ -80,7 +80,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Growth:
+class SampledSince:
     """What a running request has sampled since the last report."""
 
     request: Request
@@ -92,7 +92,7 @@ class Growth:
     """The lineage that sampled its first token."""
 
 
-class TakesRequests(Protocol):
+class RequestQueue(Protocol):
     """What `generate` and `stream` need of an engine."""
 
     def submit(self, requests: Sequence[Request], on_refused: Callable[[Request, ValueError], None]) -> None:
@@ -102,7 +102,7 @@ class TakesRequests(Protocol):
         """Free what they hold; requests that have ended are ignored."""
 
 
-async def generate(engine: TakesRequests, rollout: Rollout, sampling: Sampling) -> Rollout:
+async def generate(engine: RequestQueue, rollout: Rollout, sampling: Sampling) -> Rollout:
     """The rollout with one more call's tokens; cancelling the await cancels the call."""
     with _submitted(engine, rollout, sampling, is_streamed=False) as answers:
         answer = await answers.get()
@@ -112,7 +112,7 @@ async def generate(engine: TakesRequests, rollout: Rollout, sampling: Sampling) 
         raise answer
 
 
-async def stream(engine: TakesRequests, rollout: Rollout, sampling: Sampling) -> AsyncIterator[Increment]:
+async def stream(engine: RequestQueue, rollout: Rollout, sampling: Sampling) -> AsyncIterator[Increment]:
     """The same call, token by token; closing the iterator cancels the call."""
     with _submitted(engine, rollout, sampling, is_streamed=True) as answers:
         while True:
@@ -128,7 +128,7 @@ async def stream(engine: TakesRequests, rollout: Rollout, sampling: Sampling) ->
 
 @contextlib.contextmanager
 def _submitted(
-    engine: TakesRequests, rollout: Rollout, sampling: Sampling, *, is_streamed: bool
+    engine: RequestQueue, rollout: Rollout, sampling: Sampling, *, is_streamed: bool
 ) -> Iterator[asyncio.Queue[Increment | Rollout | Exception]]:
     """The queue of a call's results: increments of a stream, then the rollout or an error. Leaving early cancels the call."""
     loop, thread = asyncio.get_running_loop(), threading.get_ident()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from headrace.engine.protocol import ProcessEngine
-    from headrace.engine.request import Growth
+    from headrace.engine.request import SampledSince
     from headrace.observe import ProcessTimeline
     from headrace.records import Array, Rollout, WeightUpdate
     from headrace.rpc import Peer
@@ -45,7 +45,7 @@ class EngineWorker:
         self._keys: dict[Request, int] = {}
         self._streamed: set[Request] = set()
         self._finished: deque[tuple[Request, Rollout]] = deque()
-        self._sampled: deque[Growth] = deque()
+        self._sampled: deque[SampledSince] = deque()
         self._refused: deque[tuple[Request, Exception]] = deque()
         self._told_at = self._reported_at = time.monotonic()
         engine.after_step = self._after_step
@@ -123,7 +123,7 @@ class EngineWorker:
             self._reported_at = time.monotonic()
             self._data.notify("report", self._timeline.report())
 
-    def _tell_sampled(self, data: Peer, sampled: list[Growth]) -> None:
+    def _tell_sampled(self, data: Peer, sampled: list[SampledSince]) -> None:
         masks = {str(place): SamplingMask.from_rows(each.masks) for place, each in enumerate(sampled) if each.masks}
         data.notify(
             "sampled",

@@ -7,7 +7,7 @@ import hashlib
 import json
 from typing import TYPE_CHECKING, Any, Protocol
 
-from headrace.partial import goes_on_from
+from headrace.partial import is_continuation
 from headrace.records import FinishReason, Rollout, check_messages
 from headrace.settings import ConfigError
 
@@ -148,7 +148,7 @@ class EngineClient:
         start, id = len(rollout), rollout.id
         whole = self._sampling.with_seed(_rollout_seed(self._seed, id))
         partial = self._partials.pop(id, None)
-        if partial is not None and goes_on_from(rollout, partial):
+        if partial is not None and is_continuation(rollout, partial):
             rollout = partial
         else:
             rollout = await self._engine.generate(rollout, whole)

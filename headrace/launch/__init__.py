@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         special_stops,
     )
     from headrace.launch.folder import is_in_use, read_summary
-    from headrace.launch.forecast import Forecast, forecast_here, free_here, longest_prompt, most_kv_blocks
+    from headrace.launch.forecast import Forecast, forecast_here, free_here, longest_prompt, max_kv_blocks
     from headrace.launch.inputs import (
         UserInputs,
         check_inputs,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     )
     from headrace.launch.launcher import Launch, RunResult, launch
     from headrace.launch.local import LocalProcesses
-    from headrace.launch.placement import choose_device, pick_device, receiving_place
+    from headrace.launch.placement import choose_device, pick_device, receiving_device
     from headrace.launch.process import RoleProcess
     from headrace.launch.serving import ServeOptions, serve
     from headrace.launch.warmup import demonstration, model_folder

@@ -27,8 +27,8 @@ from headrace.launch.inputs import UserInputs, check_inputs, open_tasks, reward_
 from headrace.launch.placement import (
     choose_device,
     choose_transport,
-    place_of,
-    receiving_place,
+    device_of,
+    receiving_device,
     threads_of,
 )
 from headrace.model import ModelError, load_model, load_tokenizer
@@ -86,8 +86,8 @@ def check_sync(recipe: Recipe) -> None:
 def _check_gpu_per_end(recipe: Recipe) -> None:
     """Both ends use gloo, or both NCCL with a GPU each."""
     device = choose_device(recipe)
-    places = {receiving_place(recipe, index) for index in range(recipe.engine.num_engines)}
-    if device == "cuda" and places & {"cpu", place_of(device, "trainer")}:
+    places = {receiving_device(recipe, index) for index in range(recipe.engine.num_engines)}
+    if device == "cuda" and places & {"cpu", device_of(device, "trainer")}:
         raise ConfigError(
             f"sync.transport = '{recipe.sync.transport}': the engine's process receives weights on "
             f"{', '.join(sorted(places))}, and NCCL wants a GPU of its own there; leave it auto"

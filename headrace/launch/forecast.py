@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from headrace.engine import blocks_for, engine_kind, free_memory
-from headrace.launch.placement import choose_device, choose_transport, place_of
+from headrace.launch.placement import choose_device, choose_transport, device_of
 from headrace.settings import ConfigError
 from headrace.staleness import max_untrained_groups
 from headrace.sync import transport_class
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     Task = dict[str, Plain]
 
-LOOKED_AT = 64
+NUM_CHECKED_PROMPTS = 64
 """Prompts measured of the training tasks and of each held-out source, to estimate the longest."""
 _FEWEST_ROLLOUTS = 16
 """The KV cache has room for at least this many, so that a prompt much longer than those measured still fits."""
@@ -81,7 +81,7 @@ def forecast(
     total: int = 0,
 ) -> Forecast:
     """`context`: tokens a rollout may have at most; `free`: bytes free when the engine starts; `most_blocks`: from
-    `most_kv_blocks`; `total`: bytes of a vLLM server's GPU."""
+    `max_kv_blocks`; `total`: bytes of a vLLM server's GPU."""
     dtype = recipe.model.dtype
     engine, server = engine_kind(recipe.engine).predict_memory(
         recipe, shape, context=context, free=free, most_blocks=most_blocks, on_gpu=on_gpu, total=total
@@ -134,7 +134,7 @@ def forecast_here(
     )
 
 
-def most_kv_blocks(recipe: Recipe, *, context: int, longest_prompt: int, num_held_out: int) -> int:
+def max_kv_blocks(recipe: Recipe, *, context: int, longest_prompt: int, num_held_out: int) -> int:
     """The most KV blocks an engine can use at once (0: no prompt is known): within its slots, for its share of the rollouts the
     gate admits plus an evaluation, each as long as the longest prompt seen plus `sampling.max_tokens`, with some headroom."""
     if not longest_prompt:
@@ -157,7 +157,7 @@ def most_kv_blocks(recipe: Recipe, *, context: int, longest_prompt: int, num_hel
 
 def free_here(recipe: Recipe) -> int:
     """Free bytes on the device of an engine's KV cache."""
-    return free_memory(torch.device(place_of(choose_device(recipe), "engine")))
+    return free_memory(torch.device(device_of(choose_device(recipe), "engine")))
 
 
 def tokens_per_pass(recipe: Recipe, *, longest: int) -> int:
@@ -169,7 +169,7 @@ def tokens_per_pass(recipe: Recipe, *, longest: int) -> int:
 def longest_prompt(rows: Iterable[Task], encoder: PromptEncoder, *, held_out: Mapping[str, Sequence[Task]]) -> int:
     """Tokens in the longest of these prompts and the first held-out ones. A prompt that cannot be encoded fails when used."""
     lengths = []
-    for row in itertools.chain(rows, *(source[:LOOKED_AT] for source in held_out.values())):
+    for row in itertools.chain(rows, *(source[:NUM_CHECKED_PROMPTS] for source in held_out.values())):
         prompt: Any = row["prompt"]
         try:
             lengths.append(len(encoder.encode(prompt)))

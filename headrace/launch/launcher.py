@@ -17,11 +17,11 @@ import torch
 from headrace.envs import PromptEncoder
 from headrace.launch.build import preflight, set_threads
 from headrace.launch.folder import cache_folder, find_folder, locked, logged, prepare_folder, write_summary
-from headrace.launch.forecast import LOOKED_AT, forecast_here, free_here, longest_prompt, most_kv_blocks
+from headrace.launch.forecast import NUM_CHECKED_PROMPTS, forecast_here, free_here, longest_prompt, max_kv_blocks
 from headrace.launch.inline import Inline
 from headrace.launch.inputs import UserInputs, held_out_tasks, open_tasks, run_identity
 from headrace.launch.local import LocalProcesses
-from headrace.launch.stop import StopRequest, ended_by_signals
+from headrace.launch.stop import StopRequest, sigterm_as_interrupt
 from headrace.launch.warmup import model_folder
 from headrace.model import ModelShape, config_limit, load_config, load_tokenizer
 from headrace.observe import Observer, final_report, open_screen
@@ -93,7 +93,7 @@ def launch(recipe: Recipe, given: UserInputs, how: Launch) -> RunResult:
 def _launch_in_thread(recipe: Recipe, given: UserInputs, how: Launch) -> RunResult:
     """For a caller inside an event loop, such as a notebook: the run gets a thread with its own event loop, and interrupts are
     passed on to it. The caller's own signal handlers are restored when the run has ended."""
-    with ended_by_signals(), ThreadPoolExecutor(max_workers=1) as thread:
+    with sigterm_as_interrupt(), ThreadPoolExecutor(max_workers=1) as thread:
         future = thread.submit(_launch, recipe, given, how)
         while True:
             try:
@@ -112,7 +112,7 @@ def _launch(recipe: Recipe, given: UserInputs, how: Launch) -> RunResult:
     preflight(recipe, given)
     identity = run_identity(recipe, given)
     folder = find_folder(how.name, recipe, identity=identity, run_dir=how.run_dir, fresh=how.fresh)
-    with locked(folder), logged(folder), ended_by_signals():
+    with locked(folder), logged(folder), sigterm_as_interrupt():
         prepare_folder(folder, recipe, recipe_text=how.recipe_text)
         choice: Orchestration = Inline(recipe) if recipe.is_inline else LocalProcesses(recipe, folder)
         with choice as orchestration:
@@ -197,11 +197,11 @@ class _Run:
         recipe, tasks, encoder = self.recipe, open_tasks(self.recipe, self.given), PromptEncoder(load_tokenizer(model_path))
         config = load_config(model_path)
         context = config_limit(config, recipe.model.context)
-        longest = longest_prompt((tasks.next() for _ in range(LOOKED_AT)), encoder, held_out=held_out)
+        longest = longest_prompt((tasks.next() for _ in range(NUM_CHECKED_PROMPTS)), encoder, held_out=held_out)
         most_blocks = 0
         if self.given.environment is None:
             count = sum(map(len, held_out.values()))
-            most_blocks = most_kv_blocks(recipe, context=context, longest_prompt=longest, num_held_out=count)
+            most_blocks = max_kv_blocks(recipe, context=context, longest_prompt=longest, num_held_out=count)
         shape, free = ModelShape.of(config), free_here(recipe)
         expected = forecast_here(recipe, shape, context=context, longest_prompt=longest, free=free, most_blocks=most_blocks)
         return expected, most_blocks

@@ -75,12 +75,12 @@ class Order:
 
 
 def place_on_this_host(recipe: Recipe, role: str, index: int, *, run_folder: Path, name: str, shared_folder: Path) -> Placement:
-    device = place_of(choose_device(recipe), role, index)
+    device = device_of(choose_device(recipe), role, index)
     return Placement(
         host=platform.node(),
         address=recipe.sync.host,
         device=device,
-        receives_on=device if role == "trainer" else receiving_place(recipe, index),
+        receives_on=device if role == "trainer" else receiving_device(recipe, index),
         threads=threads_of(recipe, role, cores=os.cpu_count() or 1),
         run_folder=str(run_folder.absolute()),
         log=str((run_folder / "logs" / f"{name}.log").absolute()),
@@ -108,7 +108,7 @@ def pick_device(wanted: str, *, exact: bool = False) -> str:
     return "cuda" if torch.cuda.is_available() and not exact else "cpu"
 
 
-def place_of(device: str, role: str, index: int = 0) -> str:
+def device_of(device: str, role: str, index: int = 0) -> str:
     """Which GPU a process gets: the trainer the first, engines the others in turn; a single GPU is shared."""
     count = _count(device)
     if count < 2:
@@ -116,17 +116,17 @@ def place_of(device: str, role: str, index: int = 0) -> str:
     return "cuda:0" if role == "trainer" else f"cuda:{1 + index % (count - 1)}"
 
 
-def receiving_place(recipe: Recipe, index: int) -> str:
+def receiving_device(recipe: Recipe, index: int) -> str:
     """The device on which an engine's process receives new weights."""
     device = choose_device(recipe)
-    trainer, engine = place_of(device, "trainer"), place_of(device, "engine", index)
+    trainer, engine = device_of(device, "trainer"), device_of(device, "engine", index)
     return engine_kind(recipe.engine).receives_on(recipe, index, device=device, trainer=trainer, engine=engine)
 
 
 def choose_transport(recipe: Recipe) -> str:
     """`sync.transport`, with `auto` resolved."""
-    trainer = place_of(choose_device(recipe), "trainer")
-    places = {receiving_place(recipe, index) for index in range(recipe.engine.num_engines)}
+    trainer = device_of(choose_device(recipe), "trainer")
+    places = {receiving_device(recipe, index) for index in range(recipe.engine.num_engines)}
     shares_gpu = trainer != "cpu" and places == {trainer}
     return resolve_transport(recipe.sync.transport, is_one_process=recipe.is_inline, shares_gpu=shares_gpu)
 

@@ -81,7 +81,7 @@ def _forget_signals(loop: asyncio.AbstractEventLoop, is_main: bool) -> None:
 
 
 @contextlib.contextmanager
-def ended_by_signals() -> Iterator[None]:
+def sigterm_as_interrupt() -> Iterator[None]:
     """In this block SIGTERM raises `KeyboardInterrupt`, as Ctrl-C does, so that it cleans up. No effect off the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield

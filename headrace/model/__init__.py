@@ -38,6 +38,14 @@ if TYPE_CHECKING:
     from headrace.model.settings import ModelSettings
     from headrace.model.shape import ModelShape
     from headrace.model.tiny import build_config, build_folder, build_tokenizer
-    from headrace.model.weights import Incoming, Inspector, SpareWeights, WeightError, check_order, describe, named_tensors
+    from headrace.model.weights import (
+        Inspector,
+        StagedWeights,
+        StagingBuffer,
+        WeightError,
+        check_order,
+        describe,
+        named_tensors,
+    )
 else:
     __getattr__ = front_door(__name__)

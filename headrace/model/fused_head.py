@@ -3,7 +3,7 @@
 With a vocabulary of 150,000 one token has 600 kB of logits. Kept for the backward pass, with their softmax and its gradient,
 they would take most of a trainer's memory. Here the forward pass keeps one number per row, the log of the sum of exponentials;
 the backward pass recomputes each chunk's logits and turns them into gradients of hidden states and weight: four matrix
-products instead of three. `JudgedLogprobs` saves the fourth by calling the loss while it has a chunk's logits. If the sampler
+products instead of three. `LogprobsWithLoss` saves the fourth by calling the loss while it has a chunk's logits. If the sampler
 could choose among a few tokens only, `masked_head` computes just their columns.
 """
 
@@ -267,14 +267,14 @@ def _differentiated(
     return found.to(dtype)
 
 
-class Judge(Protocol):
+class LossGradient(Protocol):
     """A loss, by its derivative."""
 
     def __call__(self, start: int, stop: int, logprobs: Tensor, entropies: Tensor) -> Tensor:
-        """[stop - start]: the loss's derivative by each logprob. `JudgedLogprobs` calls it once per chunk, in order."""
+        """[stop - start]: the loss's derivative by each logprob. `LogprobsWithLoss` calls it once per chunk, in order."""
 
 
-class JudgedLogprobs(torch.autograd.Function):
+class LogprobsWithLoss(torch.autograd.Function):
     """Returns 0 with the gradient of the judge's loss: computed in the forward pass, with three products. `spans` are the
     chunks, of whole sequences. The weight's gradient is added to `gathered`, if given, in float32 and bypassing autograd."""
 
@@ -286,7 +286,7 @@ class JudgedLogprobs(torch.autograd.Function):
         bias: Tensor | None,
         wanted: Wanted,
         spans: list[tuple[int, int]],
-        judge: Judge,
+        judge: LossGradient,
         gathered: Tensor | None,
     ) -> Tensor:
         to_hidden = torch.empty_like(hidden)

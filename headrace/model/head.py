@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from headrace.model.attention import EXACT_ROWS
-from headrace.model.fused_head import FusedLogprobs, JudgedLogprobs, Scaling, Wanted, chunk_rows, product, whole_spans
+from headrace.model.fused_head import FusedLogprobs, LogprobsWithLoss, Scaling, Wanted, chunk_rows, product, whole_spans
 from headrace.model.masked_head import MaskedLogprobs
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from headrace.model.fused_head import Judge
+    from headrace.model.fused_head import LossGradient
 
 _FEW = 16  # if at most 1/16 of the tokens are allowed, computing their columns alone is faster than the whole product
 
@@ -106,7 +106,7 @@ class Head:
         hidden: Tensor,
         targets: Tensor,
         temperatures: Tensor,
-        judge: Judge,
+        judge: LossGradient,
         *,
         counts: Sequence[int],
         gathered: Tensor | None = None,
@@ -118,7 +118,7 @@ class Head:
         if spans is None:
             return None
         wanted = Wanted(targets, temperatures, None, self.scaling, padding=EXACT_ROWS if self._exact else 1)
-        result: Tensor = JudgedLogprobs.apply(  # type: ignore[no-untyped-call]
+        result: Tensor = LogprobsWithLoss.apply(  # type: ignore[no-untyped-call]
             hidden, self.narrowed(), self.bias, wanted, spans, judge, gathered
         )
         return result

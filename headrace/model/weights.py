@@ -140,7 +140,7 @@ def _is_finite(tensor: Tensor) -> bool:
     return bool(low.isfinite() & high.isfinite())
 
 
-class Incoming:
+class StagingBuffer:
     """Where a transport writes new weights: the second set of tensors, as bytes in the layout of the update's manifest."""
 
     def __init__(self, arena: Arena, *, running: Arena, check: Callable[[], None]) -> None:
@@ -168,7 +168,7 @@ class Incoming:
         return [self._arena.flat[dtype] for dtype in sorted(self._arena.flat, key=str)]
 
 
-class SpareWeights:
+class StagedWeights:
     """A second set of a model's tensors: filled and checked beside the running set, then exchanged for it.
 
     Filling may run in another thread while the model computes. On a CPU the exchange swaps memory and copies nothing; on a GPU
@@ -193,14 +193,14 @@ class SpareWeights:
         return self.arena.num_bytes
 
     @torch.no_grad()
-    def receive(self, update: WeightUpdate, bring: Callable[[Incoming], None]) -> Manifest:
+    def receive(self, update: WeightUpdate, bring: Callable[[StagingBuffer], None]) -> Manifest:
         """Call `bring` to write an update's bytes, then check what arrived against the manifest; returns the receipt."""
         self._is_whole = self._is_given_up = False
         slots = self._slots_of(update)
         with self._fill_stream.working():
             staging = self._staging = self._staging or self.arena.like()
             arena = staging if slots is None else Arena(slots, device=staging.device)
-            bring(Incoming(arena, running=self.arena, check=lambda: self._check_wanted(update)))
+            bring(StagingBuffer(arena, running=self.arena, check=lambda: self._check_wanted(update)))
             self._check_arena(update)  # on a GPU the copy may still be in flight
             if arena is not staging:  # tensors that share memory here are sent separately
                 for name, view in arena.views.items():
@@ -217,7 +217,7 @@ class SpareWeights:
     def fill(self, tensors: Iterable[tuple[str, Tensor]], update: WeightUpdate) -> Manifest:
         """`receive` from tensors by name."""
 
-        def bring(incoming: Incoming) -> None:
+        def bring(incoming: StagingBuffer) -> None:
             expected = {info.name: info for info in update.manifest}
             arrived = set()
             for name, tensor in tensors:

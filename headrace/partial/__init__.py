@@ -19,7 +19,7 @@ from headrace.front_door import front_door
 
 if TYPE_CHECKING:
     from headrace.partial.interrupt import Interrupt
-    from headrace.partial.resume import goes_on_from, is_resumable, still_history
+    from headrace.partial.resume import is_continuation, is_resumable, surviving_part
     from headrace.partial.settings import PartialSettings
     from headrace.partial.unfinished import (
         check_unfinished,

@@ -22,7 +22,7 @@ def is_resumable(rollout: Rollout) -> bool:
     return is_first and is_cut and bool((np.diff(rollout.is_sampled.astype(np.int8)) >= 0).all())
 
 
-def goes_on_from(prompt: Rollout, partial: Rollout) -> bool:
+def is_continuation(prompt: Rollout, partial: Rollout) -> bool:
     """Whether a partial rollout is this prompt, token for token, followed by sampled tokens only."""
     start = len(prompt)
     return (
@@ -34,7 +34,7 @@ def goes_on_from(prompt: Rollout, partial: Rollout) -> bool:
     )
 
 
-def still_history(rollout: Rollout, lineage: Lineage) -> Rollout | None:
+def surviving_part(rollout: Rollout, lineage: Lineage) -> Rollout | None:
     """The part of a partial rollout sampled by weights that this lineage descends from; None if there is none. It is relabelled
     with this lineage, since (this lineage, version) names the same weights for all its tokens; under the old label, the first
     token sampled past the checkpoint would get the rollout rejected."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headrace.records.validate import Array, check_kind, equal_records, frozen, trusted_copy
+from headrace.records.validate import Array, check_kind, equal_records, frozen, unchecked_copy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -84,7 +84,7 @@ class Batch:
                 raise ValueError(f"batch: {name} have shape {column.shape} but there are {offsets[-1]} tokens")
             _check_finite(column, rollouts, name)
             arrays[name] = tuple(map(column.__getitem__, slices))
-        return trusted_copy(checked, {"rollouts": tuple(rollouts), **arrays})
+        return unchecked_copy(checked, {"rollouts": tuple(rollouts), **arrays})
 
     @property
     def num_tokens(self) -> int:

@@ -28,7 +28,7 @@ from headrace.records.episode import Episode
 from headrace.records.frames import WireError
 from headrace.records.rollout import Rollout
 from headrace.records.sampling import Call, FinishReason, InfraAbort, Invalid, Sampling, SamplingMask, Scored
-from headrace.records.validate import frozen, trusted_many
+from headrace.records.validate import frozen, unchecked_many
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -172,7 +172,7 @@ def unpack_rollouts(packed: Any) -> list[Rollout]:  # noqa: ANN401  (unchecked i
             **optional,
             "media": [None] * len(ids),
         }
-        rollouts = trusted_many(Rollout, columns, num=len(ids))
+        rollouts = unchecked_many(Rollout, columns, num=len(ids))
         for row in {row for name in optional if name in packed for row in packed[name]["row"]}:
             check_optional_fields(rollouts[row])
         return rollouts
@@ -224,7 +224,7 @@ def _read_calls(packed: dict[str, Any], *, source: Array, ids: list[str], offset
         "started": started,
         "finished": finished,
     }
-    calls = iter(trusted_many(Call, columns, num=len(rows)))
+    calls = iter(unchecked_many(Call, columns, num=len(rows)))
     return [tuple(islice(calls, count)) for count in np.bincount(whole[0], minlength=len(ids)).tolist()]
 
 
@@ -281,7 +281,7 @@ def _read_samplings(settings: object, codes: list[int], seeds: list[int]) -> lis
     columns: dict[str, Sequence[Any]] = {name: list(map(attrgetter(name), chosen)) for name in _SETTINGS}
     if len(seeds) != len(codes) or (seeds and not -(1 << 63) <= min(seeds) <= max(seeds) < 1 << 63):
         raise WireError(f"seeds must be {len(codes)} numbers of 64 bits")
-    return trusted_many(Sampling, {**columns, "seed": seeds}, num=len(codes))
+    return unchecked_many(Sampling, {**columns, "seed": seeds}, num=len(codes))
 
 
 def _read_table(packed: dict[str, Any], name: str, *, num: int | None = None) -> list[list[Any]]:

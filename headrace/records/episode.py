@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.records.check import check_outcome
 from headrace.records.sampling import Outcome, Scored
-from headrace.records.validate import Plain, check_kind, check_plain, trusted_copy
+from headrace.records.validate import Plain, check_kind, check_plain, unchecked_copy
 
 if TYPE_CHECKING:
     from headrace.records.rollout import Rollout
@@ -43,7 +43,7 @@ class Episode:
             return dataclasses.replace(self, **changes)
         if "rollouts" in changes:
             changes["rollouts"] = tuple(changes["rollouts"])
-        copy = trusted_copy(self, changes)
+        copy = unchecked_copy(self, changes)
         copy._check_members()
         return copy
 

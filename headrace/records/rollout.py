@@ -19,7 +19,7 @@ from headrace.records.check import (
 )
 from headrace.records.expert_routing import cut_routing, merge_routing
 from headrace.records.sampling import Call, FinishReason, Outcome, SamplingMask, Scored
-from headrace.records.validate import Array, check_kind, equal_records, frozen, trusted, trusted_copy
+from headrace.records.validate import Array, check_kind, equal_records, frozen, unchecked, unchecked_copy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -116,7 +116,7 @@ class Rollout:
         for array in nothing.values():
             array.flags.writeable = False
         names = {"id": id, "episode": episode or id, "group": group or id, "index": index}
-        return trusted(Rollout, {**_DEFAULTS, **names, "token_ids": ids, **nothing, "rewards": {}, "columns": {}})
+        return unchecked(Rollout, {**_DEFAULTS, **names, "token_ids": ids, **nothing, "rewards": {}, "columns": {}})
 
     def extend(
         self,
@@ -154,7 +154,7 @@ class Rollout:
             array.flags.writeable = False
         changes |= {"policy": policy, "lineage": lineage, "sampling_mask": sampling_mask, "columns": {}}
         changes |= {"calls": (*self.calls, call), "finish_reason": call.finish_reason, "expert_routing": routing}
-        return trusted_copy(self, changes)
+        return unchecked_copy(self, changes)
 
     def forked(self, at: int, *, id: str) -> Rollout:
         """The first `at` tokens as a new rollout, to generate on from there. A call that spans the fork is cut and counts as
@@ -166,7 +166,7 @@ class Rollout:
         if id == self.id:
             raise ValueError(f"rollout {self.id!r}: a fork needs an id of its own")
         calls = tuple(call.cut(at) for call in self.calls if call.start < at)
-        return trusted_copy(
+        return unchecked_copy(
             self,
             {
                 **{name: getattr(self, name)[:at] for name in TOKEN_ARRAYS},
@@ -189,7 +189,7 @@ class Rollout:
             return dataclasses.replace(self, **changes)
         for name in changes.keys() & _CONVERT.keys():
             changes[name] = _CONVERT[name](changes[name])
-        copy = trusted_copy(self, changes)
+        copy = unchecked_copy(self, changes)
         if not changes.keys() <= _NAMES:
             check_optional_fields(copy)
         return copy

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from headrace.records.validate import Array, check_kind, check_plain, equal_records, frozen, trusted_copy
+from headrace.records.validate import Array, check_kind, check_plain, equal_records, frozen, unchecked_copy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -98,7 +98,7 @@ class Sampling:
 
     def with_seed(self, seed: int) -> Sampling:
         """A copy with another seed; nothing is checked again."""
-        return trusted_copy(self, {"seed": seed})
+        return unchecked_copy(self, {"seed": seed})
 
     @property
     def is_truncated(self) -> bool:
@@ -148,7 +148,7 @@ class Call:
 
     def cut(self, at: int) -> Call:
         """The call as if interrupted before token `at`, unless it ended earlier."""
-        return self if self.stop <= at else trusted_copy(self, {"stop": at, "finish_reason": FinishReason.ABORT})
+        return self if self.stop <= at else unchecked_copy(self, {"stop": at, "finish_reason": FinishReason.ABORT})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -187,7 +187,7 @@ class SamplingMask:
     def cut(self, num_tokens: int) -> SamplingMask | None:
         """The mask of the first `num_tokens`; None if none of them is restricted."""
         offsets = self.offsets[: num_tokens + 1]
-        return trusted_copy(self, {"offsets": offsets, "ids": self.ids[: offsets[-1]]}) if offsets[-1] else None
+        return unchecked_copy(self, {"offsets": offsets, "ids": self.ids[: offsets[-1]]}) if offsets[-1] else None
 
     def __eq__(self, other: object) -> bool:
         return equal_records(self, other)

@@ -116,7 +116,7 @@ def _is_writable_somewhere(array: Array) -> bool:
     return owner is not None and not memoryview(owner).readonly
 
 
-def trusted(record: type[Record], fields: dict[str, Any]) -> Record:
+def unchecked(record: type[Record], fields: dict[str, Any]) -> Record:
     """A frozen record made without checks, for callers that have checked already. `fields` must be complete."""
     made, set_field = object.__new__(record), object.__setattr__
     for name, value in fields.items():
@@ -124,7 +124,7 @@ def trusted(record: type[Record], fields: dict[str, Any]) -> Record:
     return made
 
 
-def trusted_copy(record: Record, changes: dict[str, Any]) -> Record:
+def unchecked_copy(record: Record, changes: dict[str, Any]) -> Record:
     """A copy of a frozen record with some fields changed, without checks."""
     kind: type[Any] = type(record)
     values_of, setters = _slots(kind)  # type: ignore[arg-type]  # classes are hashable
@@ -141,7 +141,7 @@ def _slots(record: type) -> tuple[Callable[[object], tuple[Any, ...]], tuple[Cal
     return attrgetter(*names), tuple(record.__dict__[name].__set__ for name in names)
 
 
-def trusted_many(record: type[Record], columns: dict[str, Sequence[Any]], *, num: int) -> list[Record]:
+def unchecked_many(record: type[Record], columns: dict[str, Sequence[Any]], *, num: int) -> list[Record]:
     """`num` records made without checks, from one column of values per field."""
     made = [object.__new__(record) for _ in range(num)]
     for name, column in columns.items():

@@ -14,7 +14,7 @@ from headrace.front_door import front_door
 
 if TYPE_CHECKING:
     from headrace.run.checkpoint import FORMAT, MANIFEST, Checkpoint, CheckpointStore, checkpoints_in
-    from headrace.run.collector import few_collections
+    from headrace.run.collector import fewer_gc_pauses
     from headrace.run.evaluate import Evaluator
     from headrace.run.in_flight import EpisodeInFlight
     from headrace.run.loops import first_failure, leg, run_loops

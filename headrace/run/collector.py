@@ -14,7 +14,7 @@ _YOUNG = 50_000
 
 
 @contextlib.contextmanager
-def few_collections() -> Iterator[None]:
+def fewer_gc_pauses() -> Iterator[None]:
     """Collect less often inside the block, and skip objects made before it. A run holds dozens of objects, almost none of them
     cyclic, for each of thousands of rollouts in flight: by default, traversing them and the libraries' million objects takes a
     fifth of the launcher's time."""

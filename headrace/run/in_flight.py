@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from headrace.partial import is_over_age, is_resumable, still_history
+from headrace.partial import is_over_age, is_resumable, surviving_part
 from headrace.records import Scored, pack_episodes, pack_rollouts, unpack_episodes, unpack_rollouts
 from headrace.staleness import too_old
 
@@ -176,7 +176,7 @@ class InFlightTable:
                 else:
                     records[episode.id].ended = episode
             for saved in unpack_rollouts(entry["rollouts"]):
-                kept = still_history(saved, lineage)
+                kept = surviving_part(saved, lineage)
                 if kept and max_lag is not None and is_over_age(kept.oldest_version, next_version=version, max_lag=max_lag):
                     kept = None
                 lost += saved.num_sampled - (kept.num_sampled if kept else 0)

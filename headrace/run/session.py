@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.observe import share
 from headrace.run.checkpoint import CheckpointError, random_state, restore_random_state
-from headrace.run.collector import few_collections
+from headrace.run.collector import fewer_gc_pauses
 from headrace.run.evaluate import Evaluator
 from headrace.run.loops import leg, run_loops
 from headrace.run.metrics import Progress, TrainedVersion, sync_metrics, trainer_metrics
@@ -77,7 +77,7 @@ class Session:
         """Train to the last step. In exact mode a leg ends at every checkpoint with nothing in flight: what follows depends
         on the checkpoint alone, so a resumed run equals an uninterrupted one."""
         run, policy, recipe = self.run, self.policy, self.recipe
-        with few_collections():
+        with fewer_gc_pauses():
             await self.roles.refresh()
             self.observer.start()
             self._last_moment = time.perf_counter()

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, ClassVar
 
 from headrace.errors import SyncError
-from headrace.model import Arena, Incoming, lay_out
+from headrace.model import Arena, StagingBuffer, lay_out
 from headrace.records import Manifest, TensorInfo
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class FullPayload:
     # At the receiver
 
     @staticmethod
-    def receive(update: WeightUpdate, incoming: Incoming, fetch: Fetch) -> None:
+    def receive(update: WeightUpdate, incoming: StagingBuffer, fetch: Fetch) -> None:
         """Write an update's weights, part by part."""
         if not update.parts:
             raise SyncError("it has no parts: nothing says where its weights are")
@@ -76,7 +76,7 @@ class FullPayload:
                 fetch(part, incoming)
 
 
-def _receive_ranges(part: Part, manifest: Manifest, incoming: Incoming, fetch: Fetch) -> None:
+def _receive_ranges(part: Part, manifest: Manifest, incoming: StagingBuffer, fetch: Fetch) -> None:
     """A part travels as an image of its ranges; a range that covers a whole tensor has its shape, others are flat."""
     known = {info.name: info for info in manifest}
     ranges = []
@@ -89,6 +89,6 @@ def _receive_ranges(part: Part, manifest: Manifest, incoming: Incoming, fetch: F
         ranges.append(TensorInfo(name=name, shape=shape, dtype=info.dtype, num_bytes=num_bytes, checksum=0))
     device = next(iter(incoming.views.values())).device
     image = Arena(lay_out(Manifest.of(ranges)), device=device)
-    fetch(part, Incoming(image, running=image, check=incoming.check))
+    fetch(part, StagingBuffer(image, running=image, check=incoming.check))
     for name, start, stop in part.ranges:
         incoming.views[name].view(-1)[start:stop].copy_(image.views[name].view(-1))

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from headrace.model import Incoming, Slot
+    from headrace.model import Slot, StagingBuffer
     from headrace.records import Manifest
     from headrace.sync.lineage import Lineage
     from headrace.sync.transport import Target, Transport
@@ -168,7 +168,7 @@ class WeightSync:
 
     # The receiver's end
 
-    def receive(self, update: WeightUpdate, incoming: Incoming) -> None:
+    def receive(self, update: WeightUpdate, incoming: StagingBuffer) -> None:
         """Write the update's weights. An engine's `load` calls this in its own thread, then checks checksums itself."""
         try:
             payload_class(update.payload).receive(update, incoming, self._fetch)

@@ -35,7 +35,7 @@ class Diagnostics:
 
     @torch.no_grad()
     def add(self, objective: Objective, tokens: TokenTensors, *, is_current: Tensor) -> None:
-        """Add one pass. `is_current` [N]: the version being trained sampled the token's whole rollout (`sampled_by`)."""
+        """Add one pass. `is_current` [N]: the version being trained sampled the token's whole rollout (`is_sampled_by`)."""
         loss = objective.loss.detach().double()
         self._loss = loss if self._loss is None else self._loss + loss
         self._num_tokens += tokens.logprobs.numel()
@@ -87,7 +87,7 @@ class Diagnostics:
         }
 
 
-def sampled_by(rollout: Rollout, version: int) -> Array:
+def is_sampled_by(rollout: Rollout, version: int) -> Array:
     """[T] bool: whether `version` sampled the whole rollout, so that no token was sampled over an older version's KV cache."""
     is_pure = rollout.oldest_version == version and int(rollout.versions.max()) == version
     return np.full(len(rollout), is_pure)

@@ -37,7 +37,7 @@ from headrace.model import (
 from headrace.observe import peak_memory
 from headrace.trainer import activations, saving
 from headrace.trainer.compiled import can_compile, compile_layers
-from headrace.trainer.diagnostics import Diagnostics, sampled_by
+from headrace.trainer.diagnostics import Diagnostics, is_sampled_by
 from headrace.trainer.optimizer import FlatAdamW
 from headrace.trainer.value_head import ValueHead
 
@@ -197,7 +197,7 @@ class DeviceTrainer:
             advantages=gathered(batch.advantages),
             weights=gathered(batch.weights),
             versions=packed.gather([rollout.versions for rollout in rollouts]),
-            is_current=packed.gather([sampled_by(rollout, batch.version) for rollout in rollouts]),
+            is_current=packed.gather([is_sampled_by(rollout, batch.version) for rollout in rollouts]),
             columns={name: gathered(arrays) for name, arrays in columns.items()},
             correction=None if corrections is None else gathered(corrections),
         )

@@ -15,7 +15,7 @@ from per_token import COUNTS, VERSION, clipped_grpo, make_tokens, plain
 from headrace.algorithms import BATCH_WIDE, CORRECTIONS
 from headrace.algorithms.token_objective import Objective, batch_correction, objective, ratio_base
 from headrace.records import Batch, Call, FinishReason, Rollout, Sampling, Source
-from headrace.trainer.diagnostics import Diagnostics, sampled_by
+from headrace.trainer.diagnostics import Diagnostics, is_sampled_by
 
 if TYPE_CHECKING:
     from headrace.algorithms.tokens import TokenTensors
@@ -238,6 +238,6 @@ def test_a_step_without_a_trained_token_has_diagnostics() -> None:
 
 
 def test_a_rollout_is_of_a_version_only_as_a_whole() -> None:
-    assert sampled_by(rollout("a", [-1.0, -1.0], versions=[3, 3]), 3).tolist() == [True] * 4
-    assert not sampled_by(rollout("b", [-1.0, -1.0], versions=[2, 3]), 3).any()
-    assert not sampled_by(rollout("c", [-1.0, -1.0], versions=[3, 3]), 4).any()
+    assert is_sampled_by(rollout("a", [-1.0, -1.0], versions=[3, 3]), 3).tolist() == [True] * 4
+    assert not is_sampled_by(rollout("b", [-1.0, -1.0], versions=[2, 3]), 3).any()
+    assert not is_sampled_by(rollout("c", [-1.0, -1.0], versions=[3, 3]), 4).any()

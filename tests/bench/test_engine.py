@@ -17,7 +17,7 @@ import torch
 from headrace.bench import engine, engine_peers
 from headrace.bench.child import PeerFailed
 from headrace.bench.engine import alternate, decode_rows, first_token_seconds, make_plan, mismatch_rows
-from headrace.bench.engine_native import Roofline, StepSeen, Turn, copy_bandwidth, generate, roofline_of, scheduling_cost
+from headrace.bench.engine_native import Roofline, StepRecord, Turn, copy_bandwidth, generate, roofline_of, scheduling_cost
 from headrace.bench.engine_peers import VllmPeer, continuous_generate, load_plain, padded_generate
 from headrace.bench.harness import Row, missed, show
 from headrace.bench.loads import SMALL, Load, Workload, lognormal_lengths, write_random_model
@@ -145,12 +145,12 @@ def test_a_table_of_embeddings_that_is_only_looked_up_is_not_read(tmp_path) -> N
 
 def test_the_share_is_of_the_steps_that_decode_every_request() -> None:
     steps = (
-        StepSeen(9.0, prompt_rows=4, decode_rows=0, cached_tokens=0),
-        StepSeen(9.0, prompt_rows=1, decode_rows=2, cached_tokens=0),
-        StepSeen(2.0, prompt_rows=0, decode_rows=2, cached_tokens=10),
-        StepSeen(4.0, prompt_rows=0, decode_rows=2, cached_tokens=10),
-        StepSeen(8.0, prompt_rows=0, decode_rows=2, cached_tokens=10),
-        StepSeen(0.1, prompt_rows=0, decode_rows=1, cached_tokens=12),
+        StepRecord(9.0, prompt_rows=4, decode_rows=0, cached_tokens=0),
+        StepRecord(9.0, prompt_rows=1, decode_rows=2, cached_tokens=0),
+        StepRecord(2.0, prompt_rows=0, decode_rows=2, cached_tokens=10),
+        StepRecord(4.0, prompt_rows=0, decode_rows=2, cached_tokens=10),
+        StepRecord(8.0, prompt_rows=0, decode_rows=2, cached_tokens=10),
+        StepRecord(0.1, prompt_rows=0, decode_rows=1, cached_tokens=12),
     )
     rollouts = (SimpleNamespace(num_sampled=3), SimpleNamespace(num_sampled=4))
     roofline = Roofline(weight_bytes=100, bytes_per_token=10, bandwidth=100.0)

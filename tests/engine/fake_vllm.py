@@ -42,7 +42,7 @@ class Fake:
     connections: list[Any] = field(default_factory=list)
     """That of every call."""
     weight_version: str = "default"
-    sampled_by: list[list[str]] = field(default_factory=list)
+    is_sampled_by: list[list[str]] = field(default_factory=list)
     """Of each call, the weights of each token."""
     together: int = 1
     """Tokens in an event, where the call does not say."""
@@ -141,7 +141,7 @@ class Fake:
 
     async def _draw(self, body: dict[str, Any], answer: web.StreamResponse, request: web.Request) -> None:
         versions, unsaid, aborts = [], [], self._aborts
-        self.sampled_by.append(versions)
+        self.is_sampled_by.append(versions)
         most, every = body["sampling_params"]["max_tokens"], body["sampling_params"].get("stream_interval", self.together)
         for place in range(most):
             await asyncio.sleep(self.pace)

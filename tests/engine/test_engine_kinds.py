@@ -22,7 +22,7 @@ from headrace.engine.settings import EngineSettings
 from headrace.engine.tokenizers import stop_tokens
 from headrace.launch.inputs import UserInputs
 from headrace.launch.launcher import Launch, launch
-from headrace.model import SpareWeights, load_tokenizer
+from headrace.model import StagedWeights, load_tokenizer
 from headrace.observe.sinks import read_metrics
 from headrace.records import Call, FinishReason
 from headrace.settings import ConfigError
@@ -35,7 +35,7 @@ class RecomputingEngine:
 
     def __init__(self, model, sync, timeline) -> None:
         self.model, self.sync, self.timeline = model, sync, timeline
-        self.spare = SpareWeights(model)
+        self.spare = StagedWeights(model)
         self.version, self.lineage, self.policy = -1, "", ""
         self.calls = self.tokens = 0
         self.peak_memory = 0

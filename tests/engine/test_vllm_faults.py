@@ -337,7 +337,7 @@ def test_tokens_come_together_only_from_a_server_that_names_their_weights(run, v
         rollout = await growing
         drawn = rollout.versions[3:].tolist()
         assert drawn == sorted(drawn) and set(drawn) == {0, 1}
-        assert [f"life:{each}" for each in drawn] == fake.sampled_by[-1]
+        assert [f"life:{each}" for each in drawn] == fake.is_sampled_by[-1]
         async for _ in engine.stream(PROMPT, Sampling(max_tokens=2)):
             pass
         assert pieces_of(fake) == [every, 1]
@@ -379,7 +379,7 @@ def test_tokens_that_come_together_by_chance_are_of_the_weights_that_run(run, ve
         fake.holds_at = -1
         told += [each async for each in reading]
         versions = [version for each in told for version in each.versions]
-        assert versions == [int(name.removeprefix("life:")) for name in fake.sampled_by[-1]] and len(versions) == 20
+        assert versions == [int(name.removeprefix("life:")) for name in fake.is_sampled_by[-1]] and len(versions) == 20
 
     run(check, fake, decode=str)
 

@@ -18,7 +18,7 @@ import transformers
 from torch import nn
 
 from headrace.model.arena import ALIGNMENT, Arena, ArenaError
-from headrace.model.weights import SpareWeights, WeightError, checksum, inspect_arena, make_manifest, named_tensors
+from headrace.model.weights import StagedWeights, WeightError, checksum, inspect_arena, make_manifest, named_tensors
 from headrace.records import WeightUpdate
 
 if TYPE_CHECKING:
@@ -308,7 +308,7 @@ def test_what_does_not_touch_or_fit_is_not_joined() -> None:
 @pytest.mark.parametrize("make_model", [Mixed, make])
 def test_what_was_filled_is_what_runs(make_model, in_place: bool) -> None:
     model = make_model()
-    spare = SpareWeights(model, arena=Arena.adopt(model, garbage), in_place=in_place)
+    spare = StagedWeights(model, arena=Arena.adopt(model, garbage), in_place=in_place)
     before, old = outputs(model), copied(model)
     new = changed(model)
     assert spare.fill(new.items(), update := announce(new)) == update.manifest
@@ -322,7 +322,7 @@ def test_what_was_filled_is_what_runs(make_model, in_place: bool) -> None:
 
 def test_in_place_every_address_and_joined_view_holds() -> None:
     model = make()
-    spare = SpareWeights(model, in_place=True)
+    spare = StagedWeights(model, in_place=True)
     names = [f"{ATTENTION}.{one}_proj.weight" for one in "qkv"]
     joined = spare.arena.joined(names)
     places = {name: tensor.data_ptr() for name, tensor in named_tensors(model)}
@@ -337,7 +337,7 @@ def test_in_place_every_address_and_joined_view_holds() -> None:
 
 def test_pointers_exchanged_twice_give_back_what_was() -> None:
     model = make()
-    spare = SpareWeights(model)
+    spare = StagedWeights(model)
     names = [f"{ATTENTION}.{one}_proj.weight" for one in "qkv"]
     old, before, flat = copied(model), outputs(model), spare.arena.flat
     spare.fill((new := changed(model)).items(), announce(new))
@@ -354,7 +354,7 @@ def test_pointers_exchanged_twice_give_back_what_was() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_weights_that_are_not_finite_are_refused_by_name(number: float, dtype: torch.dtype, in_place: bool) -> None:
     model = make(dtype=dtype)
-    spare, before = SpareWeights(model, in_place=in_place), outputs(model)
+    spare, before = StagedWeights(model, in_place=in_place), outputs(model)
     new = changed(model)
     new[f"{ATTENTION}.k_proj.bias"][-1] = number
     new["model.norm.weight"][0] = -number
@@ -375,7 +375,7 @@ def test_large_numbers_are_finite(dtype: torch.dtype) -> None:
     """Though their sum is not."""
     model = make(dtype=dtype)
     new = {name: torch.full_like(tensor, torch.finfo(dtype).max) for name, tensor in named_tensors(model)}
-    spare = SpareWeights(model)
+    spare = StagedWeights(model)
     spare.fill(new.items(), announce(new))
     new["model.norm.weight"][3] = float("inf")
     with pytest.raises(WeightError, match=r"'model\.norm\.weight' holds NaN or infinity"):
@@ -409,7 +409,7 @@ def faulty(fault: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("fault", ["missing", "renamed", "more", "turned", "broadcast", "reshaped", "wider", "same width"])
 def test_what_is_not_this_model_is_refused_whole(fault: str, is_announced: bool) -> None:
     model = make()
-    spare, before = SpareWeights(model, in_place=True), outputs(model)
+    spare, before = StagedWeights(model, in_place=True), outputs(model)
     spare.fill((first := changed(model, 1.25)).items(), announce(first))
     new = changed(model)
     update = announce(new)
@@ -427,7 +427,7 @@ def test_what_is_not_this_model_is_refused_whole(fault: str, is_announced: bool)
 
 def test_a_changed_bit_is_seen() -> None:
     model = make()
-    spare = SpareWeights(model)
+    spare = StagedWeights(model)
     new = changed(model)
     update = announce(new)
     new["model.norm.weight"].view(torch.int32)[5] ^= 1
@@ -437,7 +437,7 @@ def test_a_changed_bit_is_seen() -> None:
 
 def test_two_names_of_one_memory_must_agree() -> None:
     model = Mixed()
-    spare = SpareWeights(model)
+    spare = StagedWeights(model)
     new = changed(model)
     new["twin.weight"] = new["twin.weight"] * 2
     with pytest.raises(WeightError, match="differs from what was sent"):
@@ -446,7 +446,7 @@ def test_two_names_of_one_memory_must_agree() -> None:
 
 def test_the_second_set_is_made_late_and_given_up() -> None:
     model = make()
-    spare = SpareWeights(model)
+    spare = StagedWeights(model)
     num_bytes = sum(-(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT for _, tensor in named_tensors(model))
     assert spare._staging is None and spare.num_bytes == num_bytes
     with pytest.raises(WeightError, match="no weights lie ready"):
@@ -464,7 +464,7 @@ def test_the_second_set_is_made_late_and_given_up() -> None:
 
 def test_a_model_moved_out_of_its_arena_is_not_left_behind() -> None:
     model = make()
-    spare = SpareWeights(model, in_place=True)
+    spare = StagedWeights(model, in_place=True)
     for tensor in dict(named_tensors(model)).values():
         tensor.copy_(tensor * 2)  # in place: it stays where it is
     assert spare.arena.strayed() is None
@@ -477,7 +477,7 @@ def test_a_model_moved_out_of_its_arena_is_not_left_behind() -> None:
 @pytest.mark.parametrize("in_place", [False, True])
 def test_filling_beside_a_model_that_computes_does_not_disturb_it(in_place: bool) -> None:
     model = make()
-    spare, before = SpareWeights(model, in_place=in_place), outputs(model)
+    spare, before = StagedWeights(model, in_place=in_place), outputs(model)
     stop, failures = threading.Event(), []
 
     def fill() -> None:
@@ -616,9 +616,9 @@ def test_the_kernel_gives_every_checksum_and_finds_what_is_not_finite() -> None:
 def test_without_a_gpu_triton_is_not_imported() -> None:
     script = """
 import sys, torch
-from headrace.model.weights import SpareWeights, inspect_arena
+from headrace.model.weights import StagedWeights, inspect_arena
 before = "triton" in sys.modules
-inspect_arena(SpareWeights(torch.nn.Linear(3, 3)).arena)
+inspect_arena(StagedWeights(torch.nn.Linear(3, 3)).arena)
 sys.exit("headrace.model.checksum_kernel" in sys.modules or ("triton" in sys.modules) != before)
 """
     assert subprocess.run([sys.executable, "-c", script], timeout=120).returncode == 0

@@ -142,7 +142,7 @@ def test_a_judged_pass_has_the_gradient_of_two(scaling: str, is_gathered: bool) 
     loss(FusedLogprobs.apply(*two, wanted)[0], owner).backward()
     gathered = torch.ones(VOCABULARY, WIDTH) if is_gathered else None
     spans = fused_head.whole_spans(counts, 16)
-    fused_head.JudgedLogprobs.apply(*one, wanted, spans, judge, gathered).backward()
+    fused_head.LogprobsWithLoss.apply(*one, wanted, spans, judge, gathered).backward()
     if is_gathered:
         assert one[1].grad is None
         one[1].grad = gathered - 1

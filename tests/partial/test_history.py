@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from headrace.engine.append_tokens import append_call
-from headrace.partial import goes_on_from, is_over_age, is_resumable, still_history
+from headrace.partial import is_continuation, is_over_age, is_resumable, surviving_part
 from headrace.records import Call, Episode, FinishReason, Rollout, Sampling, Source
 from headrace.staleness import too_old
 from headrace.sync import Lineage
@@ -55,16 +55,16 @@ def test_only_the_first_call_of_an_episodes_first_rollout_is_gone_on_with():
 
 def test_a_partial_rollout_goes_on_from_its_own_prompt_only():
     partial = drawn(PROMPT, [3, 3])
-    assert goes_on_from(PROMPT, partial)
+    assert is_continuation(PROMPT, partial)
     for token_ids in ([5, 6], [5, 6, 8], [5, 6, 7, 3], [5, 6, 7, 3, 4]):
         other = Rollout.from_prompt(token_ids, id="g1/0")
-        assert not goes_on_from(other, partial), token_ids
-    assert not goes_on_from(partial, drawn(partial, [4]))
+        assert not is_continuation(other, partial), token_ids
+    assert not is_continuation(partial, drawn(partial, [4]))
 
 
 def test_what_the_checkpoints_versions_drew_is_this_lifes_too():
     life = Lineage("A").after_restart(4)
-    kept = still_history(drawn(drawn(PROMPT, [3, 4]), [4]), life)
+    kept = surviving_part(drawn(drawn(PROMPT, [3, 4]), [4]), life)
     assert kept is not None and len(kept) == 6 and kept.lineage == life.id
     further = drawn(kept, [4, 5], lineage=life.id)
     episode = Episode(id="g1/0", group="g1", task={}, rollouts=(further,))
@@ -74,7 +74,7 @@ def test_what_the_checkpoints_versions_drew_is_this_lifes_too():
 @pytest.mark.parametrize(("versions", "left"), [([3, 4, 5, 5], 2), ([4, 5], 1), ([5, 6], 0)])
 def test_tokens_newer_than_the_checkpoint_are_cut_off(versions, left):
     life = Lineage("A").after_restart(4)
-    kept = still_history(drawn(PROMPT, versions), life)
+    kept = surviving_part(drawn(PROMPT, versions), life)
     if not left:
         assert kept is None
         return
@@ -84,7 +84,7 @@ def test_tokens_newer_than_the_checkpoint_are_cut_off(versions, left):
 
 
 def test_nothing_is_left_of_a_life_that_is_no_history():
-    assert still_history(drawn(PROMPT, [0, 1], lineage="B"), Lineage("A").after_restart(4)) is None
+    assert surviving_part(drawn(PROMPT, [0, 1], lineage="B"), Lineage("A").after_restart(4)) is None
 
 
 def test_a_rollout_names_the_life_of_its_first_token():

@@ -13,7 +13,7 @@ from headrace.engine.native.core import EngineCore
 from headrace.engine.native.engine_memory import blocks_for
 from headrace.launch import launcher as launch
 from headrace.launch.build import check_engine
-from headrace.launch.forecast import forecast, longest_prompt, most_kv_blocks, tokens_per_pass
+from headrace.launch.forecast import forecast, longest_prompt, max_kv_blocks, tokens_per_pass
 from headrace.launch.inputs import UserInputs, held_out_tasks
 from headrace.model.shape import ModelShape
 from headrace.observe.screen import open_screen
@@ -91,8 +91,8 @@ def test_prompts_that_cannot_be_encoded_are_passed_over() -> None:
 def test_the_cache_has_room_for_what_can_be_in_flight(settings, num_held_out, blocks) -> None:
     """Of 31 + 12 tokens: three blocks each, some that the scheduler keeps free, and scratch."""
     recipe = make_recipe({"train.batch": 32, "train.group_size": 8, "sampling.max_tokens": 12, **settings})
-    assert most_kv_blocks(recipe, context=1024, longest_prompt=31, num_held_out=num_held_out) == blocks
-    assert most_kv_blocks(recipe, context=1024, longest_prompt=0, num_held_out=num_held_out) == 0
+    assert max_kv_blocks(recipe, context=1024, longest_prompt=31, num_held_out=num_held_out) == blocks
+    assert max_kv_blocks(recipe, context=1024, longest_prompt=0, num_held_out=num_held_out) == 0
 
 
 def test_a_small_batch_takes_little_of_a_large_machine() -> None:
@@ -109,7 +109,7 @@ def test_a_small_batch_takes_little_of_a_large_machine() -> None:
         )
     )
     recipe = make_recipe({"train.batch": 16, "train.group_size": 8, "sampling.max_tokens": 12})
-    blocks = most_kv_blocks(recipe, context=8192, longest_prompt=31, num_held_out=0)
+    blocks = max_kv_blocks(recipe, context=8192, longest_prompt=31, num_held_out=0)
     sizes = {"context": 8192, "longest_prompt": 31, "on_gpu": False, "transport": "shared_memory", "free": 20 * 10**9}
     assert forecast(recipe, shape, most_blocks=blocks, **sizes).engine_process < 3.2e9
     assert forecast(recipe, shape, **sizes).engine_process > 9e9
@@ -117,9 +117,9 @@ def test_a_small_batch_takes_little_of_a_large_machine() -> None:
 
 def test_a_cache_that_cannot_hold_one_rollout_is_refused_before_anything_is_loaded() -> None:
     recipe = make_recipe({"engine.kv_blocks": 3, "sampling.max_tokens": 12})
-    assert most_kv_blocks(recipe, context=1024, longest_prompt=20, num_held_out=0) > 0
+    assert max_kv_blocks(recipe, context=1024, longest_prompt=20, num_held_out=0) > 0
     with pytest.raises(ConfigError, match=r"engine\.kv_blocks = 3: one rollout of 43 tokens .* needs 4; raise it"):
-        most_kv_blocks(recipe, context=1024, longest_prompt=31, num_held_out=0)
+        max_kv_blocks(recipe, context=1024, longest_prompt=31, num_held_out=0)
 
 
 def test_the_doctor_and_the_run_foresee_the_same(tmp_path, monkeypatch, tiny_model) -> None:

@@ -192,7 +192,7 @@ def test_a_seed_that_does_not_fit_is_refused() -> None:
 # What is malformed is refused
 
 
-def place_of(packed: object, path: tuple[str, ...]) -> object:
+def device_of(packed: object, path: tuple[str, ...]) -> object:
     for key in path:
         packed = packed[int(key)] if isinstance(packed, list) else packed[key]
     return packed
@@ -203,7 +203,7 @@ def put(*path: str, at: object = None, value: object = None, dtype: object = Non
 
     def corrupt(packed: dict) -> None:
         *inside, last = path
-        holder = place_of(packed, tuple(inside))
+        holder = device_of(packed, tuple(inside))
         if dtype is not None:
             holder[last] = holder[last].astype(dtype)
         elif shape is not None:
@@ -222,7 +222,7 @@ def dropped(*path: str):
 
     def corrupt(packed: dict) -> None:
         *inside, last = path
-        holder = place_of(packed, tuple(inside))
+        holder = device_of(packed, tuple(inside))
         holder[last] = holder[last][:-1] if isinstance(holder[last], list) else holder[last][..., :-1]
 
     return corrupt

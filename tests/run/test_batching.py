@@ -16,7 +16,7 @@ from headrace.buffer import Group
 from headrace.config import make_recipe
 from headrace.records import Batch, Episode, Scored
 from headrace.run.batches import columns_first, make_batches, with_column, with_token_advantages
-from headrace.run.collector import few_collections
+from headrace.run.collector import fewer_gc_pauses
 from headrace.staleness import too_old
 from headrace.sync import Lineage
 
@@ -232,7 +232,7 @@ def test_what_a_group_says_is_fresh_is_not_too_old(made: list[Group], version: i
 
 def test_the_collector_is_left_as_it_was_found() -> None:
     before = gc.get_threshold()
-    with pytest.raises(RuntimeError, match="stop"), few_collections():
+    with pytest.raises(RuntimeError, match="stop"), fewer_gc_pauses():
         assert gc.get_threshold()[0] > before[0] and gc.get_freeze_count() > 0
         raise RuntimeError("stop")
     assert gc.get_threshold() == before and gc.get_freeze_count() == 0

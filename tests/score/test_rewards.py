@@ -114,7 +114,7 @@ def test_a_column_of_the_same_name_does_not_replace_the_completion() -> None:
     assert results(lambda completion, completion_ids: float(completion == "real" and completion_ids == [4]), [sample]) == [1.0]
 
 
-class Judge:
+class LossGradient:
     """A callable object."""
 
     def __call__(self, completion: str, **row) -> float:
@@ -127,8 +127,8 @@ def test_names() -> None:
 
     assert RewardFunction(exact_match).name == "exact_match"
     assert RewardFunction(exact_match, name="mine").name == "mine"
-    assert RewardFunction(Judge()).name == "Judge"
-    assert results(Judge(), [make_sample()]) == [0.5]
+    assert RewardFunction(LossGradient()).name == "LossGradient"
+    assert results(LossGradient(), [make_sample()]) == [0.5]
 
 
 @pytest.mark.parametrize("function", [lambda text: 1.0, lambda: 1.0, lambda prompt: 1.0])

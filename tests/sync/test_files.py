@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from headrace.errors import SyncError
-from headrace.model.weights import SpareWeights, named_tensors
+from headrace.model.weights import StagedWeights, named_tensors
 from headrace.sync import Lineage, WeightSync
 from headrace.sync.files import FilesTransport, write_safetensors
 
@@ -43,7 +43,7 @@ def test_only_its_user_may_read_it(sync, tmp_path):
 @pytest.mark.parametrize("fault", ["shape", "dtype", "missing"])
 def test_a_file_that_holds_something_else_is_refused(sync, tmp_path, fault):
     model = torch.nn.Linear(4, 4)
-    spare, update = SpareWeights(model), sync.offer(1, named_tensors(model))
+    spare, update = StagedWeights(model), sync.offer(1, named_tensors(model))
     wrong = {
         "shape": {"weight": torch.ones(2, 8), "bias": torch.ones(4)},
         "dtype": {"weight": torch.ones(4, 4, dtype=torch.int32), "bias": torch.ones(4)},
@@ -59,7 +59,7 @@ def test_a_file_that_holds_something_else_is_refused(sync, tmp_path, fault):
 
 def test_a_file_that_does_not_come_is_waited_for_as_long_as_the_deadline(sync, tmp_path):
     model = torch.nn.Linear(4, 4)
-    spare, update = SpareWeights(model), sync.offer(1, named_tensors(model))
+    spare, update = StagedWeights(model), sync.offer(1, named_tensors(model))
     (tmp_path / update.parts[0].place["file"]).unlink()
     with pytest.raises(SyncError, match=r"is not there after 0\.3 s \(sync\.deadline\)"):
         spare.receive(update, lambda incoming: sync.receive(update, incoming))

@@ -21,7 +21,7 @@ from headrace.engine.native.engine import NativeEngine
 from headrace.errors import SyncError
 from headrace.model.arena import Arena, lay_out
 from headrace.model.load import load_model
-from headrace.model.weights import SpareWeights, WeightError, named_tensors
+from headrace.model.weights import StagedWeights, WeightError, named_tensors
 from headrace.observe import Timeline
 from headrace.records import Rollout
 from headrace.sync import Lineage, SharedMemoryTransport, WeightSync
@@ -77,7 +77,7 @@ class BothEnds:
         self.receiver.receive(update, landing)  # type: ignore[arg-type]
         return dict(landing.views)
 
-    def fill(self, spare: SpareWeights, update: WeightUpdate) -> None:
+    def fill(self, spare: StagedWeights, update: WeightUpdate) -> None:
         spare.receive(update, partial(self.receiver.receive, update))
 
     def segment(self, update: WeightUpdate) -> Path:
@@ -246,7 +246,7 @@ def test_too_little_room_is_seen_beforehand(tmp_path):
 @pytest.mark.parametrize("fault", ["flipped", "missing", "cut", "overwritten"])
 def test_what_differs_from_its_manifest_changes_nothing(ends, fault):
     model = Small()
-    spare, before = SpareWeights(model), copied(model)
+    spare, before = StagedWeights(model), copied(model)
     update = ends.send(1, changed(model, 1))
     segment = ends.segment(update)
     if fault == "flipped":
@@ -270,7 +270,7 @@ def test_what_differs_from_its_manifest_changes_nothing(ends, fault):
 
 def test_a_manifest_of_another_model_is_refused(ends):
     model = Small()
-    spare = SpareWeights(model)
+    spare = StagedWeights(model)
     for tensors in (changed(model, 1) | {"more": torch.ones(2)}, {"norm.bias": torch.ones(6)}):
         with pytest.raises(WeightError, match="version 1"):
             ends.fill(spare, ends.send(1, tensors))
@@ -281,7 +281,7 @@ def test_a_manifest_of_another_model_is_refused(ends):
 
 def test_tensors_in_another_order_arrive_all_the_same(ends):
     model = Small()
-    spare, new = SpareWeights(model), changed(model, 1)
+    spare, new = StagedWeights(model), changed(model, 1)
     update = ends.send(1, dict(reversed(new.items())))
     ends.fill(spare, update)
     spare.exchange()
@@ -290,7 +290,7 @@ def test_tensors_in_another_order_arrive_all_the_same(ends):
 
 def test_an_exchange_moves_pointers_and_keeps_ties(ends):
     model = Small()
-    spare, ids = SpareWeights(model), torch.arange(11)
+    spare, ids = StagedWeights(model), torch.arange(11)
     places = {name: tensor.data_ptr() for name, tensor in named_tensors(model)}
     first = changed(model, 1)
     update = ends.send(1, first)

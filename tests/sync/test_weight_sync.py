@@ -13,7 +13,7 @@ import torch
 
 from headrace.errors import SyncError
 from headrace.model.arena import Arena, lay_out
-from headrace.model.weights import Incoming, SpareWeights, make_manifest, named_tensors
+from headrace.model.weights import StagedWeights, StagingBuffer, make_manifest, named_tensors
 from headrace.records import WeightUpdate, frames
 from headrace.sync import Lineage, MemoryTransport, TransportConfig, WeightSync, make_transport, table, transport_class
 from headrace.sync.files import FilesTransport
@@ -53,10 +53,10 @@ def test_weights_that_are_not_finite_are_not_published_and_leave_no_room_behind(
 
 def test_an_update_that_is_given_up_here_ends_at_its_next_piece_and_the_one_after_it_is_taken():
     model = torch.nn.Linear(4, 4)
-    sync, spare = WeightSync(Lineage("life"), MemoryTransport()), SpareWeights(model)
+    sync, spare = WeightSync(Lineage("life"), MemoryTransport()), StagedWeights(model)
     update = sync.offer(1, [(name, tensor + 1) for name, tensor in named_tensors(model)])
 
-    def bring(incoming: Incoming) -> None:
+    def bring(incoming: StagingBuffer) -> None:
         spare.give_up()
         sync.receive(update, incoming)
 
@@ -76,7 +76,7 @@ def test_a_difference_of_a_size_it_cannot_have_is_refused_before_memory_is_taken
     sync.release(sync.offer(0, weights.items()))
     update = sync.offer(1, weights.items())
     arena = Arena(lay_out(update.manifest), device=torch.device("cpu"))
-    incoming = Incoming(arena, running=arena, check=lambda: None)
+    incoming = StagingBuffer(arena, running=arena, check=lambda: None)
     with pytest.raises(SyncError, match=r"version 1 over memory: .* bytes are no difference of"):
         sync.receive(replace(update, parts=(replace(update.parts[0], num_bytes=size),)), incoming)
 
@@ -128,7 +128,7 @@ def test_an_update_in_two_parts_is_assembled_and_checked(tmp_path):
     parts = [replace(update.parts[0], ranges=each) for update, each in zip(offered, ranges, strict=True)]
     update = replace(offered[0], manifest=make_manifest(new.items()), parts=tuple(parts))
     update = frames.decode(frames.encode(update))
-    spare = SpareWeights(model)
+    spare = StagedWeights(model)
     engine = WeightSync(Lineage("life"), FilesTransport(folder=tmp_path, prefix="engine", deadline=0.2))
     assert spare.receive(update, partial(engine.receive, update)) == update.manifest
     spare.exchange()
@@ -136,7 +136,7 @@ def test_an_update_in_two_parts_is_assembled_and_checked(tmp_path):
 
     for missing in range(2):  # the rest would be what was there before
         with pytest.raises(SyncError, match="differs from what was sent"):
-            spare = SpareWeights(torch.nn.ModuleDict({"first": torch.nn.Linear(40, 30), "second": torch.nn.Linear(30, 20)}))
+            spare = StagedWeights(torch.nn.ModuleDict({"first": torch.nn.Linear(40, 30), "second": torch.nn.Linear(30, 20)}))
             part = replace(update, parts=(update.parts[missing],))
             spare.receive(part, partial(engine.receive, part))
     beyond = replace(update, parts=(replace(parts[0], ranges=(("first.weight", 0, 1201),)), parts[1]))
@@ -181,7 +181,7 @@ def test_a_transport_of_ones_own_needs_a_line_in_the_table_and_nothing_else(monk
     sender, receiver = (make_transport(config, is_sender=is_sender, device="cpu") for is_sender in (True, False))
     trainer, engine = (WeightSync(Lineage("life"), transport, payload=payload) for transport in (sender, receiver))
     model = torch.nn.Linear(64, 64)
-    spare = SpareWeights(model)
+    spare = StagedWeights(model)
     tensors = {name: tensor.clone() for name, tensor in named_tensors(model)}
     for version in range(2):
         tensors["weight"][version] += 1

@@ -15,7 +15,7 @@ import torch
 
 from headrace.errors import SyncError
 from headrace.model.load import load_model, load_tokenizer
-from headrace.model.weights import SpareWeights, make_manifest, named_tensors
+from headrace.model.weights import StagedWeights, make_manifest, named_tensors
 from headrace.observe import ProcessTimeline
 from headrace.records.columns import pack_batch
 from headrace.run.publishing import make_canary
@@ -291,7 +291,7 @@ def test_a_version_is_published_bit_for_bit_although_the_next_step_was_begun_at_
     """With the trainer and the transport of a real run, and a copy that takes its time."""
     trainer = DeviceTrainer(load_model(tiny_model), tokenizer=load_tokenizer(tiny_model), settings=TrainSettings())
     sender, receiver = (WeightSync(Lineage("life"), SharedMemoryTransport(prefix="w", folder=tmp_path)) for _ in range(2))
-    pack, spare = weight_sync._copy, SpareWeights(load_model(tiny_model))
+    pack, spare = weight_sync._copy, StagedWeights(load_model(tiny_model))
 
     def slowly(image: Arena, tensors: Arena) -> None:
         for name, tensor in tensors:

@@ -24,7 +24,7 @@ from headrace.engine.native.scheduler import Scheduler
 from headrace.engine.native.slots import Slots
 from headrace.engine.native.step import Step
 from headrace.engine.protocol import EngineAsleep, Increment, InFlight, NotFinite, PromptTooLong
-from headrace.engine.request import Growth
+from headrace.engine.request import SampledSince
 from headrace.model import Arena, Head, ModelError, WeightError, find_readable_routers
 from headrace.records import Call, FinishReason, Rollout, unknown_routing
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from headrace.engine.native.step import Runner, StepOutput
     from headrace.engine.request import Request, SampledTokens
-    from headrace.model import Routers, SpareWeights
+    from headrace.model import Routers, StagedWeights
     from headrace.records import Array
 
 _NO_IDS = np.zeros(0, dtype=np.int32)
@@ -176,7 +176,7 @@ class EngineCore:
         else:
             self.scheduler.withdraw(request)
 
-    def growth(self, requests: Iterable[Request] | None = None) -> list[Growth]:
+    def growth(self, requests: Iterable[Request] | None = None) -> list[SampledSince]:
         """What these requests (default: all running) have sampled since their last report."""
         grown = []
         for request in list(self.scheduler.running.values() if requests is None else requests):
@@ -185,7 +185,7 @@ class EngineCore:
                 continue
             new, masks = self.scheduler.sampled_tokens(request, start=start), request.masks[request.num_reported :]
             request.num_reported += len(new.token_ids)
-            grown.append(Growth(request, new.token_ids, new.logprobs, new.versions, masks, self._lineage_of(request)))
+            grown.append(SampledSince(request, new.token_ids, new.logprobs, new.versions, masks, self._lineage_of(request)))
         return grown
 
     def in_flight(self) -> list[InFlight]:
@@ -260,7 +260,7 @@ class EngineCore:
         """Whether the weights are in host memory, so that nothing can be computed."""
         return self._sleeping_weights is not None
 
-    def exchange_weights(self, spare: SpareWeights) -> None:
+    def exchange_weights(self, spare: StagedWeights) -> None:
         """Swap in the received weights; the next step runs them."""
         if self.has_sleeping_weights:
             raise WeightError("the engine's weights are asleep; wake it before it is given others")

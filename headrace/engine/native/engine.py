@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from headrace.engine.protocol import EngineDied, EngineState
 from headrace.engine.request import generate, run_to_the_end, stream
-from headrace.model import SpareWeights, WeightError, check_order, score as score_packed
+from headrace.model import StagedWeights, WeightError, check_order, score as score_packed
 from headrace.observe import Signal, peak_memory
 from headrace.partial import Interrupt
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from headrace.engine.native.core import EngineCore
     from headrace.engine.protocol import Increment, InFlight
-    from headrace.engine.request import Growth, Request
+    from headrace.engine.request import Request, SampledSince
     from headrace.observe import Timeline
     from headrace.records import Array, Rollout, Sampling, WeightUpdate
     from headrace.sync import WeightSync
@@ -43,7 +43,7 @@ class NativeEngine:
     def __init__(self, core: EngineCore, *, sync: WeightSync, timeline: Timeline) -> None:
         self.core = core
         self._sync, self._timeline = sync, timeline
-        self._spare = SpareWeights(core.model, arena=core.arena)
+        self._spare = StagedWeights(core.model, arena=core.arena)
         self._is_paused = self._is_closing = False
         self._when_idle: list[Future[None]] = []
         self._loading = asyncio.Lock()  # held from an update's first byte to its swap: all updates share the staging memory
@@ -188,7 +188,7 @@ class NativeEngine:
 
         self.post(act)
 
-    def growth(self, requests: Iterable[Request] | None = None) -> list[Growth]:
+    def growth(self, requests: Iterable[Request] | None = None) -> list[SampledSince]:
         """What these requests (default: all running) have sampled since their last report; called in `after_step`."""
         return self.core.growth(requests)
 

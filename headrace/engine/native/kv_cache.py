@@ -41,7 +41,7 @@ class CacheShape:
     @classmethod
     def of(cls, model: PreTrainedModel) -> CacheShape:
         device = next(model.parameters()).device
-        meter = _Meter(device)
+        meter = _ShapeRecorder(device)
         with torch.no_grad():
             hidden_states(model, torch.tensor([1], device=device), torch.tensor([0], device=device), meter)
         keys, values = (tuple(shapes[layer] for layer in range(len(shapes))) for shapes in (meter.keys, meter.values))
@@ -73,7 +73,7 @@ def free_memory(device: torch.device) -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-class _Meter(PackedContext):
+class _ShapeRecorder(PackedContext):
     """Records the shape of what one token stores in each layer."""
 
     def __init__(self, device: torch.device) -> None:

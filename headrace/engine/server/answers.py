@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from headrace.engine.server.calls import Piece
-    from headrace.engine.server.requests import Ask
-    from headrace.engine.server.text import Served
+    from headrace.engine.server.requests import CompletionRequest
+    from headrace.engine.server.text import ServedModel
     from headrace.engine.server.tools import ToolCall
 
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 class Answer:
     """The answer to one request: whole, or as a chunk for each piece."""
 
-    ask: Ask
-    served: Served
+    ask: CompletionRequest
+    served: ServedModel
     id: str
     prompt_logprobs: Sequence[Sequence[float | None]] = ()
     """Of each prompt, if it is echoed with logprobs."""

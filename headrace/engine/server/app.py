@@ -23,7 +23,7 @@ from headrace.engine.server.calls import Calls
 from headrace.engine.server.control import Control
 from headrace.engine.server.metrics import Metrics
 from headrace.engine.server.requests import parse_chat, parse_completion
-from headrace.engine.server.text import Served
+from headrace.engine.server.text import ServedModel
 from headrace.records import Rollout
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from headrace.engine.protocol import Engine, EngineState
     from headrace.engine.server.calls import Piece
-    from headrace.engine.server.requests import Ask
+    from headrace.engine.server.requests import CompletionRequest
 
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -61,7 +61,7 @@ def make_app(
     """The application over an engine that is already decoding. `probe` (default: `engine.state`) returns if the decode loop is
     alive: `/health` waits `health_deadline` seconds for it; after `stall_deadline` seconds the engine has failed and all
     requests end."""
-    served = Served(tokenizer, model_name=model_name, context=context, vocabulary=vocabulary, stop_ids=tuple(stop_ids))
+    served = ServedModel(tokenizer, model_name=model_name, context=context, vocabulary=vocabulary, stop_ids=tuple(stop_ids))
     server = Server(engine, served, probe=probe, health_deadline=health_deadline, stall_deadline=stall_deadline)
     middlewares = [server.observe, _explain, _token_check(api_token, control_token)]
     app = web.Application(middlewares=middlewares, client_max_size=MAX_BODY)
@@ -100,7 +100,7 @@ class Server:
     def __init__(
         self,
         engine: Engine,
-        served: Served,
+        served: ServedModel,
         *,
         probe: Callable[[], Awaitable[object]] | None,
         health_deadline: float,
@@ -205,7 +205,7 @@ class Server:
         name, context = self._served.model_name, self._served.context
         return {"id": name, "object": "model", "created": self._started, "owned_by": "headrace", "max_model_len": context}
 
-    async def _answer(self, request: web.Request, ask: Ask, *, name: str) -> web.StreamResponse:
+    async def _answer(self, request: web.Request, ask: CompletionRequest, *, name: str) -> web.StreamResponse:
         prompt_logprobs = await self._score_prompts(ask) if ask.echo and ask.logprobs else []
         answer = Answer(ask, self._served, id=name, prompt_logprobs=prompt_logprobs)
         async with contextlib.aclosing(self._calls.pieces(ask, name=name)) as pieces:
@@ -213,7 +213,7 @@ class Server:
                 return await self._stream(request, answer, pieces)
             return web.json_response(answer.whole([piece async for piece in pieces]))
 
-    async def _score_prompts(self, ask: Ask) -> list[list[float | None]]:
+    async def _score_prompts(self, ask: CompletionRequest) -> list[list[float | None]]:
         rollouts = [Rollout.from_prompt(list(ids), id=f"echo-{index}") for index, ids in enumerate(ask.prompts)]
         return [[None, *values[1:].tolist()] for values in await self._engine.score(rollouts)]
 

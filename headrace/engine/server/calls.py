@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator
 
     from headrace.engine.protocol import Engine
-    from headrace.engine.server.requests import Ask
-    from headrace.engine.server.text import Served
+    from headrace.engine.server.requests import CompletionRequest
+    from headrace.engine.server.text import ServedModel
     from headrace.records import Sampling
 
 
@@ -42,7 +42,7 @@ class Piece:
 class Calls:
     """Every request in flight, so that all can be ended at once."""
 
-    def __init__(self, engine: Engine, served: Served) -> None:
+    def __init__(self, engine: Engine, served: ServedModel) -> None:
         self._engine, self._served = engine, served
         self._open: set[asyncio.Queue[Piece | Exception]] = set()
         self._ended: Exception | None = None
@@ -53,7 +53,7 @@ class Calls:
         for pieces in self._open:
             pieces.put_nowait(error)
 
-    async def pieces(self, ask: Ask, *, name: str) -> AsyncGenerator[Piece, None]:
+    async def pieces(self, ask: CompletionRequest, *, name: str) -> AsyncGenerator[Piece, None]:
         """The pieces of all choices as they come, until every choice has ended. Closing the generator cancels the rest."""
         if self._ended is not None:
             raise self._ended
@@ -78,7 +78,7 @@ class Calls:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _generate(self, ask: Ask, index: int, pieces: asyncio.Queue[Piece | Exception], name: str) -> None:
+    async def _generate(self, ask: CompletionRequest, index: int, pieces: asyncio.Queue[Piece | Exception], name: str) -> None:
         """One choice. Waits for the engine's increments; each piece put into `pieces` wakes the request's reader."""
         prompt, sibling = ask.prompts[index // ask.num_choices], index % ask.num_choices
         sampling = ask.sampling_of(prompt, sibling, self._served.context)
@@ -102,7 +102,7 @@ class Calls:
         except Exception as error:  # noqa: BLE001  (raised again where the request is answered)
             pieces.put_nowait(error)
 
-    def _read(self, part: Increment, reader: TextReader, ask: Ask, index: int) -> list[Piece]:
+    def _read(self, part: Increment, reader: TextReader, ask: CompletionRequest, index: int) -> list[Piece]:
         """An increment as pieces: token by token if a stop string could end it in the middle."""
         size = 1 if ask.stops else max(1, len(part.token_ids))
         pieces: list[Piece] = []
@@ -124,7 +124,7 @@ class Calls:
         return pieces
 
 
-def num_choices(ask: Ask) -> int:
+def num_choices(ask: CompletionRequest) -> int:
     return len(ask.prompts) * ask.num_choices
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from headrace.engine.server.body import Body
-    from headrace.engine.server.text import Served
+    from headrace.engine.server.text import ServedModel
 
 _RESERVED = ("chat_template", "conversation", "documents", "return_dict", "return_tensors", "tokenize", "tools")
 
@@ -32,7 +32,7 @@ class _TemplateInput:
         return check_text(tokenizer.apply_chat_template(self.messages, **options), "messages")
 
 
-def read_chat(body: Body, served: Served) -> tuple[tuple[int, ...], int]:
+def read_chat(body: Body, served: ServedModel) -> tuple[tuple[int, ...], int]:
     """(the prompt, how many tool calls to parse out of the answer's text: with 0, all of it is content)."""
     messages = body.take("messages")
     if not isinstance(messages, list) or not messages:

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
     from headrace.engine.protocol import Engine
     from headrace.engine.server.body import Body
-    from headrace.engine.server.text import Served
+    from headrace.engine.server.text import ServedModel
 
 
 class Control:
     """Each method takes a request's body and returns the answer's."""
 
-    def __init__(self, engine: Engine, served: Served) -> None:
+    def __init__(self, engine: Engine, served: ServedModel) -> None:
         self._engine, self._served = engine, served
         self._is_paused = False
         self.posts: dict[str, Callable[[Body], Awaitable[dict[str, Any]]]] = {

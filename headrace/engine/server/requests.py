@@ -24,7 +24,7 @@ from headrace.engine.server.tools import has_special_markers
 from headrace.records import Sampling
 
 if TYPE_CHECKING:
-    from headrace.engine.server.text import Served
+    from headrace.engine.server.text import ServedModel
 
 MAX_CHOICES = 1024  # prompts times n in one request
 _MAX_STOPS = 16
@@ -63,7 +63,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ask:
+class CompletionRequest:
     """One request, read and checked."""
 
     is_chat: bool
@@ -96,7 +96,7 @@ class Ask:
         return dataclasses.replace(self.sampling, max_tokens=max_tokens, min_tokens=min_tokens, seed=seed)
 
 
-def parse_completion(body: Body, served: Served) -> Ask:
+def parse_completion(body: Body, served: ServedModel) -> CompletionRequest:
     """`POST /v1/completions`."""
     _check_model(body, served)
     texts = _prompts(body.take("prompt"))
@@ -126,7 +126,7 @@ def parse_completion(body: Body, served: Served) -> Ask:
     )
 
 
-def parse_chat(body: Body, served: Served) -> Ask:
+def parse_chat(body: Body, served: ServedModel) -> CompletionRequest:
     """`POST /v1/chat/completions`."""
     _check_model(body, served)
     prompt, max_tool_calls = read_chat(body, served)
@@ -147,7 +147,7 @@ def parse_chat(body: Body, served: Served) -> Ask:
 
 def _ask(
     body: Body,
-    served: Served,
+    served: ServedModel,
     *,
     is_chat: bool,
     prompts: tuple[tuple[int, ...], ...],
@@ -156,7 +156,7 @@ def _ask(
     echo: bool,
     default_tokens: int,
     max_tool_calls: int,
-) -> Ask:
+) -> CompletionRequest:
     """The fields that both endpoints share."""
     num_choices = body.whole("n", 1, low=1, high=MAX_CHOICES)
     if num_choices * len(prompts) > MAX_CHOICES:
@@ -172,7 +172,7 @@ def _ask(
     sampling = _sampling(body, served, max_tokens=min(max(1, max_tokens), served.context))
     stream = body.flag("stream", False)
     hides_markers = max_tool_calls > 0 and has_special_markers(served.tokenizer)
-    ask = Ask(
+    ask = CompletionRequest(
         is_chat=is_chat,
         prompts=prompts,
         prompt_texts=prompt_texts,
@@ -194,7 +194,7 @@ def _ask(
     return ask
 
 
-def _check_model(body: Body, served: Served) -> None:
+def _check_model(body: Body, served: ServedModel) -> None:
     name = body.take("model")
     if name is not None and not isinstance(name, str):
         raise bad("model", f"must be text, not {kind_of(name)}")
@@ -203,7 +203,7 @@ def _check_model(body: Body, served: Served) -> None:
         raise ApiError(404, message, param="model", code="model_not_found")
 
 
-def _check_room(length: int, max_tokens: int, served: Served, *, name: str) -> None:
+def _check_room(length: int, max_tokens: int, served: ServedModel, *, name: str) -> None:
     if length == 0:
         raise bad(name, "is empty; it must come to at least one token")
     if length + min(max_tokens, 1) > served.context:
@@ -211,7 +211,7 @@ def _check_room(length: int, max_tokens: int, served: Served, *, name: str) -> N
         raise ApiError(400, message, param=name, code="context_length_exceeded")
 
 
-def _sampling(body: Body, served: Served, *, max_tokens: int) -> Sampling:
+def _sampling(body: Body, served: ServedModel, *, max_tokens: int) -> Sampling:
     temperature = body.number("temperature", 1.0, low=0.0, high=100.0)
     if 0 < temperature < 0.01:
         raise bad("temperature", "must be 0, which is greedy, or at least 0.01")

@@ -20,7 +20,7 @@ _FORGOTTEN = 2  # once this many of those have given text, the tokens before the
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedModel:
     """What requests are checked against: the served model."""
 
     tokenizer: PreTrainedTokenizerBase
@@ -38,7 +38,7 @@ class Served:
         return self.context * max(len(token) for token in self.tokenizer.get_vocab())
 
 
-def encode_prompt(text: str, name: str, served: Served, *, add_special: bool) -> tuple[int, ...]:
+def encode_prompt(text: str, name: str, served: ServedModel, *, add_special: bool) -> tuple[int, ...]:
     """The tokens of parameter `name`. Text that cannot fit is refused first: tokenizing megabytes would block all requests."""
     if len(text) > served.max_characters:
         message = f"{name}: a text of {len(text)} characters is longer than the context of {served.context} tokens can be"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from headrace.settings import ConfigError
 
 if TYPE_CHECKING:
-    from headrace.engine.vllm.api import About
+    from headrace.engine.vllm.api import ServerInfo
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Ability:
     field: tuple[str, str] = ("", "")
     """(start of a message's name in the interface, a field of that message)."""
 
-    def is_in(self, about: About) -> bool:
+    def is_in(self, about: ServerInfo) -> bool:
         return (not self.path or self.path in about.paths) and (not self.field[0] or about.has(*self.field))
 
 
@@ -42,7 +42,7 @@ TRANSFER = Ability("new weights from GPU memory (VLLM_SERVER_DEV_MODE=1 opens it
 NEEDED = (GENERATE, PAUSE, RELOAD, DROP_CACHE, SALT)  # by every run
 
 
-def check_abilities(about: About, *, server: str, more: tuple[Ability, ...] = ()) -> None:
+def check_abilities(about: ServerInfo, *, server: str, more: tuple[Ability, ...] = ()) -> None:
     """Refuse a server that lacks what every run needs, or `more`."""
     lacking = [ability for ability in (*NEEDED, *more) if not ability.is_in(about)]
     if lacking:

@@ -74,7 +74,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class About:
+class ServerInfo:
     """What a server says about itself."""
 
     version: str
@@ -113,12 +113,12 @@ class VllmApi:
         except (aiohttp.ClientError, TimeoutError, OSError):
             return False
 
-    async def about(self) -> About:
+    async def about(self) -> ServerInfo:
         version, schema = await self._get_json("/version"), await self._get_json("/openapi.json")
         with self._parsing("/openapi.json"):
             messages = schema["components"]["schemas"]
             fields = {name: frozenset(message.get("properties", {})) for name, message in messages.items()}
-            return About(str(version["version"]), frozenset(schema["paths"]), fields)
+            return ServerInfo(str(version["version"]), frozenset(schema["paths"]), fields)
 
     async def served(self) -> tuple[str, int]:
         """(its model's name, the most tokens it takes)."""

@@ -22,7 +22,7 @@ from headrace.records import FinishReason
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from headrace.engine.request import Growth, Request
+    from headrace.engine.request import Request, SampledSince
     from headrace.engine.vllm.api import Piece, VllmApi
     from headrace.observe import Timeline
 
@@ -106,7 +106,7 @@ class CallQueue:
         for request in requests:
             self.withdraw(request)
 
-    def growth(self, requests: Iterable[Request] | None = None) -> list[Growth]:
+    def growth(self, requests: Iterable[Request] | None = None) -> list[SampledSince]:
         calls = self._running.values() if requests is None else [self._running[r] for r in requests if r in self._running]
         return [grown for call in calls if (grown := call.growth()) is not None]
 
@@ -191,7 +191,7 @@ class CallQueue:
             return False
         if piece.spans is not None and self._names_versions:
             call.stamp(piece.spans)
-        if call.num_sure < call.num_sampled and reason is not FinishReason.ABORT:
+        if call.num_known < call.num_sampled and reason is not FinishReason.ABORT:
             raise VllmGone(f"vLLM at {self._api.url} ended a call without naming the weights of it, log {self._api.log}")
         self._finish(call, reason)
         return True

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 
     from headrace.engine.protocol import Increment, InFlight
-    from headrace.engine.vllm.api import About, VllmApi
+    from headrace.engine.vllm.api import ServerInfo, VllmApi
     from headrace.engine.vllm.call_queue import Limits
     from headrace.engine.vllm.handover import Handover, Staging
     from headrace.observe import Timeline
@@ -51,7 +51,7 @@ class VllmEngine(CallQueue):
     def __init__(
         self,
         api: VllmApi,
-        about: About,
+        about: ServerInfo,
         *,
         name: str,
         model: str,
@@ -74,7 +74,7 @@ class VllmEngine(CallQueue):
         self._watching: asyncio.Task[NoReturn] | None = None
 
     @property
-    def most_untold(self) -> int:
+    def max_unreported(self) -> int:
         """The most tokens of a rollout that may be sampled and not yet reported."""
         return TOGETHER - 1 if self._names_versions or self._tells_late else 0
 
@@ -208,7 +208,7 @@ class VllmEngine(CallQueue):
         for call in reversed(list(self._running.values())):
             if call.is_over:
                 continue
-            if call.num_sure:
+            if call.num_known:
                 self._finish(call, FinishReason.ABORT)
             else:
                 self._put_back(call)

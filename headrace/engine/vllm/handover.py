@@ -22,7 +22,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from headrace.cuda_driver import Bytes
 from headrace.engine.vllm.nccl_form import described
 from headrace.engine.vllm.nccl_sender import PackedSender
-from headrace.model import SpareWeights, check_order, named_tensors
+from headrace.model import StagedWeights, check_order, named_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping
@@ -48,7 +48,7 @@ class Staging:
     def __init__(self, model: PreTrainedModel, *, sync: WeightSync) -> None:
         """`model` is the policy, in host memory or on a GPU."""
         self._model, self._sync = model, sync
-        self._spare = SpareWeights(model, in_place=False)
+        self._spare = StagedWeights(model, in_place=False)
 
     def receive(self, update: WeightUpdate, *, lineage: str, version: int) -> None:
         """Raises if what arrived is not what was sent."""

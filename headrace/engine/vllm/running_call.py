@@ -11,7 +11,7 @@ import numpy as np
 from headrace.engine import stop_strings
 from headrace.engine.append_tokens import append_call
 from headrace.engine.protocol import Increment, InFlight, NotFinite, UnusablePrompt
-from headrace.engine.request import Growth
+from headrace.engine.request import SampledSince
 from headrace.records import Call, FinishReason, unknown_routing
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class RunningCall:
         return len(self._token_ids)
 
     @property
-    def num_sure(self) -> int:
+    def num_known(self) -> int:
         """Tokens whose versions are known."""
         return self.num_sampled if self._unsure_from is None else self._unsure_from
 
@@ -124,13 +124,13 @@ class RunningCall:
                     self._versions[place] = int(version)
         self._unsure_from = None
 
-    def growth(self) -> Growth | None:
+    def growth(self) -> SampledSince | None:
         """What came since the last call, up to the first token of unknown version."""
-        new = slice(self._num_reported, self.num_sure)
+        new = slice(self._num_reported, self.num_known)
         if new.start == new.stop:
             return None
         self._num_reported = new.stop
-        return Growth(
+        return SampledSince(
             self.request,
             np.asarray(self._token_ids[new], np.int32),
             np.asarray(self._logprobs[new], np.float32),
@@ -144,15 +144,15 @@ class RunningCall:
             return self.rollout(FinishReason.ABORT, engine=engine, policy=policy, lineage=self.lineage)
 
         first = self._versions[0] if self._versions else -1
-        return InFlight.of(self.request.rollout, num_sampled=self.num_sure, first=first, partial=partial)
+        return InFlight.of(self.request.rollout, num_sampled=self.num_known, first=first, partial=partial)
 
     def rollout(self, reason: FinishReason, *, engine: str, policy: str, lineage: str) -> Rollout:
         """With the tokens of known version; the others are sampled again."""
-        known = slice(0, self.num_sure)
+        known = slice(0, self.num_known)
         start = len(self.request.rollout)
         call = Call(
             start=start,
-            stop=start + self.num_sure,
+            stop=start + self.num_known,
             engine=engine,
             sampling=self.request.sampling,
             finish_reason=reason,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from headrace.buffer import buffer_policy
-from headrace.launch import forecast_here, free_here, most_kv_blocks
+from headrace.launch import forecast_here, free_here, max_kv_blocks
 from headrace.partial import pauses_unfinished
 from headrace.plan.doctor.finding import Finding, of_recipe, size
 from headrace.plan.doctor.machine import SHARED_MEMORY
@@ -87,7 +87,7 @@ def _forecast(subject: Subject, recipe: Recipe | None) -> Forecast | None:
         subject.shape,
         **sizes,
         free=free_here(recipe),
-        most_blocks=most_kv_blocks(recipe, **sizes, num_held_out=num_held_out),
+        most_blocks=max_kv_blocks(recipe, **sizes, num_held_out=num_held_out),
         num_parameters=subject.num_parameters,
     )
 

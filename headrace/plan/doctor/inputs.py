@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from headrace.config import Recipe
     from headrace.plan.doctor.finding import Check, Subject
 
-LOOKED_AT = 64
+NUM_CHECKED_PROMPTS = 64
 """How many tasks are checked, as a sample of all."""
 
 
@@ -38,7 +38,7 @@ def check_recipe(subject: Subject) -> Iterator[Finding]:
 def check_tasks(subject: Subject, recipe: Recipe) -> Iterator[Finding]:
     try:
         stream = open_tasks(recipe, UserInputs())
-        subject.sources, subject.rows = stream.sources, [stream.next() for _ in range(LOOKED_AT)]
+        subject.sources, subject.rows = stream.sources, [stream.next() for _ in range(NUM_CHECKED_PROMPTS)]
     except ValueError as error:
         yield problem(error, otherwise="correct the [[tasks]] section or the file; docs/rewards.md says what a task is")
         return
@@ -70,7 +70,7 @@ def check_warmup(subject: Subject, recipe: Recipe) -> Iterator[Finding]:
     rows = subject.rows
     if recipe.warmup.tasks:
         stream = open_tasks(dataclasses.replace(recipe, tasks=recipe.warmup.tasks), UserInputs())
-        rows = [stream.next() for _ in range(LOOKED_AT)]
+        rows = [stream.next() for _ in range(NUM_CHECKED_PROMPTS)]
     lacking = sum(not isinstance(row.get("answer"), str) for row in rows)
     if lacking:
         what = f"warmup: {lacking} of the first {len(rows)} tasks have no 'answer' column of text to learn from"

@@ -146,7 +146,7 @@ def check_template(subject: Subject) -> Iterator[Finding]:
             yield Finding("ok", "chat template: none, and prompts are text")
         return
     for answer in ANSWERS:
-        rewritten = rewritten_at(tokenizer, answer)
+        rewritten = first_rewrite(tokenizer, answer)
         if rewritten is not None:
             what = f"chat template: rewrites history when a turn is added ({rewritten}); multi-turn rollouts fork there"
             yield Finding("warning", what, "single-turn runs are not affected; for several turns use an appending template")
@@ -154,7 +154,7 @@ def check_template(subject: Subject) -> Iterator[Finding]:
     yield Finding("ok", "chat template: only appends, turn after turn")
 
 
-def rewritten_at(tokenizer: PreTrainedTokenizerBase, answer: str) -> str | None:
+def first_rewrite(tokenizer: PreTrainedTokenizerBase, answer: str) -> str | None:
     """Where adding a turn changes how the earlier ones are rendered; None if the template only appends."""
     turns = [QUESTION, {"role": "assistant", "content": answer}, {"role": "user", "content": "And three?"}]
     before = ""

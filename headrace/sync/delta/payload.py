@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from headrace.model import Arena, Incoming
+    from headrace.model import Arena, StagingBuffer
     from headrace.records import WeightUpdate
     from headrace.sync.full import Fetch
 
@@ -74,7 +74,7 @@ class DeltaPayload(FullPayload):
         return self._held
 
     @staticmethod
-    def receive(update: WeightUpdate, incoming: Incoming, fetch: Fetch) -> None:
+    def receive(update: WeightUpdate, incoming: StagingBuffer, fetch: Fetch) -> None:
         if update.base_version is None or len(update.parts) != 1:
             raise SyncError("a difference has a base version, and travels in one part")
         (part,) = update.parts

@@ -86,7 +86,7 @@ def _joined(arena: Arena, names: Sequence[str]) -> Tensor | None:
     return arena.joined(names) if all(name in arena.slots for name in names) else None
 
 
-class _Once(CustomGraphPass):
+class _CommonSubexpressions(CustomGraphPass):
     """Common subexpression elimination: the product behind the `_Part`s is computed once."""
 
     def __call__(self, graph: torch.fx.Graph) -> None:
@@ -129,7 +129,7 @@ def compile_layers(model: PreTrainedModel) -> None:
     """Compile each kind of layer once, for any number of rows."""
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _RECOMPILES)
     # `emulate_precision_casts`: fused operations round where the trainer, which runs them one by one, rounds.
-    options = {"post_grad_custom_pre_pass": _Once(), "combo_kernels": True, "emulate_precision_casts": True}
+    options = {"post_grad_custom_pre_pass": _CommonSubexpressions(), "combo_kernels": True, "emulate_precision_casts": True}
     base: Any = model.base_model
     for layer in base.layers:
         layer.compile(dynamic=True, fullgraph=True, options=options)

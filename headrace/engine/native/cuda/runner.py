@@ -50,7 +50,7 @@ class _Part:
 
 
 @dataclass(eq=False)
-class _Ticket:
+class _StepInFlight:
     """A step in flight, and the host memory lent to it."""
 
     parts: list[_Part]
@@ -139,7 +139,7 @@ class CudaRunner(Runner):
             self._new_blocks.setdefault(slot, []).append((index, block))
 
     @torch.no_grad()
-    def launch(self, plan: StepPlan) -> _Ticket:
+    def launch(self, plan: StepPlan) -> _StepInFlight:
         with self._stream.entered():
             if self._started:
                 self._start_slots()
@@ -149,10 +149,10 @@ class CudaRunner(Runner):
             if len(plan.decoding):
                 parts.append(self._launch_decode(plan.decoding))
             lent, self._lent = self._lent, []
-            return _Ticket(parts, self._stream.mark(), lent)
+            return _StepInFlight(parts, self._stream.mark(), lent)
 
     def collect(self, launched: object) -> StepOutput:
-        assert isinstance(launched, _Ticket)
+        assert isinstance(launched, _StepInFlight)
         self._stream.wait(launched.done)
         tokens: list[Array] = []
         logprobs: list[Array] = []
