@@ -54,7 +54,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Timelines go by this clock, and the system keeps no thread from its processor."""
     clock = Clock()
-    for module in ("spans", "remote"):
+    for module in ("timeline", "remote_timeline"):
         monkeypatch.setattr(f"headrace.observe.{module}.time", clock)
     monkeypatch.setattr("headrace.observe.remote_timeline._RunDelay._read", lambda _: 0)
     return clock
