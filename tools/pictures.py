@@ -107,10 +107,11 @@ def timeline(trace: Path, *, versions: int) -> str:
     for mark in chosen:
         parts.append(f'<path class="mark" d="M{x(mark["ts"]):.1f} 30V{bottom}"/>')
         parts.append(_text(x(mark["ts"]) - 4, 24, mark["name"].removeprefix("version "), "small"))
-    step = width / len(kinds)
+    at = float(left)
     for place, kind in enumerate(kinds):
-        parts.append(f'<rect class="c{place % 8}" x="{left + step * place:.0f}" y="{bottom + 12}" width="11" height="11"/>')
-        parts.append(_text(left + step * place + 16, bottom + 22, kind, "small"))
+        parts.append(f'<rect class="c{place % 8}" x="{at:.0f}" y="{bottom + 12}" width="11" height="11"/>')
+        parts.append(_text(at + 16, bottom + 22, kind, "small"))
+        at += 34 + 6 * len(kind)
     parts.append(_text(10, bottom + 22, f"{(end - begin) / 1e6:.2f} s", "small"))
     return _svg(left + width + 20, bottom + 40, parts, "What every role of a run did over time; gaps are waits")
 
