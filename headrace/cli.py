@@ -40,7 +40,6 @@ BENCH_OPTIONS = {
     "model": ("engine", "sync", "vllm"),
     "device": ("partial",),
     "only": ("trainer", "step"),
-    "mps": ("step",),
 }
 """Options that only some benchmarks have."""
 DEVICES = ["auto", "cpu", "cuda"]
@@ -129,7 +128,6 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     bench.add_argument("--model", help="engine, sync, vllm: a Hugging Face folder to measure with")
     bench.add_argument("--device", choices=DEVICES, help="partial: where to run (default: auto, a GPU if there is one)")
     bench.add_argument("--only", help="trainer, step: the parts to measure, separated by commas; a wrong name lists them")
-    bench.add_argument("--mps", action="store_true", default=None, help="step: share the GPU through NVIDIA MPS")
     bench.set_defaults(run=_bench)
 
 

@@ -1,4 +1,4 @@
-"""Time and memory of work on a device, memory of a GPU that processes share, and NVIDIA MPS."""
+"""Time and memory of work on a device, and memory of a GPU that processes share."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ import ctypes
 import gc
 import importlib
 import importlib.util
-import os
 import re
-import shutil
-import subprocess
 import threading
 import time
 from pathlib import Path
@@ -18,17 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from headrace.bench.harness import say
-from headrace.settings import ConfigError
-
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 GIB = float(1 << 30)
 MIB = float(1 << 20)
 _EVERY = 0.1
-_CONTROL = "nvidia-cuda-mps-control"
-_SECONDS = 20.0
 
 
 def seconds_of(action: Callable[[], object], device: str) -> float:
@@ -145,31 +137,3 @@ def _nvml() -> Any:  # noqa: ANN401  (the module, where it is installed and find
     except library.NVMLError:
         return None
     return library
-
-
-def check_service() -> None:
-    """Raise if MPS is not installed."""
-    if shutil.which(_CONTROL) is None:
-        raise ConfigError(f"--mps: {_CONTROL} is not installed here")
-
-
-@contextlib.contextmanager
-def multi_process_service(folder: Path) -> Iterator[None]:
-    """Run MPS for the processes started inside. The calling process must not initialize CUDA inside: it would become a client,
-    and MPS waits for its clients before it stops."""
-    check_service()
-    before = dict(os.environ)
-    for name, place in (("CUDA_MPS_PIPE_DIRECTORY", folder / "pipe"), ("CUDA_MPS_LOG_DIRECTORY", folder / "log")):
-        place.mkdir(parents=True)
-        os.environ[name] = str(place)
-    try:
-        subprocess.run([_CONTROL, "-d"], check=True, timeout=_SECONDS)
-        say("MPS: started")
-        try:
-            yield
-        finally:
-            subprocess.run([_CONTROL], input="quit\n", text=True, check=False, timeout=_SECONDS)
-            say("MPS: stopped")
-    finally:
-        os.environ.clear()
-        os.environ.update(before)

@@ -26,7 +26,7 @@ import headrace
 from headrace.bench.child import PeerFailed
 from headrace.bench.harness import Row, default_device, run_parts, say
 from headrace.bench.loads import MEDIUM, QWEN3_0_6B, SMALL, lognormal_lengths, write_random_model
-from headrace.bench.measure import GpuMemory, check_service, multi_process_service, release
+from headrace.bench.measure import GpuMemory, release
 from headrace.bench.step_trl import measure_steps, missing_modules
 from headrace.engine import choose_python, find_vllm
 from headrace.observe import read_metrics
@@ -135,19 +135,17 @@ def _has_vllm() -> bool:
     return True
 
 
-def run(*, quick: bool, json_file: Path | None, only: str | None = None, mps: bool = False) -> int:
+def run(*, quick: bool, json_file: Path | None, only: str | None = None) -> int:
     """`--quick` measures a few short steps of TRL and of two variants."""
     plan = make_plan(default_device(), quick=quick)
-    if mps:
-        check_service()
     with tempfile.TemporaryDirectory() as folder:
-        parts = make_parts(plan, Path(folder), mps=mps)
+        parts = make_parts(plan, Path(folder))
         if quick and only is None:
             only = ",".join(name for name in _QUICK if name in parts)
         return run_parts("step", parts, only=only, quick=quick, json_file=json_file)
 
 
-def make_parts(plan: Plan, folder: Path, *, mps: bool = False) -> dict[str, Part]:
+def make_parts(plan: Plan, folder: Path) -> dict[str, Part]:
     """TRL first if it is installed, then every variant, which is compared with it."""
     peers = Peers()
 
@@ -158,7 +156,7 @@ def make_parts(plan: Plan, folder: Path, *, mps: bool = False) -> dict[str, Part
         return path
 
     def part_of(variant: Variant) -> Part:
-        return lambda: [measure(plan, variant, model(), folder, peers=peers, mps=mps)]
+        return lambda: [measure(plan, variant, model(), folder, peers=peers)]
 
     parts: dict[str, Part] = {}
     absent = missing_modules(plan.device)
@@ -177,7 +175,7 @@ class Peers:
     peaks: dict[str, float] = field(default_factory=dict)
 
 
-def measure(plan: Plan, variant: Variant, model: str, folder: Path, *, peers: Peers, mps: bool = False) -> list[Row]:
+def measure(plan: Plan, variant: Variant, model: str, folder: Path, *, peers: Peers) -> list[Row]:
     """One run, and the figures of its middle steps."""
     tasks = plan.make_tasks()
     if variant.has_tail:
@@ -185,8 +183,6 @@ def measure(plan: Plan, variant: Variant, model: str, folder: Path, *, peers: Pe
     settings = {"path": model, "dtype": plan.dtype, "context": plan.prompt_tokens + plan.longest(variant)}
     with contextlib.ExitStack() as stack:
         place = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder)))
-        if mps:
-            stack.enter_context(multi_process_service(place / "mps"))
         memory = stack.enter_context(GpuMemory())
         try:
             headrace.train(
@@ -209,7 +205,7 @@ def measure(plan: Plan, variant: Variant, model: str, folder: Path, *, peers: Pe
 
 
 def show_logs(folder: Path) -> None:
-    """Print the last lines of every log in a folder, including MPS's."""
+    """Print the last lines of every log in a folder."""
     for log in sorted(folder.rglob("*.log")):
         lines = log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
         say("\n  ".join([f"{log.relative_to(folder)}, its last lines:", *lines]))

@@ -1,13 +1,15 @@
 """`headrace bench sync`: sending weights from a trainer's process to an engine's, over every transport available here.
 
 The receiver is a child process that does what an engine does: it writes the bytes beside the weights in use, hashes them,
-checks them against the manifest and swaps. Transports take turns with a plain copy of as many bytes; figures are medians. The
-model has the shape of Qwen3-0.6B on a GPU and of SmolLM2-135M on a CPU, in bfloat16.
+checks them against the manifest and swaps. Transports take turns with a plain copy of as many bytes, and with a bare socket
+that carries as many; figures are medians. The model has the shape of Qwen3-0.6B on a GPU and of SmolLM2-135M on a CPU, in
+bfloat16.
 """
 
 from __future__ import annotations
 
 import secrets
+import socket
 import statistics
 import tempfile
 import threading
@@ -18,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from headrace.bench import sync_delta, sync_loopback
+from headrace.bench import sync_delta
 from headrace.bench.child import Child
 from headrace.bench.harness import Row, run_parts
 from headrace.bench.measure import seconds_of, wait
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     """By transport and part of a publication: the median."""
 
 _NAME = "engine-0"
+OVER_NETWORK = ("http", "collective")
 
 
 def run(*, quick: bool, json_file: Path | None, model: str | None = None) -> int:
@@ -49,8 +52,6 @@ def run(*, quick: bool, json_file: Path | None, model: str | None = None) -> int
     else:
         parts = {
             "publish": lambda: _on_cpu(quick=quick),
-            "collective": lambda: [sync_loopback.collective_rows(quick=quick)],
-            "http": lambda: [sync_loopback.http_rows(quick=quick)],
             "delta": lambda: [sync_delta.measure(model=model, quick=quick)],
         }
     return run_parts("sync", parts, quick=quick, json_file=json_file)
@@ -71,7 +72,8 @@ def publish_rows(seconds: Seconds, shape: str) -> list[Row]:
         title = f"{name}, {shape}"
         rows.append(Row(f"{title}: publish, receipts included", 1e3 * parts["publish"], "ms"))
         rows.append(Row(f"{title}: of that, read and hashed by the sender", 1e3 * parts["offer"], "ms"))
-        rows.append(Row(f"{title}: of that, fetched by the engine", 1e3 * parts["fetch"], "ms"))
+        bound = 1e3 * parts["socket"] if name in OVER_NETWORK else None
+        rows.append(Row(f"{title}: of that, fetched by the engine", 1e3 * parts["fetch"], "ms", bound=bound))
         rows.append(Row(f"{title}: exchange between two steps", 1e3 * parts["swap"], "ms"))
     return rows
 
@@ -147,6 +149,7 @@ class Paths:
                 parts = self._publish(name, version)
                 parts["sender's copy"] = time_copy(self._other, self._arena)
                 parts["engine's copy"] = self._ends[name][1].ask(None)["copy"]
+                parts["socket"] = self._send_all(self._ends[name][1])
                 for part, seconds in parts.items():
                     seen[name][part] += [seconds] if version > 1 else []
         return {name: {part: statistics.median(values) for part, values in parts.items()} for name, parts in seen.items()}
@@ -173,6 +176,18 @@ class Paths:
         sync.release(update)
         pack = 0.0 if name == "cuda_ipc" else read_at - started
         return {"publish": ended - started - parts["swap"], "offer": offered - started, "pack": pack, **parts}
+
+    def _send_all(self, child: Child) -> float:
+        """Seconds to send as many bytes over a bare socket."""
+        content = memoryview(bytearray(self.num_bytes))
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            started = time.perf_counter()
+            child.tell(listener.getsockname()[1])
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(content)
+            child.hear()
+        return time.perf_counter() - started
 
     def copy_through_host(self) -> None:
         """Copy every tensor to host memory and back, one by one."""

@@ -1,25 +1,22 @@
-"""Child processes of `headrace bench sync`: an engine, a collective receiver and an HTTP sender."""
+"""The receiving process of `headrace bench sync`, and what it shares with the sender."""
 
 from __future__ import annotations
 
 import socket
 import time
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from torch._C._distributed_c10d import ProcessGroupGloo, TCPStore
 
 from headrace.bench.loads import QWEN3_0_6B, SMALL, SMOLLM2_135M
 from headrace.bench.measure import wait
 from headrace.model import StagedWeights, held_tensors, served_dtype
-from headrace.sync import CollectiveTransport, HttpTransport, Lineage, TransportConfig, WeightSync, make_transport
+from headrace.sync import Lineage, TransportConfig, WeightSync, make_transport
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
-    from torch import Tensor
     from transformers import PreTrainedModel
 
     from headrace.model import Arena, StagingBuffer
@@ -27,7 +24,6 @@ if TYPE_CHECKING:
 
 SHAPES = {"SmolLM2-135M": SMOLLM2_135M, "Qwen3-0.6B": QWEN3_0_6B, "small": SMALL}
 DEADLINE = 60.0
-TOKEN = "of a benchmark on one host"
 
 
 def make_model(shape: str, device: str) -> PreTrainedModel:
@@ -55,17 +51,32 @@ def time_copy(into: Arena, source: Arena) -> float:
     return time.perf_counter() - before
 
 
-def engine(given: dict[str, Any], orders: Iterator[WeightUpdate | None]) -> Iterator[dict[str, float]]:
-    """Holds weights as an engine does and loads each update; None requests a copy of as many bytes. Answers seconds."""
+def engine(given: dict[str, Any], orders: Iterator[WeightUpdate | int | None]) -> Iterator[dict[str, float]]:
+    """Holds weights as an engine does and loads each update. None requests a copy of as many bytes; a number, that it receives
+    as many from this port. Answers seconds."""
     torch.set_num_threads(given["threads"])
     transport = make_transport(TransportConfig(**given["ends"]), is_sender=False, device=given["device"])
     sync = WeightSync(Lineage("life"), transport, name=given["name"])
     spare = StagedWeights(make_model(given["shape"], given["device"]))
     other = spare.arena.like()
     yield {}
-    for update in orders:
-        yield {"copy": time_copy(other, spare.arena)} if update is None else _load(sync, spare, update, given["device"])
+    for order in orders:
+        if order is None:
+            yield {"copy": time_copy(other, spare.arena)}
+        elif isinstance(order, int):
+            _receive_all(order, spare.arena.num_bytes)
+            yield {}
+        else:
+            yield _load(sync, spare, order, given["device"])
     sync.close()
+
+
+def _receive_all(port: int, num_bytes: int) -> None:
+    """Read as many bytes as there are from a bare socket, the most that loopback carries."""
+    buffer = memoryview(bytearray(1 << 20))
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        while num_bytes:
+            num_bytes -= connection.recv_into(buffer)
 
 
 def _load(sync: WeightSync, spare: StagedWeights, update: WeightUpdate, device: str) -> dict[str, float]:
@@ -82,82 +93,3 @@ def _load(sync: WeightSync, spare: StagedWeights, update: WeightUpdate, device: 
     spare.exchange()
     wait(device)
     return {"fetch": fetched, "receive": received - started, "swap": time.perf_counter() - received}
-
-
-class FlatTarget:
-    """Where a transport writes what it fetches: one buffer in host memory."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self.num_bytes = num_bytes
-        self.buffer = torch.zeros(num_bytes, dtype=torch.uint8)
-        self.views: Mapping[str, Tensor] = {"all": self.buffer}
-
-    def write(self, start: int, piece: Tensor) -> None:
-        self.buffer[start : start + piece.numel()].copy_(piece)
-
-    def check(self) -> None:
-        """It is never aborted."""
-
-
-def naive_group(port: int, *, rank: int, size: int) -> Any:  # noqa: ANN401
-    """A gloo group, made the usual way."""
-    store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=DEADLINE), wait_for_workers=False)
-    return ProcessGroupGloo(store, rank, size, timedelta(seconds=DEADLINE))
-
-
-def broadcast_each(group: Any, buffer: Tensor, sizes: list[int]) -> None:  # noqa: ANN401
-    """The naive path: one broadcast per tensor."""
-    for piece in buffer.split(sizes):
-        group.broadcast(piece, 0).wait()
-
-
-def total(buffer: Tensor) -> int:
-    """A sum that changes if any byte does."""
-    return int(buffer.view(torch.int64).sum())
-
-
-def collective_receiver(given: dict[str, Any], orders: Iterator[dict[str, Any]]) -> Iterator[int]:
-    """Receives over the path that each order names; answers 0, or for `total` the sum of what it holds."""
-    torch.set_num_threads(1)
-    target = FlatTarget(sum(given["sizes"]))
-    transport = CollectiveTransport(token=TOKEN, deadline=DEADLINE)
-    yield 0
-    join = next(orders)
-    group = naive_group(join["store"], rank=given["rank"], size=given["ranks"])
-    with socket.create_connection(("127.0.0.1", join["raw"])) as connection:
-        yield 0
-        for order in orders:
-            held = 0
-            match order["way"]:
-                case "buckets":
-                    transport.fetch(order["place"], target, receiver=given["name"])
-                case "each":
-                    broadcast_each(group, target.buffer, given["sizes"])
-                case "raw":
-                    view = target.buffer.numpy().data
-                    while view:
-                        view = view[connection.recv_into(view) :]
-                    connection.sendall(b"\1")
-                case "total":  # and clears the buffer
-                    held = total(target.buffer)
-                    target.buffer.zero_()
-            yield held
-    transport.close()
-
-
-def http_sender(given: dict[str, Any], orders: Iterator[Any]) -> Iterator[dict[str, Any]]:
-    """Offers weights over HTTP and serves the same bytes on a bare socket."""
-    torch.set_num_threads(1)
-    transport = HttpTransport(token=TOKEN)
-    content = transport.allocate("weights", given["num_bytes"]).random_()
-    started = time.perf_counter()
-    place = transport.post("weights", {})
-    seconds = time.perf_counter() - started
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        yield {"place": place, "port": listening.getsockname()[1], "post": seconds}
-        for _ in orders:  # one order per connection
-            connection, _ = listening.accept()
-            with connection:
-                connection.sendall(content.numpy().data)
-            yield {}
-    transport.close()

@@ -51,7 +51,6 @@ def test_every_goal_of_a_seed_is_judged(monkeypatch, capsys, change):
         (["learn", "--losses=grpo,gpro"], "'gpro' is none of those with constants here: grpo, cispo, gspo, decoupled_ppo"),
         (["learn", "--losses=,"], "name at least one of grpo"),
         (["step", "--losses=grpo"], "only `headrace bench learn` has losses"),
-        (["learn", "--mps"], "only `headrace bench step` has mps"),
     ],
 )
 def test_a_mistake_is_answered_before_anything_is_trained(capsys, arguments, message):

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -21,7 +20,7 @@ from headrace.bench import measure as measuring, step, step_trl
 from headrace.bench.child import PeerFailed
 from headrace.bench.harness import run_parts
 from headrace.bench.loads import write_random_model
-from headrace.bench.measure import GpuMemory, multi_process_service, role_of
+from headrace.bench.measure import GpuMemory, role_of
 from headrace.bench.step import (
     LENGTHS,
     OwnLengths,
@@ -39,7 +38,6 @@ from headrace.bench.step import (
 from headrace.bench.step_trl import TrlSteps, measure_steps
 from headrace.config import make_recipe
 from headrace.records import Rollout
-from headrace.settings import ConfigError
 
 PLAN = dataclasses.replace(make_plan("cpu", quick=True), steps=1, orchestrate="inline")
 
@@ -119,7 +117,7 @@ def test_a_part_that_fails_shows_its_logs_and_is_in_nobodys_way(tmp_path, monkey
     begun = []
 
     def train(*_, run_dir, **__):
-        assert not run_dir.exists() and Path(os.environ["CUDA_MPS_PIPE_DIRECTORY"]).is_dir()
+        assert not run_dir.exists()
         begun.append(run_dir)
         (run_dir / "logs").mkdir(parents=True)
         (run_dir / "logs" / "engine-0.log").write_text("first\nwaits for a kernel\n")
@@ -128,18 +126,16 @@ def test_a_part_that_fails_shows_its_logs_and_is_in_nobodys_way(tmp_path, monkey
         row = {"seconds": 1.0, "tokens_per_second": 2.0, "lag_mean": 0.0, "completion_tokens": float(PLAN.tokens)}
         (run_dir / "metrics.jsonl").write_text("".join(json.dumps({"version": n, **row}) + "\n" for n in range(3)))
 
-    install_service(tmp_path, monkeypatch)
     monkeypatch.setattr("headrace.train", train)
     monkeypatch.setattr(step, "write_random_model", lambda shape, folder, dtype: str(folder))
     folder = tmp_path / "bench"
     folder.mkdir()
-    parts = {name: step.make_parts(PLAN, folder, mps=True)[name] for name in ("in-turn", "lag-1")}
+    parts = {name: step.make_parts(PLAN, folder)[name] for name in ("in-turn", "lag-1")}
     assert run_parts("step", parts, only=None, quick=True, json_file=tmp_path / "out.json") == 1
     said = capsys.readouterr().out
     assert "run/logs/engine-0.log, its last lines:\n  first\n  waits for a kernel\n" in said and "in-turn: failed" in said
     names = {row["name"] for row in json.loads((tmp_path / "out.json").read_text())["rows"]}
     assert "lag 1: completions" in names and len(set(begun)) == 2 and not list(folder.iterdir())
-    assert (tmp_path / "calls").read_text() == "start\nquit\n" * 2
 
 
 def test_completions_that_end_early_are_no_figure():
@@ -185,27 +181,6 @@ def test_a_process_of_a_run_is_known_by_its_name():
             time.sleep(0.01)
         assert role_of(process.pid) == "trainer" and role_of(os.getpid()) is None and role_of(2**30) is None
         process.stdin.close()
-
-
-def install_service(tmp_path, monkeypatch):
-    """A control program that writes down what it is told in `calls`."""
-    control = tmp_path / "bin" / "nvidia-cuda-mps-control"
-    control.parent.mkdir()
-    control.write_text(f'#!/bin/sh\nif [ "$1" = "-d" ]; then echo start; else cat; fi >> "{tmp_path}/calls"\n')
-    control.chmod(0o755)
-    monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
-    monkeypatch.setenv("PATH", f"{control.parent}:{os.environ['PATH']}")
-
-
-def test_the_service_is_started_and_stopped_around_the_runs(tmp_path, monkeypatch):
-    install_service(tmp_path, monkeypatch)
-    with pytest.raises(KeyError), multi_process_service(tmp_path / "mps"):
-        assert (tmp_path / "calls").read_text() == "start\n" and Path(os.environ["CUDA_MPS_PIPE_DIRECTORY"]).is_dir()
-        raise KeyError
-    assert (tmp_path / "calls").read_text() == "start\nquit\n" and "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
-    monkeypatch.setattr("shutil.which", lambda name: None)
-    with pytest.raises(ConfigError, match="--mps: nvidia-cuda-mps-control is not installed"), multi_process_service(tmp_path):
-        pass
 
 
 @pytest.mark.parametrize(
@@ -309,7 +284,7 @@ def test_trl_is_set_against_ours_where_it_ran(tmp_path, monkeypatch, capsys):
 def test_the_command(tmp_path, monkeypatch, capsys):
     asked = []
 
-    def measured(plan, variant, model, folder, *, peers, mps):
+    def measured(plan, variant, model, folder, *, peers):
         asked.append(variant.name)
         return [step.Row("a", 1.0, "s")]
 

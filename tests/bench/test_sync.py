@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.bench import sync, sync_loopback
-
-
-def test_parcels_over_http_are_measured_every_way_there_is(monkeypatch) -> None:
-    monkeypatch.setattr(sync_loopback, "HTTP_BYTES", 50_000_010)
-    rows = {row.name: row.value for row in sync_loopback.http_rows(quick=True)}
-    assert len(rows) == 4 and all(value > 0 for value in rows.values())
+from headrace.bench import sync
 
 
 @pytest.mark.long
 def test_a_publication_is_measured_over_each_transport_and_nothing_is_left(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(sync, "shared_folder", lambda: tmp_path)
-    with sync.Paths("small", "cpu", ["shared_memory", "files"]) as paths:
+    with sync.Paths("small", "cpu", ["shared_memory", "http"]) as paths:
         seconds = paths.rounds(1)
         rows = sync.publish_rows(seconds, "small")
         rows += sync.shared_memory_rows(seconds["shared_memory"], paths.num_bytes, "small")
-    assert {"publish", "offer", "pack", "fetch", "receive", "swap", "sender's copy", "engine's copy"} <= seconds["files"].keys()
+    assert {"publish", "offer", "pack", "fetch", "receive", "swap", "sender's copy", "engine's copy", "socket"} <= seconds[
+        "http"
+    ].keys()
     assert all(row.value > 0 for row in rows) and sum(row.goal == "≥ 0.8" for row in rows) == 2
     assert not list(tmp_path.iterdir())
