@@ -17,7 +17,7 @@ from headrace.bench import trainer_head, trainer_sharing, trainer_speed
 from headrace.bench.harness import default_device, run_parts
 from headrace.bench.loads import MEDIUM, QWEN3_0_6B, write_random_model
 from headrace.bench.trainer_head import HeadLoad
-from headrace.bench.trainer_speed import Mix, Speed
+from headrace.bench.trainer_speed import Speed
 
 if TYPE_CHECKING:
     from headrace.bench.harness import Part
@@ -34,7 +34,7 @@ class Plan:
     long: Speed
     """Twice the tokens, also in one pass."""
     head: HeadLoad
-    mix: Mix
+    mix: Speed
 
 
 def make_plan(device: str, *, quick: bool) -> Plan:
@@ -45,10 +45,10 @@ def make_plan(device: str, *, quick: bool) -> Plan:
             device=device,
             dtype="bfloat16",
             shape=QWEN3_0_6B,
-            speed=Speed(16_384, 1024, turns=turns, warmups=3, has_peer=True, goal="≥ 0.45"),
-            long=Speed(32_768, 1024, turns=turns, warmups=3, has_peer=False),
+            speed=Speed.documents(16_384, 1024, turns=turns, warmups=3, has_peer=True, goal="≥ 0.45"),
+            long=Speed.documents(32_768, 1024, turns=turns, warmups=3, has_peer=False),
             head=HeadLoad(32_768, 151_936, 1024, "bfloat16", device, turns=turns, sequence=1024, memory_goal="≤ 0.05"),
-            mix=Mix(128, 64, median=300, cap=4096 - 64, budget=16_384, mini_batch=8, most_tokens=16_384, turns=turns),
+            mix=Speed.long_tail(128, 64, median=300, cap=4096 - 64, budget=16_384, most_tokens=16_384, turns=turns),
         )
     turns = 2 if quick else 3
     tokens, document = (512, 128) if quick else (4096, 256)
@@ -57,10 +57,10 @@ def make_plan(device: str, *, quick: bool) -> Plan:
         device=device,
         dtype="float32",
         shape=MEDIUM | ({"num_hidden_layers": 2, "vocab_size": 1024} if quick else {}),
-        speed=Speed(tokens, document, turns=turns, warmups=1, has_peer=True),
-        long=Speed(2 * tokens, document, turns=turns, warmups=1, has_peer=False),
+        speed=Speed.documents(tokens, document, turns=turns, warmups=1, has_peer=True),
+        long=Speed.documents(2 * tokens, document, turns=turns, warmups=1, has_peer=False),
         head=HeadLoad(*((512, 8000, 64) if quick else (2048, 32_000, 256)), "float32", device, turns=turns, sequence=128),
-        mix=Mix(rollouts, 16, median=60, cap=512 - 16, budget=budget, mini_batch=8, most_tokens=0, turns=turns, goal="≥ 2.5"),
+        mix=Speed.long_tail(rollouts, 16, median=60, cap=512 - 16, budget=budget, most_tokens=0, turns=turns, goal="≥ 2.5"),
     )
 
 
@@ -80,9 +80,9 @@ def make_parts(plan: Plan, folder: Path, *, quick: bool) -> dict[str, Part]:
         return write_random_model(plan.shape, folder / "model", dtype=plan.dtype)
 
     return {
-        "speed": lambda: trainer_speed.measure_speed(plan.speed, model(), **how),
-        "long": lambda: trainer_speed.measure_speed(plan.long, model(), **how),
+        "speed": lambda: trainer_speed.measure(plan.speed, model(), **how),
+        "long": lambda: trainer_speed.measure(plan.long, model(), **how),
         "head": lambda: trainer_head.measure(plan.head),
-        "mix": lambda: trainer_speed.measure_mix(plan.mix, model(), **how),
+        "mix": lambda: trainer_speed.measure(plan.mix, model(), **how),
         "sharing": lambda: [trainer_sharing.measure(plan.device, quick=quick)],
     }

@@ -14,7 +14,8 @@ from headrace.bench import loads
 from headrace.bench.harness import Row, take_turns
 from headrace.bench.loads import QWEN3_0_6B, SMALL, lognormal_lengths, make_batch, make_group, make_trainer
 from headrace.bench.measure import seconds_of
-from headrace.model import num_rows, plan_passes
+from headrace.bench.trainer_speed import packing_fill
+from headrace.model import plan_passes
 
 if TYPE_CHECKING:
     from headrace.records import Batch, Rollout
@@ -94,7 +95,7 @@ def _seconds(trainer: DeviceTrainer, batch: Batch, device: str, _: int) -> float
 
 
 def _fill(*, num_groups: int) -> list[Row]:
-    """Pack groups whose completions have a long tail; the emptiest pass, which has the remainder, does not count."""
+    """Pack groups whose completions have a long tail."""
     siblings, rollouts = 8, []
     prompts = lognormal_lengths(num_groups, mean=_MEAN / 2, sigma=0.5, cap=_BUDGET // 4, seed=1)
     completions = lognormal_lengths(num_groups * siblings, mean=_MEAN, sigma=1.0, cap=_BUDGET // 2)
@@ -108,8 +109,7 @@ def _fill(*, num_groups: int) -> list[Row]:
             started = time.thread_time()  # CPU time, since the machine may be busy
             passes = plan_passes(rollouts, budget=_BUDGET, share=share)
             seconds.append(time.thread_time() - started)
-        totals = sorted(sum(num_rows(unit, lengths) for unit in units) for units in passes)[1:]
-        fill, spent = sum(totals) / (_BUDGET * len(totals)), statistics.median(seconds)
+        fill, spent = packing_fill(passes, lengths, _BUDGET), statistics.median(seconds)
         rows.append(Row(f"packing, long tail, {what}: fill", 100 * fill, "%", goal="≥ 98"))
         rows.append(Row(f"packing, {len(rollouts)} rollouts, {what}: planning", 1e3 * spent, "ms", goal="≤ 200"))
     return rows

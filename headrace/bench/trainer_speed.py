@@ -1,10 +1,10 @@
-"""Training speed on documents of one length and on rollouts of very different lengths, beside a padded loop."""
+"""Training speed and memory on documents of one length and on rollouts of very different lengths, beside a padded loop."""
 
 from __future__ import annotations
 
 import functools
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,8 +27,9 @@ from headrace.model import ModelShape, load_config, num_rows, plan_passes
 from headrace.trainer import TrainSettings, predict_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from headrace.model import Unit
     from headrace.records import Batch
     from headrace.trainer import DeviceTrainer
 
@@ -36,26 +37,54 @@ PEAK_FLOPS = 989e12
 """Of an H100 or H200, dense bfloat16."""
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 """Of our gradient against transformers', by dtype of the products: bfloat16 rounding alone gives a few hundredths."""
-PEERS = {"padded, as they come": False, "padded, by length": True}
-"""By name: whether mini-batches group rollouts of similar length."""
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Documents trained in one forward and backward pass."""
+    """Rollouts to train on. A pass of ours has at most `budget` tokens; a pass of the peer has `mini_batch` rollouts (0: there
+    is no peer) and at most `most_tokens` tokens with padding (0: no limit)."""
 
-    tokens: int
-    document: int
+    name: str
+    lengths: Sequence[int]
+    """Prompts included."""
+    prompt_tokens: int
+    budget: int
     turns: int
-    warmups: int
+    warmups: int = 1
     """Steps that do not count: the first ones compile."""
-    has_peer: bool
-    goal: str = ""
-    """For the MFU."""
+    mini_batch: int = 0
+    most_tokens: int = 0
+    peers: Mapping[str, bool] = field(default_factory=dict)
+    """By name: whether its mini-batches group rollouts of similar length."""
+    goals: Mapping[str, str] = field(default_factory=dict)
+    """For `MFU`, `passes`, `fill`, and the ratio to a peer (its name)."""
 
-    @property
-    def name(self) -> str:
-        return f"{self.tokens:,} tokens of {self.document:,}"
+    @classmethod
+    def documents(cls, tokens: int, length: int, *, turns: int, warmups: int, has_peer: bool, goal: str = "") -> Speed:
+        """Documents of one length in one forward and backward pass; `goal` is for the MFU."""
+        count = tokens // length
+        peers = {"peers": {"transformers": False}, "mini_batch": count} if has_peer else {}
+        goals = {"MFU": goal, "passes": "≤ 1"}
+        return cls(f"{tokens:,} tokens of {length:,}", [length] * count, 1, tokens, turns, warmups, goals=goals, **peers)  # type: ignore[arg-type]
+
+    @classmethod
+    def long_tail(
+        cls, count: int, prompt_tokens: int, *, median: int, cap: int, budget: int, most_tokens: int, turns: int, goal: str = ""
+    ) -> Speed:
+        """A batch like a reasoning policy's: most completions are short, a few are very long. `goal` is for the ratio to a
+        padded loop over rollouts as they come."""
+        lengths = lognormal_lengths(count, mean=median * float(np.exp(0.5)), sigma=1.0, cap=cap)
+        return cls(
+            f"long tail, {count} × ({prompt_tokens} + {median} in the middle, at most {cap})",
+            [prompt_tokens + length for length in lengths],
+            prompt_tokens,
+            budget,
+            turns,
+            mini_batch=8,
+            most_tokens=most_tokens,
+            peers={"padded, as they come": False, "padded, by length": True},
+            goals={"padded, as they come": goal, "fill": "≥ 0.98"},
+        )
 
 
 @dataclass(frozen=True)
@@ -66,62 +95,71 @@ class Turn:
     optimizer: float
 
 
-def measure_speed(speed: Speed, folder: str, *, dtype: str, device: str) -> Iterator[list[Row]]:
-    """Memory, then tokens/s in turn with the peer."""
+def measure(speed: Speed, folder: str, *, dtype: str, device: str) -> Iterator[list[Row]]:
+    """Memory, then tokens/s in turn with the peer; one that runs out of memory or gives another gradient is dropped."""
     release()
     before = held_bytes(device)
-    trainer = make_trainer(folder, dtype=dtype, device=device, micro_batch_tokens=speed.tokens)
+    trainer = make_trainer(folder, dtype=dtype, device=device, micro_batch_tokens=speed.budget)
     vocabulary = int(trainer.model.config.get_text_config().vocab_size)
-    documents = make_rollouts([speed.document] * (speed.tokens // speed.document), prompt_tokens=1, vocabulary=vocabulary)
-    batch = make_on_policy_batch(trainer, documents, advantages=[1.0] * len(documents))
-    step = functools.partial(_step, trainer, batch)
-    passes = trainer.num_passes
+    rollouts = make_rollouts(speed.lengths, prompt_tokens=speed.prompt_tokens, vocabulary=vocabulary)
+    advantages = np.random.default_rng(0).choice([-1.0, 1.0], size=len(rollouts)).tolist()
+    batch = make_on_policy_batch(trainer, rollouts, advantages=advantages)
+
+    def step() -> None:
+        trainer.forward_backward(batch)
+        trainer.optim_step(LEARNING_RATE)
+
     for number in range(speed.warmups):
         say(f"{speed.name}: warm-up {number}: {seconds_of(step, device):.2f} s")
-    passes = (trainer.num_passes - passes) // speed.warmups
     held = held_bytes(device) - before
     peak = held + peak_bytes(step, device)
-    predicted = predicted_peak(folder, tokens=speed.tokens, dtype=dtype, device=device)
+    passes = plan_passes(rollouts, budget=speed.budget)
+    fill = packing_fill(passes, speed.lengths, speed.budget)
     yield [
         Row(f"{speed.name}: peak memory", peak / GIB, "GiB"),
         Row(f"{speed.name}: held between steps", held / GIB, "GiB"),
-        Row(f"{speed.name}: predicted peak ÷ real", predicted / peak, "ratio"),
-        Row(f"{speed.name}: passes", passes, "count", goal="≤ 1"),
+        Row(f"{speed.name}: predicted peak ÷ real", predicted_peak(speed, folder, dtype=dtype, device=device) / peak, "ratio"),
+        Row(f"{speed.name}: passes", len(passes), "count", goal=speed.goals.get("passes", "")),
+        Row(f"{speed.name}: packing fill", fill, "share", goal=speed.goals.get("fill", ""), bound=1.0),
     ]
 
     def turn_of(gradient: Callable[[], object], optimizer: Callable[[], object]) -> Callable[[int], Turn]:
         return lambda _: Turn(seconds_of(gradient, device), seconds_of(optimizer, device))
 
-    ours = turn_of(lambda: trainer.forward_backward(batch), lambda: trainer.optim_step(LEARNING_RATE))
-    contestants = {"ours": ours}
-    if speed.has_peer:
+    contestants = {"ours": turn_of(lambda: trainer.forward_backward(batch), lambda: trainer.optim_step(LEARNING_RATE))}
+    if speed.peers:
         loop, rows = _open_peer(speed, trainer, batch, folder, dtype=dtype, device=device)
         yield rows
         if loop is not None:
-            contestants["transformers"] = turn_of(functools.partial(loop.forward_backward, batch), loop.optim_step)
-    flops = flops_per_token(folder, document=speed.document) if device == "cuda" else None
-    yield speed_rows(speed, take_turns(contestants, speed.turns), flops_per_token=flops)
+            for name, by_length in speed.peers.items():
+                gradient = functools.partial(loop.forward_backward, batch, by_length=by_length)
+                contestants[name] = turn_of(gradient, loop.optim_step)
+    flops = flops_of(folder, speed.lengths) if device == "cuda" else None
+    seen = take_turns(contestants, speed.turns, warmups=1, may_raise=torch.OutOfMemoryError)
+    yield speed_rows(speed, seen, flops=flops)
 
 
-def _step(trainer: DeviceTrainer, batch: Batch) -> None:
-    trainer.forward_backward(batch)
-    trainer.optim_step(LEARNING_RATE)
-
-
-def predicted_peak(folder: str, *, tokens: int, dtype: str, device: str) -> int:
+def predicted_peak(speed: Speed, folder: str, *, dtype: str, device: str) -> int:
     """Bytes that the trainer's memory model predicts for a step, without the bare process."""
-    settings, shape = TrainSettings(micro_batch_tokens=tokens), ModelShape.of(load_config(folder))
-    found = predict_memory(shape, settings, dtype=dtype, tokens=tokens, on_gpu=device != "cpu")
+    settings, shape = TrainSettings(micro_batch_tokens=speed.budget), ModelShape.of(load_config(folder))
+    found = predict_memory(shape, settings, dtype=dtype, tokens=speed.budget, on_gpu=device != "cpu")
     return int(found.total - found.process)
+
+
+def packing_fill(passes: Sequence[Sequence[Unit]], lengths: Sequence[int], budget: int) -> float:
+    """Tokens ÷ capacity of all passes but the emptiest, which has the remainder whatever the packing."""
+    sizes = sorted(sum(num_rows(unit, lengths) for unit in units) for units in passes)
+    full = sizes[1:] or sizes
+    return sum(full) / (len(full) * budget)
 
 
 def _open_peer(
     speed: Speed, trainer: DeviceTrainer, batch: Batch, folder: str, *, dtype: str, device: str
 ) -> tuple[PaddedLoop | None, list[Row]]:
-    """transformers on the same documents, and its rows; None if it does not fit or gives a different gradient."""
+    """transformers on the same rollouts, and its rows; None if it does not fit or gives a different gradient."""
     name, before = f"{speed.name}: transformers", held_bytes(device)
     try:
-        loop = PaddedLoop(folder, dtype=dtype, device=device, mini_batch=len(batch.rollouts))
+        loop = PaddedLoop(folder, dtype=dtype, device=device, mini_batch=speed.mini_batch, most_tokens=speed.most_tokens)
         difference = compare(trainer, loop, batch)
         held = held_bytes(device) - before
         peak = held + peak_bytes(lambda: loop.step(batch), device)
@@ -145,8 +183,8 @@ def compare(trainer: DeviceTrainer, loop: PaddedLoop, batch: Batch) -> float:
     return difference
 
 
-def speed_rows(speed: Speed, turns: dict[str, list[Turn]], *, flops_per_token: float | None) -> list[Row]:
-    """Medians of tokens/s, and the MFU if `flops_per_token` is given."""
+def speed_rows(speed: Speed, turns: dict[str, list[Turn]], *, flops: float | None) -> list[Row]:
+    """Medians of tokens/s, padding not counted, and the MFU if the batch's `flops` are given."""
     name, ours = speed.name, turns["ours"]
     kinds: dict[str, Callable[[Turn], float]] = {
         "forward and backward": lambda turn: turn.gradient,
@@ -154,98 +192,26 @@ def speed_rows(speed: Speed, turns: dict[str, list[Turn]], *, flops_per_token: f
     }
     rows = [Row(f"{name}: optimizer step", 1e3 * statistics.median(turn.optimizer for turn in ours), "ms")]
     for kind, pick in kinds.items():
-        rates = {who: speed.tokens / statistics.median(map(pick, seen)) for who, seen in turns.items()}
+        rates = {who: sum(speed.lengths) / statistics.median(map(pick, seen)) for who, seen in turns.items()}
         rate = rates.pop("ours")
         rows.append(Row(f"{name}: {kind}", rate, "tokens/s", peers=rates))
-        rows += [Row(f"{name}: {kind} ÷ {who}", rate / theirs, "ratio") for who, theirs in rates.items()]
-        if flops_per_token is not None:
-            rows.append(Row(f"{name}: MFU, {kind}", rate * flops_per_token / PEAK_FLOPS, "share", goal=speed.goal, bound=1.0))
+        for who, theirs in rates.items():
+            goal = speed.goals.get(who, "") if kind == "whole step" else ""
+            rows.append(Row(f"{name}: {kind} ÷ {who}", rate / theirs, "ratio", goal=goal))
+        if flops is not None:
+            used = rate / sum(speed.lengths) * flops / PEAK_FLOPS
+            rows.append(Row(f"{name}: MFU, {kind}", used, "share", goal=speed.goals.get("MFU", ""), bound=1.0))
     return rows
 
 
-def flops_per_token(folder: str, *, document: int) -> float:
-    """6P + 6·L·n_h·d_h·S: six per weight, the tied embedding once, and causal attention over S tokens."""
+def flops_of(folder: str, lengths: Sequence[int]) -> float:
+    """6P per token and 6·L·n_h·d_h·S² per sequence of S tokens: six per weight, the tied embedding once, and causal
+    attention."""
     config = load_config(folder)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     text = config.get_text_config()
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     weights = sum(parameter.numel() for parameter in model.parameters())
-    return float(6 * weights + 6 * text.num_hidden_layers * text.num_attention_heads * head * document)
-
-
-@dataclass(frozen=True)
-class Mix:
-    """A batch like a reasoning policy's: most completions are short, a few are very long. A pass of ours has at most `budget`
-    tokens; a pass of the peer has `mini_batch` rollouts and at most `most_tokens` tokens with padding (0: no limit)."""
-
-    rollouts: int
-    prompt_tokens: int
-    median: int
-    """Completion tokens, before the cap."""
-    cap: int
-    budget: int
-    mini_batch: int
-    most_tokens: int
-    turns: int
-    goal: str = ""
-    """For our tokens/s ÷ the padded loop's."""
-
-    @property
-    def lengths(self) -> list[int]:
-        """Prompts included; the same on every machine."""
-        mean = self.median * float(np.exp(0.5))
-        return [self.prompt_tokens + n for n in lognormal_lengths(self.rollouts, mean=mean, sigma=1.0, cap=self.cap)]
-
-    @property
-    def name(self) -> str:
-        return f"long tail, {self.rollouts} × ({self.prompt_tokens} + {self.median} in the middle, at most {self.cap})"
-
-
-def measure_mix(mix: Mix, folder: str, *, dtype: str, device: str) -> Iterator[list[Row]]:
-    """Packed by ours, padded by the peer in two orders; a peer that runs out of memory is dropped."""
-    release()
-    trainer = make_trainer(folder, dtype=dtype, device=device, micro_batch_tokens=mix.budget)
-    vocabulary = int(trainer.model.config.get_text_config().vocab_size)
-    rollouts = make_rollouts(mix.lengths, prompt_tokens=mix.prompt_tokens, vocabulary=vocabulary)
-    advantages = np.random.default_rng(0).choice([-1.0, 1.0], size=len(rollouts)).tolist()
-    batch = make_on_policy_batch(trainer, rollouts, advantages=advantages)
-    lengths = list(map(len, rollouts))
-    passes = plan_passes(rollouts, budget=mix.budget)
-    yield [fill_row(mix, [sum(num_rows(unit, lengths) for unit in units) for units in passes])]
-    loop = PaddedLoop(folder, dtype=dtype, device=device, mini_batch=mix.mini_batch, most_tokens=mix.most_tokens)
-    difference, limit = compare(trainer, loop, batch), TOLERANCE[dtype]
-    yield [Row(f"{mix.name}: gradient, relative difference", difference, "share", goal=f"≤ {limit:g}")]
-    if difference > limit:
-        return
-
-    def seconds(step: Callable[[], None]) -> Callable[[int], float]:
-        def take(_: int) -> float:
-            release()
-            return seconds_of(step, device)
-
-        return take
-
-    contestants = {"ours": seconds(functools.partial(_step, trainer, batch))}
-    for name, by_length in PEERS.items():
-        contestants[name] = seconds(functools.partial(loop.step, batch, by_length=by_length))
-    seen = take_turns(contestants, mix.turns, warmups=1, may_raise=torch.OutOfMemoryError)
-    yield rate_rows(mix, batch.num_tokens, seen)
-
-
-def fill_row(mix: Mix, sizes: list[int]) -> Row:
-    """Tokens ÷ capacity of all passes but the emptiest, which has the remainder whatever the packing."""
-    full = sorted(sizes, reverse=True)[:-1] or sizes
-    fill = sum(full) / (len(full) * mix.budget)
-    return Row(f"{mix.name}: packing fill", fill, "share", goal="≥ 0.98", bound=1.0)
-
-
-def rate_rows(mix: Mix, tokens: int, seen: dict[str, list[float]]) -> list[Row]:
-    """Tokens/s, padding not counted."""
-    rates = {name: tokens / statistics.median(seconds) for name, seconds in seen.items()}
-    ours = rates.pop("ours")
-    goals = {next(iter(PEERS)): mix.goal}
-    return [
-        Row(f"{mix.name}: trained", ours, "tokens/s", peers=rates),
-        *(Row(f"{mix.name} ÷ {name}", ours / theirs, "ratio", goal=goals.get(name, "")) for name, theirs in rates.items()),
-    ]
+    attention = text.num_hidden_layers * text.num_attention_heads * head * sum(length**2 for length in lengths)
+    return float(6 * (weights * sum(lengths) + attention))

@@ -26,9 +26,10 @@ from headrace.bench.loads import (
 from headrace.bench.measure import MIB, peak_bytes
 from headrace.bench.trainer_head import HeadLoad, Paths, head_rows, make_mask
 from headrace.bench.trainer_peers import PaddedLoop
-from headrace.bench.trainer_speed import Mix, Speed, Turn, compare, fill_row, flops_per_token, rate_rows, speed_rows
+from headrace.bench.trainer_speed import Speed, Turn, compare, flops_of, packing_fill, speed_rows
 from headrace.cli import main
 from headrace.model.head import Head
+from headrace.model.layout import Unit
 from headrace.model.load import load_tokenizer
 
 SHAPE = {
@@ -41,7 +42,7 @@ SHAPE = {
     "num_key_value_heads": 1,
     "head_dim": 16,
 }
-MIX = Mix(9, 4, median=12, cap=60, budget=64, mini_batch=4, most_tokens=0, turns=1, goal="≥ 2.5")
+MIX = Speed.long_tail(9, 4, median=12, cap=60, budget=64, most_tokens=0, turns=1, goal="≥ 2.5")
 
 
 @pytest.fixture(scope="module")
@@ -102,27 +103,27 @@ def test_a_mini_batch_is_halved_until_it_fits(folder):
 def test_arithmetic_is_counted_once_for_a_tied_embedding(folder):
     attention = 32 * 2 * 16 + 2 * 32 * 1 * 16 + 2 * 16 * 32
     weights = 97 * 32 + 2 * (attention + 3 * 32 * 64 + 2 * 32 + 2 * 16) + 32
-    assert flops_per_token(folder, document=10) == 6 * weights + 6 * 2 * 2 * 16 * 10
+    assert flops_of(folder, [10, 20]) == 6 * weights * 30 + 6 * 2 * 2 * 16 * (100 + 400)
 
 
 def test_speed_is_of_medians(capsys):
-    speed = Speed(1000, 100, turns=3, warmups=1, has_peer=True, goal="≥ 0.45")
+    speed = Speed.documents(1000, 100, turns=3, warmups=1, has_peer=True, goal="≥ 0.45")
     turns = {
         "ours": [Turn(1.0, 1.0), Turn(2.0, 0.5), Turn(9.0, 0.1)],
         "transformers": [Turn(4.0, 1.0)] * 3,
     }
-    rows = {row.name.removeprefix(f"{speed.name}: "): row for row in speed_rows(speed, turns, flops_per_token=989e9)}
+    rows = {row.name.removeprefix(f"{speed.name}: "): row for row in speed_rows(speed, turns, flops=989e12)}
     assert rows["forward and backward"].value == 500 and rows["forward and backward"].peers == {"transformers": 250}
     assert rows["whole step"].value == 400 and rows["whole step ÷ transformers"].value == 2
     assert rows["MFU, forward and backward"].value == pytest.approx(0.5) and rows["MFU, whole step"].goal == "≥ 0.45"
     assert rows["optimizer step"].value == 500
-    alone = speed_rows(speed, {"ours": turns["ours"]}, flops_per_token=None)
+    alone = speed_rows(speed, {"ours": turns["ours"]}, flops=None)
     assert [row.name.split(": ")[1] for row in alone] == ["optimizer step", "forward and backward", "whole step"]
 
 
 def test_documents_of_one_length_are_measured(folder):
-    speed = Speed(96, 24, turns=2, warmups=1, has_peer=True)
-    parts = list(trainer_speed.measure_speed(speed, folder, dtype="float32", device="cpu"))
+    speed = Speed.documents(96, 24, turns=2, warmups=1, has_peer=True)
+    parts = list(trainer_speed.measure(speed, folder, dtype="float32", device="cpu"))
     rows = {row.name.removeprefix(f"{speed.name}: "): row for part in parts for row in part}
     assert rows["passes"].value == 1 and rows["transformers: gradient, relative difference"].value < 1e-5
     assert rows["whole step"].value > 0 and rows["whole step"].peers["transformers"] > 0
@@ -131,24 +132,23 @@ def test_documents_of_one_length_are_measured(folder):
 
 def test_a_peer_that_does_other_work_is_not_timed(folder, monkeypatch):
     monkeypatch.setattr("headrace.bench.trainer_peers.CLIP_HIGH", -0.5)
-    parts = list(trainer_speed.measure_mix(MIX, folder, dtype="float32", device="cpu"))
-    assert [row.name.split(": ")[-1] for part in parts for row in part] == ["packing fill", "gradient, relative difference"]
-    assert parts[-1][0].value > 0.01
+    rows = {row.name: row for part in trainer_speed.measure(MIX, folder, dtype="float32", device="cpu") for row in part}
+    assert rows[f"{MIX.name}: transformers: gradient, relative difference"].value > 0.01
+    assert rows[f"{MIX.name}: whole step"].peers == {}
 
 
 def test_a_long_tail_is_measured_against_both_orders(folder):
-    parts = list(trainer_speed.measure_mix(MIX, folder, dtype="float32", device="cpu"))
-    rows = {row.name.removeprefix(MIX.name).removeprefix(": "): row for part in parts for row in part}
-    assert rows["trained"].peers.keys() == trainer_speed.PEERS.keys() and rows["trained"].value > 0
-    assert rows[" ÷ padded, as they come"].goal == "≥ 2.5" and rows[" ÷ padded, by length"].goal == ""
-    lengths = dataclasses.replace(MIX, rollouts=2001, median=300, cap=100_000).lengths
+    parts = list(trainer_speed.measure(MIX, folder, dtype="float32", device="cpu"))
+    rows = {row.name.removeprefix(f"{MIX.name}: "): row for part in parts for row in part}
+    assert rows["whole step"].peers.keys() == MIX.peers.keys() and rows["whole step"].value > 0
+    assert rows["whole step ÷ padded, as they come"].goal == "≥ 2.5" and rows["whole step ÷ padded, by length"].goal == ""
+    lengths = Speed.long_tail(2001, 4, median=300, cap=100_000, budget=64, most_tokens=0, turns=1).lengths
     assert statistics.median(lengths) - MIX.prompt_tokens == pytest.approx(300, rel=0.1)
 
 
-def test_fill_leaves_out_the_emptiest_pass_and_rates_count_real_tokens():
-    assert fill_row(MIX, [64, 10, 62]).value == 63 / 64 and fill_row(MIX, [32]).value == 0.5
-    rows = rate_rows(MIX, 1200, {"ours": [1.0, 2.0, 9.0], "padded, as they come": [4.0], "padded, by length": [3.0]})
-    assert [row.value for row in rows] == [600, 2.0, 1.5] and rows[0].peers["padded, by length"] == 400
+def test_fill_leaves_out_the_emptiest_pass():
+    units = [[Unit((0,))], [Unit((1,))], [Unit((2,))]]
+    assert packing_fill(units, [64, 10, 62], 64) == 63 / 64 and packing_fill(units[:1], [32], 64) == 0.5
 
 
 def test_a_sampling_mask_holds_the_target_and_no_token_twice():
@@ -210,7 +210,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     plan = dataclasses.replace(
         trainer.make_plan("cpu", quick=True),
         shape=SHAPE,
-        speed=Speed(48, 24, turns=1, warmups=1, has_peer=False),
+        speed=Speed.documents(48, 24, turns=1, warmups=1, has_peer=False),
         head=HeadLoad(32, 97, 16, "float32", "cpu", turns=1, sequence=8),
     )
     monkeypatch.setattr(trainer, "make_plan", lambda device, quick: plan)
@@ -229,5 +229,5 @@ def test_the_command(tmp_path, monkeypatch, capsys):
 
 def test_the_gpus_plan_has_the_goals_that_were_set():
     plan = trainer.make_plan("cuda", quick=False)
-    assert (plan.speed.tokens, plan.speed.document, plan.speed.goal) == (16_384, 1024, "≥ 0.45")
-    assert (plan.long.tokens, plan.head.rows, plan.head.vocabulary, plan.head.hidden) == (32_768, 32_768, 151_936, 1024)
+    assert (sum(plan.speed.lengths), plan.speed.lengths[0], plan.speed.goals["MFU"]) == (16_384, 1024, "≥ 0.45")
+    assert (sum(plan.long.lengths), plan.head.rows, plan.head.vocabulary, plan.head.hidden) == (32_768, 32_768, 151_936, 1024)
