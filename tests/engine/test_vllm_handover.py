@@ -1,6 +1,6 @@
 """How new weights get into a server by its weight-transfer interface: in which order it is told, and what ends with what.
 
-The other end of the transfer itself is in `test_vllm_nccl_sender.py`, and on a GPU in the contract suite.
+The other end of the transfer itself is in `test_vllm_nccl.py`, and on a GPU in the contract suite.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ class Sender:
 
     made: Sender
 
-    def __init__(self, device, *, host, num_workers, deadline):
-        self.told = (host, num_workers, deadline)
+    def __init__(self, device, *, host, num_workers, release, deadline):
+        self.told = (host, num_workers, release, deadline)
         self.sent, self.aborted = [], ""
         self.failure = ""
         self.is_stuck = False
         self._ended = threading.Event()
         Sender.made = self
 
-    def init_info(self, release):
-        return {"release": release}
+    def init_info(self):
+        return {"port": 1}
 
-    def update_info(self, tensors, release):
+    def update_info(self, tensors):
         return {"names": list(tensors)}
 
     def join(self):
@@ -59,12 +59,9 @@ class Sender:
             raise SyncError(self.aborted)
         self.sent.append({name: tensor.clone() for name, tensor in tensors.items()})
 
-    def abort(self, reason="closed"):
+    def close(self, reason="closed"):
         self.aborted = self.aborted or reason
         self._ended.set()
-
-    def close(self):
-        self.abort()
 
 
 @pytest.fixture
@@ -120,7 +117,7 @@ def test_what_is_broadcast_is_what_was_received_in_the_form_of_a_folder(run):
 
     async def check(engine, publish, source):
         sender = Sender.made
-        assert sender.told == ("127.0.0.1", 2, 9) and asked_of(fake) == [CALLS[0]]
+        assert sender.told == ("127.0.0.1", 2, OLD, 9) and asked_of(fake) == [CALLS[0]]
         for version in (0, 1):
             await publish(version)
             expected = saved_form(source)

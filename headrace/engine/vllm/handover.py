@@ -12,7 +12,7 @@ import base64
 import functools
 import shutil
 from multiprocessing.reduction import ForkingPickler
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
@@ -20,8 +20,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from headrace.cuda_driver import Bytes
-from headrace.engine.vllm.nccl_form import described
-from headrace.engine.vllm.nccl_sender import PackedSender
+from headrace.engine.vllm.nccl import PackedSender, described
 from headrace.model import StagedWeights, check_order, named_tensors
 
 if TYPE_CHECKING:
@@ -71,7 +70,7 @@ def saved_form(model: PreTrainedModel) -> dict[str, Tensor]:
     return {name: tensor.contiguous() for name, tensor in revert_weight_conversion(model, held).items()}
 
 
-class Handover(Protocol):
+class Handover:
     """One way to hand over weights. An update's tensors stay unchanged until the next one is prepared."""
 
     async def open(self, api: VllmApi, release: str) -> None:
@@ -79,23 +78,22 @@ class Handover(Protocol):
 
     def prepare(self, tensors: Tensors) -> None:
         """Everything that can be done while the server runs. Blocks; called in a thread."""
+        raise NotImplementedError
 
     async def hand_over(self, api: VllmApi) -> None:
         """Have the paused server load what was prepared."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Free what is held. Blocks."""
 
 
-class FolderHandover:
+class FolderHandover(Handover):
     """Through a file in a folder, best in memory."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         folder.mkdir(mode=0o700, exist_ok=True)
-
-    async def open(self, api: VllmApi, release: str) -> None:
-        """Any server can read files."""
 
     def prepare(self, tensors: Tensors) -> None:
         save_file(dict(tensors), self._folder / "model.safetensors")
@@ -107,7 +105,7 @@ class FolderHandover:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-class IpcHandover:
+class IpcHandover(Handover):
     """Through handles to GPU memory, which the server opens and copies from. It must use the GPU that has the tensors."""
 
     def __init__(self, device: torch.device) -> None:
@@ -160,21 +158,21 @@ def _written(handles: list[dict[str, tuple[Any, ...]]]) -> str:
     return base64.b64encode(ForkingPickler.dumps(handles)).decode()
 
 
-class NcclHandover:
+class NcclHandover(Handover):
     """Broadcast over NCCL to the GPUs of the server's workers, from a GPU that is none of them."""
 
     def __init__(self, device: torch.device, *, host: str, deadline: float) -> None:
         """`host` is an address of this machine that the server reaches; `deadline` the most seconds without progress."""
         self._device, self._host, self._deadline = device, host, deadline
         self._sender: PackedSender | None = None
-        self._release = ""
         self._tensors: Tensors = {}
 
     async def open(self, api: VllmApi, release: str) -> None:
         workers = await api.num_workers()
-        self._sender = PackedSender(self._device, host=self._host, num_workers=workers, deadline=self._deadline)
-        self._release = release
-        await self._together(api.init_transfer(self._sender.init_info(release)), self._sender.join)
+        sender = self._sender = PackedSender(
+            self._device, host=self._host, num_workers=workers, release=release, deadline=self._deadline
+        )
+        await self._together(api.init_transfer(sender.init_info()), sender.join)
 
     def prepare(self, tensors: Tensors) -> None:
         self._tensors = tensors
@@ -182,23 +180,17 @@ class NcclHandover:
     async def hand_over(self, api: VllmApi) -> None:
         assert self._sender is not None
         await api.start_update()
-        told = self._sender.update_info(self._tensors, self._release)
+        told = self._sender.update_info(self._tensors)
         await self._together(api.update_weights(told), functools.partial(self._sender.send, self._tensors))
         await api.finish_update()
 
     async def _together(self, asking: Coroutine[Any, Any, None], sending: Callable[[], None]) -> None:
-        """The server answers when it has received everything. If either side fails, abort: the other would wait forever."""
-        assert self._sender is not None
-        both = [asyncio.ensure_future(asking), asyncio.ensure_future(asyncio.to_thread(sending))]
+        """The server answers when it has received everything. If it fails, the sender would wait for it."""
         try:
-            done, _ = await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
-            for each in done:
-                each.result()
+            await asyncio.gather(asking, asyncio.to_thread(sending))
         except BaseException as error:
-            await asyncio.to_thread(self._sender.abort, f"the server ended it: {error}")
-            for each in both:
-                each.cancel()
-            await asyncio.gather(*both, return_exceptions=True)
+            if self._sender is not None:
+                await asyncio.to_thread(self._sender.close, f"the server ended it: {error}")
             raise
 
     def close(self) -> None:

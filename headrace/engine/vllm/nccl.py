@@ -1,0 +1,319 @@
+"""Sends new weights to a vLLM server's GPUs over NCCL: the sending end of vLLM's own `nccl` weight transfer.
+
+Neither vLLM nor torch's process groups are used, whose ids vLLM's workers do not read. The workers find rank 0, this process,
+through a torch TCPStore that it opens, read the group's id from it and all-reduce one number with it. From then on every update
+is a series of broadcasts of raw bytes; their names, dtypes and shapes go ahead over HTTP.
+
+    sender = PackedSender(device, host=host, num_workers=..., release=..., deadline=...)
+    POST /init_weight_transfer_engine   sender.init_info()             while sender.join() runs in a thread
+    POST /update_weights                sender.update_info(tensors)    while sender.send(tensors) does
+    sender.close()
+
+NCCL needs the same release at both ends, and a GPU for each rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import re
+import socket
+import threading
+import time
+from ctypes import byref, c_size_t, c_void_p
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._C._distributed_c10d import TCPStore
+
+from headrace.errors import SyncError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from torch import Tensor
+
+    Named = tuple[str, Tensor]
+
+BUFFER_BYTES = 256 << 20  # a broadcast ends with the tensor that exceeds this size; a server needs room for two of them
+_NUM_BUFFERS = 2
+_POLL, _SLOW_POLL = 0.0002, 0.02  # seconds between polls: of GPU work, which has no wait with a timeout; of workers joining
+_END_SECONDS = 0.25  # to end the group, before it is left to end by itself
+_PACKED_AT_INIT = (0, 28)  # from this release on, a server is told the packing at init, before with every update
+_ID_KEY = "broadcast_from/0/0"  # where a worker's `StatelessProcessGroup` finds the first broadcast of rank 0
+
+_ID_BYTES = 128
+_SUCCESS, _IN_PROGRESS = 0, 7
+_UINT8, _FLOAT32, _SUM = 1, 7, 0
+_CONFIG_VERSION, _CONFIG_MAGIC = 21400, 0xCAFEBEEF  # the first release with a config struct; later ones still read it
+
+
+class _Id(ctypes.Structure):
+    _fields_ = [("internal", ctypes.c_char * _ID_BYTES)]
+
+
+class _Config(ctypes.Structure):
+    _fields_ = [("size", c_size_t), ("magic", ctypes.c_uint), ("version", ctypes.c_uint), ("blocking", ctypes.c_int)]
+
+
+class NcclLibrary:
+    """The few calls of NCCL that a sender needs, from the library that torch has loaded. A communicator is a number, 0 is none.
+    It is non-blocking: its calls return at once, and `is_idle` tells when they have taken effect."""
+
+    def __init__(self) -> None:
+        try:
+            self._library = ctypes.CDLL("libnccl.so.2")
+        except OSError as error:
+            raise SyncError(
+                f"no NCCL here ({error}): install a torch built for CUDA, or hand weights to vLLM through a folder"
+            ) from error
+        self._library.ncclGetErrorString.restype = self._library.ncclGetLastError.restype = ctypes.c_char_p
+
+    def version(self) -> str:
+        code = ctypes.c_int()
+        self._call("ncclGetVersion", byref(code))
+        return f"{code.value // 10000}.{code.value // 100 % 100}.{code.value % 100}"
+
+    def new_id(self) -> bytes:
+        """The id by which the ranks of a group find each other. NCCL listens for them from now on."""
+        made = _Id()
+        self._call("ncclGetUniqueId", byref(made))
+        return ctypes.string_at(byref(made), _ID_BYTES)
+
+    def begin(self, group_id: bytes, *, size: int) -> int:
+        """A communicator on the current GPU as rank 0, ready when `is_idle` says so."""
+        config = _Config(ctypes.sizeof(_Config), _CONFIG_MAGIC, _CONFIG_VERSION, 0)
+        communicator = c_void_p()
+        self._call("ncclCommInitRankConfig", byref(communicator), size, _Id.from_buffer_copy(group_id), 0, byref(config))
+        return communicator.value or 0
+
+    def is_idle(self, communicator: int) -> bool:
+        """Whether the last call has put its work on the GPU. Raises any failure so far."""
+        status = ctypes.c_int()
+        self._call("ncclCommGetAsyncError", c_void_p(communicator), byref(status))
+        self._check("the group", status.value)
+        return status.value == _SUCCESS
+
+    def sum_float(self, communicator: int, address: int, *, stream: int) -> None:
+        place, group = c_void_p(address), c_void_p(communicator)
+        self._call("ncclAllReduce", place, place, c_size_t(1), _FLOAT32, _SUM, group, c_void_p(stream))
+
+    def broadcast(self, communicator: int, address: int, *, num_bytes: int, stream: int) -> None:
+        place, group = c_void_p(address), c_void_p(communicator)
+        self._call("ncclBroadcast", place, place, c_size_t(num_bytes), _UINT8, 0, group, c_void_p(stream))
+
+    def abort(self, communicator: int) -> None:
+        """End what runs and free everything. Needs no peer; may wait for a kernel to leave the GPU."""
+        self._library.ncclCommAbort(c_void_p(communicator))
+
+    def _call(self, name: str, *arguments: object) -> None:
+        self._check(name, getattr(self._library, name)(*arguments))
+
+    def _check(self, name: str, status: int) -> None:
+        if status not in (_SUCCESS, _IN_PROGRESS):
+            said = [self._library.ncclGetErrorString(status), self._library.ncclGetLastError(None)]
+            raise SyncError(": ".join([name, *(text.decode(errors="replace").strip() for text in said if text)]))
+
+
+# What vLLM's workers read
+
+
+def is_packed_at_init(release: str) -> bool:
+    """A release without a number counts as new."""
+    numbers = re.match(r"v?(\d+)\.(\d+)", release)
+    return numbers is None or (int(numbers[1]), int(numbers[2])) >= _PACKED_AT_INIT
+
+
+def described(tensors: Iterable[Named]) -> dict[str, Any]:
+    """The names, dtypes and shapes of an update."""
+    named = list(tensors)
+    return {
+        "names": [name for name, _ in named],
+        "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in named],
+        "shapes": [list(tensor.shape) for _, tensor in named],
+    }
+
+
+def in_order(tensors: Mapping[str, Tensor]) -> list[Named]:
+    """In sending order: long elements first, since a worker needs each tensor at a multiple of its element size."""
+    return sorted(tensors.items(), key=lambda named: -named[1].element_size())
+
+
+def chunks(ordered: Sequence[Named], buffer_bytes: int) -> list[list[Tensor]]:
+    """The tensors of each broadcast. Like a worker, it starts the next one after the tensor that exceeds the size."""
+    made: list[list[Tensor]] = []
+    total = buffer_bytes + 1
+    for _, tensor in ordered:
+        if total > buffer_bytes:
+            made.append([])
+            total = 0
+        made[-1].append(tensor)
+        total += tensor.nbytes
+    return made
+
+
+def pickled_id(group_id: bytes) -> bytes:
+    """The id as a worker reads it: a pickle of the ctypes structure in vLLM's NCCL wrapper. Headrace never reads one."""
+    names = b"c_ctypes\n_unpickle\ncvllm.distributed.device_communicators.pynccl_wrapper\nncclUniqueId\n"
+    # Protocol 3; both names; no attributes, and the bytes, as one pair; that and the class as another; call; end
+    return b"\x80\x03" + names + b"}C" + bytes([_ID_BYTES]) + group_id + b"\x86\x86R."
+
+
+def _open_store(host: str, *, deadline: float) -> TCPStore:
+    """A store on a free port of `host` alone; torch by itself would listen on all addresses."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        listening = socket.create_server(address[:2], family=family)
+    except OSError as error:
+        raise SyncError(f"cannot listen on {host}: {error}; name an address of this machine that the server reaches") from error
+    port, limit = listening.getsockname()[1], timedelta(seconds=deadline)
+    handle = listening.detach()  # the store's from now on
+    return TCPStore(host, port, None, True, limit, wait_for_workers=False, master_listen_fd=handle, use_libuv=False)
+
+
+class PackedSender:
+    """Rank 0 of a group with one server's workers. `join`, then `send` any number of times; both block and are called in a
+    thread. A failure of either leaves the two ends out of step, so it ends the group for good."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        host: str,
+        num_workers: int,
+        release: str,
+        deadline: float,
+        buffer_bytes: int = BUFFER_BYTES,
+        library: NcclLibrary | None = None,
+    ) -> None:
+        """`host` is where to listen for the server, `release` its vLLM version, `deadline` the most seconds without progress;
+        `library` is for tests, which have no GPU either."""
+        self._device, self._num_workers, self._deadline, self._buffer_bytes = device, num_workers, deadline, buffer_bytes
+        self._is_packed_at_init = is_packed_at_init(release)
+        self._packing = {"packed": True, "packed_buffer_size_bytes": buffer_bytes, "packed_num_buffers": _NUM_BUFFERS}
+        self._library = library or NcclLibrary()
+        self._streams = [torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(_NUM_BUFFERS)]
+        self._store: Any = _open_store(host, deadline=deadline)  # None once it is closed
+        self._host, self._port = host, self._store.port
+        self._communicator = 0
+        self._work = threading.Lock()  # held by `join` and `send`
+        self._ended = ""  # the reason, once it has ended
+
+    # Over HTTP, to the server
+
+    def init_info(self) -> dict[str, Any]:
+        """For `/init_weight_transfer_engine`."""
+        info = {"master_address": self._host, "master_port": self._port, "rank_offset": 1, "world_size": self._num_workers + 1}
+        return info | (self._packing if self._is_packed_at_init else {})
+
+    def update_info(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        """For `/update_weights`: what `send` of the same tensors will send."""
+        return described(in_order(tensors)) | ({} if self._is_packed_at_init else self._packing)
+
+    # Over NCCL, to its workers
+
+    def join(self) -> None:
+        """Wait until every worker is in the group."""
+        stream = self._streams[0]
+        with self._working(), torch.cuda.stream(stream):
+            come = f"none of the server's {self._num_workers} workers came to {self._host}:{self._port}, which it must reach,"
+            self._wait(lambda: self._store.num_keys() > 0, come, poll=_SLOW_POLL)  # then one has counted itself there
+            group_id = self._library.new_id()  # not before, since NCCL then listens forever
+            self._store.set(_ID_KEY, pickled_id(group_id))
+            self._communicator = self._library.begin(group_id, size=self._num_workers + 1)
+            late = (
+                f"not all of the server's {self._num_workers} workers joined over NCCL {self._library.version()}, which must "
+                "be the same release there and may need NCCL_SOCKET_IFNAME to name the network,"
+            )
+            self._wait_idle(late)
+            number = torch.zeros(1, device=self._device)
+            self._library.sum_float(self._communicator, number.data_ptr(), stream=_handle(stream))
+            self._wait_idle(late, stream)
+            self._store = None  # all have read it
+
+    def send(self, tensors: Mapping[str, Tensor]) -> None:
+        """Returns when every worker has them all. They may be on the GPU or in host memory, where pinned is faster. One buffer
+        is filled while the other is sent, each on a stream of its own."""
+        planned = chunks(in_order(tensors), self._buffer_bytes)
+        largest = max((sum(tensor.nbytes for tensor in chunk) for chunk in planned), default=0)
+        with self._working(), torch.no_grad():
+            lanes = [(self._allocate(largest, stream), stream) for stream in self._streams[: len(planned)]]
+            for number, chunk in enumerate(planned):
+                buffer, stream = lanes[number % len(lanes)]
+                late = f"broadcast {number + 1} of {len(planned)} to {self._num_workers} workers did not go on"
+                self._wait_idle(late, stream)
+                with torch.cuda.stream(stream):
+                    num_bytes = _fill(buffer, chunk)
+                    place = buffer.data_ptr()
+                    self._library.broadcast(self._communicator, place, num_bytes=num_bytes, stream=_handle(stream))
+                self._wait_idle(late)
+            for _, stream in lanes:
+                self._wait_idle(f"the last of {len(planned)} broadcasts to {self._num_workers} workers did not end", stream)
+
+    def _allocate(self, num_bytes: int, stream: torch.cuda.Stream | None) -> Tensor:
+        """Allocated on its own stream, so that its memory is not reused while that still needs it."""
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(self._device))  # which may still be computing the weights
+        with torch.cuda.stream(stream):
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
+    def close(self, reason: str = "the sender was closed") -> None:
+        """End the group, from any thread: a `join` or `send` that waits raises `SyncError`. Needs no worker."""
+        self._ended = self._ended or reason
+        if self._work.acquire(timeout=_END_SECONDS):  # otherwise whoever holds it ends the group
+            self._end()
+            self._work.release()
+
+    @contextlib.contextmanager
+    def _working(self) -> Iterator[None]:
+        with self._work:
+            try:
+                self._raise_if_ended()
+                yield
+            except BaseException as error:
+                self._ended = self._ended or str(error) or type(error).__name__
+                self._end()
+                raise
+
+    def _end(self) -> None:
+        communicator, self._communicator, self._store = self._communicator, 0, None
+        if communicator:  # in a thread, since it may wait for a kernel to leave the GPU
+            ending = threading.Thread(target=self._abort, args=(communicator,), name="headrace-vllm-nccl-end", daemon=True)
+            ending.start()
+            ending.join(_END_SECONDS)
+
+    def _abort(self, communicator: int) -> None:
+        with torch.cuda.stream(self._streams[0]):
+            self._library.abort(communicator)
+
+    def _wait_idle(self, late: str, stream: torch.cuda.Stream | None = None) -> None:
+        """Wait until the last call's work is on the GPU's stream, which may require reaching all peers; with `stream`, until
+        that has done it."""
+        self._wait(lambda: self._library.is_idle(self._communicator) and (stream is None or stream.query()), late)
+
+    def _wait(self, is_done: Callable[[], bool], late: str, *, poll: float = _POLL) -> None:
+        until = time.monotonic() + self._deadline
+        while not is_done():
+            self._raise_if_ended()
+            if time.monotonic() > until:
+                raise SyncError(f"{late} within {self._deadline:g} s; the server's log may say why")
+            time.sleep(poll)
+
+    def _raise_if_ended(self) -> None:
+        if self._ended:
+            raise SyncError(self._ended)
+
+
+def _handle(stream: torch.cuda.Stream | None) -> int:
+    return 0 if stream is None else int(stream.cuda_stream)
+
+
+def _fill(buffer: Tensor, chunk: Sequence[Tensor]) -> int:
+    """Copy the tensors into the buffer; returns their size in bytes."""
+    start = 0
+    for tensor in chunk:
+        room = buffer[start : start + tensor.nbytes]
+        room.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
+        start += tensor.nbytes
+    return start
