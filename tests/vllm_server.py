@@ -15,10 +15,9 @@ import torch
 
 from headrace.config import make_recipe
 from headrace.engine.vllm.api import VllmApi
-from headrace.engine.vllm.call_queue import Limits
 from headrace.engine.vllm.engine import VllmEngine
-from headrace.engine.vllm.handover import Staging
-from headrace.engine.vllm.open import make_handover, server_arguments
+from headrace.engine.vllm.handover import Staging, make_handover
+from headrace.engine.vllm.open import server_arguments
 from headrace.engine.vllm.server import end, start
 from headrace.model.head import Head
 from headrace.model.load import load_model
@@ -112,8 +111,6 @@ async def served(
     await api.resume()
     await api.drop_cache()
     model = load_model(model_path, device="cpu" if HANDOVER == "folder" else "cuda")
-    limits = Limits(slots, context, Head(model).vocabulary, *await api.cache(), num_candidates=256)
-    name, _ = await api.served()
     folder = Path(tempfile.mkdtemp(prefix="headrace-test-"))
     recipe, about = make_recipe({"tasks": [{"source": "builtin:sort_digits"}]}), await api.about()
     handover = make_handover(HANDOVER, recipe, folder=folder, device=str(model.device))
@@ -122,8 +119,10 @@ async def served(
         api,
         about,
         name="engine-0",
-        model=name,
-        limits=limits,
+        slots=slots,
+        context=context,
+        vocabulary=Head(model).vocabulary,
+        num_candidates=256,
         staging=Staging(model, sync=sync),
         handover=handover,
         timeline=Timeline("engine"),

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
+    from headrace.config import Recipe
     from headrace.engine.vllm.api import VllmApi
     from headrace.records import WeightUpdate
     from headrace.sync import WeightSync
@@ -134,9 +135,7 @@ class IpcHandover(Handover):
         self._update = {**described(tensors.items()), "ipc_handles_pickled": _written(rebuilt)}
 
     async def hand_over(self, api: VllmApi) -> None:
-        await api.start_update()
         await api.update_weights(self._update)
-        await api.finish_update()
 
     def close(self) -> None:
         self._held, self._update = [], {}
@@ -179,10 +178,8 @@ class NcclHandover(Handover):
 
     async def hand_over(self, api: VllmApi) -> None:
         assert self._sender is not None
-        await api.start_update()
         told = self._sender.update_info(self._tensors)
         await self._together(api.update_weights(told), functools.partial(self._sender.send, self._tensors))
-        await api.finish_update()
 
     async def _together(self, asking: Coroutine[Any, Any, None], sending: Callable[[], None]) -> None:
         """The server answers when it has received everything. If it fails, the sender would wait for it."""
@@ -197,3 +194,12 @@ class NcclHandover(Handover):
         if self._sender is not None:
             self._sender.close()
         self._tensors = {}
+
+
+def make_handover(name: str, recipe: Recipe, *, folder: Path, device: str) -> Handover:
+    """The handover of that name; `device` is where the engine's process holds the weights."""
+    if name == "ipc":
+        return IpcHandover(torch.device(device))
+    if name == "nccl":
+        return NcclHandover(torch.device(device), host=recipe.sync.host, deadline=recipe.sync.deadline)
+    return FolderHandover(folder)

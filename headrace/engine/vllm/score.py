@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from headrace.records import Array, Rollout
 
 
-async def score(api: VllmApi, rollout: Rollout, *, model: str, salt: str, may_ask_for_all: bool) -> Array:
+async def score(api: VllmApi, rollout: Rollout, *, salt: str, may_ask_for_all: bool) -> Array:
     """[T] float32, 0 for the first token; `may_ask_for_all`: the server gives the logprobs of the whole vocabulary."""
     changed = _changed(rollout)
     if changed and not may_ask_for_all:
@@ -25,7 +25,7 @@ async def score(api: VllmApi, rollout: Rollout, *, model: str, salt: str, may_as
             f"rollout {rollout.id!r} was sampled at a temperature or from a part of the vocabulary, and this vLLM does not "
             f"give the logprobs of all of it (--max-logprobs): it cannot be scored there"
         )
-    values, rows = await api.prompt_logprobs(rollout.token_ids.tolist(), model=model, salt=salt, whole=bool(changed))
+    values, rows = await api.prompt_logprobs(rollout.token_ids.tolist(), salt=salt, whole=bool(changed))
     for index, temperature in changed.items():
         mask = None if rollout.sampling_mask is None else rollout.sampling_mask.row(index)
         values[index] = _logprob(rows[index - 1], int(rollout.token_ids[index]), temperature, mask)

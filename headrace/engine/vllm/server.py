@@ -31,25 +31,11 @@ _REASON = re.compile(r"^(?:\(\w[^)]*\)\s*)?(?:\w+\.)*(?:\w*(?:Error|Exception)|p
 
 @dataclass(frozen=True)
 class VllmServer:
-    """A running server."""
+    """A running server; `process` is the `server_keeper` that runs it."""
 
     process: subprocess.Popen[bytes]
-    """The `server_keeper` that runs it."""
     api: VllmApi
     token: str
-    log: Path
-    log_start: int
-    """Where its own lines start; the file may hold those of an earlier server."""
-
-    def output(self) -> str:
-        """The end of its log."""
-        try:
-            with self.log.open("rb") as file:
-                file.seek(0, os.SEEK_END)
-                file.seek(max(self.log_start, file.tell() - _TAIL))
-                return file.read().decode(errors="replace")
-        except OSError:
-            return ""
 
     async def close(self) -> None:
         """End it and everything it started."""
@@ -67,7 +53,7 @@ async def start(
     environment: Mapping[str, str] | None = None,
 ) -> VllmServer:
     """Run `vllm serve` on loopback, with a token of its own; returns once it answers. `python` has vLLM."""
-    opening = await asyncio.to_thread(lambda: _opening(find_vllm(python)))
+    package = await asyncio.to_thread(find_vllm, python)
     token = secrets.token_urlsafe(32)
     variables = {
         **_inherited(python),
@@ -78,19 +64,22 @@ async def start(
     }
     log.parent.mkdir(parents=True, exist_ok=True)
     keeper = [sys.executable, str(Path(__file__).with_name("server_keeper.py"))]
+    serve = [python, "-m", "vllm.entrypoints.cli.main", "serve", model, *_opening(package), *arguments]
     for attempt in range(1, _ATTEMPTS + 1):
         with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
-        command = [python, "-m", "vllm.entrypoints.cli.main", "serve", model, "--host", "127.0.0.1", "--port", str(port)]
-        command = [*keeper, *command, *opening, *arguments]
-        process, log_start = _spawn(command, variables, log)
-        api = VllmApi(f"http://127.0.0.1:{port}", token=token, log=str(log))
-        server = VllmServer(process, api, token, log, log_start)
+            port = str(probe.getsockname()[1])
+        command = [*keeper, *serve, "--host", "127.0.0.1", "--port", port]
+        with log.open("ab") as output:
+            log_start = output.tell()  # there may be lines of an earlier server
+            process = subprocess.Popen(  # noqa: ASYNC220  (it takes no time)
+                command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, env=variables
+            )
+        server = VllmServer(process, VllmApi(f"http://127.0.0.1:{port}", token=token, log=str(log)), token)
         try:
-            await _wait_up(server, seconds)
+            await _wait_up(server, seconds, log=log, log_start=log_start)
         except BaseException as error:
             await server.close()
-            if isinstance(error, VllmError) and _PORT_TAKEN.search(server.output()) and attempt < _ATTEMPTS:
+            if isinstance(error, VllmError) and _PORT_TAKEN.search(_read_end(log, log_start)) and attempt < _ATTEMPTS:
                 continue
             raise
         return server
@@ -123,17 +112,15 @@ def choose_python(named: str) -> str:
 
 def _inherited(python: str) -> dict[str, str]:
     """This process's variables, without those that would point another interpreter to this one's packages."""
-    is_ours = Path(python).resolve() == Path(sys.executable).resolve() and Path(python).parent == Path(sys.executable).parent
-    return {name: value for name, value in os.environ.items() if is_ours or name not in ("PYTHONPATH", "PYTHONHOME")}
+    ignored = () if python == sys.executable else ("PYTHONPATH", "PYTHONHOME")
+    return {name: value for name, value in os.environ.items() if name not in ignored}
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """The keeper ends the server when it gets SIGTERM, or when its pipe closes."""
-    if process.stdin is not None:
-        with contextlib.suppress(OSError):
-            process.stdin.close()
-    with contextlib.suppress(ProcessLookupError):
-        process.terminate()
+    """Close the keeper's pipe, upon which it ends the server."""
+    assert process.stdin is not None
+    with contextlib.suppress(OSError):
+        process.stdin.close()
     try:
         process.wait(_ENDING)
     except subprocess.TimeoutExpired:
@@ -141,21 +128,20 @@ def end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _spawn(command: list[str], variables: dict[str, str], log: Path) -> tuple[subprocess.Popen[bytes], int]:
-    with log.open("ab") as output:
-        log_start = output.seek(0, os.SEEK_END)
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, env=variables)
-    return process, log_start
-
-
-async def _wait_up(server: VllmServer, seconds: float) -> None:
+async def _wait_up(server: VllmServer, seconds: float, *, log: Path, log_start: int) -> None:
     until = time.monotonic() + seconds
     while not await server.api.is_up():
         if server.process.poll() is not None:
-            raise VllmError(f"vLLM did not start: {_reason_in(server.output())} (log {server.log})")
+            raise VllmError(f"vLLM did not start: {_reason_in(_read_end(log, log_start))} (log {log})")
         if time.monotonic() > until:
-            raise VllmError(f"vLLM did not come up within {seconds:g} s (engine.vllm.start_seconds), log {server.log}")
+            raise VllmError(f"vLLM did not come up within {seconds:g} s (engine.vllm.start_seconds), log {log}")
         await asyncio.sleep(_POLL)
+
+
+def _read_end(log: Path, start: int) -> str:
+    with log.open("rb") as file:
+        file.seek(max(start, log.stat().st_size - _TAIL))
+        return file.read().decode(errors="replace")
 
 
 def _reason_in(output: str) -> str:
