@@ -16,8 +16,8 @@ import torch
 from headrace.config import make_recipe
 from headrace.engine.vllm.api import VllmApi
 from headrace.engine.vllm.engine import VllmEngine
-from headrace.engine.vllm.handover import Staging, make_handover
-from headrace.engine.vllm.open import server_arguments
+from headrace.engine.vllm.handover import Staging
+from headrace.engine.vllm.open import make_handover, server_arguments
 from headrace.engine.vllm.server import end, start
 from headrace.model.head import Head
 from headrace.model.load import load_model

@@ -18,7 +18,7 @@ import pytest
 import torch
 from vllm_server import VARIABLES, vllm_python
 
-from headrace.engine.vllm.nccl import NcclLibrary, PackedSender, chunks, in_order, is_packed_at_init, pickled_id
+from headrace.engine.vllm.nccl import NcclHandover, NcclLibrary, chunks, in_order, pickled_id
 from headrace.errors import SyncError
 
 CPU = torch.device("cpu")
@@ -69,14 +69,15 @@ class FakeLibrary:
 
 
 def sender_of(library, *, deadline=20.0, num_workers=1, release="0.32.0", host="127.0.0.1"):
-    settings = {"num_workers": num_workers, "release": release, "deadline": deadline, "buffer_bytes": BUFFER}
-    return PackedSender(CPU, host=host, library=library, **settings)
+    made = NcclHandover(CPU, host=host, deadline=deadline, buffer_bytes=BUFFER, library=library)
+    made.told = made.init_info(num_workers, release)
+    return made
 
 
 @contextlib.contextmanager
 def worker_of(sender, library):
     """As a worker does, as far as the store; gives the list it puts the id into."""
-    info, got = sender.init_info(), []
+    info, got = sender.told, []
 
     def come():
         store = torch.distributed.TCPStore(info["master_address"], info["master_port"], info["world_size"], False)
@@ -206,7 +207,7 @@ def test_vllm_itself_takes_the_id_the_forms_and_the_packed_bytes(tmp_path):
 
     sender = sender_of(FakeLibrary(), deadline=90.0)  # which forms no group, and keeps its store until closed
     told = {
-        "init": sender.init_info(),
+        "init": sender.told,
         "update": sender.update_info(weights),
         "files": [str(path) for path in files],
     }
@@ -290,12 +291,11 @@ def test_every_tensor_lies_at_a_multiple_of_its_elements():
 def test_each_release_is_told_in_its_own_form(release):
     sender = sender_of(FakeLibrary(), num_workers=3, release=release)
     weights = {"a": torch.zeros(2, 3).bfloat16(), "b": torch.zeros(4)}
-    place = {"master_address": "127.0.0.1", "master_port": sender._port, "rank_offset": 1, "world_size": 4}
+    place = {"master_address": "127.0.0.1", "master_port": sender.port, "rank_offset": 1, "world_size": 4}
     names = {"names": ["b", "a"], "dtype_names": ["float32", "bfloat16"], "shapes": [[4], [2, 3]]}
     packing = {"packed": True, "packed_buffer_size_bytes": BUFFER, "packed_num_buffers": 2}
     is_new = release in ("0.28.0", "0.32.0+cpu", "1.0.1", "dev")
-    assert is_packed_at_init(release) == is_new
-    assert sender.init_info() == (place | packing if is_new else place)
+    assert sender.told == (place | packing if is_new else place)
     update = json.loads(json.dumps(sender.update_info(weights)))
     assert update == (names if is_new else names | packing)
     sender.close()
@@ -304,7 +304,7 @@ def test_each_release_is_told_in_its_own_form(release):
 def test_only_the_named_address_is_listened_on_and_only_as_long_as_needed():
     library = FakeLibrary()
     sender = sender_of(library)
-    port = sender.init_info()["master_port"]
+    port = sender.port
     with socket.socket() as other:
         assert is_listened_on(port) and other.connect_ex(("127.0.0.2", port)) != 0
     with worker_of(sender, library):
@@ -326,7 +326,7 @@ def test_the_id_is_put_down_in_one_piece():
 def test_a_worker_that_does_not_come_is_waited_for_so_long_and_leaves_nothing_open():
     library = FakeLibrary()
     sender = sender_of(library, deadline=0.3, num_workers=2)
-    port = sender.init_info()["master_port"]
+    port = sender.port
     began = time.monotonic()
     with pytest.raises(SyncError, match=rf"none of the server's 2 workers came to 127\.0\.0\.1:{port}.*0\.3 s"):
         sender.join()
@@ -340,7 +340,7 @@ def test_a_worker_that_comes_but_does_not_join_is_waited_for_so_long():
     library = FakeLibrary()
     library.stuck_at = 0
     sender = sender_of(library, deadline=0.5, num_workers=2)
-    port = sender.init_info()["master_port"]
+    port = sender.port
     missing = r"not all of the server's 2 workers joined over NCCL 2\.0\.0.*0\.5 s"
     with worker_of(sender, library), pytest.raises(SyncError, match=missing) as kept:
         sender.join()

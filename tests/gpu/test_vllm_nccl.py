@@ -124,7 +124,7 @@ group.destroy()
 SENDER = r"""
 import hashlib, json, os, subprocess, sys, threading, time
 import torch
-from headrace.engine.vllm.nccl import PackedSender
+from headrace.engine.vllm.nccl import NcclHandover
 from headrace.errors import SyncError
 
 python, script = sys.argv[1:]
@@ -166,8 +166,9 @@ def digests(tensors):
     return {n: hashlib.sha256(t.cpu().contiguous().view(-1).view(torch.uint8).numpy()).hexdigest() for n, t in tensors.items()}
 
 def sender_of(deadline):
-    return PackedSender(
-        device, host="127.0.0.1", num_workers=1, release="0.26.0", deadline=deadline, buffer_bytes=32 << 20)
+    made = NcclHandover(device, host="127.0.0.1", deadline=deadline, buffer_bytes=32 << 20)
+    made.told = made.init_info(1, "0.26.0")
+    return made
 
 began = time.monotonic()
 workers = {mode: Worker(mode) for mode in ("good", "dying", "silent")}
@@ -179,7 +180,7 @@ print(f"the worker is {kinds['good']}; ready after {time.monotonic() - began:.1f
 sender = sender_of(60.0)
 good = workers["good"]
 began = time.monotonic()
-good.tell(sender.init_info())
+good.tell(sender.told)
 sender.join()
 assert good.hear() == {"joined": True}
 print(f"NCCL {sender._library.version()}: joined in {time.monotonic() - began:.2f} s")
@@ -202,7 +203,7 @@ good.process.stdin.close()
 assert good.process.wait(20) == 0
 
 sender = sender_of(15.0)
-workers["dying"].tell(sender.init_info())
+workers["dying"].tell(sender.told)
 sender.join()
 assert workers["dying"].hear() == {"joined": True}
 tensors = weights(9)
@@ -214,7 +215,7 @@ torch.cuda.synchronize()  # hangs if a kernel was left behind
 assert failure(sender.send, tensors)[1] < 1
 
 sender = sender_of(4.0)
-workers["silent"].tell(sender.init_info())
+workers["silent"].tell(sender.told)
 said, seconds = failure(sender.join)
 print("a worker that takes the id and does not join:", said)
 assert 3.5 < seconds < 8

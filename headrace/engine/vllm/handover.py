@@ -7,9 +7,7 @@ opens (`ipc`, where both use the same GPU), or broadcast to its workers' GPUs (`
 
 from __future__ import annotations
 
-import asyncio
 import base64
-import functools
 import shutil
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
@@ -20,21 +18,20 @@ from torch.multiprocessing.reductions import reduce_tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from headrace.cuda_driver import Bytes
-from headrace.engine.vllm.nccl import PackedSender, described
 from headrace.model import StagedWeights, check_order, named_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Mapping
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from headrace.config import Recipe
     from headrace.engine.vllm.api import VllmApi
     from headrace.records import WeightUpdate
     from headrace.sync import WeightSync
 
+    Named = tuple[str, Tensor]
     Tensors = Mapping[str, Tensor]
     """By the names of a saved folder."""
 
@@ -69,6 +66,16 @@ def saved_form(model: PreTrainedModel) -> dict[str, Tensor]:
     """A model's tensors under the names and in the shapes of a saved folder: experts one by one, tied ones once."""
     held = dict(named_tensors(model))
     return {name: tensor.contiguous() for name, tensor in revert_weight_conversion(model, held).items()}
+
+
+def described(tensors: Iterable[Named]) -> dict[str, Any]:
+    """The names, dtypes and shapes of an update."""
+    named = list(tensors)
+    return {
+        "names": [name for name, _ in named],
+        "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in named],
+        "shapes": [list(tensor.shape) for _, tensor in named],
+    }
 
 
 class Handover:
@@ -155,51 +162,3 @@ def _handle_of(tensor: Tensor) -> list[Any]:
 def _written(handles: list[dict[str, tuple[Any, ...]]]) -> str:
     """Pickled, the only form that vLLM reads over HTTP. Headrace never reads it."""
     return base64.b64encode(ForkingPickler.dumps(handles)).decode()
-
-
-class NcclHandover(Handover):
-    """Broadcast over NCCL to the GPUs of the server's workers, from a GPU that is none of them."""
-
-    def __init__(self, device: torch.device, *, host: str, deadline: float) -> None:
-        """`host` is an address of this machine that the server reaches; `deadline` the most seconds without progress."""
-        self._device, self._host, self._deadline = device, host, deadline
-        self._sender: PackedSender | None = None
-        self._tensors: Tensors = {}
-
-    async def open(self, api: VllmApi, release: str) -> None:
-        workers = await api.num_workers()
-        sender = self._sender = PackedSender(
-            self._device, host=self._host, num_workers=workers, release=release, deadline=self._deadline
-        )
-        await self._together(api.init_transfer(sender.init_info()), sender.join)
-
-    def prepare(self, tensors: Tensors) -> None:
-        self._tensors = tensors
-
-    async def hand_over(self, api: VllmApi) -> None:
-        assert self._sender is not None
-        told = self._sender.update_info(self._tensors)
-        await self._together(api.update_weights(told), functools.partial(self._sender.send, self._tensors))
-
-    async def _together(self, asking: Coroutine[Any, Any, None], sending: Callable[[], None]) -> None:
-        """The server answers when it has received everything. If it fails, the sender would wait for it."""
-        try:
-            await asyncio.gather(asking, asyncio.to_thread(sending))
-        except BaseException as error:
-            if self._sender is not None:
-                await asyncio.to_thread(self._sender.close, f"the server ended it: {error}")
-            raise
-
-    def close(self) -> None:
-        if self._sender is not None:
-            self._sender.close()
-        self._tensors = {}
-
-
-def make_handover(name: str, recipe: Recipe, *, folder: Path, device: str) -> Handover:
-    """The handover of that name; `device` is where the engine's process holds the weights."""
-    if name == "ipc":
-        return IpcHandover(torch.device(device))
-    if name == "nccl":
-        return NcclHandover(torch.device(device), host=recipe.sync.host, deadline=recipe.sync.deadline)
-    return FolderHandover(folder)

@@ -1,21 +1,17 @@
-"""Sends new weights to a vLLM server's GPUs over NCCL: the sending end of vLLM's own `nccl` weight transfer.
+"""Hands new weights to a vLLM server's GPUs over NCCL: the sending end of vLLM's own `nccl` weight transfer.
 
 Neither vLLM nor torch's process groups are used, whose ids vLLM's workers do not read. The workers find rank 0, this process,
 through a torch TCPStore that it opens, read the group's id from it and all-reduce one number with it. From then on every update
-is a series of broadcasts of raw bytes; their names, dtypes and shapes go ahead over HTTP.
-
-    sender = PackedSender(device, host=host, num_workers=..., release=..., deadline=...)
-    POST /init_weight_transfer_engine   sender.init_info()             while sender.join() runs in a thread
-    POST /update_weights                sender.update_info(tensors)    while sender.send(tensors) does
-    sender.close()
-
-NCCL needs the same release at both ends, and a GPU for each rank.
+is a series of broadcasts of raw bytes; their names, dtypes and shapes go ahead over HTTP. NCCL needs the same release at both
+ends, and a GPU for each rank.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
+import functools
 import re
 import socket
 import threading
@@ -27,20 +23,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._C._distributed_c10d import TCPStore
 
+from headrace.engine.vllm.handover import Handover, described
 from headrace.errors import SyncError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Iterator, Sequence
 
     from torch import Tensor
 
-    Named = tuple[str, Tensor]
+    from headrace.engine.vllm.api import VllmApi
+    from headrace.engine.vllm.handover import Named, Tensors
 
 BUFFER_BYTES = 256 << 20  # a broadcast ends with the tensor that exceeds this size; a server needs room for two of them
 _NUM_BUFFERS = 2
 _POLL, _SLOW_POLL = 0.0002, 0.02  # seconds between polls: of GPU work, which has no wait with a timeout; of workers joining
 _END_SECONDS = 0.25  # to end the group, before it is left to end by itself
-_PACKED_AT_INIT = (0, 28)  # from this release on, a server is told the packing at init, before with every update
+_PACKED_AT_INIT = [0, 28]  # from this release on, a server is told the packing at init, before with every update
 _ID_KEY = "broadcast_from/0/0"  # where a worker's `StatelessProcessGroup` finds the first broadcast of rank 0
 
 _ID_BYTES = 128
@@ -116,26 +114,7 @@ class NcclLibrary:
             raise SyncError(": ".join([name, *(text.decode(errors="replace").strip() for text in said if text)]))
 
 
-# What vLLM's workers read
-
-
-def is_packed_at_init(release: str) -> bool:
-    """A release without a number counts as new."""
-    numbers = re.match(r"v?(\d+)\.(\d+)", release)
-    return numbers is None or (int(numbers[1]), int(numbers[2])) >= _PACKED_AT_INIT
-
-
-def described(tensors: Iterable[Named]) -> dict[str, Any]:
-    """The names, dtypes and shapes of an update."""
-    named = list(tensors)
-    return {
-        "names": [name for name, _ in named],
-        "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in named],
-        "shapes": [list(tensor.shape) for _, tensor in named],
-    }
-
-
-def in_order(tensors: Mapping[str, Tensor]) -> list[Named]:
+def in_order(tensors: Tensors) -> list[Named]:
     """In sending order: long elements first, since a worker needs each tensor at a multiple of its element size."""
     return sorted(tensors.items(), key=lambda named: -named[1].element_size())
 
@@ -172,44 +151,67 @@ def _open_store(host: str, *, deadline: float) -> TCPStore:
     return TCPStore(host, port, None, True, limit, wait_for_workers=False, master_listen_fd=handle, use_libuv=False)
 
 
-class PackedSender:
-    """Rank 0 of a group with one server's workers. `join`, then `send` any number of times; both block and are called in a
-    thread. A failure of either leaves the two ends out of step, so it ends the group for good."""
+class NcclHandover(Handover):
+    """Rank 0 of a group with the server's workers, on a GPU that is none of theirs. `join`, then `send` for every update; both
+    block and run in a thread. A failure of either leaves the two ends out of step, so it ends the group for good."""
 
     def __init__(
         self,
         device: torch.device,
         *,
         host: str,
-        num_workers: int,
-        release: str,
         deadline: float,
         buffer_bytes: int = BUFFER_BYTES,
         library: NcclLibrary | None = None,
     ) -> None:
-        """`host` is where to listen for the server, `release` its vLLM version, `deadline` the most seconds without progress;
-        `library` is for tests, which have no GPU either."""
-        self._device, self._num_workers, self._deadline, self._buffer_bytes = device, num_workers, deadline, buffer_bytes
-        self._is_packed_at_init = is_packed_at_init(release)
-        self._packing = {"packed": True, "packed_buffer_size_bytes": buffer_bytes, "packed_num_buffers": _NUM_BUFFERS}
+        """`host` is an address of this machine that the server reaches, `deadline` the most seconds without progress; `library`
+        is for tests, which have no GPU either."""
+        self._device, self._host, self._deadline, self._buffer_bytes = device, host, deadline, buffer_bytes
         self._library = library or NcclLibrary()
         self._streams = [torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(_NUM_BUFFERS)]
-        self._store: Any = _open_store(host, deadline=deadline)  # None once it is closed
-        self._host, self._port = host, self._store.port
-        self._communicator = 0
+        self._store: Any = _open_store(host, deadline=deadline)  # None once all have read it
+        self.port = self._store.port
+        self._communicator = self._num_workers = 0
+        self._is_packed_at_init = True
+        self._tensors: Tensors = {}
         self._work = threading.Lock()  # held by `join` and `send`
         self._ended = ""  # the reason, once it has ended
 
     # Over HTTP, to the server
 
-    def init_info(self) -> dict[str, Any]:
-        """For `/init_weight_transfer_engine`."""
-        info = {"master_address": self._host, "master_port": self._port, "rank_offset": 1, "world_size": self._num_workers + 1}
-        return info | (self._packing if self._is_packed_at_init else {})
+    async def open(self, api: VllmApi, release: str) -> None:
+        told = self.init_info(await api.num_workers(), release)
+        await self._together(api.init_transfer(told), self.join)
 
-    def update_info(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        """For `/update_weights`: what `send` of the same tensors will send."""
-        return described(in_order(tensors)) | ({} if self._is_packed_at_init else self._packing)
+    def prepare(self, tensors: Tensors) -> None:
+        self._tensors = tensors
+
+    async def hand_over(self, api: VllmApi) -> None:
+        told = self.update_info(self._tensors)
+        await self._together(api.update_weights(told), functools.partial(self.send, self._tensors))
+
+    async def _together(self, asking: Awaitable[None], sending: Callable[[], None]) -> None:
+        """The server answers when it has received everything. If it fails, the sender would wait for it."""
+        try:
+            await asyncio.gather(asking, asyncio.to_thread(sending))
+        except BaseException as error:
+            await asyncio.to_thread(self.close, f"the server ended it: {error}")
+            raise
+
+    def init_info(self, num_workers: int, release: str) -> dict[str, Any]:
+        """For the server, before `join`; a release without a number counts as new."""
+        numbers = re.match(r"v?(\d+)\.(\d+)", release)
+        self._is_packed_at_init = numbers is None or [int(each) for each in numbers.groups()] >= _PACKED_AT_INIT
+        self._num_workers = num_workers
+        place = {"master_address": self._host, "master_port": self.port, "rank_offset": 1, "world_size": num_workers + 1}
+        return place | (self._packing() if self._is_packed_at_init else {})
+
+    def update_info(self, tensors: Tensors) -> dict[str, Any]:
+        """For the server: what `send` of the same tensors will send."""
+        return described(in_order(tensors)) | ({} if self._is_packed_at_init else self._packing())
+
+    def _packing(self) -> dict[str, Any]:
+        return {"packed": True, "packed_buffer_size_bytes": self._buffer_bytes, "packed_num_buffers": _NUM_BUFFERS}
 
     # Over NCCL, to its workers
 
@@ -217,7 +219,7 @@ class PackedSender:
         """Wait until every worker is in the group."""
         stream = self._streams[0]
         with self._working(), torch.cuda.stream(stream):
-            come = f"none of the server's {self._num_workers} workers came to {self._host}:{self._port}, which it must reach,"
+            come = f"none of the server's {self._num_workers} workers came to {self._host}:{self.port}, which it must reach,"
             self._wait(lambda: self._store.num_keys() > 0, come, poll=_SLOW_POLL)  # then one has counted itself there
             group_id = self._library.new_id()  # not before, since NCCL then listens forever
             self._store.set(_ID_KEY, pickled_id(group_id))
@@ -232,7 +234,7 @@ class PackedSender:
             self._wait_idle(late, stream)
             self._store = None  # all have read it
 
-    def send(self, tensors: Mapping[str, Tensor]) -> None:
+    def send(self, tensors: Tensors) -> None:
         """Returns when every worker has them all. They may be on the GPU or in host memory, where pinned is faster. One buffer
         is filled while the other is sent, each on a stream of its own."""
         planned = chunks(in_order(tensors), self._buffer_bytes)
@@ -260,7 +262,7 @@ class PackedSender:
 
     def close(self, reason: str = "the sender was closed") -> None:
         """End the group, from any thread: a `join` or `send` that waits raises `SyncError`. Needs no worker."""
-        self._ended = self._ended or reason
+        self._ended, self._tensors = self._ended or reason, {}
         if self._work.acquire(timeout=_END_SECONDS):  # otherwise whoever holds it ends the group
             self._end()
             self._work.release()

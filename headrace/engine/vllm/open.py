@@ -16,8 +16,9 @@ from headrace.engine.tokenizers import decoder_of, stop_tokens
 from headrace.engine.vllm.api import VllmApi
 from headrace.engine.vllm.call import TOGETHER
 from headrace.engine.vllm.engine import VllmEngine
-from headrace.engine.vllm.handover import Staging, make_handover
+from headrace.engine.vllm.handover import FolderHandover, IpcHandover, Staging
 from headrace.engine.vllm.kind import CPU_CACHE_VARIABLE, choose_handover, cpu_cache_gigabytes, gpu_share, visible_to
+from headrace.engine.vllm.nccl import NcclHandover
 from headrace.engine.vllm.server import choose_python, end, start
 from headrace.engine.vllm.server_checks import TRANSFER, check_abilities, try_generate, try_update
 from headrace.model import Head, context_limit, load_model, load_tokenizer, named_tensors
@@ -25,10 +26,13 @@ from headrace.partial import continues_over_updates
 from headrace.settings import ConfigError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from transformers import PreTrainedModel
 
     from headrace.config import Recipe
     from headrace.engine.kind import EnginePlace
+    from headrace.engine.vllm.handover import Handover
     from headrace.engine.vllm.server import VllmServer
     from headrace.observe import Timeline
     from headrace.sync import WeightSync
@@ -117,6 +121,15 @@ async def _start(recipe: Recipe, model_path: str, model: PreTrainedModel, place:
     return await start(model_path, arguments, python=python, log=place.log, seconds=seconds, environment=environment)
 
 
+def make_handover(name: str, recipe: Recipe, *, folder: Path, device: str) -> Handover:
+    """The handover of that name; `device` is where the engine's process holds the weights."""
+    if name == "ipc":
+        return IpcHandover(torch.device(device))
+    if name == "nccl":
+        return NcclHandover(torch.device(device), host=recipe.sync.host, deadline=recipe.sync.deadline)
+    return FolderHandover(folder)
+
+
 def check_sampling(recipe: Recipe, *, vocabulary: int) -> None:
     """A sampling mask is read off the logprobs that come with each token, and a large vocabulary has too many to send."""
     sampling = recipe.sampling
@@ -133,7 +146,7 @@ def server_arguments(
 ) -> list[str]:
     """The recipe as vLLM's command line; `share` is of GPU memory (0: vLLM decides)."""
     engine = recipe.engine
-    arguments = {
+    arguments: dict[str, object] = {
         "--dtype": recipe.model.dtype,
         "--max-model-len": context,
         "--max-num-seqs": engine.slots,
