@@ -16,11 +16,11 @@ import torch
 from headrace.config import make_recipe
 from headrace.engine.vllm.api import VllmApi
 from headrace.engine.vllm.engine import VllmEngine
-from headrace.engine.vllm.handover import Staging
 from headrace.engine.vllm.open import make_handover, server_arguments
 from headrace.engine.vllm.server import end, start
 from headrace.model.head import Head
 from headrace.model.load import load_model
+from headrace.model.weights import StagedWeights
 from headrace.observe import Timeline
 
 if TYPE_CHECKING:
@@ -123,7 +123,9 @@ async def served(
         context=context,
         vocabulary=Head(model).vocabulary,
         num_candidates=256,
-        staging=Staging(model, sync=sync),
+        model=model,
+        staged=StagedWeights(model, in_place=False),
+        sync=sync,
         handover=handover,
         timeline=Timeline("engine"),
         decode=decode,

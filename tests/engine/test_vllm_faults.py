@@ -20,12 +20,12 @@ from headrace.engine.protocol import EngineDied, NotFinite
 from headrace.engine.vllm import server_keeper
 from headrace.engine.vllm.api import VllmApi, VllmError, VllmGone
 from headrace.engine.vllm.engine import Unsupported, VllmEngine
-from headrace.engine.vllm.handover import FolderHandover, Staging
+from headrace.engine.vllm.handover import FolderHandover
 from headrace.engine.vllm.server import find_vllm, start
 from headrace.engine.vllm.server_checks import check_abilities, try_generate
 from headrace.engine.worker import EngineWorker
 from headrace.model.load import load_model
-from headrace.model.weights import named_tensors
+from headrace.model.weights import StagedWeights, named_tensors
 from headrace.observe import ProcessTimeline, Timeline
 from headrace.partial import Interrupt
 from headrace.records import FinishReason, Rollout, Sampling
@@ -45,14 +45,16 @@ def run(tiny_model, tmp_path):
             sync = WeightSync(Lineage("life"), MemoryTransport())
             async with serving(fake) as url:
                 api = VllmApi(url, log="server.log")
-                staging = Staging(load_model(tiny_model), sync=sync)
+                model = load_model(tiny_model)
                 limits = {"slots": 2, "context": 64, "vocabulary": 200, "num_candidates": 16}
                 engine = VllmEngine(
                     api,
                     await api.about(),
                     name="engine-0",
                     **limits,
-                    staging=staging,
+                    model=model,
+                    staged=StagedWeights(model, in_place=False),
+                    sync=sync,
                     handover=FolderHandover(tmp_path / "weights"),
                     timeline=Timeline("engine"),
                     patience=patience,

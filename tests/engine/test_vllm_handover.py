@@ -18,11 +18,11 @@ from headrace.engine.protocol import EngineDied
 from headrace.engine.vllm import handover
 from headrace.engine.vllm.api import VllmApi
 from headrace.engine.vllm.engine import VllmEngine
-from headrace.engine.vllm.handover import Staging, saved_form
+from headrace.engine.vllm.handover import saved_form
 from headrace.engine.vllm.nccl import NcclHandover
 from headrace.errors import SyncError
 from headrace.model.load import load_model
-from headrace.model.weights import named_tensors
+from headrace.model.weights import StagedWeights, named_tensors
 from headrace.observe import Timeline
 from headrace.sync import Lineage, MemoryTransport, WeightSync
 
@@ -67,7 +67,7 @@ def run(tiny_model):
     def runner(test, fake):
         async def main():
             sync = WeightSync(Lineage("life"), MemoryTransport())
-            source = load_model(tiny_model)
+            source, model = load_model(tiny_model), load_model(tiny_model)
             async with serving(fake) as url:
                 api = VllmApi(url, log="server.log")
                 about = await api.about()
@@ -78,7 +78,9 @@ def run(tiny_model):
                     about,
                     name="engine-0",
                     **{"slots": 2, "context": 64, "vocabulary": 200, "num_candidates": 16},
-                    staging=Staging(load_model(tiny_model), sync=sync),
+                    model=model,
+                    staged=StagedWeights(model, in_place=False),
+                    sync=sync,
                     handover=way,
                     timeline=Timeline("engine"),
                 )

@@ -7,9 +7,7 @@ Tokens go in and out over `/inference/v1/generate`. `server_checks` finds out wh
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
-import io
 import json
 import math
 from dataclasses import dataclass
@@ -58,10 +56,8 @@ class Piece:
     """For each token, the ids that could have been sampled, if candidates were requested."""
     finish: str | None = None
     """`stop`, `length`, `abort`; None while more may come."""
-    spans: list[tuple[str, int, int]] | None = None
+    spans: Sequence[tuple[str, int, int]] = ()
     """(weight version, start, stop) over all of the call's tokens, if the server reports them at the end."""
-    routing: Array | None = None
-    """[tokens - 1, MoE layers, top k] of prompt and output, if the server reports it."""
 
 
 @dataclass(frozen=True)
@@ -119,15 +115,7 @@ class VllmApi:
     # Generation
 
     async def generate(
-        self,
-        token_ids: Sequence[int],
-        sampling: Sampling,
-        *,
-        max_tokens: int,
-        seed: int,
-        salt: str,
-        num_candidates: int,
-        every: int = 1,
+        self, token_ids: list[int], sampling: Sampling, *, max_tokens: int, salt: str, num_candidates: int, every: int = 1
     ) -> AsyncGenerator[Piece, None]:
         """One call, piece by piece. Only calls with the same `salt` share cached prefixes. `num_candidates` of the likeliest
         tokens come with each token, to tell which could have been sampled. Pieces after the first have `every` tokens; releases
@@ -145,7 +133,7 @@ class VllmApi:
                 "min_tokens": min(sampling.min_tokens, max_tokens),
                 "stop_token_ids": list(sampling.stop_ids),
                 "ignore_eos": True,
-                "seed": seed,
+                "seed": sampling.seed,
                 "logprobs": num_candidates,
                 "detokenize": False,
             },
@@ -159,15 +147,13 @@ class VllmApi:
                 if "error" in message:  # of this call alone, or the end of the server
                     raise self._error(_GENERATE, message["error"].get("code", 500), message)
                 for choice in message["choices"]:
-                    masks = self._masks(choice) if num_candidates else None
-                    finish = choice["finish_reason"] or finish
-                    yield _piece(choice, masks)
+                    piece = self._piece(choice, has_masks=num_candidates > 0)
+                    finish = piece.finish or finish
+                    yield piece
         if finish is None:  # releases before 0.28 end the stream of an aborted call without saying so
             yield Piece([], [], finish="abort")
 
-    async def prompt_logprobs(
-        self, token_ids: Sequence[int], *, salt: str, whole: bool
-    ) -> tuple[Array, list[dict[int, float]]]:
+    async def prompt_logprobs(self, token_ids: list[int], *, salt: str, whole: bool) -> tuple[Array, list[dict[int, float]]]:
         """([tokens] float32 under the model's own distribution, the first 0; with `whole`, all logprobs for each token after
         it)."""
         sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": -1 if whole else 0, "detokenize": False}
@@ -258,12 +244,22 @@ class VllmApi:
         kind = VllmRefused if 400 <= status < 500 else VllmGone
         return kind(f"{self._where(path)}: status {status}: {str(message)[:500] or 'it gave no reason'}")
 
-    def _masks(self, choice: Mapping[str, Any]) -> list[Array]:
+    def _piece(self, choice: Mapping[str, Any], *, has_masks: bool) -> Piece:
+        token_ids, content = choice["token_ids"] or [], (choice["logprobs"] or {}).get("content") or []
+        if len(content) != len(token_ids):
+            raise ValueError(f"{len(token_ids)} tokens and {len(content)} logprobs")
+        return Piece(
+            token_ids,
+            [_logprob(entry) for entry in content],
+            self._masks(content) if has_masks else None,
+            choice["finish_reason"],
+            [(str(each["version"]), int(each["start"]), int(each["end"])) for each in choice.get("weight_versions") or ()],
+        )
+
+    def _masks(self, content: list[dict[str, Any]]) -> list[Array]:
         """For each token, those with any probability in the distribution it was sampled from."""
-        if choice.get("sampling_mask"):
-            return [np.asarray(ids, np.int32) for ids in choice["sampling_mask"]]
         masks = []
-        for entry in _content(choice):
+        for entry in content:
             candidates = {_id(each): _logprob(each) for each in (entry, *(entry.get("top_logprobs") or ()))}
             left = {token: logprob for token, logprob in candidates.items() if not math.isnan(logprob)}
             if not math.isnan(_logprob(entry)) and sum(map(math.exp, left.values())) < 1 - _MISSING:
@@ -287,26 +283,6 @@ async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
                     return
                 yield data
     raise aiohttp.ClientPayloadError("the stream broke off")
-
-
-def _content(choice: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """An entry for each token, with its logprob."""
-    return (choice["logprobs"] or {}).get("content") or []
-
-
-def _piece(choice: Mapping[str, Any], masks: list[Array] | None) -> Piece:
-    token_ids, logprobs = choice["token_ids"] or [], [_logprob(entry) for entry in _content(choice)]
-    if len(logprobs) != len(token_ids):
-        raise ValueError(f"{len(token_ids)} tokens and {len(logprobs)} logprobs")
-    spans, routing = choice.get("weight_versions"), choice.get("routed_experts")
-    return Piece(
-        token_ids,
-        logprobs,
-        masks,
-        choice["finish_reason"],
-        None if spans is None else [(str(span["version"]), int(span["start"]), int(span["end"])) for span in spans],
-        None if routing is None else np.load(io.BytesIO(base64.b64decode(routing)), allow_pickle=False),
-    )
 
 
 def _logprob(entry: Mapping[str, Any]) -> float:

@@ -21,10 +21,11 @@ from headrace.engine.append_tokens import append_call
 from headrace.engine.protocol import Increment, InFlight, NotFinite
 from headrace.engine.request import SampledSince
 from headrace.engine.vllm.api import VllmGone
-from headrace.records import Call, FinishReason, unknown_routing
+from headrace.records import Call, FinishReason
 
 if TYPE_CHECKING:
     import asyncio
+    from collections.abc import Sequence
 
     from headrace.engine.request import Request
     from headrace.engine.vllm.api import Piece
@@ -49,7 +50,6 @@ class VllmCall:
         self._logprobs: list[float] = []
         self._versions: list[int] = []
         self._masks: list[Array] = []
-        self._routing: Array | None = None
         self._lineage = ""  # of the weights that sampled its first token
         self._num_reported = 0
         self._unsure_from: int | None = None  # first token of a piece that mixes versions, until the server tells them apart
@@ -67,10 +67,9 @@ class VllmCall:
         engine, rollout, sampling = self._engine, self.request.rollout, self.request.sampling
         pieces = engine.api.generate(
             rollout.token_ids.tolist(),
-            sampling,
-            max_tokens=min(sampling.max_tokens, engine.context - len(rollout)),
             # vLLM restarts its random numbers with each call, so a resumed one needs another seed than the one it continues
-            seed=(sampling.seed + len(rollout) * _MIX) & ((1 << 63) - 1),
+            sampling.with_seed((sampling.seed + len(rollout) * _MIX) & ((1 << 63) - 1)),
+            max_tokens=min(sampling.max_tokens, engine.context - len(rollout)),
             salt=engine.salt,
             num_candidates=self._num_candidates(),
             every=self._together,
@@ -112,8 +111,6 @@ class VllmCall:
             if sampling.stop and self._completes_stop():
                 reason = FinishReason.STOP
                 break
-        if piece.routing is not None:
-            self._routing = piece.routing
         on_tokens, has_news = self.request.on_tokens, start < len(self._token_ids) or reason is not None
         if on_tokens is not None and has_news and reason is not FinishReason.ABORT:
             new = slice(start, None)
@@ -137,9 +134,9 @@ class VllmCall:
         before = rollout.token_ids[first:].tolist()
         return stop_strings.completes(sampling.stop, before + self._token_ids[max(0, first - len(rollout)) :], decode)
 
-    def _stamp(self, spans: list[tuple[str, int, int]] | None, reason: FinishReason) -> None:
+    def _stamp(self, spans: Sequence[tuple[str, int, int]], reason: FinishReason) -> None:
         """Set the versions that the server reports at the end, as `lineage:version`."""
-        if spans is not None and self._engine.names_versions:
+        if spans and self._engine.names_versions:
             for name, start, stop in spans:
                 version = name.rpartition(":")[2]
                 if version.lstrip("-").isdigit():
@@ -195,12 +192,6 @@ class VllmCall:
             started=self.request.started,
             finished=time.time(),
         )
-        routing = self._routing
-        if routing is not None:  # unknown where the server sent none: the last sampled token was never computed
-            routing = routing[: call.stop]
-            _, layers, top_k = routing.shape
-            rest = unknown_routing(call.stop - len(routing), num_layers=layers, top_k=top_k, dtype=routing.dtype)
-            routing = np.concatenate([routing, rest])
         return append_call(
             rollout,
             call,
@@ -210,5 +201,4 @@ class VllmCall:
             masks=self._masks[known],
             policy=self._engine.policy,
             lineage=self._lineage or self._engine.lineage,
-            expert_routing=routing,
         )

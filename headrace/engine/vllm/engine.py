@@ -16,20 +16,26 @@ from headrace.engine.protocol import EngineDied, EngineState, NotFinite, Unusabl
 from headrace.engine.request import generate, run_to_the_end, stream
 from headrace.engine.vllm.api import VllmError, VllmGone, VllmRefused
 from headrace.engine.vllm.call import TOGETHER, VllmCall
+from headrace.engine.vllm.handover import saved_form
 from headrace.engine.vllm.score import score
 from headrace.engine.vllm.server_checks import NAME_VERSION
+from headrace.model import check_order
 from headrace.partial import Interrupt
 from headrace.records import FinishReason
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 
+    from transformers import PreTrainedModel
+
     from headrace.engine.protocol import Increment, InFlight
     from headrace.engine.request import Request, SampledSince
     from headrace.engine.vllm.api import ServerInfo, VllmApi
-    from headrace.engine.vllm.handover import Handover, Staging
+    from headrace.engine.vllm.handover import Handover
+    from headrace.model import StagedWeights
     from headrace.observe import Timeline
     from headrace.records import Array, Rollout, Sampling, WeightUpdate
+    from headrace.sync import WeightSync
 
 _END_SECONDS = 1.0  # for aborted calls to report their end; then their streams are closed
 _HEALTH_SECONDS = 2.0  # between two health checks
@@ -53,29 +59,31 @@ class VllmEngine:
         context: int,
         vocabulary: int,
         num_candidates: int,
-        staging: Staging,
+        model: PreTrainedModel,
+        staged: StagedWeights,
+        sync: WeightSync,
         handover: Handover,
         timeline: Timeline,
         decode: Callable[[list[int]], str] | None = None,
         patience: float = 120.0,
         tells_late: bool = False,
     ) -> None:
-        """`num_candidates` is the most logprobs per token, `patience` the seconds the server may be silent while calls run;
-        `tells_late`: it was started to send several tokens at a time."""
+        """`num_candidates` is the most logprobs per token, `staged` where updates of `model` arrive, `patience` the seconds the
+        server may be silent while calls run; `tells_late`: it was started to send several tokens at a time."""
         self.api, self.name, self.decode = api, name, decode
         self.num_slots, self.context, self.vocabulary, self.num_candidates = slots, context, vocabulary, num_candidates
         self.names_versions = NAME_VERSION.is_in(about)  # it reports the version of every token
         self.version, self.lineage, self.policy = -1, "", ""
         self.after_step: Callable[[], None] = lambda: None
         self.died: Future[None] = Future()  # fails with the reason when the engine can no longer generate
-        self._staging, self._handover, self._timeline, self._patience = staging, handover, timeline, patience
+        self._model, self._staged, self._sync = model, staged, sync
+        self._handover, self._timeline, self._patience = handover, timeline, patience
         self._tells_late = tells_late and not self.names_versions
         self._waiting: dict[Request, VllmCall] = {}
         self._running: dict[Request, VllmCall] = {}
         self._is_admitting = True  # waiting calls may be sent
         self._is_paused = False  # the server stands still
         self._is_retracted = False  # running calls wait without a KV cache
-        self._is_swapping = False
         self._has_bad_cache = False  # its KV cache may hold NaN, for good: vLLM multiplies freed blocks by 0, which keeps NaN
         self._turn, self._loading = asyncio.Lock(), asyncio.Lock()  # one at a time: pause, resume and swap; receiving updates
         self._num_sampled, self._heard_at = 0, time.monotonic()
@@ -292,31 +300,30 @@ class VllmEngine:
             if self._has_bad_cache:
                 self._die(VllmGone(f"vLLM at {self.api.url}: its KV cache holds NaN; it must be restarted"))
             self._raise_if_dead()
+            check_order(update, lineage=self.lineage, version=self.version)
             with self._timeline.beside(f"receive {update.version}"):
-                receiving = asyncio.to_thread(self._staging.receive, update, lineage=self.lineage, version=self.version)
-                await run_to_the_end(receiving, on_cancel=self._staging.give_up)
+                receiving = asyncio.to_thread(self._staged.receive, update, lambda weights: self._sync.receive(update, weights))
+                await run_to_the_end(receiving, on_cancel=self._staged.give_up)
             failed = f"version {update.version} did not get into the server: "
             await self._in_turn(lambda: self._exchange(update, interrupt), failed=failed)
 
     async def _exchange(self, update: WeightUpdate, interrupt: Interrupt) -> None:
-        await asyncio.to_thread(lambda: self._handover.prepare(self._staging.take()))
+        await asyncio.to_thread(self._prepare)
         was_paused = self._is_paused
-        self._is_swapping = interrupt is not Interrupt.DRAIN  # while it drains, it decodes
-        try:
-            self._note()
-            if not was_paused or interrupt is not Interrupt.KEEP:
-                await self._pause(interrupt)
-            self._is_swapping = True
-            self._note()
+        if not was_paused or interrupt is not Interrupt.KEEP:
+            await self._pause(interrupt)
+        with self._timeline.during("swap"):
             await self._handover.hand_over(self.api)
             if self.names_versions:
                 await self.api.name_version(f"{update.lineage}:{update.version}")
-            self.version, self.lineage, self.policy = update.version, update.lineage, update.policy
-            if not was_paused:
-                await self._resume()
-        finally:
-            self._is_swapping = False
-            self._note()
+        self.version, self.lineage, self.policy = update.version, update.lineage, update.policy
+        if not was_paused:
+            await self._resume()
+
+    def _prepare(self) -> None:
+        """The next update overwrites the weights that the server has now."""
+        self._staged.exchange()
+        self._handover.prepare(saved_form(self._model))
 
     # What it cannot do
 
@@ -380,8 +387,7 @@ class VllmEngine:
     def _note(self) -> None:
         """Tell the time budget what the engine does from now on."""
         self._timeline.count(occupied=len(self._running), slots=self.num_slots)
-        paused = "swap" if self._is_swapping else "wait-weights" if self._is_paused else ""
-        self._timeline.enter(paused or ("decode" if self._running else "wait-gate"))
+        self._timeline.enter("wait-weights" if self._is_paused else "decode" if self._running else "wait-gate")
 
 
 def _fail(request: Request, error: Exception) -> None:

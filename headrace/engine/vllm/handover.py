@@ -1,5 +1,4 @@
-"""Hands new weights to a vLLM server: this process receives and checks them (`Staging`), and passes them on as in a saved
-model.
+"""Hands new weights to a vLLM server, as in a saved model.
 
 The server reads them from a folder, or takes them over its weight-transfer interface: from this process's GPU memory, which it
 opens (`ipc`, where both use the same GPU), or broadcast to its workers' GPUs (`nccl`). It is started for one of these two.
@@ -18,7 +17,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from headrace.cuda_driver import Bytes
-from headrace.model import StagedWeights, check_order, named_tensors
+from headrace.model import named_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from headrace.engine.vllm.api import VllmApi
-    from headrace.records import WeightUpdate
-    from headrace.sync import WeightSync
 
     Named = tuple[str, Tensor]
     Tensors = Mapping[str, Tensor]
@@ -37,28 +34,6 @@ if TYPE_CHECKING:
 
 _SIZE, _STRIDE, _OFFSET, _STORAGE, _DTYPE, _DEVICE, _COUNTER, _WAITS = 1, 2, 3, 4, 5, 6, slice(11, 13), 14
 """Indices into the arguments with which torch rebuilds a tensor of another process."""
-
-
-class Staging:
-    """The last update that was received whole. Its methods block, and are called in a thread."""
-
-    def __init__(self, model: PreTrainedModel, *, sync: WeightSync) -> None:
-        """`model` is the policy, in host memory or on a GPU."""
-        self._model, self._sync = model, sync
-        self._spare = StagedWeights(model, in_place=False)
-
-    def receive(self, update: WeightUpdate, *, lineage: str, version: int) -> None:
-        """Raises if what arrived is not what was sent."""
-        check_order(update, lineage=lineage, version=version)
-        self._spare.receive(update, lambda incoming: self._sync.receive(update, incoming))
-
-    def give_up(self) -> None:
-        self._spare.give_up()
-
-    def take(self) -> dict[str, Tensor]:
-        """The weights received. The next update overwrites those held before."""
-        self._spare.exchange()
-        return saved_form(self._model)
 
 
 @torch.no_grad()

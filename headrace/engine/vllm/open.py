@@ -16,12 +16,12 @@ from headrace.engine.tokenizers import decoder_of, stop_tokens
 from headrace.engine.vllm.api import VllmApi
 from headrace.engine.vllm.call import TOGETHER
 from headrace.engine.vllm.engine import VllmEngine
-from headrace.engine.vllm.handover import FolderHandover, IpcHandover, Staging
+from headrace.engine.vllm.handover import FolderHandover, IpcHandover
 from headrace.engine.vllm.kind import CPU_CACHE_VARIABLE, choose_handover, cpu_cache_gigabytes, gpu_share, visible_to
 from headrace.engine.vllm.nccl import NcclHandover
 from headrace.engine.vllm.server import choose_python, end, start
 from headrace.engine.vllm.server_checks import TRANSFER, check_abilities, try_generate, try_update
-from headrace.model import Head, context_limit, load_model, load_tokenizer, named_tensors
+from headrace.model import Head, StagedWeights, context_limit, load_model, load_tokenizer, named_tensors
 from headrace.partial import continues_over_updates
 from headrace.settings import ConfigError
 
@@ -69,7 +69,7 @@ async def open_engine(
         handover = make_handover(way, recipe, folder=place.folder, device=place.receives_on)
         on_failure.push_async_callback(asyncio.to_thread, handover.close)
         await handover.open(api, about.version)
-        staging = await asyncio.to_thread(Staging, model, sync=sync)
+        staged = await asyncio.to_thread(StagedWeights, model, in_place=False)
         if server is not None:
             await try_update(api, handover, model, version=about.version)
         engine = VllmEngine(
@@ -80,7 +80,9 @@ async def open_engine(
             context=context,
             vocabulary=vocabulary,
             num_candidates=min(vocabulary, MOST_CANDIDATES),
-            staging=staging,
+            model=model,
+            staged=staged,
+            sync=sync,
             handover=handover,
             timeline=timeline,
             decode=decoder_of(tokenizer) if recipe.sampling.stop else None,
