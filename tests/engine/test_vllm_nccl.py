@@ -18,7 +18,7 @@ import pytest
 import torch
 from vllm_server import VARIABLES, vllm_python
 
-from headrace.engine.vllm.nccl import NcclHandover, NcclLibrary, chunks, in_order, pickled_id
+from headrace.engine.vllm.nccl import Nccl, NcclHandover, chunks, in_order, pickled_id
 from headrace.errors import SyncError
 
 CPU = torch.device("cpu")
@@ -27,7 +27,7 @@ BUFFER = 1000
 
 
 class FakeLibrary:
-    """NCCL that keeps what is broadcast, and stops or fails where told."""
+    """NCCL that keeps what is broadcast, and stops or fails where told. It answers as the C library does."""
 
     def __init__(self) -> None:
         self.sent: list[bytes] = []
@@ -39,37 +39,57 @@ class FakeLibrary:
         """That the worker has the id: no group is formed before."""
         self.sums = 0
 
-    def version(self):
-        return "2.0.0"
+    def ncclGetVersion(self, code):
+        code._obj.value = 22703
+        return 0
 
-    def new_id(self):
-        return ID
+    def ncclGetUniqueId(self, made):
+        ctypes.memmove(made, ID, len(ID))
+        return 0
 
-    def begin(self, group_id, *, size):
-        assert group_id == ID and size >= 2
+    def ncclCommInitRankConfig(self, communicator, size, group_id, rank, config):
+        assert (bytes(group_id), rank) == (ID, 0) and size >= 2 and config._obj.blocking == 0
+        communicator._obj.value = 7
         return 7
 
-    def is_idle(self, communicator):
-        assert communicator == 7 and not self.aborted
-        if self.failing_at == len(self.sent):
-            raise SyncError("the group: remote process exited or there was a network error")
+    def ncclCommGetAsyncError(self, communicator, status):
+        assert communicator.value == 7 and not self.aborted
+        is_idle = self.has_read.is_set() and self.stuck_at != len(self.sent)
         if self.stuck_at == len(self.sent):
             self.is_stuck.set()
-            return False
-        return self.has_read.is_set()
+        status._obj.value = 6 if self.failing_at == len(self.sent) else 0 if is_idle else 7
+        return 0
 
-    def sum_float(self, communicator, address, *, stream):
+    def ncclAllReduce(self, place, _, count, *rest):
+        assert count.value == 1
         self.sums += 1
+        return 0
 
-    def broadcast(self, communicator, address, *, num_bytes, stream):
-        self.sent.append(ctypes.string_at(address, num_bytes))
+    def ncclBroadcast(self, place, _, num_bytes, *rest):
+        self.sent.append(ctypes.string_at(place.value, num_bytes.value))
+        return 7
 
-    def abort(self, communicator):
-        self.aborted.append(communicator)
+    def ncclCommAbort(self, communicator):
+        self.aborted.append(communicator.value)
+        return 0
+
+    class ncclGetErrorString:
+        def __new__(cls, status):
+            return b"remote process exited or there was a network error"
+
+    class ncclGetLastError:
+        def __new__(cls, _):
+            return b""
+
+
+@pytest.fixture(autouse=True)
+def unloaded(monkeypatch):
+    monkeypatch.setattr("ctypes.CDLL", lambda name: FakeLibrary())
 
 
 def sender_of(library, *, deadline=20.0, num_workers=1, release="0.32.0", host="127.0.0.1"):
-    made = NcclHandover(CPU, host=host, deadline=deadline, buffer_bytes=BUFFER, library=library)
+    made = NcclHandover(CPU, host=host, deadline=deadline, buffer_bytes=BUFFER)
+    made._nccl._library = library
     made.told = made.init_info(num_workers, release)
     return made
 
@@ -341,7 +361,7 @@ def test_a_worker_that_comes_but_does_not_join_is_waited_for_so_long():
     library.stuck_at = 0
     sender = sender_of(library, deadline=0.5, num_workers=2)
     port = sender.port
-    missing = r"not all of the server's 2 workers joined over NCCL 2\.0\.0.*0\.5 s"
+    missing = r"not all of the server's 2 workers joined over NCCL 22703.*0\.5 s"
     with worker_of(sender, library), pytest.raises(SyncError, match=missing) as kept:
         sender.join()
     assert library.aborted == [7]
@@ -399,7 +419,7 @@ def test_an_abort_that_takes_long_is_not_waited_for():
     library = FakeLibrary()
     sender = joined(library)
     let_go = threading.Event()
-    library.abort = lambda communicator: let_go.wait(20)
+    library.ncclCommAbort = lambda communicator: let_go.wait(20) and 0
     began = time.monotonic()
     sender.close()
     assert time.monotonic() - began < 5.0 and len(ending_threads()) == 1
@@ -424,16 +444,16 @@ class FakeShared:
 
 
 def test_what_nccl_says_of_an_error_is_passed_on(monkeypatch):
-    def library_of(status):
-        monkeypatch.setattr("ctypes.CDLL", lambda name: FakeShared(status))
-        return NcclLibrary()
+    def call(name, status):
+        monkeypatch.setattr("ctypes.CDLL", lambda _: FakeShared(status))
+        Nccl().call(name)
 
     with pytest.raises(SyncError, match=r"^ncclBroadcast: unhandled system error: Duplicate GPU detected$"):
-        library_of(2).broadcast(1, 2, num_bytes=3, stream=4)
+        call("ncclBroadcast", 2)
     with pytest.raises(SyncError, match=r"^ncclGetUniqueId: unhandled system error$"):
-        library_of(5).new_id()
-    library_of(7).broadcast(1, 2, num_bytes=3, stream=4)
-    assert library_of(0).is_idle(1)
+        call("ncclGetUniqueId", 5)
+    call("ncclBroadcast", 7)
+    call("ncclBroadcast", 0)
 
 
 def test_no_nccl_is_said_so(monkeypatch):
@@ -442,4 +462,4 @@ def test_no_nccl_is_said_so(monkeypatch):
 
     monkeypatch.setattr("ctypes.CDLL", refuse)
     with pytest.raises(SyncError, match=r"no NCCL here \(libnccl.so.2: cannot open.*torch built for CUDA"):
-        NcclLibrary()
+        Nccl()

@@ -300,12 +300,14 @@ class VllmEngine:
             if self._has_bad_cache:
                 self._die(VllmGone(f"vLLM at {self.api.url}: its KV cache holds NaN; it must be restarted"))
             self._raise_if_dead()
-            check_order(update, lineage=self.lineage, version=self.version)
             with self._timeline.beside(f"receive {update.version}"):
-                receiving = asyncio.to_thread(self._staged.receive, update, lambda weights: self._sync.receive(update, weights))
-                await run_to_the_end(receiving, on_cancel=self._staged.give_up)
+                await run_to_the_end(asyncio.to_thread(self._receive, update), on_cancel=self._staged.give_up)
             failed = f"version {update.version} did not get into the server: "
             await self._in_turn(lambda: self._exchange(update, interrupt), failed=failed)
+
+    def _receive(self, update: WeightUpdate) -> None:
+        check_order(update, lineage=self.lineage, version=self.version)
+        self._staged.receive(update, lambda incoming: self._sync.receive(update, incoming))
 
     async def _exchange(self, update: WeightUpdate, interrupt: Interrupt) -> None:
         await asyncio.to_thread(self._prepare)

@@ -55,9 +55,8 @@ class _Config(ctypes.Structure):
     _fields_ = [("size", c_size_t), ("magic", ctypes.c_uint), ("version", ctypes.c_uint), ("blocking", ctypes.c_int)]
 
 
-class NcclLibrary:
-    """The few calls of NCCL that a sender needs, from the library that torch has loaded. A communicator is a number, 0 is none.
-    It is non-blocking: its calls return at once, and `is_idle` tells when they have taken effect."""
+class Nccl:
+    """The library that torch has loaded; its functions are called by name."""
 
     def __init__(self) -> None:
         try:
@@ -68,47 +67,10 @@ class NcclLibrary:
             ) from error
         self._library.ncclGetErrorString.restype = self._library.ncclGetLastError.restype = ctypes.c_char_p
 
-    def version(self) -> str:
-        code = ctypes.c_int()
-        self._call("ncclGetVersion", byref(code))
-        return f"{code.value // 10000}.{code.value // 100 % 100}.{code.value % 100}"
+    def call(self, name: str, *arguments: object) -> None:
+        self.check(name, getattr(self._library, name)(*arguments))
 
-    def new_id(self) -> bytes:
-        """The id by which the ranks of a group find each other. NCCL listens for them from now on."""
-        made = _Id()
-        self._call("ncclGetUniqueId", byref(made))
-        return ctypes.string_at(byref(made), _ID_BYTES)
-
-    def begin(self, group_id: bytes, *, size: int) -> int:
-        """A communicator on the current GPU as rank 0, ready when `is_idle` says so."""
-        config = _Config(ctypes.sizeof(_Config), _CONFIG_MAGIC, _CONFIG_VERSION, 0)
-        communicator = c_void_p()
-        self._call("ncclCommInitRankConfig", byref(communicator), size, _Id.from_buffer_copy(group_id), 0, byref(config))
-        return communicator.value or 0
-
-    def is_idle(self, communicator: int) -> bool:
-        """Whether the last call has put its work on the GPU. Raises any failure so far."""
-        status = ctypes.c_int()
-        self._call("ncclCommGetAsyncError", c_void_p(communicator), byref(status))
-        self._check("the group", status.value)
-        return status.value == _SUCCESS
-
-    def sum_float(self, communicator: int, address: int, *, stream: int) -> None:
-        place, group = c_void_p(address), c_void_p(communicator)
-        self._call("ncclAllReduce", place, place, c_size_t(1), _FLOAT32, _SUM, group, c_void_p(stream))
-
-    def broadcast(self, communicator: int, address: int, *, num_bytes: int, stream: int) -> None:
-        place, group = c_void_p(address), c_void_p(communicator)
-        self._call("ncclBroadcast", place, place, c_size_t(num_bytes), _UINT8, 0, group, c_void_p(stream))
-
-    def abort(self, communicator: int) -> None:
-        """End what runs and free everything. Needs no peer; may wait for a kernel to leave the GPU."""
-        self._library.ncclCommAbort(c_void_p(communicator))
-
-    def _call(self, name: str, *arguments: object) -> None:
-        self._check(name, getattr(self._library, name)(*arguments))
-
-    def _check(self, name: str, status: int) -> None:
+    def check(self, name: str, status: int) -> None:
         if status not in (_SUCCESS, _IN_PROGRESS):
             said = [self._library.ncclGetErrorString(status), self._library.ncclGetLastError(None)]
             raise SyncError(": ".join([name, *(text.decode(errors="replace").strip() for text in said if text)]))
@@ -133,7 +95,7 @@ def chunks(ordered: Sequence[Named], buffer_bytes: int) -> list[list[Tensor]]:
 
 
 def pickled_id(group_id: bytes) -> bytes:
-    """The id as a worker reads it: a pickle of the ctypes structure in vLLM's NCCL wrapper. Headrace never reads one."""
+    """A group's id as a worker reads it: a pickle of the ctypes structure in vLLM's NCCL wrapper. Headrace never reads one."""
     names = b"c_ctypes\n_unpickle\ncvllm.distributed.device_communicators.pynccl_wrapper\nncclUniqueId\n"
     # Protocol 3; both names; no attributes, and the bytes, as one pair; that and the class as another; call; end
     return b"\x80\x03" + names + b"}C" + bytes([_ID_BYTES]) + group_id + b"\x86\x86R."
@@ -162,16 +124,16 @@ class NcclHandover(Handover):
         host: str,
         deadline: float,
         buffer_bytes: int = BUFFER_BYTES,
-        library: NcclLibrary | None = None,
     ) -> None:
-        """`host` is an address of this machine that the server reaches, `deadline` the most seconds without progress; `library`
-        is for tests, which have no GPU either."""
+        """`host` is an address of this machine that the server reaches, `deadline` the most seconds without progress. Tests
+        have neither NCCL nor a GPU, and so no streams."""
         self._device, self._host, self._deadline, self._buffer_bytes = device, host, deadline, buffer_bytes
-        self._library = library or NcclLibrary()
+        self._nccl = Nccl()
         self._streams = [torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(_NUM_BUFFERS)]
         self._store: Any = _open_store(host, deadline=deadline)  # None once all have read it
         self.port = self._store.port
-        self._communicator = self._num_workers = 0
+        self._communicator = c_void_p()  # non-blocking: its calls return at once, `_is_idle` tells when they have taken effect
+        self._num_workers = 0
         self._is_packed_at_init = True
         self._tensors: Tensors = {}
         self._work = threading.Lock()  # held by `join` and `send`
@@ -221,17 +183,22 @@ class NcclHandover(Handover):
         with self._working(), torch.cuda.stream(stream):
             come = f"none of the server's {self._num_workers} workers came to {self._host}:{self.port}, which it must reach,"
             self._wait(lambda: self._store.num_keys() > 0, come, poll=_SLOW_POLL)  # then one has counted itself there
-            group_id = self._library.new_id()  # not before, since NCCL then listens forever
-            self._store.set(_ID_KEY, pickled_id(group_id))
-            self._communicator = self._library.begin(group_id, size=self._num_workers + 1)
+            group_id, release = _Id(), ctypes.c_int()
+            self._nccl.call("ncclGetUniqueId", byref(group_id))  # not before, since NCCL then listens forever
+            self._nccl.call("ncclGetVersion", byref(release))
+            self._store.set(_ID_KEY, pickled_id(bytes(group_id)))
+            config = _Config(ctypes.sizeof(_Config), _CONFIG_MAGIC, _CONFIG_VERSION, 0)
+            size = self._num_workers + 1
+            self._nccl.call("ncclCommInitRankConfig", byref(self._communicator), size, group_id, 0, byref(config))
             late = (
-                f"not all of the server's {self._num_workers} workers joined over NCCL {self._library.version()}, which must "
-                "be the same release there and may need NCCL_SOCKET_IFNAME to name the network,"
+                f"not all of the server's {self._num_workers} workers joined over NCCL {release.value}, which must be the same "
+                "release there and may need NCCL_SOCKET_IFNAME to name the network,"
             )
-            self._wait_idle(late)
+            self._wait(self._is_idle, late)
             number = torch.zeros(1, device=self._device)
-            self._library.sum_float(self._communicator, number.data_ptr(), stream=_handle(stream))
-            self._wait_idle(late, stream)
+            place, one = c_void_p(number.data_ptr()), c_size_t(1)
+            self._nccl.call("ncclAllReduce", place, place, one, _FLOAT32, _SUM, self._communicator, _handle(stream))
+            self._wait(functools.partial(self._is_idle, stream), late)
             self._store = None  # all have read it
 
     def send(self, tensors: Tensors) -> None:
@@ -244,14 +211,14 @@ class NcclHandover(Handover):
             for number, chunk in enumerate(planned):
                 buffer, stream = lanes[number % len(lanes)]
                 late = f"broadcast {number + 1} of {len(planned)} to {self._num_workers} workers did not go on"
-                self._wait_idle(late, stream)
+                self._wait(functools.partial(self._is_idle, stream), late)
                 with torch.cuda.stream(stream):
-                    num_bytes = _fill(buffer, chunk)
-                    place = buffer.data_ptr()
-                    self._library.broadcast(self._communicator, place, num_bytes=num_bytes, stream=_handle(stream))
-                self._wait_idle(late)
+                    size, place = c_size_t(_fill(buffer, chunk)), c_void_p(buffer.data_ptr())
+                    self._nccl.call("ncclBroadcast", place, place, size, _UINT8, 0, self._communicator, _handle(stream))
+                self._wait(self._is_idle, late)
+            late = f"the last of {len(planned)} broadcasts to {self._num_workers} workers did not end"
             for _, stream in lanes:
-                self._wait_idle(f"the last of {len(planned)} broadcasts to {self._num_workers} workers did not end", stream)
+                self._wait(functools.partial(self._is_idle, stream), late)
 
     def _allocate(self, num_bytes: int, stream: torch.cuda.Stream | None) -> Tensor:
         """Allocated on its own stream, so that its memory is not reused while that still needs it."""
@@ -279,20 +246,23 @@ class NcclHandover(Handover):
                 raise
 
     def _end(self) -> None:
-        communicator, self._communicator, self._store = self._communicator, 0, None
+        communicator, self._communicator, self._store = self._communicator, c_void_p(), None
         if communicator:  # in a thread, since it may wait for a kernel to leave the GPU
             ending = threading.Thread(target=self._abort, args=(communicator,), name="headrace-vllm-nccl-end", daemon=True)
             ending.start()
             ending.join(_END_SECONDS)
 
-    def _abort(self, communicator: int) -> None:
-        with torch.cuda.stream(self._streams[0]):
-            self._library.abort(communicator)
+    def _abort(self, communicator: c_void_p) -> None:
+        with torch.cuda.stream(self._streams[0]), contextlib.suppress(SyncError):  # it is broken already
+            self._nccl.call("ncclCommAbort", communicator)
 
-    def _wait_idle(self, late: str, stream: torch.cuda.Stream | None = None) -> None:
-        """Wait until the last call's work is on the GPU's stream, which may require reaching all peers; with `stream`, until
-        that has done it."""
-        self._wait(lambda: self._library.is_idle(self._communicator) and (stream is None or stream.query()), late)
+    def _is_idle(self, stream: torch.cuda.Stream | None = None) -> bool:
+        """Whether the last call's work is on the GPU's stream, which may require reaching all peers; with `stream`, whether
+        that has done it. Raises any failure so far."""
+        status = ctypes.c_int()
+        self._nccl.call("ncclCommGetAsyncError", self._communicator, byref(status))
+        self._nccl.check("the group", status.value)
+        return status.value == _SUCCESS and (stream is None or stream.query())
 
     def _wait(self, is_done: Callable[[], bool], late: str, *, poll: float = _POLL) -> None:
         until = time.monotonic() + self._deadline
@@ -307,8 +277,8 @@ class NcclHandover(Handover):
             raise SyncError(self._ended)
 
 
-def _handle(stream: torch.cuda.Stream | None) -> int:
-    return 0 if stream is None else int(stream.cuda_stream)
+def _handle(stream: torch.cuda.Stream | None) -> c_void_p:
+    return c_void_p(None if stream is None else stream.cuda_stream)
 
 
 def _fill(buffer: Tensor, chunk: Sequence[Tensor]) -> int:

@@ -21,11 +21,9 @@ from headrace.settings import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-_ATTEMPTS = 3  # to find a port that nobody else takes in between
 _POLL = 0.25
 _ENDING = 25.0  # seconds: more than `server_keeper` takes to end a server that ignores SIGTERM
 _TAIL = 64 << 10  # bytes of a log that are searched for the reason
-_PORT_TAKEN = re.compile(r"address already in use|Errno 98", re.IGNORECASE)
 _REASON = re.compile(r"^(?:\(\w[^)]*\)\s*)?(?:\w+\.)*(?:\w*(?:Error|Exception)|pydantic_core\S*): .+")
 
 
@@ -62,28 +60,33 @@ async def start(
         "VLLM_API_KEY": token,
         **(environment or {}),
     }
-    log.parent.mkdir(parents=True, exist_ok=True)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
     keeper = [sys.executable, str(Path(__file__).with_name("server_keeper.py"))]
-    serve = [python, "-m", "vllm.entrypoints.cli.main", "serve", model, *_opening(package), *arguments]
-    for attempt in range(1, _ATTEMPTS + 1):
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = str(probe.getsockname()[1])
-        command = [*keeper, *serve, "--host", "127.0.0.1", "--port", port]
-        with log.open("ab") as output:
-            log_start = output.tell()  # there may be lines of an earlier server
-            process = subprocess.Popen(  # noqa: ASYNC220  (it takes no time)
-                command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, env=variables
-            )
-        server = VllmServer(process, VllmApi(f"http://127.0.0.1:{port}", token=token, log=str(log)), token)
-        try:
-            await _wait_up(server, seconds, log=log, log_start=log_start)
-        except BaseException as error:
-            await server.close()
-            if isinstance(error, VllmError) and _PORT_TAKEN.search(_read_end(log, log_start)) and attempt < _ATTEMPTS:
-                continue
-            raise
-        return server
-    raise AssertionError("the last attempt returns or raises")
+    serve = [python, "-m", "vllm.entrypoints.cli.main", "serve", model, "--host", "127.0.0.1", "--port", port]
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as output:
+        log_start = output.tell()  # there may be lines of an earlier server
+        process = subprocess.Popen(  # noqa: ASYNC220  (it takes no time)
+            [*keeper, *serve, *_opening(package), *arguments],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=variables,
+        )
+    server = VllmServer(process, VllmApi(f"http://127.0.0.1:{port}", token=token, log=str(log)), token)
+    until = time.monotonic() + seconds
+    try:
+        while not await server.api.is_up():
+            if process.poll() is not None:
+                raise VllmError(f"vLLM did not start: {_reason_in(log, log_start)} (log {log})")
+            if time.monotonic() > until:
+                raise VllmError(f"vLLM did not come up within {seconds:g} s (engine.vllm.start_seconds), log {log}")
+            await asyncio.sleep(_POLL)
+    except BaseException:
+        await server.close()
+        raise
+    return server
 
 
 def find_vllm(python: str) -> Path:
@@ -128,25 +131,11 @@ def end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-async def _wait_up(server: VllmServer, seconds: float, *, log: Path, log_start: int) -> None:
-    until = time.monotonic() + seconds
-    while not await server.api.is_up():
-        if server.process.poll() is not None:
-            raise VllmError(f"vLLM did not start: {_reason_in(_read_end(log, log_start))} (log {log})")
-        if time.monotonic() > until:
-            raise VllmError(f"vLLM did not come up within {seconds:g} s (engine.vllm.start_seconds), log {log}")
-        await asyncio.sleep(_POLL)
-
-
-def _read_end(log: Path, start: int) -> str:
+def _reason_in(log: Path, start: int) -> str:
+    """The last telling error: vLLM wraps the first one in others that say nothing."""
     with log.open("rb") as file:
         file.seek(max(start, log.stat().st_size - _TAIL))
-        return file.read().decode(errors="replace")
-
-
-def _reason_in(output: str) -> str:
-    """The last telling error: vLLM wraps the first one in others that say nothing."""
-    lines = output.splitlines()
+        lines = file.read().decode(errors="replace").splitlines()
     reasons = [
         f"{match[0]}: {after.strip()}" if "validation error" in line else match[0]
         for line, after in zip(lines, [*lines[1:], ""], strict=False)
