@@ -79,6 +79,8 @@ class VllmEngine:
         self._model, self._staged, self._sync = model, staged, sync
         self._handover, self._timeline, self._patience = handover, timeline, patience
         self._tells_late = tells_late and not self.names_versions
+        self.max_unreported = TOGETHER - 1 if self.names_versions or tells_late else 0
+        """The most tokens of a rollout that may be sampled and not yet reported."""
         self._waiting: dict[Request, VllmCall] = {}
         self._running: dict[Request, VllmCall] = {}
         self._is_admitting = True  # waiting calls may be sent
@@ -94,11 +96,6 @@ class VllmEngine:
     def salt(self) -> str:
         """Keeps new calls from using prefixes that older weights cached."""
         return f"{self.lineage}:{self.version}"
-
-    @property
-    def max_unreported(self) -> int:
-        """The most tokens of a rollout that may be sampled and not yet reported."""
-        return TOGETHER - 1 if self.names_versions or self._tells_late else 0
 
     async def state(self) -> EngineState:
         running = 0 if self._is_retracted else len(self._running)
@@ -170,8 +167,8 @@ class VllmEngine:
                 raise
         except VllmRefused as error:
             _fail(request, UnusablePrompt(f"rollout {request.rollout.id!r}: {error}"))
-        except (NotFinite, UnusablePrompt) as error:
-            self._has_bad_cache = self._has_bad_cache or isinstance(error, NotFinite)
+        except NotFinite as error:
+            self._has_bad_cache = True
             _fail(request, error)
         except VllmError as error:
             self._die(error)

@@ -23,7 +23,6 @@ _DECIDED = {
     "port": "Headrace chooses where its servers listen; leave it out",
     "api_key": "a recipe is saved and must hold no token; leave it out",
     "hf_token": "a recipe is saved and must hold no token; put it in the variable HF_TOKEN",
-    "served_model_name": "Headrace names the model it asks for; leave it out",
     "max_logprobs": "Headrace asks for as many as it needs; leave it out",
     "generation_config": "the recipe's sampling decides; leave it out",
     "seed": "the recipe's seed decides it; set that instead",
