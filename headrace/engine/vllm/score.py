@@ -16,15 +16,17 @@ if TYPE_CHECKING:
     from headrace.engine.vllm.api import VllmApi
     from headrace.records import Array, Rollout
 
+_EVERYTHING = np.zeros(0, np.int32)  # as a mask
+
 
 async def score(api: VllmApi, rollout: Rollout, *, salt: str, may_ask_for_all: bool) -> Array:
     """[T] float32, 0 for the first token; `may_ask_for_all`: the server gives the logprobs of the whole vocabulary."""
-    token_ids, temperatures = rollout.token_ids.tolist(), rollout.temperatures.tolist()
-    masks = [()] * len(token_ids) if rollout.sampling_mask is None else map(rollout.sampling_mask.row, range(len(token_ids)))
+    token_ids, temperatures, mask = rollout.token_ids.tolist(), rollout.temperatures.tolist(), rollout.sampling_mask
+    masks = [_EVERYTHING] * len(token_ids) if mask is None else [mask.row(index) for index in range(len(token_ids))]
     changed = {
-        index: (temperature or 1.0, mask)  # greedy tokens are scored at 1
-        for index, (temperature, mask) in enumerate(zip(temperatures, masks, strict=True))
-        if index and (temperature not in (0, 1) or len(mask))
+        index: (temperature or 1.0, allowed)  # greedy tokens are scored at 1
+        for index, (temperature, allowed) in enumerate(zip(temperatures, masks, strict=True))
+        if index and (temperature not in (0, 1) or len(allowed))
     }
     if changed and not may_ask_for_all:
         raise VllmRefused(
@@ -32,8 +34,8 @@ async def score(api: VllmApi, rollout: Rollout, *, salt: str, may_ask_for_all: b
             f"give the logprobs of all of it (--max-logprobs): it cannot be scored there"
         )
     values, rows = await api.prompt_logprobs(token_ids, salt=salt, whole=bool(changed))
-    for index, (temperature, mask) in changed.items():
+    for index, (temperature, allowed) in changed.items():
         row = rows[index - 1]
-        logits = np.asarray([row[int(token)] for token in (mask if len(mask) else row)]) / temperature
+        logits = np.asarray([row[token] for token in (allowed.tolist() or row)]) / temperature
         values[index] = row[token_ids[index]] / temperature - np.logaddexp.reduce(logits)
     return values
