@@ -15,13 +15,12 @@ import torch
 
 from headrace.config import make_recipe
 from headrace.engine.vllm.api import VllmApi
-from headrace.engine.vllm.call_queue import Limits
 from headrace.engine.vllm.engine import VllmEngine
-from headrace.engine.vllm.handover import Staging
 from headrace.engine.vllm.open import make_handover, server_arguments
 from headrace.engine.vllm.server import end, start
 from headrace.model.head import Head
 from headrace.model.load import load_model
+from headrace.model.weights import StagedWeights
 from headrace.observe import Timeline
 
 if TYPE_CHECKING:
@@ -112,8 +111,6 @@ async def served(
     await api.resume()
     await api.drop_cache()
     model = load_model(model_path, device="cpu" if HANDOVER == "folder" else "cuda")
-    limits = Limits(slots, context, Head(model).vocabulary, *await api.cache(), num_candidates=256)
-    name, _ = await api.served()
     folder = Path(tempfile.mkdtemp(prefix="headrace-test-"))
     recipe, about = make_recipe({"tasks": [{"source": "builtin:sort_digits"}]}), await api.about()
     handover = make_handover(HANDOVER, recipe, folder=folder, device=str(model.device))
@@ -122,9 +119,13 @@ async def served(
         api,
         about,
         name="engine-0",
-        model=name,
-        limits=limits,
-        staging=Staging(model, sync=sync),
+        slots=slots,
+        context=context,
+        vocabulary=Head(model).vocabulary,
+        num_candidates=256,
+        model=model,
+        staged=StagedWeights(model, in_place=False),
+        sync=sync,
         handover=handover,
         timeline=Timeline("engine"),
         decode=decode,

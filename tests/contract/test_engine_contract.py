@@ -133,7 +133,7 @@ async def vllm(model_path: str, slots: int, decode: Decode | None) -> AsyncItera
     sync = WeightSync(Lineage("life"), MemoryTransport())
     async with served(model_path, sync=sync, slots=slots, context=CONTEXT, decode=decode) as (engine, api):
         model = load_model(model_path)
-        vocabulary = engine.limits.vocabulary
+        vocabulary = engine.vocabulary
 
         async def spoil_server() -> None:
             with tempfile.TemporaryDirectory() as folder:

@@ -17,16 +17,15 @@ from fake_vllm import NEW, OLD, Fake, serving
 
 from headrace.engine import UnusablePrompt
 from headrace.engine.protocol import EngineDied, NotFinite
-from headrace.engine.vllm import abilities, server_keeper
+from headrace.engine.vllm import server_keeper
 from headrace.engine.vllm.api import VllmApi, VllmError, VllmGone
-from headrace.engine.vllm.call_queue import Limits
 from headrace.engine.vllm.engine import Unsupported, VllmEngine
-from headrace.engine.vllm.handover import FolderHandover, Staging
+from headrace.engine.vllm.handover import FolderHandover
 from headrace.engine.vllm.server import find_vllm, start
-from headrace.engine.vllm.try_out import try_out
+from headrace.engine.vllm.server_checks import check_abilities, try_generate
 from headrace.engine.worker import EngineWorker
 from headrace.model.load import load_model
-from headrace.model.weights import named_tensors
+from headrace.model.weights import StagedWeights, named_tensors
 from headrace.observe import ProcessTimeline, Timeline
 from headrace.partial import Interrupt
 from headrace.records import FinishReason, Rollout, Sampling
@@ -46,15 +45,16 @@ def run(tiny_model, tmp_path):
             sync = WeightSync(Lineage("life"), MemoryTransport())
             async with serving(fake) as url:
                 api = VllmApi(url, log="server.log")
-                staging = Staging(load_model(tiny_model), sync=sync)
-                limits = Limits(2, 64, 200, *await api.cache(), num_candidates=16)
+                model = load_model(tiny_model)
+                limits = {"slots": 2, "context": 64, "vocabulary": 200, "num_candidates": 16}
                 engine = VllmEngine(
                     api,
                     await api.about(),
                     name="engine-0",
-                    model="policy",
-                    limits=limits,
-                    staging=staging,
+                    **limits,
+                    model=model,
+                    staged=StagedWeights(model, in_place=False),
+                    sync=sync,
                     handover=FolderHandover(tmp_path / "weights"),
                     timeline=Timeline("engine"),
                     patience=patience,
@@ -98,7 +98,7 @@ async def grown(engine, num_tokens):
     ("fault", "told"),
     [
         ("garbage", "an answer that makes no sense"),
-        ("failed", "the call failed there: EngineCore encountered an issue"),
+        ("failed", "call /inference/v1/generate, log server.log: status 500: EngineCore encountered an issue"),
         ("broken off", "/inference/v1/generate"),
     ],
 )
@@ -420,7 +420,7 @@ def test_a_server_that_gives_other_logprobs_than_it_draws_from_is_refused():
         async with serving(fake) as url:
             api = VllmApi(url)
             with pytest.raises(ConfigError, match=problem):
-                await try_out(api, "policy", 16)
+                await try_generate(api, 16)
             await api.close()
 
     asyncio.run(main(Fake(), r"the logprobs of another distribution than it samples from.*--logprobs-mode"))
@@ -430,7 +430,7 @@ def test_a_server_that_gives_other_logprobs_than_it_draws_from_is_refused():
 def test_no_call_is_sent_over_a_connection_that_the_server_may_be_closing():
     async def main(fake):
         async with serving(fake) as url, talking(url) as api:
-            for call in (api.served, api.resume, api.is_up, api.resume):
+            for call in (api.context, api.resume, api.is_up, api.resume):
                 await call()
         assert len(fake.connections) == len(set(map(id, fake.connections))) == 4
 
@@ -445,10 +445,10 @@ def test_a_question_whose_connection_breaks_is_asked_once_more_and_a_command_is_
         async with serving(fake) as url, talking(url) as api:
             return await call(api)
 
-    for ask in (VllmApi.is_up, VllmApi.served, VllmApi.cache, VllmApi.about):
+    for ask in (VllmApi.is_up, VllmApi.context, VllmApi.num_workers, VllmApi.about):
         assert asyncio.run(asked(ask, resets=1))
     assert not asyncio.run(asked(VllmApi.is_up, resets=2))
-    for ask, resets in ((VllmApi.served, 2), (VllmApi.resume, 1), (lambda api: api.reload("folder"), 1)):
+    for ask, resets in ((VllmApi.context, 2), (VllmApi.resume, 1), (lambda api: api.reload("folder"), 1)):
         with pytest.raises(VllmGone, match="vLLM at"):
             asyncio.run(asked(ask, resets=resets))
         assert len(fake.asked) == resets and not fake.resets, "once more at the most, and of a command nothing is repeated"
@@ -474,11 +474,11 @@ def test_a_question_that_finds_no_connection_is_asked_once_more_and_a_command_is
         finally:
             await runner.cleanup()
 
-    for ask in (VllmApi.is_up, VllmApi.served):
+    for ask in (VllmApi.is_up, VllmApi.context):
         answer, num_pauses = asyncio.run(main(ask, opens=True))
         assert answer and num_pauses == 1
     assert asyncio.run(main(VllmApi.is_up, opens=False)) == (False, 1)
-    for call in (VllmApi.served, VllmApi.resume):
+    for call in (VllmApi.context, VllmApi.resume):
         with pytest.raises(VllmGone, match="vLLM at"):
             asyncio.run(main(call, opens=call is VllmApi.resume))
 
@@ -493,7 +493,7 @@ def test_what_a_release_lacks_is_refused_by_name(path):
             about = await api.about()
             await api.close()
             with pytest.raises(ConfigError, match=rf"vLLM {NEW} at {url} cannot do what this run needs: .*\(vLLM 0.1\d can\)$"):
-                abilities.check_abilities(about, server=url)
+                check_abilities(about, server=url)
 
     asyncio.run(main())
 

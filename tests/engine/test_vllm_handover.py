@@ -1,6 +1,6 @@
 """How new weights get into a server by its weight-transfer interface: in which order it is told, and what ends with what.
 
-The other end of the transfer itself is in `test_vllm_nccl_sender.py`, and on a GPU in the contract suite.
+The other end of the transfer itself is in `test_vllm_nccl.py`, and on a GPU in the contract suite.
 """
 
 from __future__ import annotations
@@ -17,35 +17,31 @@ from fake_vllm import OLD, Fake, serving
 from headrace.engine.protocol import EngineDied
 from headrace.engine.vllm import handover
 from headrace.engine.vllm.api import VllmApi
-from headrace.engine.vllm.call_queue import Limits
 from headrace.engine.vllm.engine import VllmEngine
-from headrace.engine.vllm.handover import NcclHandover, Staging, saved_form
+from headrace.engine.vllm.handover import saved_form
+from headrace.engine.vllm.nccl import NcclHandover
 from headrace.errors import SyncError
 from headrace.model.load import load_model
-from headrace.model.weights import named_tensors
+from headrace.model.weights import StagedWeights, named_tensors
 from headrace.observe import Timeline
 from headrace.sync import Lineage, MemoryTransport, WeightSync
 
 CALLS = ("/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update")
 
 
-class Sender:
+class Sender(NcclHandover):
     """In the place of NCCL: notes what it is given, and blocks or fails as it is told."""
 
-    made: Sender
-
-    def __init__(self, device, *, host, num_workers, deadline):
-        self.told = (host, num_workers, deadline)
+    def __init__(self):
         self.sent, self.aborted = [], ""
         self.failure = ""
         self.is_stuck = False
         self._ended = threading.Event()
-        Sender.made = self
 
-    def init_info(self, release):
-        return {"release": release}
+    def init_info(self, num_workers, release):
+        return {"workers": num_workers, "release": release}
 
-    def update_info(self, tensors, release):
+    def update_info(self, tensors):
         return {"names": list(tensors)}
 
     def join(self):
@@ -59,35 +55,32 @@ class Sender:
             raise SyncError(self.aborted)
         self.sent.append({name: tensor.clone() for name, tensor in tensors.items()})
 
-    def abort(self, reason="closed"):
+    def close(self, reason="closed"):
         self.aborted = self.aborted or reason
         self._ended.set()
 
-    def close(self):
-        self.abort()
-
 
 @pytest.fixture
-def run(tiny_model, monkeypatch):
+def run(tiny_model):
     """Runs a test over a fake server and an engine that hands over by NCCL."""
-    monkeypatch.setattr(handover, "PackedSender", Sender)
 
     def runner(test, fake):
         async def main():
             sync = WeightSync(Lineage("life"), MemoryTransport())
-            source = load_model(tiny_model)
+            source, model = load_model(tiny_model), load_model(tiny_model)
             async with serving(fake) as url:
                 api = VllmApi(url, log="server.log")
                 about = await api.about()
-                way = NcclHandover(torch.device("cpu"), host="127.0.0.1", deadline=9)
+                way = Sender()
                 await way.open(api, about.version)
                 engine = VllmEngine(
                     api,
                     about,
                     name="engine-0",
-                    model="policy",
-                    limits=Limits(2, 64, 200, num_candidates=16),
-                    staging=Staging(load_model(tiny_model), sync=sync),
+                    **{"slots": 2, "context": 64, "vocabulary": 200, "num_candidates": 16},
+                    model=model,
+                    staged=StagedWeights(model, in_place=False),
+                    sync=sync,
                     handover=way,
                     timeline=Timeline("engine"),
                 )
@@ -101,7 +94,7 @@ def run(tiny_model, monkeypatch):
                     sync.release(update)
 
                 try:
-                    await asyncio.wait_for(test(engine, publish, source), 30)
+                    await asyncio.wait_for(test(engine, publish, source, way), 30)
                 finally:
                     await engine.close()
                     await api.close()
@@ -118,9 +111,9 @@ def asked_of(fake):
 def test_what_is_broadcast_is_what_was_received_in_the_form_of_a_folder(run):
     fake = Fake(version=OLD)
 
-    async def check(engine, publish, source):
-        sender = Sender.made
-        assert sender.told == ("127.0.0.1", 2, 9) and asked_of(fake) == [CALLS[0]]
+    async def check(engine, publish, source, sender):
+        assert asked_of(fake) == [CALLS[0]]
+        assert dict(fake.asked)[CALLS[0]] == {"init_info": {"workers": 2, "release": OLD}}
         for version in (0, 1):
             await publish(version)
             expected = saved_form(source)
@@ -138,14 +131,14 @@ def test_what_is_broadcast_is_what_was_received_in_the_form_of_a_folder(run):
 def test_a_server_that_fails_ends_the_sending_and_the_engine(run, path):
     fake = Fake(version=OLD)
 
-    async def check(engine, publish, _):
+    async def check(engine, publish, _, sender):
         await publish(0)
         fake.failing.add(path)
-        Sender.made.is_stuck = path == CALLS[2]
+        sender.is_stuck = path != CALLS[3]
         with pytest.raises(EngineDied, match=rf"version 1 did not get into the server: .*{path}.*the disk is full"):
             await publish(1)
         assert engine.version == 0 and engine.died.done()
-        assert ("the disk is full" in Sender.made.aborted) == (path == CALLS[2])
+        assert "the disk is full" in sender.aborted
 
     run(check, fake)
 
@@ -153,8 +146,8 @@ def test_a_server_that_fails_ends_the_sending_and_the_engine(run, path):
 def test_a_broadcast_that_fails_does_not_wait_for_the_server(run):
     fake = Fake(version=OLD, hanging={"/update_weights"})
 
-    async def check(engine, publish, _):
-        Sender.made.failure = "a worker is gone"
+    async def check(engine, publish, _, sender):
+        sender.failure = "a worker is gone"
         with pytest.raises(EngineDied, match="version 0 did not get into the server: a worker is gone"):
             await publish(0)
         assert engine.died.done()

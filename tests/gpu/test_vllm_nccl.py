@@ -124,7 +124,7 @@ group.destroy()
 SENDER = r"""
 import hashlib, json, os, subprocess, sys, threading, time
 import torch
-from headrace.engine.vllm.nccl_sender import PackedSender
+from headrace.engine.vllm.nccl import NcclHandover
 from headrace.errors import SyncError
 
 python, script = sys.argv[1:]
@@ -166,7 +166,9 @@ def digests(tensors):
     return {n: hashlib.sha256(t.cpu().contiguous().view(-1).view(torch.uint8).numpy()).hexdigest() for n, t in tensors.items()}
 
 def sender_of(deadline):
-    return PackedSender(device, host="127.0.0.1", num_workers=1, deadline=deadline, buffer_bytes=32 << 20)
+    made = NcclHandover(device, host="127.0.0.1", deadline=deadline, buffer_bytes=32 << 20)
+    made.told = made.init_info(1, "0.26.0")
+    return made
 
 began = time.monotonic()
 workers = {mode: Worker(mode) for mode in ("good", "dying", "silent")}
@@ -178,17 +180,17 @@ print(f"the worker is {kinds['good']}; ready after {time.monotonic() - began:.1f
 sender = sender_of(60.0)
 good = workers["good"]
 began = time.monotonic()
-good.tell(sender.init_info("0.26.0"))
+good.tell(sender.told)
 sender.join()
 assert good.hear() == {"joined": True}
-print(f"NCCL {sender._library.version()}: joined in {time.monotonic() - began:.2f} s")
+print(f"joined in {time.monotonic() - began:.2f} s")
 for number, where in enumerate(["the GPU", "pinned memory", "the GPU"]):
     tensors = weights(number)
     if where != "the GPU":
         tensors = {name: tensor.cpu().pin_memory() for name, tensor in tensors.items()}
     expected = digests(tensors)
     total = sum(tensor.nbytes for tensor in tensors.values())
-    good.tell(sender.update_info(tensors, "0.26.0"))
+    good.tell(sender.update_info(tensors))
     began = time.monotonic()
     sender.send(tensors)
     seconds = time.monotonic() - began
@@ -201,11 +203,11 @@ good.process.stdin.close()
 assert good.process.wait(20) == 0
 
 sender = sender_of(15.0)
-workers["dying"].tell(sender.init_info("0.26.0"))
+workers["dying"].tell(sender.told)
 sender.join()
 assert workers["dying"].hear() == {"joined": True}
 tensors = weights(9)
-workers["dying"].tell(sender.update_info(tensors, "0.26.0"))
+workers["dying"].tell(sender.update_info(tensors))
 said, seconds = failure(sender.send, tensors)
 print("a worker that is killed after its first broadcast:", said)
 assert seconds < 20 and workers["dying"].process.wait(5) == -9
@@ -213,14 +215,14 @@ torch.cuda.synchronize()  # hangs if a kernel was left behind
 assert failure(sender.send, tensors)[1] < 1
 
 sender = sender_of(4.0)
-workers["silent"].tell(sender.init_info("0.26.0"))
+workers["silent"].tell(sender.told)
 said, seconds = failure(sender.join)
 print("a worker that takes the id and does not join:", said)
 assert 3.5 < seconds < 8
 workers["silent"].process.kill()
 
 sender = sender_of(60.0)
-ending = threading.Timer(0.5, sender.abort, args=("the server answered 500",))
+ending = threading.Timer(0.5, sender.close, args=("the server answered 500",))
 ending.start()
 said, seconds = failure(sender.join)
 assert seconds < 3 and said.endswith("the server answered 500")

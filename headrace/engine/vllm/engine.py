@@ -1,42 +1,43 @@
 """A vLLM server behind the engine protocol.
 
-A token's version is known in two ways. Weights change while the server is paused, and every token sampled before has arrived by
-the time it resumes (`_settle`): so earlier tokens are of the old version, later ones of the new. Some releases report the
-version of every token at the end of a call. Then that counts, and tokens may come several at a time; a call that was cancelled
-here gets no report, and ends before the first token of unknown version.
+As many calls run at the server as it has slots, each a stream of its own; the others wait here. So the engine knows what runs
+and what waits, an interrupt reaches exactly the calls that have started, and when the server is lost, every call is known up to
+the last piece received.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import functools
 import time
-from typing import TYPE_CHECKING, Any, NoReturn
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
 
-from headrace.engine.protocol import EngineDied, EngineState
+from headrace.engine.protocol import EngineDied, EngineState, NotFinite, UnusablePrompt
 from headrace.engine.request import generate, run_to_the_end, stream
-from headrace.engine.vllm.abilities import NAME_VERSION
-from headrace.engine.vllm.api import VllmError, VllmGone
-from headrace.engine.vllm.call_queue import CallQueue
-from headrace.engine.vllm.running_call import TOGETHER
+from headrace.engine.vllm.api import VllmError, VllmGone, VllmRefused
+from headrace.engine.vllm.call import TOGETHER, VllmCall
+from headrace.engine.vllm.handover import saved_form
 from headrace.engine.vllm.score import score
+from headrace.engine.vllm.server_checks import NAME_VERSION
+from headrace.model import check_order
 from headrace.partial import Interrupt
 from headrace.records import FinishReason
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+
+    from transformers import PreTrainedModel
 
     from headrace.engine.protocol import Increment, InFlight
+    from headrace.engine.request import Request, SampledSince
     from headrace.engine.vllm.api import ServerInfo, VllmApi
-    from headrace.engine.vllm.call_queue import Limits
-    from headrace.engine.vllm.handover import Handover, Staging
+    from headrace.engine.vllm.handover import Handover
+    from headrace.model import StagedWeights
     from headrace.observe import Timeline
     from headrace.records import Array, Rollout, Sampling, WeightUpdate
+    from headrace.sync import WeightSync
 
-_ARRIVAL_SECONDS = 0.2  # for ends of calls to be reported, and for calls sent before a pause to arrive
 _END_SECONDS = 1.0  # for aborted calls to report their end; then their streams are closed
-_ANSWER_SECONDS = 60.0  # for a drained server to answer
 _HEALTH_SECONDS = 2.0  # between two health checks
 _MISSED = 5  # failed health checks in a row after which the server counts as dead
 
@@ -45,7 +46,7 @@ class Unsupported(RuntimeError):
     """A stock vLLM cannot do this; the message names the engine that can."""
 
 
-class VllmEngine(CallQueue):
+class VllmEngine:
     """A `ProcessEngine`, used from one event loop."""
 
     def __init__(
@@ -54,29 +55,65 @@ class VllmEngine(CallQueue):
         about: ServerInfo,
         *,
         name: str,
-        model: str,
-        limits: Limits,
-        staging: Staging,
+        slots: int,
+        context: int,
+        vocabulary: int,
+        num_candidates: int,
+        model: PreTrainedModel,
+        staged: StagedWeights,
+        sync: WeightSync,
         handover: Handover,
         timeline: Timeline,
         decode: Callable[[list[int]], str] | None = None,
         patience: float = 120.0,
         tells_late: bool = False,
     ) -> None:
-        """`model` is the server's name for its model; `patience` the seconds it may be silent while calls run; `tells_late`: it
-        was started to send several tokens at a time."""
-        names = NAME_VERSION.is_in(about)
-        super().__init__(api, name=name, model=model, limits=limits, timeline=timeline, names_versions=names, decode=decode)
-        self._staging, self._handover, self._patience = staging, handover, patience
-        self._tells_late = tells_late and not names
+        """`num_candidates` is the most logprobs per token, `staged` where updates of `model` arrive, `patience` the seconds the
+        server may be silent while calls run; `tells_late`: it was started to send several tokens at a time."""
+        self.api, self.name, self.decode = api, name, decode
+        self.num_slots, self.context, self.vocabulary, self.num_candidates = slots, context, vocabulary, num_candidates
+        self.names_versions = NAME_VERSION.is_in(about)  # it reports the version of every token
+        self.version, self.lineage, self.policy = -1, "", ""
+        self.after_step: Callable[[], None] = lambda: None
+        self.died: Future[None] = Future()  # fails with the reason when the engine can no longer generate
+        self._model, self._staged, self._sync = model, staged, sync
+        self._handover, self._timeline, self._patience = handover, timeline, patience
+        self._tells_late = tells_late and not self.names_versions
+        self.max_unreported = TOGETHER - 1 if self.names_versions or tells_late else 0
+        """The most tokens of a rollout that may be sampled and not yet reported."""
+        self._waiting: dict[Request, VllmCall] = {}
+        self._running: dict[Request, VllmCall] = {}
+        self._is_admitting = True  # waiting calls may be sent
+        self._is_paused = False  # the server stands still
         self._is_retracted = False  # running calls wait without a KV cache
+        self._has_bad_cache = False  # its KV cache may hold NaN, for good: vLLM multiplies freed blocks by 0, which keeps NaN
         self._turn, self._loading = asyncio.Lock(), asyncio.Lock()  # one at a time: pause, resume and swap; receiving updates
-        self._watching: asyncio.Task[NoReturn] | None = None
+        self._num_sampled, self._heard_at = 0, time.monotonic()
+        self._watching: asyncio.Task[None] | None = None
+        self._note()
 
     @property
-    def max_unreported(self) -> int:
-        """The most tokens of a rollout that may be sampled and not yet reported."""
-        return TOGETHER - 1 if self._names_versions or self._tells_late else 0
+    def salt(self) -> str:
+        """Keeps new calls from using prefixes that older weights cached."""
+        return f"{self.lineage}:{self.version}"
+
+    async def state(self) -> EngineState:
+        running = 0 if self._is_retracted else len(self._running)
+        return EngineState(
+            version=self.version,
+            lineage=self.lineage,
+            running=running,
+            waiting=len(self._waiting) + len(self._running) - running,
+            slots=self.num_slots,
+            free_blocks=0,  # only the server knows
+            tokens=self._num_sampled,
+            policy=self.policy,
+        )
+
+    async def in_flight(self) -> list[InFlight]:
+        return [call.in_flight() for call in [*self._running.values(), *self._waiting.values()] if not call.is_over]
+
+    # Calls
 
     async def generate(self, rollout: Rollout, sampling: Sampling) -> Rollout:
         return await generate(self, rollout, sampling)
@@ -84,85 +121,144 @@ class VllmEngine(CallQueue):
     def stream(self, rollout: Rollout, sampling: Sampling) -> AsyncIterator[Increment]:
         return stream(self, rollout, sampling)
 
-    async def state(self) -> EngineState:
-        size = self.limits.block_size
-        running = 0 if self._is_retracted else len(self._running)
-        lengths = [] if self._is_retracted else [call.length for call in self._running.values()]
-        return EngineState(
-            version=self.version,
-            lineage=self.lineage,
-            running=running,
-            waiting=len(self._waiting) + len(self._running) - running,
-            slots=self.limits.slots,
-            free_blocks=max(0, self.limits.num_blocks - sum(-(-length // size) for length in lengths)),
-            tokens=self._num_sampled,
-            policy=self.policy,
-        )
+    def submit(self, requests: Sequence[Request], on_refused: Callable[[Request, ValueError], None]) -> None:
+        self._raise_if_dead()
+        for request in requests:
+            try:
+                request.check(context=self.context, vocabulary=self.vocabulary, has_tokenizer=self.decode is not None)
+            except ValueError as error:
+                on_refused(request, error)
+            else:
+                self._waiting[request] = VllmCall(request, self)
+        self._fill()
 
-    async def in_flight(self) -> list[InFlight]:
-        calls = [*self._running.values(), *self._waiting.values()]
-        return [call.in_flight(engine=self.name, policy=self.policy) for call in calls if not call.is_over]
+    def cancel(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self._waiting.pop(request, None)
+            if request in self._running:
+                self._running[request].end()
+
+    def growth(self, requests: Iterable[Request] | None = None) -> list[SampledSince]:
+        calls = self._running.values() if requests is None else [self._running[r] for r in requests if r in self._running]
+        return [grown for call in calls if (grown := call.growth()) is not None]
+
+    def heard(self, num_tokens: int) -> None:
+        """A call got a piece with so many tokens."""
+        self._heard_at = time.monotonic()
+        self._num_sampled += num_tokens
+
+    def _fill(self) -> None:
+        """Send as many calls as there are free slots."""
+        while self._waiting and len(self._running) < self.num_slots and self._is_admitting:
+            if not self._running:
+                self._heard_at = time.monotonic()
+            request = next(iter(self._waiting))
+            call = self._running[request] = self._waiting.pop(request)
+            request.started = time.time()
+            call.task = asyncio.ensure_future(self._run(call))
+        self._note()
+
+    async def _run(self, call: VllmCall) -> None:
+        request = call.request
+        try:
+            await call.read()
+        except asyncio.CancelledError:
+            if not call.is_over:  # the process is ending
+                raise
+        except VllmRefused as error:
+            _fail(request, UnusablePrompt(f"rollout {request.rollout.id!r}: {error}"))
+        except NotFinite as error:
+            self._has_bad_cache = True
+            _fail(request, error)
+        except VllmError as error:
+            self._die(error)
+        except Exception as error:  # noqa: BLE001  (whatever it is, callers must not wait forever)
+            self._die(VllmGone(f"vLLM at {self.api.url}: its answer could not be read: {error!r}, log {self.api.log}"))
+        finally:
+            if self._running.get(request) is call:
+                del self._running[request]
+            self._fill()
+            self.after_step()
+
+    async def _calls_end(self, seconds: float | None = None) -> None:
+        """Wait until all running calls have ended, at most so long."""
+        tasks = [call.task for call in self._running.values() if call.task is not None]
+        if tasks:
+            await asyncio.wait(tasks, timeout=seconds)
+        self._raise_if_dead()
 
     async def score(self, rollouts: Sequence[Rollout]) -> list[Array]:
-        async with self._turn:
-            self._raise_if_dead()
+        scored: list[Array | BaseException] = []
+
+        async def work() -> None:
             if self._is_paused and self._running:
                 raise Unsupported(
                     f"{self.name}: vLLM cannot score while it keeps {len(self._running)} rollouts paused; resume it first"
                 )
             if self._is_paused:
-                await self._guarded(self._api.resume)
-            try:
-                return await self._score(rollouts)
-            finally:
-                if self._is_paused and not self.died.done():
-                    await self._guarded(self._api.pause, "keep")
+                await self.api.resume()
+            whole = self.num_candidates >= self.vocabulary
+            calls = (score(self.api, rollout, salt=self.salt, may_ask_for_all=whole) for rollout in rollouts)
+            scored.extend(await asyncio.gather(*calls, return_exceptions=True))
+            if self._is_paused:
+                await self.api.pause("keep")
 
-    async def _score(self, rollouts: Sequence[Rollout]) -> list[Array]:
-        whole = self.limits.num_candidates >= self.limits.vocabulary
-        asked = functools.partial(score, self._api, model=self._model, salt=self.salt, may_ask_for_all=whole)
-        try:
-            async with asyncio.TaskGroup() as group:
-                scoring = [group.create_task(asked(each)) for each in rollouts]
-        except* VllmGone as gone:
-            self._die(gone.exceptions[0])
-            self._raise_if_dead()
-        except* VllmError as refused:
-            raise refused.exceptions[0] from None
-        return [task.result() for task in scoring]
+        await self._in_turn(work)
+        for each in scored:
+            if isinstance(each, VllmGone):
+                self._die(each)
+                self._raise_if_dead()
+            if isinstance(each, BaseException):
+                raise each
+        return [each for each in scored if not isinstance(each, BaseException)]
 
     # Pausing
 
     async def pause(self, interrupt: Interrupt) -> None:
-        await self._in_turn(self._pause(interrupt))
+        await self._in_turn(lambda: self._pause(interrupt))
 
     async def resume(self) -> None:
-        await self._in_turn(self._resume())
+        await self._in_turn(self._resume)
 
-    async def _in_turn(self, doing: Coroutine[Any, Any, None]) -> None:
-        """Once started it runs to the end, even if the caller is cancelled: half of it could leave the server paused."""
+    async def _in_turn(self, work: Callable[[], Awaitable[None]], *, failed: str = "") -> None:
+        """Once started it runs to the end, even if the caller is cancelled, and a failure ends the engine: half of it could
+        leave the server paused, or with half an update."""
 
-        async def work() -> None:
+        async def working() -> None:
             async with self._turn:
-                await doing
+                self._raise_if_dead()
+                try:
+                    await work()
+                except (EngineDied, Unsupported):
+                    raise
+                except Exception as error:
+                    self._die(error)
+                    raise EngineDied(f"{failed}{error}") from error
 
-        await run_to_the_end(work(), on_cancel=lambda: None)
+        await run_to_the_end(working(), on_cancel=lambda: None)
 
     async def _pause(self, interrupt: Interrupt) -> None:
+        self._check_told(interrupt)
+        self._is_admitting = False
         if interrupt is Interrupt.DRAIN:
-            await self._drain()
+            if self._is_paused:
+                self._is_paused, self._heard_at = False, time.monotonic()
+                await self.api.resume()
+            await self._calls_end()
+            await self.api.pause("keep")
         elif interrupt is Interrupt.ABORT:
-            await self._abort()
-        else:
-            self._check_told(interrupt)
-            if not self._is_paused:
-                self._is_paused = True
-                await self._guarded(self._api.pause, "keep")
-                await self._settle()
-            if interrupt is Interrupt.RETRACT:
-                await self._guarded(self._api.drop_cache)
-                self._is_retracted = True
+            await self.api.pause("abort")
+            await self._calls_end(_END_SECONDS)
+            for call in [each for each in self._running.values() if not each.is_over]:  # whose end the server does not report
+                call.finish(FinishReason.ABORT)
+                call.end()
+        elif not self._is_paused:
+            await self.api.pause("keep")
+            await self._settle()
         self._is_paused = True
+        if interrupt is Interrupt.RETRACT:
+            await self.api.drop_cache()
+            self._is_retracted = True
         self._note()
 
     def _check_told(self, interrupt: Interrupt) -> None:
@@ -173,74 +269,24 @@ class VllmEngine(CallQueue):
                 f"({NAME_VERSION.since}), or one started without --stream-interval; interrupt by 'abort' or 'drain'"
             )
 
-    async def _drain(self) -> None:
-        """Let running calls finish. A paused server resumes for that, and again for calls that arrive just after it paused."""
-        self._is_admitting = False
-        if self._is_paused:
-            self._is_paused, self._heard_at = False, time.monotonic()
-            await self._guarded(self._api.resume)
-        while True:
-            await self._pause_when_drained()
-            if await self._comes_idle(_ARRIVAL_SECONDS):
-                return
-            self._die_if_silent()
-            await self._guarded(self._api.resume)
-
-    async def _pause_when_drained(self) -> None:
-        """Rollouts may take any time while they grow; once none is left, the server has `_ANSWER_SECONDS` to answer."""
-        pausing = asyncio.ensure_future(self._guarded(self._api.pause, "wait", seconds=None))
-        pausing.add_done_callback(lambda task: task.cancelled() or task.exception())
-        drained = asyncio.ensure_future(self._idle.wait())
-        await asyncio.wait({pausing, drained}, return_when=asyncio.FIRST_COMPLETED)
-        drained.cancel()
-        try:
-            await asyncio.wait_for(pausing, 0 if self.died.done() else _ANSWER_SECONDS)
-        except TimeoutError:
-            self._die(VllmGone(f"vLLM at {self._api.url} has drained and does not say so, log {self._api.log}"))
-        self._raise_if_dead()
-
-    async def _abort(self) -> None:
-        """End running calls where they are. Calls that reached the server too late have sampled nothing, and wait again."""
-        self._is_paused = True  # nothing new starts meanwhile
-        await self._guarded(self._api.pause, "abort")
-        if await self._comes_idle(_END_SECONDS):
-            return
-        for call in reversed(list(self._running.values())):
-            if call.is_over:
-                continue
-            if call.num_known:
-                self._finish(call, FinishReason.ABORT)
-            else:
-                self._put_back(call)
-            call.end()
-        self._running.clear()
-        self._idle.set()
-
-    async def _comes_idle(self, seconds: float) -> bool:
-        """Whether all calls end within `seconds`."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), seconds)
-        self._raise_if_dead()
-        return not self._running
-
-    async def _resume(self) -> None:
-        await self._guarded(self._api.resume)
-        self._is_admitting, self._is_paused, self._is_retracted = True, False, False
-        self._heard_at = time.monotonic()
-        self._fill()
-
     async def _settle(self) -> None:
         """Wait until all sampled tokens have arrived. A paused server sends nothing new, and what it sent before arrives before
         the answer to a later health check or shortly after: so wait for two answers with no token between them."""
         quiet = missed = 0
         while quiet < 2 and self._running:
             before = self._num_sampled
-            missed = 0 if await self._api.is_up() else missed + 1
+            missed = 0 if await self.api.is_up() else missed + 1
             if missed >= _MISSED:
-                self._die(VllmGone(f"vLLM at {self._api.url} does not answer while it is paused, log {self._api.log}"))
+                raise VllmGone(f"vLLM at {self.api.url} does not answer while it is paused, log {self.api.log}")
             self._raise_if_dead()
             await asyncio.sleep(0.002)
             quiet = quiet + 1 if self._num_sampled == before and not missed else 0
+
+    async def _resume(self) -> None:
+        await self.api.resume()
+        self._is_admitting, self._is_paused, self._is_retracted = True, False, False
+        self._heard_at = time.monotonic()
+        self._fill()
 
     # Weights
 
@@ -249,44 +295,34 @@ class VllmEngine(CallQueue):
         async with self._loading:
             self._check_told(interrupt)
             if self._has_bad_cache:
-                self._die(VllmGone(f"vLLM at {self._api.url}: its KV cache holds NaN; it must be restarted"))
+                self._die(VllmGone(f"vLLM at {self.api.url}: its KV cache holds NaN; it must be restarted"))
             self._raise_if_dead()
-            staging = self._staging
             with self._timeline.beside(f"receive {update.version}"):
-                receiving = asyncio.to_thread(staging.receive, update, lineage=self.lineage, version=self.version)
-                await run_to_the_end(receiving, on_cancel=staging.give_up)
-            await run_to_the_end(self._hand_over(update, interrupt), on_cancel=lambda: None)
+                await run_to_the_end(asyncio.to_thread(self._receive, update), on_cancel=self._staged.give_up)
+            failed = f"version {update.version} did not get into the server: "
+            await self._in_turn(lambda: self._exchange(update, interrupt), failed=failed)
 
-    async def _hand_over(self, update: WeightUpdate, interrupt: Interrupt) -> None:
-        """From this process to the server. A failure could leave half an update there, so it ends the engine."""
-        try:
-            await asyncio.to_thread(lambda: self._handover.prepare(self._staging.take()))
-            await self._exchange(update, interrupt)
-        except EngineDied:
-            raise
-        except Exception as error:
-            self._die(error)
-            raise EngineDied(f"version {update.version} did not get into the server: {error}") from error
+    def _receive(self, update: WeightUpdate) -> None:
+        check_order(update, lineage=self.lineage, version=self.version)
+        self._staged.receive(update, lambda incoming: self._sync.receive(update, incoming))
 
     async def _exchange(self, update: WeightUpdate, interrupt: Interrupt) -> None:
-        async with self._turn:
-            was_paused = self._is_paused
-            if interrupt is Interrupt.DRAIN:
-                await self._pause(interrupt)
-            self._is_swapping = True
-            self._note()
-            try:
-                if not self._is_paused or interrupt not in (Interrupt.KEEP, Interrupt.DRAIN):
-                    await self._pause(interrupt)
-                await self._handover.hand_over(self._api)
-                if self._names_versions:
-                    await self._api.name_version(f"{update.lineage}:{update.version}")
-                self.version, self.lineage, self.policy = update.version, update.lineage, update.policy
-                if not was_paused:
-                    await self._resume()
-            finally:
-                self._is_swapping = False
-                self._note()
+        await asyncio.to_thread(self._prepare)
+        was_paused = self._is_paused
+        if not was_paused or interrupt is not Interrupt.KEEP:
+            await self._pause(interrupt)
+        with self._timeline.during("swap"):
+            await self._handover.hand_over(self.api)
+            if self.names_versions:
+                await self.api.name_version(f"{update.lineage}:{update.version}")
+        self.version, self.lineage, self.policy = update.version, update.lineage, update.policy
+        if not was_paused:
+            await self._resume()
+
+    def _prepare(self) -> None:
+        """The next update overwrites the weights that the server has now."""
+        self._staged.exchange()
+        self._handover.prepare(saved_form(self._model))
 
     # What it cannot do
 
@@ -306,47 +342,54 @@ class VllmEngine(CallQueue):
     async def unpin(self, rollout_id: str) -> None:
         """Nothing is pinned."""
 
-    # Start, watch and close
+    # Its life
 
     def start(self) -> None:
         """Start to watch the server."""
         self._watching = asyncio.ensure_future(self._watch())
-        self._watching.add_done_callback(lambda task: task.cancelled() or task.exception())
 
-    async def _watch(self) -> NoReturn:
-        """Runs until the server is dead, then raises the reason."""
-        missed, died = 0, asyncio.wrap_future(self.died)
-        while True:
-            await asyncio.wait([died], timeout=_HEALTH_SECONDS)
-            if died.done():
-                died.exception()
-            if not self._is_paused:
-                self._die_if_silent()
-            self._raise_if_dead()
-            missed = 0 if await self._api.is_up() else missed + 1
+    async def _watch(self) -> None:
+        missed = 0
+        while not self.died.done():
+            await asyncio.sleep(_HEALTH_SECONDS)
+            if self._running and not self._is_paused and time.monotonic() - self._heard_at > self._patience:
+                told = f"{len(self._running)} rollouts are in flight and none has grown for {self._patience:g} s"
+                self._die(VllmGone(f"vLLM at {self.api.url}: {told} (engine.vllm.answer_seconds), log {self.api.log}"))
+            missed = 0 if await self.api.is_up() else missed + 1
             if missed >= _MISSED:
-                self._die(VllmGone(f"vLLM at {self._api.url} does not answer, log {self._api.log}"))
+                self._die(VllmGone(f"vLLM at {self.api.url} does not answer, log {self.api.log}"))
 
-    def _die_if_silent(self) -> None:
-        if self._running and time.monotonic() - self._heard_at > self._patience:
-            told = f"{len(self._running)} rollouts are in flight and none has grown for {self._patience:g} s"
-            self._die(VllmGone(f"vLLM at {self._api.url}: {told} (engine.vllm.answer_seconds), log {self._api.log}"))
+    def _die(self, error: Exception) -> None:
+        """Fail all calls in flight; the pool continues them on other engines from the tokens it knows."""
+        if self.died.done():
+            return
+        self.died.set_exception(error)
+        for call in [*self._running.values(), *self._waiting.values()]:
+            if not call.is_over:
+                _fail(call.request, EngineDied(str(error)))
+                call.end()
+        self._waiting.clear()
+
+    def _raise_if_dead(self) -> None:
+        if self.died.done():
+            error = self.died.exception()
+            raise EngineDied(str(error)) from error
 
     async def close(self) -> None:
         """Cancel the calls in flight and disconnect."""
         if self._watching is not None:
             self._watching.cancel()
-        for call in [*self._running.values()]:
-            self.withdraw(call.request)
-        self._waiting.clear()
+        self.cancel([*self._waiting, *self._running])
         await asyncio.to_thread(self._handover.close)
-        await self._api.close()
+        await self.api.close()
 
-    async def _guarded(self, call: Callable[..., Awaitable[None]], *arguments: Any, **options: Any) -> None:  # noqa: ANN401
-        """A call whose failure ends the engine, since nobody knows how much of it the server has done."""
-        self._raise_if_dead()
-        try:
-            await call(*arguments, **options)
-        except VllmError as error:
-            self._die(error)
-            raise EngineDied(str(error)) from error
+    def _note(self) -> None:
+        """Tell the time budget what the engine does from now on."""
+        self._timeline.count(occupied=len(self._running), slots=self.num_slots)
+        self._timeline.enter("wait-weights" if self._is_paused else "decode" if self._running else "wait-gate")
+
+
+def _fail(request: Request, error: Exception) -> None:
+    if request.on_failed is None:
+        raise error
+    request.on_failed(error)

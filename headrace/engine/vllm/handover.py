@@ -1,5 +1,4 @@
-"""Hands new weights to a vLLM server: this process receives and checks them (`Staging`), and passes them on as in a saved
-model.
+"""Hands new weights to a vLLM server, as in a saved model.
 
 The server reads them from a folder, or takes them over its weight-transfer interface: from this process's GPU memory, which it
 opens (`ipc`, where both use the same GPU), or broadcast to its workers' GPUs (`nccl`). It is started for one of these two.
@@ -7,12 +6,10 @@ opens (`ipc`, where both use the same GPU), or broadcast to its workers' GPUs (`
 
 from __future__ import annotations
 
-import asyncio
 import base64
-import functools
 import shutil
 from multiprocessing.reduction import ForkingPickler
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
@@ -20,48 +17,23 @@ from torch.multiprocessing.reductions import reduce_tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from headrace.cuda_driver import Bytes
-from headrace.engine.vllm.nccl_form import described
-from headrace.engine.vllm.nccl_sender import PackedSender
-from headrace.model import StagedWeights, check_order, named_tensors
+from headrace.model import named_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Mapping
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
     from torch import Tensor
     from transformers import PreTrainedModel
 
     from headrace.engine.vllm.api import VllmApi
-    from headrace.records import WeightUpdate
-    from headrace.sync import WeightSync
 
+    Named = tuple[str, Tensor]
     Tensors = Mapping[str, Tensor]
     """By the names of a saved folder."""
 
 _SIZE, _STRIDE, _OFFSET, _STORAGE, _DTYPE, _DEVICE, _COUNTER, _WAITS = 1, 2, 3, 4, 5, 6, slice(11, 13), 14
 """Indices into the arguments with which torch rebuilds a tensor of another process."""
-
-
-class Staging:
-    """The last update that was received whole. Its methods block, and are called in a thread."""
-
-    def __init__(self, model: PreTrainedModel, *, sync: WeightSync) -> None:
-        """`model` is the policy, in host memory or on a GPU."""
-        self._model, self._sync = model, sync
-        self._spare = StagedWeights(model, in_place=False)
-
-    def receive(self, update: WeightUpdate, *, lineage: str, version: int) -> None:
-        """Raises if what arrived is not what was sent."""
-        check_order(update, lineage=lineage, version=version)
-        self._spare.receive(update, lambda incoming: self._sync.receive(update, incoming))
-
-    def give_up(self) -> None:
-        self._spare.give_up()
-
-    def take(self) -> dict[str, Tensor]:
-        """The weights received. The next update overwrites those held before."""
-        self._spare.exchange()
-        return saved_form(self._model)
 
 
 @torch.no_grad()
@@ -71,7 +43,17 @@ def saved_form(model: PreTrainedModel) -> dict[str, Tensor]:
     return {name: tensor.contiguous() for name, tensor in revert_weight_conversion(model, held).items()}
 
 
-class Handover(Protocol):
+def described(tensors: Iterable[Named]) -> dict[str, Any]:
+    """The names, dtypes and shapes of an update."""
+    named = list(tensors)
+    return {
+        "names": [name for name, _ in named],
+        "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in named],
+        "shapes": [list(tensor.shape) for _, tensor in named],
+    }
+
+
+class Handover:
     """One way to hand over weights. An update's tensors stay unchanged until the next one is prepared."""
 
     async def open(self, api: VllmApi, release: str) -> None:
@@ -79,23 +61,22 @@ class Handover(Protocol):
 
     def prepare(self, tensors: Tensors) -> None:
         """Everything that can be done while the server runs. Blocks; called in a thread."""
+        raise NotImplementedError
 
     async def hand_over(self, api: VllmApi) -> None:
         """Have the paused server load what was prepared."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Free what is held. Blocks."""
 
 
-class FolderHandover:
+class FolderHandover(Handover):
     """Through a file in a folder, best in memory."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         folder.mkdir(mode=0o700, exist_ok=True)
-
-    async def open(self, api: VllmApi, release: str) -> None:
-        """Any server can read files."""
 
     def prepare(self, tensors: Tensors) -> None:
         save_file(dict(tensors), self._folder / "model.safetensors")
@@ -107,7 +88,7 @@ class FolderHandover:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-class IpcHandover:
+class IpcHandover(Handover):
     """Through handles to GPU memory, which the server opens and copies from. It must use the GPU that has the tensors."""
 
     def __init__(self, device: torch.device) -> None:
@@ -136,9 +117,7 @@ class IpcHandover:
         self._update = {**described(tensors.items()), "ipc_handles_pickled": _written(rebuilt)}
 
     async def hand_over(self, api: VllmApi) -> None:
-        await api.start_update()
         await api.update_weights(self._update)
-        await api.finish_update()
 
     def close(self) -> None:
         self._held, self._update = [], {}
@@ -158,50 +137,3 @@ def _handle_of(tensor: Tensor) -> list[Any]:
 def _written(handles: list[dict[str, tuple[Any, ...]]]) -> str:
     """Pickled, the only form that vLLM reads over HTTP. Headrace never reads it."""
     return base64.b64encode(ForkingPickler.dumps(handles)).decode()
-
-
-class NcclHandover:
-    """Broadcast over NCCL to the GPUs of the server's workers, from a GPU that is none of them."""
-
-    def __init__(self, device: torch.device, *, host: str, deadline: float) -> None:
-        """`host` is an address of this machine that the server reaches; `deadline` the most seconds without progress."""
-        self._device, self._host, self._deadline = device, host, deadline
-        self._sender: PackedSender | None = None
-        self._release = ""
-        self._tensors: Tensors = {}
-
-    async def open(self, api: VllmApi, release: str) -> None:
-        workers = await api.num_workers()
-        self._sender = PackedSender(self._device, host=self._host, num_workers=workers, deadline=self._deadline)
-        self._release = release
-        await self._together(api.init_transfer(self._sender.init_info(release)), self._sender.join)
-
-    def prepare(self, tensors: Tensors) -> None:
-        self._tensors = tensors
-
-    async def hand_over(self, api: VllmApi) -> None:
-        assert self._sender is not None
-        await api.start_update()
-        told = self._sender.update_info(self._tensors, self._release)
-        await self._together(api.update_weights(told), functools.partial(self._sender.send, self._tensors))
-        await api.finish_update()
-
-    async def _together(self, asking: Coroutine[Any, Any, None], sending: Callable[[], None]) -> None:
-        """The server answers when it has received everything. If either side fails, abort: the other would wait forever."""
-        assert self._sender is not None
-        both = [asyncio.ensure_future(asking), asyncio.ensure_future(asyncio.to_thread(sending))]
-        try:
-            done, _ = await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
-            for each in done:
-                each.result()
-        except BaseException as error:
-            await asyncio.to_thread(self._sender.abort, f"the server ended it: {error}")
-            for each in both:
-                each.cancel()
-            await asyncio.gather(*both, return_exceptions=True)
-            raise
-
-    def close(self) -> None:
-        if self._sender is not None:
-            self._sender.close()
-        self._tensors = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 from typing import TYPE_CHECKING
@@ -12,16 +13,15 @@ import torch
 from headrace.engine.kind import OpenedEngine
 from headrace.engine.settings import EngineSettings
 from headrace.engine.tokenizers import decoder_of, stop_tokens
-from headrace.engine.vllm.abilities import TRANSFER, check_abilities
-from headrace.engine.vllm.api import VllmApi, VllmError
-from headrace.engine.vllm.call_queue import Limits
+from headrace.engine.vllm.api import VllmApi
+from headrace.engine.vllm.call import TOGETHER
 from headrace.engine.vllm.engine import VllmEngine
-from headrace.engine.vllm.handover import FolderHandover, IpcHandover, NcclHandover, Staging
+from headrace.engine.vllm.handover import FolderHandover, IpcHandover
 from headrace.engine.vllm.kind import CPU_CACHE_VARIABLE, choose_handover, cpu_cache_gigabytes, gpu_share, visible_to
-from headrace.engine.vllm.running_call import TOGETHER
+from headrace.engine.vllm.nccl import NcclHandover
 from headrace.engine.vllm.server import choose_python, end, start
-from headrace.engine.vllm.try_out import try_out, try_update
-from headrace.model import Head, context_limit, load_model, load_tokenizer, named_tensors
+from headrace.engine.vllm.server_checks import TRANSFER, check_abilities, try_generate, try_update
+from headrace.model import Head, StagedWeights, context_limit, load_model, load_tokenizer, named_tensors
 from headrace.partial import continues_over_updates
 from headrace.settings import ConfigError
 
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from headrace.observe import Timeline
     from headrace.sync import WeightSync
 
-_SERVED = "policy"  # the model name of servers started here
 MOST_CANDIDATES = 4096  # logprobs per token at most: more than usual cut-offs keep, and few enough to send with each token
 _CPU_STEP_TOKENS = 8192  # computed in one step on a CPU, where a whole prompt must fit into one
 
@@ -49,57 +48,48 @@ async def open_engine(
     settings, tokenizer = recipe.engine.vllm, load_tokenizer(model_path)
     model = await asyncio.to_thread(load_model, model_path, dtype=recipe.model.dtype, device=place.receives_on)
     context, vocabulary = context_limit(model, recipe.model.context), Head(model).vocabulary
-    candidates = min(vocabulary, MOST_CANDIDATES)
     check_sampling(recipe, vocabulary=vocabulary)
     way = choose_handover(recipe, device=place.device.partition(":")[0])
-    server = None
-    if settings.urls:
-        api = VllmApi(settings.urls[place.index], token=os.environ.get(settings.token_variable, ""))
-    else:
-        arguments = server_arguments(
-            recipe,
-            context=min(context + 1, context_limit(model, 0)),  # to score a rollout of full length, one more token is sampled
-            candidates=candidates,
-            is_on_cpu=place.device == "cpu",
-            handover=way,
-            share=_share(recipe, place, model),
-        )
-        server = await _start(recipe, model_path, arguments, place, handover=way)
-        api = server.api
-    handover: Handover | None = None
-    try:
-        about = await api.about()
+    async with contextlib.AsyncExitStack() as on_failure:
+        server = None
+        if settings.urls:
+            api = VllmApi(settings.urls[place.index], token=os.environ.get(settings.token_variable, ""))
+            on_failure.push_async_callback(api.close)
+        else:
+            server = await _start(recipe, model_path, model, place, handover=way)
+            api = server.api
+            on_failure.push_async_callback(server.close)
+        about, longest = await api.about(), await api.context()
         check_abilities(about, server=api.url, more=() if way == "folder" else (TRANSFER,))
-        served, longest = await api.served()
         if longest < context:
             raise ConfigError(
                 f"vLLM at {api.url} takes {longest} tokens, the run up to {context}; set model.context = {longest}"
             )
-        await try_out(api, served, vocabulary)
-        limits = Limits(recipe.engine.slots, context, vocabulary, *await api.cache(), num_candidates=candidates)
-        staging = await asyncio.to_thread(Staging, model, sync=sync)
+        await try_generate(api, vocabulary)
         handover = make_handover(way, recipe, folder=place.folder, device=place.receives_on)
+        on_failure.push_async_callback(asyncio.to_thread, handover.close)
         await handover.open(api, about.version)
+        staged = await asyncio.to_thread(StagedWeights, model, in_place=False)
         if server is not None:
-            await try_update(api, served, handover, model, version=about.version)
-    except BaseException:
-        if handover is not None:
-            await asyncio.to_thread(handover.close)
-        await (server.close() if server is not None else api.close())
-        raise
-    engine = VllmEngine(
-        api,
-        about,
-        name=place.name,
-        model=served,
-        limits=limits,
-        staging=staging,
-        handover=handover,
-        timeline=timeline,
-        decode=decoder_of(tokenizer) if recipe.sampling.stop else None,
-        patience=settings.answer_seconds,
-        tells_late=server is not None and not continues_over_updates(recipe),
-    )
+            await try_update(api, handover, model, version=about.version)
+        engine = VllmEngine(
+            api,
+            about,
+            name=place.name,
+            slots=recipe.engine.slots,
+            context=context,
+            vocabulary=vocabulary,
+            num_candidates=min(vocabulary, MOST_CANDIDATES),
+            model=model,
+            staged=staged,
+            sync=sync,
+            handover=handover,
+            timeline=timeline,
+            decode=decoder_of(tokenizer) if recipe.sampling.stop else None,
+            patience=settings.answer_seconds,
+            tells_late=server is not None and not continues_over_updates(recipe),
+        )
+        on_failure.pop_all()
     return OpenedEngine(
         engine=engine,
         stop_ids=stop_tokens(model.generation_config, tokenizer),
@@ -108,39 +98,29 @@ async def open_engine(
     )
 
 
-async def _start(recipe: Recipe, model_path: str, arguments: list[str], place: EnginePlace, *, handover: str) -> VllmServer:
-    if place.device == "cpu":
+async def _start(recipe: Recipe, model_path: str, model: PreTrainedModel, place: EnginePlace, *, handover: str) -> VllmServer:
+    """A server on this machine, for this run."""
+    is_on_cpu, share = place.device == "cpu", 0.0
+    if is_on_cpu:
         environment = {CPU_CACHE_VARIABLE: str(cpu_cache_gigabytes())}
     else:
+        held = 2 * sum(tensor.nbytes for _, tensor in named_tensors(model))
+        total = torch.cuda.get_device_properties(torch.device(place.device)).total_memory
+        share = gpu_share(recipe, place.index, held=held, total=total)
         environment = {"CUDA_VISIBLE_DEVICES": visible_to(recipe, place.index)}
         if handover == "ipc":  # handles are pickled; only a holder of the server's token can send it any
             environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    arguments = server_arguments(
+        recipe,
+        context=min(context_limit(model, recipe.model.context) + 1, context_limit(model, 0)),  # one more is sampled to score
+        candidates=min(Head(model).vocabulary, MOST_CANDIDATES),
+        is_on_cpu=is_on_cpu,
+        handover=handover,
+        share=share,
+    )
     settings = recipe.engine.vllm
-    try:
-        return await start(
-            model_path,
-            arguments,
-            python=choose_python(settings.python),
-            log=place.log,
-            seconds=settings.start_seconds,
-            environment=environment,
-        )
-    except VllmError as error:
-        if "No module named 'ray'" not in str(error):
-            raise
-        fix = "install ray in its environment, or set engine.vllm.handover = 'folder'"
-        raise ConfigError(
-            f"engine.vllm.handover = 'ipc': this vLLM imports ray for it, and has none; {fix} ({error})"
-        ) from error
-
-
-def _share(recipe: Recipe, place: EnginePlace, model: PreTrainedModel) -> float:
-    """The server's share of GPU memory; 0 on a CPU."""
-    if place.device == "cpu":
-        return 0
-    held = 2 * sum(tensor.nbytes for _, tensor in named_tensors(model))
-    total = torch.cuda.get_device_properties(torch.device(place.device)).total_memory
-    return gpu_share(recipe, place.index, held=held, total=total)
+    python, seconds = choose_python(settings.python), settings.start_seconds
+    return await start(model_path, arguments, python=python, log=place.log, seconds=seconds, environment=environment)
 
 
 def make_handover(name: str, recipe: Recipe, *, folder: Path, device: str) -> Handover:
@@ -168,8 +148,7 @@ def server_arguments(
 ) -> list[str]:
     """The recipe as vLLM's command line; `share` is of GPU memory (0: vLLM decides)."""
     engine = recipe.engine
-    arguments = {
-        "--served-model-name": _SERVED,
+    arguments: dict[str, object] = {
         "--dtype": recipe.model.dtype,
         "--max-model-len": context,
         "--max-num-seqs": engine.slots,

@@ -16,34 +16,26 @@ if TYPE_CHECKING:
     from headrace.engine.vllm.api import VllmApi
     from headrace.records import Array, Rollout
 
+_EVERYTHING = np.zeros(0, np.int32)  # as a mask
 
-async def score(api: VllmApi, rollout: Rollout, *, model: str, salt: str, may_ask_for_all: bool) -> Array:
+
+async def score(api: VllmApi, rollout: Rollout, *, salt: str, may_ask_for_all: bool) -> Array:
     """[T] float32, 0 for the first token; `may_ask_for_all`: the server gives the logprobs of the whole vocabulary."""
-    changed = _changed(rollout)
+    token_ids, temperatures, mask = rollout.token_ids.tolist(), rollout.temperatures.tolist(), rollout.sampling_mask
+    masks = [_EVERYTHING] * len(token_ids) if mask is None else [mask.row(index) for index in range(len(token_ids))]
+    changed = {
+        index: (temperature or 1.0, allowed)  # greedy tokens are scored at 1
+        for index, (temperature, allowed) in enumerate(zip(temperatures, masks, strict=True))
+        if index and (temperature not in (0, 1) or len(allowed))
+    }
     if changed and not may_ask_for_all:
         raise VllmRefused(
             f"rollout {rollout.id!r} was sampled at a temperature or from a part of the vocabulary, and this vLLM does not "
             f"give the logprobs of all of it (--max-logprobs): it cannot be scored there"
         )
-    values, rows = await api.prompt_logprobs(rollout.token_ids.tolist(), model=model, salt=salt, whole=bool(changed))
-    for index, temperature in changed.items():
-        mask = None if rollout.sampling_mask is None else rollout.sampling_mask.row(index)
-        values[index] = _logprob(rows[index - 1], int(rollout.token_ids[index]), temperature, mask)
+    values, rows = await api.prompt_logprobs(token_ids, salt=salt, whole=bool(changed))
+    for index, (temperature, allowed) in changed.items():
+        row = rows[index - 1]
+        logits = np.asarray([row[token] for token in (allowed.tolist() or row)]) / temperature
+        values[index] = row[token_ids[index]] / temperature - np.logaddexp.reduce(logits)
     return values
-
-
-def _changed(rollout: Rollout) -> dict[int, float]:
-    """The temperatures of tokens not sampled from the model's own distribution, by index; greedy tokens are scored at 1."""
-    mask, changed = rollout.sampling_mask, {}
-    for index, temperature in enumerate(np.where(rollout.temperatures == 0, 1.0, rollout.temperatures).tolist()):
-        if index and (temperature != 1 or (mask is not None and len(mask.row(index)))):
-            changed[index] = temperature
-    return changed
-
-
-def _logprob(row: dict[int, float], token: int, temperature: float, mask: Array | None) -> float:
-    logits = (
-        np.fromiter((row[int(each)] for each in (row if mask is None or not len(mask) else mask)), np.float64) / temperature
-    )
-    highest = logits.max()
-    return float(row[token] / temperature - highest - np.log(np.exp(logits - highest).sum()))

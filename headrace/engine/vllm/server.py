@@ -21,35 +21,19 @@ from headrace.settings import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-_ATTEMPTS = 3  # to find a port that nobody else takes in between
 _POLL = 0.25
 _ENDING = 25.0  # seconds: more than `server_keeper` takes to end a server that ignores SIGTERM
 _TAIL = 64 << 10  # bytes of a log that are searched for the reason
-_PORT_TAKEN = re.compile(r"address already in use|Errno 98", re.IGNORECASE)
 _REASON = re.compile(r"^(?:\(\w[^)]*\)\s*)?(?:\w+\.)*(?:\w*(?:Error|Exception)|pydantic_core\S*): .+")
 
 
 @dataclass(frozen=True)
 class VllmServer:
-    """A running server."""
+    """A running server; `process` is the `server_keeper` that runs it."""
 
     process: subprocess.Popen[bytes]
-    """The `server_keeper` that runs it."""
     api: VllmApi
     token: str
-    log: Path
-    log_start: int
-    """Where its own lines start; the file may hold those of an earlier server."""
-
-    def output(self) -> str:
-        """The end of its log."""
-        try:
-            with self.log.open("rb") as file:
-                file.seek(0, os.SEEK_END)
-                file.seek(max(self.log_start, file.tell() - _TAIL))
-                return file.read().decode(errors="replace")
-        except OSError:
-            return ""
 
     async def close(self) -> None:
         """End it and everything it started."""
@@ -67,7 +51,7 @@ async def start(
     environment: Mapping[str, str] | None = None,
 ) -> VllmServer:
     """Run `vllm serve` on loopback, with a token of its own; returns once it answers. `python` has vLLM."""
-    opening = await asyncio.to_thread(lambda: _opening(find_vllm(python)))
+    package = await asyncio.to_thread(find_vllm, python)
     token = secrets.token_urlsafe(32)
     variables = {
         **_inherited(python),
@@ -76,25 +60,33 @@ async def start(
         "VLLM_API_KEY": token,
         **(environment or {}),
     }
-    log.parent.mkdir(parents=True, exist_ok=True)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
     keeper = [sys.executable, str(Path(__file__).with_name("server_keeper.py"))]
-    for attempt in range(1, _ATTEMPTS + 1):
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
-        command = [python, "-m", "vllm.entrypoints.cli.main", "serve", model, "--host", "127.0.0.1", "--port", str(port)]
-        command = [*keeper, *command, *opening, *arguments]
-        process, log_start = _spawn(command, variables, log)
-        api = VllmApi(f"http://127.0.0.1:{port}", token=token, log=str(log))
-        server = VllmServer(process, api, token, log, log_start)
-        try:
-            await _wait_up(server, seconds)
-        except BaseException as error:
-            await server.close()
-            if isinstance(error, VllmError) and _PORT_TAKEN.search(server.output()) and attempt < _ATTEMPTS:
-                continue
-            raise
-        return server
-    raise AssertionError("the last attempt returns or raises")
+    serve = [python, "-m", "vllm.entrypoints.cli.main", "serve", model, "--host", "127.0.0.1", "--port", port]
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as output:
+        log_start = output.tell()  # there may be lines of an earlier server
+        process = subprocess.Popen(  # noqa: ASYNC220  (it takes no time)
+            [*keeper, *serve, *_opening(package), *arguments],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=variables,
+        )
+    server = VllmServer(process, VllmApi(f"http://127.0.0.1:{port}", token=token, log=str(log)), token)
+    until = time.monotonic() + seconds
+    try:
+        while not await server.api.is_up():
+            if process.poll() is not None:
+                raise VllmError(f"vLLM did not start: {_reason_in(log, log_start)} (log {log})")
+            if time.monotonic() > until:
+                raise VllmError(f"vLLM did not come up within {seconds:g} s (engine.vllm.start_seconds), log {log}")
+            await asyncio.sleep(_POLL)
+    except BaseException:
+        await server.close()
+        raise
+    return server
 
 
 def find_vllm(python: str) -> Path:
@@ -123,17 +115,15 @@ def choose_python(named: str) -> str:
 
 def _inherited(python: str) -> dict[str, str]:
     """This process's variables, without those that would point another interpreter to this one's packages."""
-    is_ours = Path(python).resolve() == Path(sys.executable).resolve() and Path(python).parent == Path(sys.executable).parent
-    return {name: value for name, value in os.environ.items() if is_ours or name not in ("PYTHONPATH", "PYTHONHOME")}
+    ignored = () if python == sys.executable else ("PYTHONPATH", "PYTHONHOME")
+    return {name: value for name, value in os.environ.items() if name not in ignored}
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """The keeper ends the server when it gets SIGTERM, or when its pipe closes."""
-    if process.stdin is not None:
-        with contextlib.suppress(OSError):
-            process.stdin.close()
-    with contextlib.suppress(ProcessLookupError):
-        process.terminate()
+    """Close the keeper's pipe, upon which it ends the server."""
+    assert process.stdin is not None
+    with contextlib.suppress(OSError):
+        process.stdin.close()
     try:
         process.wait(_ENDING)
     except subprocess.TimeoutExpired:
@@ -141,26 +131,11 @@ def end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _spawn(command: list[str], variables: dict[str, str], log: Path) -> tuple[subprocess.Popen[bytes], int]:
-    with log.open("ab") as output:
-        log_start = output.seek(0, os.SEEK_END)
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, env=variables)
-    return process, log_start
-
-
-async def _wait_up(server: VllmServer, seconds: float) -> None:
-    until = time.monotonic() + seconds
-    while not await server.api.is_up():
-        if server.process.poll() is not None:
-            raise VllmError(f"vLLM did not start: {_reason_in(server.output())} (log {server.log})")
-        if time.monotonic() > until:
-            raise VllmError(f"vLLM did not come up within {seconds:g} s (engine.vllm.start_seconds), log {server.log}")
-        await asyncio.sleep(_POLL)
-
-
-def _reason_in(output: str) -> str:
+def _reason_in(log: Path, start: int) -> str:
     """The last telling error: vLLM wraps the first one in others that say nothing."""
-    lines = output.splitlines()
+    with log.open("rb") as file:
+        file.seek(max(start, log.stat().st_size - _TAIL))
+        lines = file.read().decode(errors="replace").splitlines()
     reasons = [
         f"{match[0]}: {after.strip()}" if "validation error" in line else match[0]
         for line, after in zip(lines, [*lines[1:], ""], strict=False)

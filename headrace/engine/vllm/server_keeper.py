@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -22,36 +22,27 @@ _TRACKERS = 3.0  # further seconds for resource trackers
 def main() -> int:
     os.setsid()  # a group of its own: what the command starts is in it too
     child = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
-    signal.signal(signal.SIGTERM, lambda *_: child.terminate())
-    threading.Thread(target=_watch, args=(child,), daemon=True).start()
-    status = child.wait()
-    _end_others(time.monotonic() + _PATIENCE)
-    return status if status >= 0 else 128 - status
-
-
-def _watch(child: subprocess.Popen[bytes]) -> None:
-    """Wait until the pipe closes; then terminate the command, and kill it if it does not end."""
-    while os.read(0, 1024):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    while child.poll() is None and not select.select([0], [], [], 0.1)[0]:
         pass
     child.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
         child.wait(_PATIENCE)
-        return
-    child.kill()
-
-
-def _end_others(until: float) -> None:
-    """End what the command left in its process group; resource trackers last, as they free the shared memory of the killed."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.killpg(0, signal.SIGTERM)
-    for is_last in (False, True):
-        while _others() and time.monotonic() < until:
-            time.sleep(0.05)
-        for process in _others():
-            with contextlib.suppress(OSError):  # it has ended
-                if is_last or b"resource_tracker" not in Path(f"/proc/{process}/cmdline").read_bytes():
-                    os.kill(process, signal.SIGKILL)
-        until = time.monotonic() + _TRACKERS
+    _kill_others(after=_PATIENCE, trackers=False)
+    _kill_others(after=_TRACKERS, trackers=True)  # last, as they free the shared memory of the killed
+    return child.wait()
+
+
+def _kill_others(*, after: float, trackers: bool) -> None:
+    """Kill what is left of the group after so many seconds, with or without Python's resource trackers."""
+    until = time.monotonic() + after
+    while _others() and time.monotonic() < until:
+        time.sleep(0.05)
+    for process in _others():
+        with contextlib.suppress(OSError):  # it has ended
+            if trackers or b"resource_tracker" not in Path(f"/proc/{process}/cmdline").read_bytes():
+                os.kill(process, signal.SIGKILL)
 
 
 def _others() -> list[int]:

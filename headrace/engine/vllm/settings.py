@@ -23,7 +23,6 @@ _DECIDED = {
     "port": "Headrace chooses where its servers listen; leave it out",
     "api_key": "a recipe is saved and must hold no token; leave it out",
     "hf_token": "a recipe is saved and must hold no token; put it in the variable HF_TOKEN",
-    "served_model_name": "Headrace names the model it asks for; leave it out",
     "max_logprobs": "Headrace asks for as many as it needs; leave it out",
     "generation_config": "the recipe's sampling decides; leave it out",
     "seed": "the recipe's seed decides it; set that instead",
@@ -55,7 +54,7 @@ class VllmSettings:
     token_variable: str = "VLLM_API_KEY"
     """The environment variable with the token of the servers in `urls`; never the token itself, since recipes are saved."""
     arguments: dict[str, Any] = field(default_factory=dict)
-    """Arguments for vLLM's own command line: `tensor_parallel_size = 2` is `--tensor-parallel-size 2`, true a bare flag, false
+    """Arguments for vLLM's own command line: `tensor_parallel_size = 2` is `--tensor-parallel-size=2`, true a bare flag, false
     the flag with `--no-` before it, a list its words one after another; tables are given as JSON."""
     handover: Literal["auto", "folder", "ipc", "nccl"] = "auto"
     """How new weights get into a server. `folder`: it reads files in sync.folder. `ipc`: it opens GPU memory of the engine's
@@ -85,27 +84,22 @@ class VllmSettings:
         """`arguments` as vLLM's command line takes them."""
         words = []
         for key, value in self.arguments.items():
-            name = key.replace("_", "-")
+            option = key.replace("_", "-")
             if isinstance(value, bool):
-                words.append(f"--{name}" if value else f"--no-{name}")
-                continue
-            if not isinstance(value, list) or key in _JSON_LISTS:
-                words += _option(name, _word(value))
+                words.append(f"--{option}" if value else f"--no-{option}")
+            elif not isinstance(value, list) or key in _JSON_LISTS:
+                words.append(f"--{option}={_word(value)}")
             elif key in _COMMA_LISTS:
-                words += _option(name, ",".join(map(_word, value)))
+                words.append(f"--{option}={','.join(map(_word, value))}")
             elif key in _REPEATED:
-                words += [word for item in value for word in _option(name, _word(item))]
+                words += [f"--{option}={_word(item)}" for item in value]
             else:
-                words += [f"--{name}", *map(_word, value)]
+                words += [f"--{option}", *map(_word, value)]
         return words
 
 
 def _word(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
-
-
-def _option(name: str, text: str) -> list[str]:
-    return [f"--{name}={text}"] if text.startswith("-") else [f"--{name}", text]  # "-1" alone reads as an option
 
 
 def _check_url(url: str) -> None:

@@ -18,9 +18,7 @@ import pytest
 import torch
 from vllm_server import VARIABLES, vllm_python
 
-from headrace.engine.vllm.nccl_form import chunks, in_order, is_packed_at_init, pickled_id
-from headrace.engine.vllm.nccl_library import NcclLibrary
-from headrace.engine.vllm.nccl_sender import PackedSender
+from headrace.engine.vllm.nccl import Nccl, NcclHandover, chunks, in_order, pickled_id
 from headrace.errors import SyncError
 
 CPU = torch.device("cpu")
@@ -29,7 +27,7 @@ BUFFER = 1000
 
 
 class FakeLibrary:
-    """NCCL that keeps what is broadcast, and stops or fails where told."""
+    """NCCL that keeps what is broadcast, and stops or fails where told. It answers as the C library does."""
 
     def __init__(self) -> None:
         self.sent: list[bytes] = []
@@ -41,45 +39,65 @@ class FakeLibrary:
         """That the worker has the id: no group is formed before."""
         self.sums = 0
 
-    def version(self):
-        return "2.0.0"
+    def ncclGetVersion(self, code):
+        code._obj.value = 22703
+        return 0
 
-    def new_id(self):
-        return ID
+    def ncclGetUniqueId(self, made):
+        ctypes.memmove(made, ID, len(ID))
+        return 0
 
-    def begin(self, group_id, *, rank, size):
-        assert (group_id, rank) == (ID, 0) and size >= 2
+    def ncclCommInitRankConfig(self, communicator, size, group_id, rank, config):
+        assert (bytes(group_id), rank) == (ID, 0) and size >= 2 and config._obj.blocking == 0
+        communicator._obj.value = 7
         return 7
 
-    def is_idle(self, communicator):
-        assert communicator == 7 and not self.aborted
-        if self.failing_at == len(self.sent):
-            raise SyncError("the group: remote process exited or there was a network error")
+    def ncclCommGetAsyncError(self, communicator, status):
+        assert communicator.value == 7 and not self.aborted
+        is_idle = self.has_read.is_set() and self.stuck_at != len(self.sent)
         if self.stuck_at == len(self.sent):
             self.is_stuck.set()
-            return False
-        return self.has_read.is_set()
+        status._obj.value = 6 if self.failing_at == len(self.sent) else 0 if is_idle else 7
+        return 0
 
-    def all_reduce(self, communicator, address, *, num_floats, stream):
-        assert num_floats == 1
+    def ncclAllReduce(self, place, _, count, *rest):
+        assert count.value == 1
         self.sums += 1
+        return 0
 
-    def broadcast(self, communicator, address, *, num_bytes, stream):
-        self.sent.append(ctypes.string_at(address, num_bytes))
+    def ncclBroadcast(self, place, _, num_bytes, *rest):
+        self.sent.append(ctypes.string_at(place.value, num_bytes.value))
+        return 7
 
-    def abort(self, communicator):
-        self.aborted.append(communicator)
+    def ncclCommAbort(self, communicator):
+        self.aborted.append(communicator.value)
+        return 0
+
+    class ncclGetErrorString:
+        def __new__(cls, status):
+            return b"remote process exited or there was a network error"
+
+    class ncclGetLastError:
+        def __new__(cls, _):
+            return b""
 
 
-def sender_of(library, *, deadline=20.0, num_workers=1):
-    made = PackedSender(CPU, host="127.0.0.1", num_workers=num_workers, deadline=deadline, buffer_bytes=BUFFER, library=library)
+@pytest.fixture(autouse=True)
+def unloaded(monkeypatch):
+    monkeypatch.setattr("ctypes.CDLL", lambda name: FakeLibrary())
+
+
+def sender_of(library, *, deadline=20.0, num_workers=1, release="0.32.0", host="127.0.0.1"):
+    made = NcclHandover(CPU, host=host, deadline=deadline, buffer_bytes=BUFFER)
+    made._nccl._library = library
+    made.told = made.init_info(num_workers, release)
     return made
 
 
 @contextlib.contextmanager
 def worker_of(sender, library):
     """As a worker does, as far as the store; gives the list it puts the id into."""
-    info, got = sender.init_info("0.32.0"), []
+    info, got = sender.told, []
 
     def come():
         store = torch.distributed.TCPStore(info["master_address"], info["master_port"], info["world_size"], False)
@@ -209,8 +227,8 @@ def test_vllm_itself_takes_the_id_the_forms_and_the_packed_bytes(tmp_path):
 
     sender = sender_of(FakeLibrary(), deadline=90.0)  # which forms no group, and keeps its store until closed
     told = {
-        "init": sender.init_info("0.32.0"),
-        "update": sender.update_info(weights, "0.32.0"),
+        "init": sender.told,
+        "update": sender.update_info(weights),
         "files": [str(path) for path in files],
     }
     with meanwhile(sender.join) as errors:
@@ -249,9 +267,9 @@ def receive(sent, info):
 
 def test_what_is_sent_is_what_was_told_of_it():
     weights, library = odd_weights(), FakeLibrary()
-    sender = joined(library)
+    sender = joined(library, release="0.26.0")
     sender.send(weights)
-    info = sender.update_info(weights, "0.26.0")
+    info = sender.update_info(weights)
     received = receive(library.sent, info)
     assert received.keys() == weights.keys() and len(library.sent) > 5
     for name, tensor in weights.items():
@@ -278,46 +296,42 @@ def test_what_is_sent_is_what_was_told_of_it():
 )
 def test_a_broadcast_ends_with_the_tensor_that_passes_the_size(sizes, expected):
     named = [(str(number), torch.empty(size, dtype=torch.uint8)) for number, size in enumerate(sizes)]
-    assert [[tensor.nbytes for _, tensor in chunk] for chunk in chunks(named, BUFFER)] == expected
+    assert [[tensor.nbytes for tensor in chunk] for chunk in chunks(named, BUFFER)] == expected
 
 
 def test_every_tensor_lies_at_a_multiple_of_its_elements():
     for chunk in chunks(in_order(odd_weights()), BUFFER):
         start = 0
-        for name, tensor in chunk:
-            assert start % tensor.element_size() == 0, name
+        for tensor in chunk:
+            assert start % tensor.element_size() == 0
             start += tensor.nbytes
 
 
-def test_each_release_is_told_in_its_own_form():
-    sender = sender_of(FakeLibrary(), num_workers=3)
+@pytest.mark.parametrize("release", ["0.26.0", "0.27.1+cu130", "v0.22.0", "0.3.1", "0.28.0", "0.32.0+cpu", "1.0.1", "dev"])
+def test_each_release_is_told_in_its_own_form(release):
+    sender = sender_of(FakeLibrary(), num_workers=3, release=release)
     weights = {"a": torch.zeros(2, 3).bfloat16(), "b": torch.zeros(4)}
-    port = sender.init_info("0.26.0")["master_port"]
-    place = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 4}
+    place = {"master_address": "127.0.0.1", "master_port": sender.port, "rank_offset": 1, "world_size": 4}
     names = {"names": ["b", "a"], "dtype_names": ["float32", "bfloat16"], "shapes": [[4], [2, 3]]}
     packing = {"packed": True, "packed_buffer_size_bytes": BUFFER, "packed_num_buffers": 2}
-    for old in ("0.26.0", "0.27.1+cu130", "v0.22.0"):
-        assert sender.init_info(old) == place and sender.update_info(weights, old) == names | packing
-    for new in ("0.28.0", "0.32.0+cpu", "1.0.1", "dev"):
-        assert sender.init_info(new) == place | packing and sender.update_info(weights, new) == names
-    assert json.loads(json.dumps(sender.update_info(weights, "0.26.0"))) == names | packing
-    assert not is_packed_at_init("0.3.1")
+    is_new = release in ("0.28.0", "0.32.0+cpu", "1.0.1", "dev")
+    assert sender.told == (place | packing if is_new else place)
+    update = json.loads(json.dumps(sender.update_info(weights)))
+    assert update == (names if is_new else names | packing)
     sender.close()
 
 
 def test_only_the_named_address_is_listened_on_and_only_as_long_as_needed():
     library = FakeLibrary()
     sender = sender_of(library)
-    port = sender.init_info("0.32.0")["master_port"]
+    port = sender.port
     with socket.socket() as other:
         assert is_listened_on(port) and other.connect_ex(("127.0.0.2", port)) != 0
     with worker_of(sender, library):
         sender.join()
     assert not is_listened_on(port)
-    with pytest.raises(SyncError, match="have joined already"):
-        sender.join()
     with pytest.raises(SyncError, match=r"192\.0\.2\.1.*address of this machine"):
-        PackedSender(CPU, host="192.0.2.1", num_workers=1, deadline=1.0, library=FakeLibrary())
+        sender_of(FakeLibrary(), host="192.0.2.1")
 
 
 def test_the_id_is_put_down_in_one_piece():
@@ -332,7 +346,7 @@ def test_the_id_is_put_down_in_one_piece():
 def test_a_worker_that_does_not_come_is_waited_for_so_long_and_leaves_nothing_open():
     library = FakeLibrary()
     sender = sender_of(library, deadline=0.3, num_workers=2)
-    port = sender.init_info("0.32.0")["master_port"]
+    port = sender.port
     began = time.monotonic()
     with pytest.raises(SyncError, match=rf"none of the server's 2 workers came to 127\.0\.0\.1:{port}.*0\.3 s"):
         sender.join()
@@ -346,8 +360,8 @@ def test_a_worker_that_comes_but_does_not_join_is_waited_for_so_long():
     library = FakeLibrary()
     library.stuck_at = 0
     sender = sender_of(library, deadline=0.5, num_workers=2)
-    port = sender.init_info("0.32.0")["master_port"]
-    missing = r"not all of the server's 2 workers joined over NCCL 2\.0\.0.*0\.5 s"
+    port = sender.port
+    missing = r"not all of the server's 2 workers joined over NCCL 22703.*0\.5 s"
     with worker_of(sender, library), pytest.raises(SyncError, match=missing) as kept:
         sender.join()
     assert library.aborted == [7]
@@ -377,7 +391,7 @@ def test_a_failed_peer_is_told_at_once():
 
 
 @pytest.mark.parametrize("when", ["before anyone came", "while it forms", "during a broadcast"])
-def test_abort_ends_whoever_waits(when):
+def test_closing_ends_whoever_waits(when):
     library = FakeLibrary()
     if when == "during a broadcast":
         sender = joined(library, deadline=60.0)
@@ -394,11 +408,10 @@ def test_abort_ends_whoever_waits(when):
             with worker_of(sender, library) if when == "while it forms" else contextlib.nullcontext():
                 assert library.is_stuck.wait(10)
         began = time.monotonic()
-        sender.abort("the server answered 500")
+        sender.close("the server answered 500")
     assert errors == ["the server answered 500"] and time.monotonic() - began < 5.0
     assert library.aborted == ([] if when == "before anyone came" else [7])
-    sender.abort("again")
-    sender.close()
+    sender.close("again")
     assert len(library.aborted) < 2 and not ending_threads()
 
 
@@ -406,22 +419,13 @@ def test_an_abort_that_takes_long_is_not_waited_for():
     library = FakeLibrary()
     sender = joined(library)
     let_go = threading.Event()
-    library.abort = lambda communicator: let_go.wait(20)
+    library.ncclCommAbort = lambda communicator: let_go.wait(20) and 0
     began = time.monotonic()
     sender.close()
     assert time.monotonic() - began < 5.0 and len(ending_threads()) == 1
     let_go.set()
     ending_threads()[0].join(10)
     assert not ending_threads()
-
-
-def test_wrong_use_is_named():
-    with pytest.raises(ValueError, match="device cpu"):
-        PackedSender(CPU, host="127.0.0.1", num_workers=1, deadline=1.0)
-    with pytest.raises(ValueError, match="num_workers 0"):
-        sender_of(FakeLibrary(), num_workers=0)
-    with pytest.raises(SyncError, match="call join first"):
-        sender_of(FakeLibrary()).send({"one": torch.ones(3)})
 
 
 class FakeShared:
@@ -431,24 +435,25 @@ class FakeShared:
         self._status = status
 
     def __getattr__(self, name):
-        if not name.startswith("nccl") or (name == "ncclGetLastError" and self._status == 5):
+        if not name.startswith("nccl"):
             raise AttributeError(name)
-        texts = {"ncclGetErrorString": b"unhandled system error", "ncclGetLastError": b"Duplicate GPU detected "}
+        last = b"" if self._status == 5 else b"Duplicate GPU detected "
+        texts = {"ncclGetErrorString": b"unhandled system error", "ncclGetLastError": last}
         setattr(self, name, lambda *arguments: texts.get(name, self._status))
         return getattr(self, name)
 
 
 def test_what_nccl_says_of_an_error_is_passed_on(monkeypatch):
-    def library_of(status):
-        monkeypatch.setattr("headrace.engine.vllm.nccl_library._load", lambda: FakeShared(status))
-        return NcclLibrary()
+    def call(name, status):
+        monkeypatch.setattr("ctypes.CDLL", lambda _: FakeShared(status))
+        Nccl().call(name)
 
     with pytest.raises(SyncError, match=r"^ncclBroadcast: unhandled system error: Duplicate GPU detected$"):
-        library_of(2).broadcast(1, 2, num_bytes=3, stream=4)
+        call("ncclBroadcast", 2)
     with pytest.raises(SyncError, match=r"^ncclGetUniqueId: unhandled system error$"):
-        library_of(5).new_id()
-    library_of(7).broadcast(1, 2, num_bytes=3, stream=4)
-    assert library_of(0).is_idle(1)
+        call("ncclGetUniqueId", 5)
+    call("ncclBroadcast", 7)
+    call("ncclBroadcast", 0)
 
 
 def test_no_nccl_is_said_so(monkeypatch):
@@ -457,4 +462,4 @@ def test_no_nccl_is_said_so(monkeypatch):
 
     monkeypatch.setattr("ctypes.CDLL", refuse)
     with pytest.raises(SyncError, match=r"no NCCL here \(libnccl.so.2: cannot open.*torch built for CUDA"):
-        NcclLibrary()
+        Nccl()

@@ -1,0 +1,204 @@
+"""One generate call at a vLLM server, with what it has sampled so far.
+
+A token's version is known in two ways. Weights change while the server is paused, and every token sampled before has arrived by
+the time it resumes: so earlier tokens are of the old version, later ones of the new. Some releases report the version of every
+token at the end of a call. Then that counts, and tokens may come several at a time; a call that was cancelled here gets no
+report, and ends before the first token of unknown version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from headrace.engine import stop_strings
+from headrace.engine.append_tokens import append_call
+from headrace.engine.protocol import Increment, InFlight, NotFinite
+from headrace.engine.request import SampledSince
+from headrace.engine.vllm.api import VllmGone
+from headrace.records import Call, FinishReason
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Sequence
+
+    from headrace.engine.request import Request
+    from headrace.engine.vllm.api import Piece
+    from headrace.engine.vllm.engine import VllmEngine
+    from headrace.records import Array, Rollout
+
+_NOTHING = np.zeros(0, np.int32)
+_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
+_MIX = 0x9E3779B97F4A7C15
+_TIES = 16  # tokens as likely as the last of the k likeliest, which vLLM keeps too
+TOGETHER = 16  # tokens per event, where they need not come one by one: an event costs the same for any number
+
+
+class VllmCall:
+    """A call that waits, or whose stream is read by `task`."""
+
+    def __init__(self, request: Request, engine: VllmEngine) -> None:
+        self.request, self._engine = request, engine
+        self.task: asyncio.Task[None] | None = None
+        self.is_over = False
+        self._token_ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._versions: list[int] = []
+        self._masks: list[Array] = []
+        self._lineage = ""  # of the weights that sampled its first token
+        self._num_reported = 0
+        self._unsure_from: int | None = None  # first token of a piece that mixes versions, until the server tells them apart
+        is_read = request.on_tokens is not None or request.is_streamed or bool(request.sampling.stop)
+        self._together = TOGETHER if engine.names_versions and not is_read else 1
+        """Tokens requested per piece. With 1, all arrive before weights change; with more, some may be of older weights."""
+
+    @property
+    def num_known(self) -> int:
+        """Tokens whose versions are known."""
+        return len(self._token_ids) if self._unsure_from is None else self._unsure_from
+
+    async def read(self) -> None:
+        """Send it and read its stream to the end; closing the stream, however that comes, ends the call at the server."""
+        engine, rollout, sampling = self._engine, self.request.rollout, self.request.sampling
+        pieces = engine.api.generate(
+            rollout.token_ids.tolist(),
+            # vLLM restarts its random numbers with each call, so a resumed one needs another seed than the one it continues
+            sampling.with_seed((sampling.seed + len(rollout) * _MIX) & ((1 << 63) - 1)),
+            max_tokens=min(sampling.max_tokens, engine.context - len(rollout)),
+            salt=engine.salt,
+            num_candidates=self._num_candidates(),
+            every=self._together,
+        )
+        async with contextlib.aclosing(pieces):
+            async for piece in pieces:
+                engine.heard(len(piece.token_ids))
+                reason = self._take(piece)
+                if reason is not None:
+                    self._stamp(piece.spans, reason)
+                    self.finish(reason)
+                    return
+                engine.after_step()
+
+    def _num_candidates(self) -> int:
+        """Logprobs to request with each token, so that all tokens that could have been sampled are among them."""
+        sampling, vocabulary = self.request.sampling, self._engine.vocabulary
+        if not (sampling.temperature > 0 and (sampling.top_k or sampling.top_p < 1 or sampling.min_p)):
+            return 0
+        return min(sampling.top_k + _TIES if sampling.top_k else vocabulary, vocabulary, self._engine.num_candidates)
+
+    def _take(self, piece: Piece) -> FinishReason | None:
+        """Append a piece, up to the end of a stop string; returns why the call is over, if it is."""
+        sampling, version = self.request.sampling, self._engine.version
+        reason = None if piece.finish is None else _REASONS.get(piece.finish, FinishReason.ABORT)
+        start = len(self._token_ids)
+        is_split = self._together > 1 and len(piece.token_ids) > 1 and start and self._versions[-1] != version
+        if is_split and self._unsure_from is None:
+            self._unsure_from = start
+        for place, (token, logprob) in enumerate(zip(piece.token_ids, piece.logprobs, strict=True)):
+            if math.isnan(logprob):
+                raise NotFinite(f"rollout {self.request.rollout.id!r}: the model's logits are not finite")
+            self._token_ids.append(token)
+            self._logprobs.append(logprob if sampling.temperature > 0 else 0.0)
+            self._versions.append(version)
+            self._lineage = self._lineage or self._engine.lineage
+            if sampling.is_truncated:
+                self._masks.append(self._mask(piece, place))
+            if sampling.stop and self._completes_stop():
+                reason = FinishReason.STOP
+                break
+        on_tokens, has_news = self.request.on_tokens, start < len(self._token_ids) or reason is not None
+        if on_tokens is not None and has_news and reason is not FinishReason.ABORT:
+            new = slice(start, None)
+            on_tokens(Increment(tuple(self._token_ids[new]), tuple(self._logprobs[new]), tuple(self._versions[new]), reason))
+        return reason
+
+    def _mask(self, piece: Piece, place: int) -> Array:
+        """The ids that could have been sampled at the position just filled; empty if all could."""
+        sampling = self.request.sampling
+        if piece.masks is not None:
+            return piece.masks[place]
+        if len(self._token_ids) <= sampling.min_tokens and sampling.stop_ids:
+            return np.setdiff1d(np.arange(self._engine.vocabulary, dtype=np.int32), sampling.stop_ids)
+        return _NOTHING
+
+    def _completes_stop(self) -> bool:
+        rollout, sampling, decode = self.request.rollout, self.request.sampling, self._engine.decode
+        first = stop_strings.window(rollout, sampling, len(rollout) + len(self._token_ids))
+        if first is None or decode is None:
+            return False
+        before = rollout.token_ids[first:].tolist()
+        return stop_strings.completes(sampling.stop, before + self._token_ids[max(0, first - len(rollout)) :], decode)
+
+    def _stamp(self, spans: Sequence[tuple[str, int, int]], reason: FinishReason) -> None:
+        """Set the versions that the server reports at the end, as `lineage:version`."""
+        if spans and self._engine.names_versions:
+            for name, start, stop in spans:
+                version = name.rpartition(":")[2]
+                if version.lstrip("-").isdigit():
+                    stop = min(stop, len(self._versions))
+                    self._versions[start:stop] = [int(version)] * (stop - start)
+            self._unsure_from = None
+        if self._unsure_from is not None and reason is not FinishReason.ABORT:
+            api = self._engine.api
+            raise VllmGone(f"vLLM at {api.url} ended a call without naming the weights of it, log {api.log}")
+
+    def finish(self, reason: FinishReason) -> None:
+        rollout = self._rollout(reason)
+        self.is_over = True
+        self.request.on_done(rollout)
+
+    def end(self) -> None:
+        """Close its stream, which ends the call at the server."""
+        self.is_over = True
+        if self.task is not None:
+            self.task.cancel()
+
+    # What it has sampled
+
+    def growth(self) -> SampledSince | None:
+        """What came since the last call, up to the first token of unknown version."""
+        new = slice(self._num_reported, self.num_known)
+        if new.start == new.stop:
+            return None
+        self._num_reported = new.stop
+        return SampledSince(
+            self.request,
+            np.asarray(self._token_ids[new], np.int32),
+            np.asarray(self._logprobs[new], np.float32),
+            np.asarray(self._versions[new], np.int32),
+            self._masks[new],
+            self._lineage,
+        )
+
+    def in_flight(self) -> InFlight:
+        first = self._versions[0] if self._versions else -1
+        partial = functools.partial(self._rollout, FinishReason.ABORT)
+        return InFlight.of(self.request.rollout, num_sampled=self.num_known, first=first, partial=partial)
+
+    def _rollout(self, reason: FinishReason) -> Rollout:
+        """With the tokens of known version; the others are sampled again."""
+        rollout, known = self.request.rollout, slice(0, self.num_known)
+        call = Call(
+            start=len(rollout),
+            stop=len(rollout) + self.num_known,
+            engine=self._engine.name,
+            sampling=self.request.sampling,
+            finish_reason=reason,
+            started=self.request.started,
+            finished=time.time(),
+        )
+        return append_call(
+            rollout,
+            call,
+            token_ids=np.asarray(self._token_ids[known], np.int32),
+            logprobs=np.asarray(self._logprobs[known], np.float32),
+            versions=np.asarray(self._versions[known], np.int32),
+            masks=self._masks[known],
+            policy=self._engine.policy,
+            lineage=self._lineage or self._engine.lineage,
+        )

@@ -1,0 +1,108 @@
+"""What a run needs of a vLLM server: read from the description of its interface (OpenAPI), and tried before the run starts."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from headrace.engine.vllm.api import MaskIncomplete, VllmRefused
+from headrace.engine.vllm.handover import saved_form
+from headrace.model import Head
+from headrace.records import Sampling
+from headrace.settings import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from headrace.engine.vllm.api import ServerInfo, VllmApi
+    from headrace.engine.vllm.handover import Handover
+    from headrace.records import Array
+
+_TRY_SECONDS = 120.0
+_TRIED_TOKENS = 32
+_SAME, _NOISE = 1e-3, 4  # nats by which logprobs of the same weights may differ, plus this many times their noise
+
+
+@dataclass(frozen=True)
+class Ability:
+    """Something a server must do, and how its interface shows that it can."""
+
+    what: str
+    since: str
+    """The first release that can."""
+    signs: tuple[str, ...]
+    """Paths, and fields of messages as `message.field`."""
+
+    def is_in(self, about: ServerInfo) -> bool:
+        return about.interface.issuperset(self.signs)
+
+
+NEEDED = (  # by every run
+    Ability("tokens in and tokens out", "0.14", ("/inference/v1/generate",)),
+    Ability("pausing with rollouts in flight (VLLM_SERVER_DEV_MODE=1 opens it)", "0.15", ("/pause",)),
+    Ability("new weights from a folder (VLLM_SERVER_DEV_MODE=1 opens it)", "0.14", ("/collective_rpc",)),
+    Ability("dropping the KV cache (VLLM_SERVER_DEV_MODE=1 opens it)", "0.14", ("/reset_prefix_cache",)),
+    Ability("a prefix cache kept apart by version", "0.14", ("GenerateRequest.cache_salt",)),
+)
+NAME_VERSION = Ability(
+    "the weight version of every token", "0.32", ("/update_weight_version", "GenerateTokensStreamChoice.weight_versions")
+)
+TRANSFER = Ability("new weights from GPU memory (VLLM_SERVER_DEV_MODE=1 opens it)", "0.21", ("/start_weight_update",))
+
+
+def check_abilities(about: ServerInfo, *, server: str, more: tuple[Ability, ...] = ()) -> None:
+    """Refuse a server that lacks what every run needs, or `more`."""
+    lacking = [ability for ability in (*NEEDED, *more) if not ability.is_in(about)]
+    if lacking:
+        told = "; ".join(f"{ability.what} (vLLM {ability.since} can)" for ability in lacking)
+        raise ConfigError(f"vLLM {about.version} at {server} cannot do what this run needs: {told}")
+
+
+async def try_generate(api: VllmApi, vocabulary: int) -> None:
+    """Sample one token and score a prompt. A server may be paused, keep its interface closed, need another API token, or return
+    logprobs of a distribution it does not sample from: each would otherwise show late or never."""
+    await api.resume()
+    prompt = [vocabulary // 3, vocabulary // 2, vocabulary // 5]  # the first ids may be padding
+    of_two, asked = Sampling(max_tokens=1, top_k=2), min(vocabulary, 8)
+    pieces = api.generate(prompt, of_two, max_tokens=1, salt="try", num_candidates=asked)
+    try:
+        async with asyncio.timeout(_TRY_SECONDS):
+            masks = [mask async for piece in pieces for mask in piece.masks or ()]
+            if len(masks) != 1 or len(masks[0]) > 4:  # all but the two likeliest should have no probability
+                raise MaskIncomplete
+            await api.prompt_logprobs(prompt, salt="try", whole=False)
+    except MaskIncomplete as error:
+        raise ConfigError(
+            f"vLLM at {api.url} gives the logprobs of another distribution than it samples from: it must be started with "
+            f"--logprobs-mode processed_logprobs"
+        ) from error
+    except VllmRefused as error:
+        raise ConfigError(str(error)) from error
+    except TimeoutError as error:
+        raise ConfigError(f"vLLM at {api.url} has not sampled one token for {_TRY_SECONDS:g} s") from error
+
+
+async def try_update(api: VllmApi, way: Handover, model: PreTrainedModel, *, version: str) -> None:
+    """Load the server's own weights once more, which must change nothing: some builds cannot load weights twice."""
+    vocabulary = Head(model).vocabulary
+    prompt = np.random.default_rng(0).integers(vocabulary // 4, vocabulary, _TRIED_TOKENS).tolist()
+
+    async def scored(salt: str) -> Array:
+        logprobs, _ = await api.prompt_logprobs(prompt, salt=salt, whole=False)
+        return logprobs
+
+    before, again = await scored("before"), await scored("again")
+    await asyncio.to_thread(lambda: way.prepare(saved_form(model)))
+    await api.pause("keep")
+    await way.hand_over(api)
+    await api.resume()
+    noise, distance = (float(np.abs(each - before).max()) for each in (again, await scored("after")))
+    if not distance <= _SAME + _NOISE * noise:
+        raise ConfigError(
+            f"engine.kind = 'vllm': vLLM {version} at {api.url} computes something else once the weights it has are loaded "
+            f"again (logprobs differ by {distance:.2g}), so it cannot be trained with; 0.32's CPU build does so with mixtures "
+            f"of experts; set engine.kind = 'native'"
+        )
