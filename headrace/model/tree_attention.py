@@ -21,8 +21,7 @@ from headrace.model.kernels.attention import delta_kernel, forward_kernel, key_k
 if TYPE_CHECKING:
     from torch import nn
 
-    from headrace.model.attention import AttentionSpec
-    from headrace.model.layout import Layout
+    from headrace.model.attention import AttentionSpec, Layout
     from headrace.records import Array
 
 TILE = 128  # rows or keys of a tile in the tables; kernels with smaller blocks take it in parts
@@ -193,23 +192,22 @@ def make_tables(layout: Layout) -> tuple[Array, Array, Array]:
     """(tiles of rows [n, 5], tiles of keys [n, 5], position of each row), int32.
 
     A tile of rows: first row, count, first row of its run, first row and length of its prefix. A tile of keys: first key,
-    count, end of its run, first and end of the other rows that see all of it (the branches of a prefix).
+    count, end of its run, first and end of the other rows that see all of it (the branches of a prefix, which follow it).
     """
-    runs = []
-    for document in layout.documents:
-        start, length = document.prefix
-        end = document.branches[-1][0] + document.branches[-1][1]
-        if length:
-            runs.append((start, length, 0, 0, start + length, end))
-        runs += [(first, count, start, length, 0, 0) for first, count in document.branches]
-    table = np.array(runs, dtype=np.int32).reshape(-1, 6)
-    firsts, lengths, prefixes, prefix_lengths, uppers, upper_stops = table.T
+    lengths, continues = np.asarray(layout.lengths), np.asarray(layout.continues)
+    stops = np.cumsum(lengths)
+    firsts = stops - lengths
+    is_branch = continues >= 0
+    prefixes, prefix_lengths = firsts[continues] * is_branch, lengths[continues] * is_branch
+    upper_stops = np.zeros_like(stops)
+    np.maximum.at(upper_stops, continues[is_branch], stops[is_branch])
+    uppers = stops * (upper_stops > 0)
     counts = -(-lengths // TILE)
-    owner = np.repeat(np.arange(len(table)), counts)
+    owner = np.repeat(np.arange(len(lengths)), counts)
     offset = (np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)) * TILE
     first = firsts[owner] + offset
     held = np.minimum(lengths[owner] - offset, TILE)
     rows = np.stack([first, held, firsts[owner], prefixes[owner], prefix_lengths[owner]], axis=1)
-    keys = np.stack([first, held, (firsts + lengths)[owner], uppers[owner], upper_stops[owner]], axis=1)
-    positions = np.arange(layout.num_rows) - np.repeat(firsts - prefix_lengths, lengths)
+    keys = np.stack([first, held, stops[owner], uppers[owner], upper_stops[owner]], axis=1)
+    positions = np.arange(stops[-1]) - np.repeat(firsts - prefix_lengths, lengths)
     return rows.astype(np.int32), keys.astype(np.int32), positions.astype(np.int32)
