@@ -13,8 +13,8 @@ from headrace.front_door import front_door
 if TYPE_CHECKING:
     from headrace.model.arena import Arena, Slot, allocate_bytes, arena_bytes, held_tensors, lay_out
     from headrace.model.attention import EXACT_ROWS, AttentionSpec, PackedContext, attend, causal, layer_of, make_context
-    from headrace.model.fused_head import Scaling
-    from headrace.model.head import AllowedTokens, Head
+    from headrace.model.fused_head import AllowedTokens, Scaling
+    from headrace.model.head import Head
     from headrace.model.kernels.softcap import capped
     from headrace.model.load import (
         ModelError,

@@ -184,12 +184,12 @@ def make_context(layout: Layout, device: torch.device, exact: bool) -> Attention
 class _Gather(NamedTuple):
     """Segments of similar shape that go through one call."""
 
-    count: int
-    rows: Tensor  # [count × width]: a shorter segment repeats its last row, whose results are dropped
+    num_segments: int
+    rows: Tensor  # [segments × width]: a shorter segment repeats its last row, whose results are dropped
     columns: Tensor
-    """[count × (prefix + width)]: the prefix is aligned right, against the segment's own rows, so that distances between
+    """[segments × (prefix + width)]: the prefix is aligned right, against the segment's own rows, so that distances between
     columns are distances between positions."""
-    allowed: Tensor | None  # [count or 1, width, prefix + width]; None is causal
+    allowed: Tensor | None  # [segments or 1, width, prefix + width]; None is causal
 
 
 class PackedContext:
@@ -249,8 +249,8 @@ class PackedContext:
                     if not bool(is_seen.all()):
                         allowed = allowed & F.pad(is_seen, (0, width), value=True).unsqueeze(1)
                     allowed = allowed.to(self._device)
-                indices = (index.reshape(-1).to(self._device) for index in (rows, columns))
-                gathers.append(_Gather(len(members), *indices, allowed))
+                rows, columns = (index.reshape(-1).to(self._device) for index in (rows, columns))
+                gathers.append(_Gather(len(members), rows, columns, allowed))
         return gathers, inverse.to(self._device)
 
 

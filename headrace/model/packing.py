@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from headrace.model.attention import EXACT_ROWS, Layout, make_context
-from headrace.model.head import AllowedTokens
+from headrace.model.fused_head import AllowedTokens
 from headrace.model.load import hidden_states
 from headrace.model.pass_planning import Unit, members_of, plan_passes
 
