@@ -240,18 +240,27 @@ class PackedContext:
                 offset += rows.numel()
                 columns, allowed = rows, None
                 if num_before:
-                    before = torch.arange(-num_before, 0)
-                    is_seen = -before <= torch.tensor([prefixes[member] for member in members]).unsqueeze(1)
-                    prefix_end = ends[[self._continues[member] for member in members]].unsqueeze(1)
-                    columns = torch.cat([torch.where(is_seen, prefix_end + before, 0), rows], dim=1)
-                    positions = torch.arange(num_before + width)
-                    allowed = causal(positions[num_before:], positions, window=window).unsqueeze(0)
-                    if not bool(is_seen.all()):
-                        allowed = allowed & F.pad(is_seen, (0, width), value=True).unsqueeze(1)
+                    seen = torch.tensor([prefixes[member] for member in members]).unsqueeze(1)
+                    prefix_ends = ends[[self._continues[member] for member in members]].unsqueeze(1)
+                    columns, allowed = _with_prefixes(rows, prefix_ends, seen, num_before=num_before, window=window)
                     allowed = allowed.to(self._device)
                 rows, columns = (index.reshape(-1).to(self._device) for index in (rows, columns))
                 gathers.append(_Gather(len(members), rows, columns, allowed))
         return gathers, inverse.to(self._device)
+
+
+def _with_prefixes(
+    rows: Tensor, prefix_ends: Tensor, seen: Tensor, *, num_before: int, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """Columns and mask of segments, [segments, width] rows, that see the last `seen` rows of their prefixes."""
+    before = torch.arange(-num_before, 0)
+    is_seen = -before <= seen
+    columns = torch.cat([torch.where(is_seen, prefix_ends + before, 0), rows], dim=1)
+    positions = torch.arange(columns.shape[1])
+    allowed = causal(positions[num_before:], positions, window=window).unsqueeze(0)
+    if not bool(is_seen.all()):
+        allowed = allowed & F.pad(is_seen, (0, rows.shape[1]), value=True).unsqueeze(1)
+    return columns, allowed
 
 
 def _similar(lengths: Sequence[int]) -> list[tuple[list[int], int]]:

@@ -60,12 +60,10 @@ class Head:
         """[rows, vocabulary] float32 logits before scaling."""
         return product(hidden, weight, self.bias)
 
-    def logits(self, hidden: Tensor, weight: Tensor | None = None) -> Tensor:
-        """[rows, vocabulary] float32 before temperature. `weight`: from `narrowed`. For engines: bfloat16 has no gradient."""
-        rows = len(hidden)
-        if self._exact:
-            hidden = F.pad(hidden, (0, 0, 0, -rows % EXACT_ROWS))
-        return self.scaling.apply(self.product(hidden, self.narrowed() if weight is None else weight))[:rows]
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, vocabulary] float32 before temperature. For engines: bfloat16 has no gradient."""
+        rows = F.pad(hidden, (0, 0, 0, -len(hidden) % EXACT_ROWS)) if self._exact else hidden
+        return self.scaling.apply(self.product(rows, self.narrowed()))[: len(hidden)]
 
     def logprobs(
         self, hidden: Tensor, targets: Tensor, temperatures: Tensor, *, allowed: AllowedTokens | None = None

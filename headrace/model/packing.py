@@ -13,7 +13,7 @@ import torch
 from headrace.model.attention import EXACT_ROWS, Layout, make_context
 from headrace.model.fused_head import AllowedTokens
 from headrace.model.load import hidden_states
-from headrace.model.pass_planning import Unit, members_of, plan_passes
+from headrace.model.pass_planning import members_of, plan_passes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from headrace.model.head import Head
+    from headrace.model.pass_planning import Unit
     from headrace.records import Array, Rollout
 
 
@@ -50,13 +51,12 @@ def pack(
     rollouts: Sequence[Rollout],
     is_target: Sequence[Array],
     *,
-    units: Sequence[Unit] | None = None,
+    units: Sequence[Unit],
     device: torch.device | str = "cpu",
     exact: bool = False,
 ) -> Packed:
     """Pack rollouts end to end. `is_target` [T] bool per rollout: which tokens' logprobs to compute. `units`: the rollouts of
-    this pass and what they share; by default all of them, sharing nothing."""
-    units = [Unit((member,)) for member in range(len(rollouts))] if units is None else units
+    this pass and what they share."""
     members = members_of(units)
     rollouts, is_target = [rollouts[member] for member in members], [is_target[member] for member in members]
     lengths = [len(rollout) for rollout in rollouts]
