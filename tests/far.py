@@ -25,9 +25,10 @@ from functools import partial
 from typing import IO, Any
 
 import torch
+from manifests import make_manifest
 
 from headrace.errors import SyncError
-from headrace.model.weights import StagedWeights, check_order, make_manifest, named_tensors
+from headrace.model.weights import StagedWeights, check_order, named_tensors
 from headrace.records import WeightUpdate, frames
 from headrace.sync import Lineage, TransportConfig, WeightSync, make_transport, weight_sync as weight_sync_module
 

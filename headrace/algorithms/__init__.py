@@ -1,7 +1,7 @@
 """Pure functions from rewards and logprobs to the objective: advantages, losses, corrections, and the KL.
 
-`traits` tells other rooms what they must know about each, without importing torch. To add a loss, add a function and a line in
-the table of `losses.py`, and a line in `traits.py` if it differs from the defaults.
+`traits` tells other rooms what they must know about each, without importing torch. To add a loss, write a function and name it
+in `LOSSES` (`losses.py`); add a line in `traits.py` if it differs from the defaults.
 """
 
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ from headrace.front_door import front_door
 if TYPE_CHECKING:
     from headrace.algorithms.advantage_estimators import advantages, batch_advantages, gae, normalised, token_rewards
     from headrace.algorithms.columns import COMPUTED, PROXIMAL, REFERENCE, RETURNS, REWARDS, TEACHER, VALUES
-    from headrace.algorithms.corrections import BATCH_WIDE, CORRECTIONS, MASKS, importance_weights
+    from headrace.algorithms.corrections import BATCH_WIDE, CORRECTIONS
     from headrace.algorithms.losses import columns_to_bring, missing_column, needed_columns, resolve_loss
     from headrace.algorithms.token_objective import Objective, batch_correction, objective, ratio_base
     from headrace.algorithms.tokens import TokenTensors, ratio_of

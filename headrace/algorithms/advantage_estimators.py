@@ -34,9 +34,8 @@ def batch_advantages(groups: Sequence[Sequence[float]], *, kind: str) -> list[Ar
     """One advantage per rollout, by group, for all groups of a version. `global`: (r − mean) ÷ std over all of them; `reward`:
     r; `gae`, `distill`: 0, because theirs are per token and computed later; others: `advantages` of each group."""
     if kind == "global":
-        rewards = np.concatenate([np.zeros(0), *(np.asarray(group, dtype=np.float64) for group in groups)])
-        scaled = normalised(rewards)
-        return np.split(scaled, np.cumsum([len(group) for group in groups])[:-1]) if groups else []
+        scaled = normalised(np.concatenate([np.zeros(0), *groups]))
+        return np.split(scaled, np.cumsum([len(group) for group in groups]))[:-1] if groups else []
     if kind == "reward":
         return [np.asarray(group, dtype=np.float32) for group in groups]
     if kind in ("gae", "distill"):
@@ -46,14 +45,13 @@ def batch_advantages(groups: Sequence[Sequence[float]], *, kind: str) -> list[Ar
 
 def normalised(values: Sequence[float] | Array) -> Array:
     """(value − mean) ÷ std, float32; all 0 if the values differ only by rounding."""
+    if not len(values):
+        return np.zeros(0, dtype=np.float32)
     wide: Array = np.asarray(values, dtype=np.float64)
-    if not len(wide):
-        return wide.astype(np.float32)
     centred: Array = wide - wide.mean()
-    spread = float(centred.std())
-    is_rounding = spread <= _ROUNDING * max(1.0, float(np.abs(wide).max()))
-    scaled: Array = np.zeros_like(centred) if is_rounding else centred / spread
-    return scaled.astype(np.float32)
+    spread = centred.std()
+    is_rounding = spread <= _ROUNDING * max(1.0, np.abs(wide).max())
+    return np.zeros(len(wide), dtype=np.float32) if is_rounding else (centred / spread).astype(np.float32)
 
 
 def token_rewards(rollout: Rollout, reward: float) -> Array:

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 import torch
 
 from headrace.algorithms.columns import COMPUTED, PROXIMAL, REFERENCE, RETURNS, TEACHER, VALUES
-from headrace.algorithms.kl import k2
 from headrace.algorithms.tokens import ratio_of
 from headrace.imports import import_name
 from headrace.settings import ConfigError
@@ -173,21 +172,28 @@ def _decoupled(tokens: TokenTensors, proximal: Tensor, *, clip_low: float, clip_
     return weight * loss, {"clipped": is_clipped, "proximal_weight": weight, "masked": is_dropped.float()}
 
 
-LOSSES: dict[str, Loss] = {
-    "grpo": grpo,
-    "ppo": ppo,
-    "reinforce": reinforce,
-    "gspo": gspo,
-    "cispo": cispo,
-    "topr": topr,
-    "decoupled_ppo": decoupled_ppo,
-    "a3po": a3po,
-    "dppo": dppo,
-    "m2po": m2po,
-    "aipo": aipo,
-    "distill": distill,
-    "supervised": supervised,
-}
+# Estimators of the KL to a reference model, per token; d = log π − log π_ref
+
+
+def k1(logprobs: Tensor, other: Tensor) -> Tensor:
+    """d, unbiased. The gradient is `k2`'s, because d's own gradient is 0 on average, whatever π_ref is."""
+    squared = k2(logprobs, other)
+    return (logprobs - other).detach() + squared - squared.detach()
+
+
+def k2(logprobs: Tensor, other: Tensor) -> Tensor:
+    """d²/2, whose gradient d ∇log π is that of KL(π ‖ π_ref) on tokens sampled by π."""
+    return 0.5 * (logprobs - other).square()
+
+
+def k3(logprobs: Tensor, other: Tensor) -> Tensor:
+    """exp(−d) − 1 + d: unbiased, never negative; used by GRPO."""
+    return ratio_of(other - logprobs) - 1 + (logprobs - other)
+
+
+KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+_BUILT_IN = grpo, ppo, reinforce, gspo, cispo, topr, decoupled_ppo, a3po, dppo, m2po, aipo, distill, supervised
+LOSSES: dict[str, Loss] = {loss.__name__: loss for loss in _BUILT_IN}
 
 
 def needed_columns(loss: str, correction: str = "none", kl: str = "none") -> tuple[str, ...]:
@@ -199,16 +205,25 @@ def needed_columns(loss: str, correction: str = "none", kl: str = "none") -> tup
     return tuple(dict.fromkeys(also))
 
 
+def columns_to_bring(loss: str, correction: str = "none", kl: str = "none") -> tuple[str, ...]:
+    """Return the needed columns that must come with the rollouts."""
+    return tuple(column for column in needed_columns(loss, correction, kl) if column not in COMPUTED)
+
+
 def call_loss(
     name: str, tokens: TokenTensors, constants: Mapping[str, float]
 ) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
-    """Call a loss by name and check shapes: a mean would silently be weighted twice. The third result is uncorrected."""
-    _check_columns(name, tokens)
+    """Call a loss by name and check columns and shapes: a mean would silently be weighted twice. The third result is
+    uncorrected."""
+    wanted = needed_columns(name)
+    for column in wanted:
+        if column != PROXIMAL and column not in tokens.columns:
+            raise missing_column(f"loss {name!r}", column)
+    if VALUES in wanted and tokens.values is None:
+        raise ValueError(f"loss {name!r} trains values, and this trainer has no value head")
     result = resolve_loss(name)(tokens, **constants)
     if not isinstance(result, tuple) or len(result) not in (2, 3):
-        raise ConfigError(
-            f"loss {name!r} must return (losses, metrics) or (losses, metrics, uncorrected), not a {type(result).__name__}"
-        )
+        raise ConfigError(f"loss {name!r} must return (losses, metrics) or (losses, metrics, uncorrected)")
     losses, seen, uncorrected = result if len(result) == 3 else (*result, None)
     for term in (losses, uncorrected):
         if term is not None and term.shape != tokens.logprobs.shape:
@@ -238,17 +253,3 @@ def missing_column(what: str, column: str) -> ValueError:
         RETURNS: "set train.advantage = 'gae'",
     }.get(column, "the environment must put it on every rollout")
     return ValueError(f"{what} needs the column {column!r}, which the batch does not have: {fix}")
-
-
-def _check_columns(name: str, tokens: TokenTensors) -> None:
-    wanted = needed_columns(name)
-    for column in wanted:
-        if column != PROXIMAL and column not in tokens.columns:
-            raise missing_column(f"loss {name!r}", column)
-    if VALUES in wanted and tokens.values is None:
-        raise ValueError(f"loss {name!r} trains values, and this trainer has no value head")
-
-
-def columns_to_bring(loss: str, correction: str = "none", kl: str = "none") -> tuple[str, ...]:
-    """Return the needed columns that must come with the rollouts."""
-    return tuple(column for column in needed_columns(loss, correction, kl) if column not in COMPUTED)

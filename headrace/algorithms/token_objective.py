@@ -8,9 +8,8 @@ import numpy as np
 import torch
 
 from headrace.algorithms.columns import REFERENCE
-from headrace.algorithms.corrections import BATCH_WIDE, MASKS, importance_weights
-from headrace.algorithms.kl import KL_ESTIMATORS
-from headrace.algorithms.losses import call_loss, missing_column
+from headrace.algorithms.corrections import BATCH_WIDE, MASKS, CorrectedTokens, importance_weights
+from headrace.algorithms.losses import KL_ESTIMATORS, call_loss, missing_column
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,14 +40,14 @@ def objective(tokens: TokenTensors, weights: Tensor, batch: Batch, *, correction
         seen = {**seen, "reference_kl": apart.detach()}
     if correction is None:
         assert batch.correction not in BATCH_WIDE, f"{batch.correction} is computed over the whole batch"
-        correction = importance_weights(
-            batch.correction,
-            tokens.proximal - tokens.recorded,
+        corrected = CorrectedTokens(
+            log_ratio=tokens.proximal - tokens.recorded,
             sequence=tokens.sequence,
             num_sequences=tokens.num_sequences,
             advantages=tokens.advantages,
             **batch.correction_constants,
         )
+        correction = importance_weights(batch.correction, corrected)
     losses = losses * correction if uncorrected is None else losses * correction + uncorrected
     return Objective((losses * weights).sum(), correction, seen)
 
@@ -69,14 +68,14 @@ def batch_correction(batch: Batch, proximal: Sequence[Array]) -> list[Array]:
         parts = [array[mask] for array, mask in zip(arrays, masks, strict=True)]
         return torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.float32), *parts]))
 
-    weights = importance_weights(
-        batch.correction,
-        joined(proximal) - joined([rollout.logprobs for rollout in batch.rollouts]),
+    tokens = CorrectedTokens(
+        log_ratio=joined(proximal) - joined([rollout.logprobs for rollout in batch.rollouts]),
         sequence=torch.from_numpy(np.repeat(np.arange(len(counts)), counts)),
         num_sequences=len(counts),
         advantages=joined(batch.advantages),
         **batch.correction_constants,
     )
+    weights = importance_weights(batch.correction, tokens)
     results = [np.zeros(len(mask), dtype=np.float32) for mask in masks]
     for result, mask, values in zip(results, masks, weights.split(counts), strict=True):
         result[mask] = values.numpy()

@@ -14,7 +14,26 @@ MOST_LOG_RATIO = 20.0  # |log ratio| is clamped to this: e²⁰ is finite, and b
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenTensors:
+class RolloutTokens:
+    """N tokens of whole rollouts; all tensors are [N]."""
+
+    sequence: Tensor
+    """Index of the token's rollout in this pass, below `num_sequences`."""
+    num_sequences: int
+    advantages: Tensor
+
+    def sequence_sum(self, values: Tensor) -> Tensor:
+        """[N]: for each token the sum of `values` over its rollout."""
+        sums = values.new_zeros(self.num_sequences).index_add(0, self.sequence, values)
+        return sums.index_select(0, self.sequence)
+
+    def sequence_mean(self, values: Tensor) -> Tensor:
+        """[N]: for each token the mean of `values` over its rollout."""
+        return self.sequence_sum(values) / self.sequence_sum(torch.ones_like(values))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenTensors(RolloutTokens):
     """N trained tokens of whole rollouts; all tensors are [N]. π is the policy being trained, μ the one that sampled."""
 
     logprobs: Tensor
@@ -25,10 +44,6 @@ class TokenTensors:
     """log π_prox, under the policy at the start of the version."""
     old: Tensor
     """Denominator of ratios: `proximal` if the correction contains π_prox/μ, else `recorded`."""
-    advantages: Tensor
-    sequence: Tensor
-    """Index of the token's rollout in this pass, below `num_sequences`."""
-    num_sequences: int
     versions: Tensor
     """The version that sampled each token."""
     version: int
@@ -48,27 +63,7 @@ class TokenTensors:
         """[N] π / π_old, clamped to finite values."""
         return ratio_of(self.log_ratio())
 
-    def sequence_sum(self, values: Tensor) -> Tensor:
-        """[N]: for each token the sum of `values` over its rollout."""
-        return sequence_sum(values, self.sequence, num_sequences=self.num_sequences)
-
-    def sequence_mean(self, values: Tensor) -> Tensor:
-        """[N]: for each token the mean of `values` over its rollout."""
-        return sequence_mean(values, self.sequence, num_sequences=self.num_sequences)
-
 
 def ratio_of(log_ratio: Tensor) -> Tensor:
     """exp(log_ratio), clamped to finite values."""
     return log_ratio.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO).exp()
-
-
-def sequence_sum(values: Tensor, sequence: Tensor, *, num_sequences: int) -> Tensor:
-    """[N]: for each token the sum of `values` [N] over its sequence. `sequence` [N] holds indices below `num_sequences`."""
-    sums = values.new_zeros(num_sequences).index_add(0, sequence, values)
-    return sums.index_select(0, sequence)
-
-
-def sequence_mean(values: Tensor, sequence: Tensor, *, num_sequences: int) -> Tensor:
-    """[N]: for each token the mean of `values` [N] over its sequence."""
-    counts = sequence_sum(torch.ones_like(values), sequence, num_sequences=num_sequences)
-    return sequence_sum(values, sequence, num_sequences=num_sequences) / counts

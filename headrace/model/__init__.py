@@ -12,12 +12,10 @@ from headrace.front_door import front_door
 
 if TYPE_CHECKING:
     from headrace.model.arena import Arena, Slot, allocate_bytes, arena_bytes, held_tensors, lay_out
-    from headrace.model.attention import EXACT_ROWS, AttentionSpec, PackedContext, attend, causal, layer_of
-    from headrace.model.contexts import make_context
-    from headrace.model.fused_head import Scaling
-    from headrace.model.head import AllowedTokens, Head
+    from headrace.model.attention import EXACT_ROWS, AttentionSpec, PackedContext, attend, causal, layer_of, make_context
+    from headrace.model.fused_head import AllowedTokens, Scaling
+    from headrace.model.head import Head
     from headrace.model.kernels.softcap import capped
-    from headrace.model.layout import Unit
     from headrace.model.load import (
         ModelError,
         config_limit,
@@ -33,7 +31,7 @@ if TYPE_CHECKING:
         served_dtype,
     )
     from headrace.model.packing import Packed, pack, score
-    from headrace.model.pass_planning import members_of, num_rows, plan_passes
+    from headrace.model.pass_planning import Unit, members_of, num_rows, plan_passes
     from headrace.model.routers import Routers, find_readable_routers
     from headrace.model.settings import ModelSettings
     from headrace.model.shape import ModelShape

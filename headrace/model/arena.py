@@ -51,6 +51,12 @@ class Slot:
         """One past its last element; padding follows up to the next tensor."""
         return self.start + math.prod(self.shape)
 
+    @property
+    def end(self) -> int:
+        """Where the next tensor may start."""
+        unit = ALIGNMENT // self.dtype.itemsize
+        return -(-self.stop // unit) * unit
+
 
 class Arena:
     """The memory of a model's tensors, or of a second set of them with the same layout.
@@ -63,13 +69,14 @@ class Arena:
     def __init__(self, slots: Mapping[str, Slot], *, device: torch.device, allocate: Allocate | None = None) -> None:
         self.slots = dict(slots)  # by name, in the order of `named_tensors`; tensors that share memory share a slot
         self.device = device
-        self._allocate = allocate
         self._holders: dict[str, Tensor] = {}
-        self._places: list[int] | None = None
-        regions, num_bytes = _regions(self.slots.values())
-        self.memory = self._buffer(num_bytes)  # equal slots give equal layouts: weights are also sent in this form
+        regions, num_bytes = _regions(self.slots)
+        self.memory = (allocate or allocate_bytes)(num_bytes, device)  # equal slots: equal layouts; weights are sent like this
+        if (self.memory.dtype, self.memory.shape) != (torch.uint8, (num_bytes,)) or self.memory.data_ptr() % ALIGNMENT:
+            raise ArenaError(f"allocate({num_bytes}, {device}) must give so many bytes of uint8 at a multiple of {ALIGNMENT}")
         self.flat = {dtype: self.memory[start:stop].view(dtype) for dtype, (start, stop) in regions.items()}
-        self._clear_padding()
+        for slot in set(self.slots.values()):
+            self.flat[slot.dtype][slot.stop : slot.end].zero_()
         self.views = {name: self.flat[slot.dtype][slot.start : slot.stop].view(slot.shape) for name, slot in slots.items()}
 
     @classmethod
@@ -78,10 +85,16 @@ class Arena:
         """Copy a model's tensors into an arena and make every parameter a view into it, freeing the old memory one by one. Call
         it last: moving the model to another device or dtype takes its tensors out again."""
         holders = dict(held_tensors(model))
-        devices = {tensor.device for tensor in holders.values()}
-        if len(devices) > 1 or any(device.type == "meta" for device in devices):
-            raise ArenaError(f"an arena is on one device and holds real tensors; this model's are on {_listed(devices)}")
-        arena = cls(_lay_out_held(holders), device=devices.pop() if devices else torch.device("cpu"), allocate=allocate)
+        devices = {str(tensor.device): tensor.device for tensor in holders.values()} or {"cpu": torch.device("cpu")}
+        if len(devices) > 1 or "meta" in devices:
+            where = ", ".join(sorted(devices))
+            raise ArenaError(f"an arena is on one device and holds real tensors; this model's are on {where}")
+        _check_overlaps(holders)
+        slots = _lay_out(
+            (name, tensor.dtype, tuple(tensor.shape), _memory(tensor) if tensor.numel() else name)
+            for name, tensor in holders.items()
+        )
+        arena = cls(slots, device=next(iter(devices.values())), allocate=allocate)
         arena._holders = holders
         for name, holder in holders.items():
             arena.views[name].copy_(holder)
@@ -108,13 +121,11 @@ class Arena:
             if not slot.shape or (slot.dtype, slot.start, slot.shape[1:]) != (first.dtype, stop, first.shape[1:]):
                 return None
             stop = slot.stop
-        rows = sum(slot.shape[0] for slot in slots)
-        return self.flat[first.dtype][first.start : stop].view(rows, *first.shape[1:])
+        return self.flat[first.dtype][first.start : stop].view(-1, *first.shape[1:])
 
     def exchange(self, other: Arena) -> None:
         """Swap memory with the other arena, copying nothing; the model then runs on what the other held."""
         self.memory, other.memory = other.memory, self.memory
-        self._places = other._places = None
         self.flat, other.flat = other.flat, self.flat
         self.views, other.views = other.views, self.views
         for name, holder in self._holders.items():
@@ -127,34 +138,14 @@ class Arena:
 
     def strayed(self) -> str | None:
         """The first tensor no longer in the arena, because the model was moved after it was adopted."""
-        places = self._places
-        if places is None:
-            places = self._places = [view.data_ptr() for view in self.views.values()]
-        if [holder.data_ptr() for holder in self._holders.values()] == places:
-            return None
-        return next(name for name, holder in self._holders.items() if holder.data_ptr() != self.views[name].data_ptr())
-
-    def _buffer(self, num_bytes: int) -> Tensor:
-        buffer = (self._allocate or allocate_bytes)(num_bytes, self.device)
-        if buffer.dtype != torch.uint8 or buffer.shape != (num_bytes,) or buffer.data_ptr() % ALIGNMENT:
-            raise ArenaError(
-                f"allocate({num_bytes}, {self.device}) gave {buffer.dtype} of shape {tuple(buffer.shape)} at address "
-                f"{buffer.data_ptr():#x}; an arena needs that many contiguous bytes of uint8 at a multiple of {ALIGNMENT}"
-            )
-        return buffer
-
-    def _clear_padding(self) -> None:
-        for dtype, stop in {(slot.dtype, slot.stop) for slot in self.slots.values()}:
-            end = _aligned(stop, dtype)
-            if end > stop:
-                self.flat[dtype][stop:end].zero_()
+        return next((name for name, held in self._holders.items() if held.data_ptr() != self.views[name].data_ptr()), None)
 
 
-def _regions(slots: Iterable[Slot]) -> tuple[dict[torch.dtype, tuple[int, int]], int]:
+def _regions(slots: Mapping[str, Slot]) -> tuple[dict[torch.dtype, tuple[int, int]], int]:
     """Start and stop byte of each dtype, and the total number of bytes."""
     ends: dict[torch.dtype, int] = {}
-    for slot in slots:
-        ends[slot.dtype] = max(ends.get(slot.dtype, 0), _aligned(slot.stop, slot.dtype))
+    for slot in slots.values():
+        ends[slot.dtype] = max(ends.get(slot.dtype, 0), slot.end)
     regions, start = {}, 0
     for dtype in sorted(ends, key=str):
         regions[dtype] = (start, start + ends[dtype] * dtype.itemsize)
@@ -164,7 +155,7 @@ def _regions(slots: Iterable[Slot]) -> tuple[dict[torch.dtype, tuple[int, int]],
 
 def arena_bytes(slots: Mapping[str, Slot]) -> int:
     """The size of an arena of this layout."""
-    return _regions(slots.values())[1]
+    return _regions(slots)[1]
 
 
 def allocate_bytes(num_bytes: int, device: torch.device) -> Tensor:
@@ -174,19 +165,11 @@ def allocate_bytes(num_bytes: int, device: torch.device) -> Tensor:
     return buffer[skipped : skipped + num_bytes]
 
 
-def _aligned(element: int, dtype: torch.dtype) -> int:
-    """The first element at or after this one where a tensor may start."""
-    unit = ALIGNMENT // dtype.itemsize
-    return -(-element // unit) * unit
-
-
 def lay_out(manifest: Manifest) -> dict[str, Slot]:
     """Slots for an update's tensors: those `Arena.adopt` gives a model with the same tensors, if none share memory."""
     tensors = manifest.tensors
-    return _lay_out(
-        (name, _dtype(dtype), shape, name)
-        for name, dtype, shape in zip(tensors.names, tensors.dtypes, tensors.shapes, strict=True)
-    )
+    columns = zip(tensors.names, tensors.dtypes, tensors.shapes, strict=True)
+    return _lay_out((name, _dtype(dtype), shape, name) for name, dtype, shape in columns)
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -196,26 +179,15 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _lay_out_held(tensors: Mapping[str, Tensor]) -> dict[str, Slot]:
-    """Slots for a model's tensors; tensors that share memory share a slot."""
-    _check_overlaps(tensors)
-    return _lay_out(
-        (name, tensor.dtype, tuple(tensor.shape), _memory(tensor) if tensor.numel() else name)
-        for name, tensor in tensors.items()
-    )
-
-
 def _lay_out(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...], Hashable]]) -> dict[str, Slot]:
-    """From (name, dtype, shape, key); tensors with equal keys share a slot."""
+    """From (name, dtype, shape, memory); tensors of the same memory share a slot."""
     tensors = list(tensors)
     slots: dict[str, Slot] = {}
     starts: dict[Hashable, int] = {}
-    sizes: dict[torch.dtype, int] = {}
+    ends: dict[torch.dtype, int] = {}
     for name, dtype, shape, memory in sorted(tensors, key=lambda tensor: len(tensor[2]) < 2):
-        if memory not in starts:
-            starts[memory] = sizes.get(dtype, 0)
-            sizes[dtype] = _aligned(starts[memory] + math.prod(shape), dtype)
-        slots[name] = Slot(dtype, shape, starts[memory])
+        slots[name] = Slot(dtype, shape, starts.setdefault(memory, ends.get(dtype, 0)))
+        ends[dtype] = max(ends.get(dtype, 0), slots[name].end)
     return {name: slots[name] for name, *_ in tensors}
 
 
@@ -234,13 +206,8 @@ def _check_overlaps(tensors: Mapping[str, Tensor]) -> None:
             continue
         start = tensor.data_ptr()
         if start < reached and _memory(tensor) != _memory(tensors[reached_by]):
-            raise ArenaError(
-                f"tensors {reached_by!r} and {name!r} share a part of their memory; only whole tensors can be tied"
-            )
+            raise ArenaError(f"tensors {reached_by!r} and {name!r} share a part of their memory; only whole ones can be tied")
         span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-        if start + span * tensor.element_size() > reached:
-            reached, reached_by = start + span * tensor.element_size(), name
-
-
-def _listed(devices: set[torch.device]) -> str:
-    return ", ".join(sorted(str(device) for device in devices))
+        stop = start + span * tensor.element_size()
+        if stop > reached:
+            reached, reached_by = stop, name

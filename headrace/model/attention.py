@@ -1,14 +1,14 @@
 """The attention hook: transformers calls `_hook`, which passes each layer's query, key and value to the context that came
-with the forward pass. `PackedContext`, the trainer's, is here; the engine has its own over the paged cache.
+with the forward pass. `make_context` makes the trainer's; the engine has its own over the paged cache.
 
-Both compute with `attend`. In exact mode it goes over the keys in fixed blocks of 16 with an online softmax and pads queries
-to multiples of 16, so that every row's bits are independent of the rest of the batch: see `docs/exactness.md`.
+In plain torch both compute with `attend`. In exact mode it goes over the keys in fixed blocks of 16 with an online softmax and
+pads queries to multiples of 16, so that every row's bits are independent of the rest of the batch: see `docs/exactness.md`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -165,43 +165,108 @@ def _attend_exact(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec
     return (result / total.clamp_min(1e-30))[:, :, :rows]
 
 
-class PackedContext:
-    """Sequences packed end to end; each attends within itself. Only attention pads them, in a few groups of similar length, so
-    that one call serves many; the rest of the model never sees a padded token."""
+class Layout(NamedTuple):
+    """A pass as segments of rows, end to end. A row sees its segment up to itself and, in a branch, the whole prefix."""
 
-    def __init__(self, lengths: Sequence[int], *, device: torch.device | str = "cpu", exact: bool = False) -> None:
-        self.exact = exact
-        self._gathers: list[tuple[Tensor, int, int]] = []
-        starts = torch.tensor([0, *lengths]).cumsum(0)
-        inverse = torch.empty(int(starts[-1]), dtype=torch.long)
-        offset = 0
-        for members, width in similar(lengths):
-            begin = starts[members].unsqueeze(1)
-            limit = torch.tensor([lengths[member] for member in members]).unsqueeze(1)
-            columns = torch.arange(width).unsqueeze(0)
-            index = begin + torch.minimum(columns, limit - 1)
-            flat = offset + torch.arange(len(members) * width).reshape(len(members), width)
-            is_real = columns < limit
-            inverse[index[is_real]] = flat[is_real]
-            self._gathers.append((index.reshape(-1).to(device), len(members), width))
-            offset += len(members) * width
-        self._inverse = inverse.to(device)
+    lengths: Sequence[int]  # of the segments: sequences that share nothing, prefixes, and branches that continue a prefix
+    continues: Sequence[int]  # the segment that each one continues; -1 for none
+
+
+def make_context(layout: Layout, device: torch.device, exact: bool) -> AttentionContext:
+    """For one pass: kernels on a GPU, else plain torch. Exact mode shares no prefixes."""
+    if device.type == "cuda" and not exact:
+        from headrace.model.tree_attention import KernelContext
+
+        return KernelContext(layout, device=device)
+    return PackedContext(layout.lengths, continues=layout.continues, device=device, exact=exact)
+
+
+class _Gather(NamedTuple):
+    """Segments of similar shape that go through one call."""
+
+    num_segments: int
+    rows: Tensor  # [segments × width]: a shorter segment repeats its last row, whose results are dropped
+    columns: Tensor
+    """[segments × (prefix + width)]: the prefix is aligned right, against the segment's own rows, so that distances between
+    columns are distances between positions."""
+    allowed: Tensor | None  # [segments or 1, width, prefix + width]; None is causal
+
+
+class PackedContext:
+    """A `Layout` in plain torch, which the GPU kernels are checked against. Only attention pads segments, in a few groups of
+    similar shape, so that one call serves many. The rest of the model never sees a padded token; no mask covers the pass."""
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        *,
+        continues: Sequence[int] | None = None,
+        device: torch.device | str = "cpu",
+        exact: bool = False,
+    ) -> None:
+        self._lengths, self._exact, self._device = lengths, exact, device
+        self._continues = [-1] * len(lengths) if continues is None else continues
+        self._gathers: dict[int | None, tuple[list[_Gather], Tensor]] = {}
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        if spec.sliding_window not in self._gathers:
+            self._gathers[spec.sliding_window] = self._gathered(spec.sliding_window)
+        gathers, inverse = self._gathers[spec.sliding_window]
         results = []
-        for index, count, width in self._gathers:
-            q, k, v = (t.index_select(0, index).reshape(count, width, *t.shape[1:]) for t in (query, key, value))
-            result = attend(q, k, v, spec, allowed=None, exact=self.exact)
-            results.append(result.reshape(count * width, *result.shape[2:]))
+        for count, rows, columns, allowed in gathers:
+            q = query.index_select(0, rows).reshape(count, -1, *query.shape[1:])
+            k, v = (tensor.index_select(0, columns).reshape(count, -1, *tensor.shape[1:]) for tensor in (key, value))
+            results.append(attend(q, k, v, spec, allowed=allowed, exact=self._exact).flatten(0, 1))
         together = results[0] if len(results) == 1 else torch.cat(results)
-        return together.index_select(0, self._inverse)
+        return together.index_select(0, inverse)
+
+    def _gathered(self, window: int | None) -> tuple[list[_Gather], Tensor]:
+        """The calls for one window, and where each row's result is. A branch gets only the prefix rows its first row sees."""
+        lengths = torch.tensor(self._lengths)
+        ends = lengths.cumsum(0)
+        prefixes = [0 if prefix < 0 else self._lengths[prefix] for prefix in self._continues]
+        if window is not None:
+            prefixes = [min(prefix, window - 1) for prefix in prefixes]
+        inverse = torch.empty(int(lengths.sum()), dtype=torch.long)
+        gathers, offset = [], 0
+        for group, width in _similar(self._lengths):
+            for chosen, num_before in _similar([prefixes[member] for member in group]):
+                members = [group[place] for place in chosen]
+                length, end = lengths[members].unsqueeze(1), ends[members].unsqueeze(1)
+                own = torch.arange(width)
+                rows = end - length + torch.minimum(own, length - 1)
+                is_real = own < length
+                inverse[rows[is_real]] = torch.arange(offset, offset + rows.numel()).view(rows.shape)[is_real]
+                offset += rows.numel()
+                columns, allowed = rows, None
+                if num_before:
+                    seen = torch.tensor([prefixes[member] for member in members]).unsqueeze(1)
+                    prefix_ends = ends[[self._continues[member] for member in members]].unsqueeze(1)
+                    columns, allowed = _with_prefixes(rows, prefix_ends, seen, num_before=num_before, window=window)
+                    allowed = allowed.to(self._device)
+                rows, columns = (index.reshape(-1).to(self._device) for index in (rows, columns))
+                gathers.append(_Gather(len(members), rows, columns, allowed))
+        return gathers, inverse.to(self._device)
 
 
-def similar(lengths: Sequence[int]) -> list[tuple[list[int], int]]:
+def _with_prefixes(
+    rows: Tensor, prefix_ends: Tensor, seen: Tensor, *, num_before: int, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """Columns and mask of segments, [segments, width] rows, that see the last `seen` rows of their prefixes."""
+    before = torch.arange(-num_before, 0)
+    is_seen = -before <= seen
+    columns = torch.cat([torch.where(is_seen, prefix_ends + before, 0), rows], dim=1)
+    positions = torch.arange(columns.shape[1])
+    allowed = causal(positions[num_before:], positions, window=window).unsqueeze(0)
+    if not bool(is_seen.all()):
+        allowed = allowed & F.pad(is_seen, (0, rows.shape[1]), value=True).unsqueeze(1)
+    return columns, allowed
+
+
+def _similar(lengths: Sequence[int]) -> list[tuple[list[int], int]]:
     """(members, width) of groups padded by at most a quarter of the width or 8 tokens, whichever is more."""
     groups: list[tuple[list[int], int]] = []
-    order = sorted(range(len(lengths)), key=lambda member: -lengths[member])
-    for member in order:
+    for member in sorted(range(len(lengths)), key=lambda member: -lengths[member]):
         if groups and lengths[member] >= min(0.75 * groups[-1][1], groups[-1][1] - 8):
             groups[-1][0].append(member)
         else:

@@ -14,8 +14,6 @@ import triton
 import triton.language as tl
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
 
     from headrace.model.arena import Arena
@@ -61,50 +59,34 @@ class FlatTables:
     def __init__(self, arena: Arena) -> None:
         device = arena.memory.device
         self._found = torch.zeros(2, len(arena.slots), dtype=torch.int64, device=device)
-        self._tables: dict[torch.dtype, tuple[tuple[Tensor, ...], Tensor, Tensor]] = {}  # (table, sums, is_odd) by dtype
+        self._tables: dict[torch.dtype, tuple[Tensor, ...]] = {}  # the kernel's arguments after `words`, by dtype
         places: list[int] = []
         for dtype in arena.flat:
             slots = {place: slot for place, slot in enumerate(arena.slots.values()) if slot.dtype == dtype}
-            spans = [(slot.start, slot.stop) for slot in slots.values()]
-            part = self._found[:, len(places) : len(places) + len(spans)]
-            self._tables[dtype] = _table(spans, dtype.itemsize, device), part[0], part[1]
+            starts = torch.tensor([slot.start * dtype.itemsize // _WORD for slot in slots.values()], dtype=torch.int64)
+            num_words = [-(-(slot.stop - slot.start) * dtype.itemsize // _WORD) for slot in slots.values()]
+            sizes = torch.tensor(num_words, dtype=torch.int64)
+            blocks = (sizes + _BLOCK - 1) // _BLOCK
+            owners = torch.repeat_interleave(torch.arange(len(slots), dtype=torch.int32), blocks)
+            firsts = (blocks.cumsum(0) - blocks).to(torch.int32)
+            sums, is_odd = self._found[:, len(places) : len(places) + len(slots)]
+            self._tables[dtype] = (*(table.to(device) for table in (starts, sizes, owners, firsts)), sums, is_odd)
             places += slots
         self._order = np.argsort(np.asarray(places, dtype=np.int64))
 
-    def inspect(self, arena: Arena) -> tuple[Array, Array]:
-        """(uint64 checksums, whether each tensor has NaN or infinity), in the order of its slots. Not thread-safe."""
+    def inspect(self, arena: Arena) -> tuple[Array, str | None]:
+        """(uint64 checksums in the order of the slots, name of the first tensor with NaN or infinity). Not thread-safe."""
         self._found.zero_()
-        for dtype, (table, sums, is_odd) in self._tables.items():
-            _launch(arena.flat[dtype], table, sums, is_odd)
+        for dtype, table in self._tables.items():
+            owners = table[2]
+            if len(owners):
+                exponents, below, signs = _lanes(dtype)
+                _sum_kernel[(len(owners),)](
+                    arena.flat[dtype].view(torch.int64), *table,
+                    EXPONENTS=exponents, BELOW_SIGNS=below, SIGNS=signs, TILE=_TILE, TILES=_TILES, num_warps=_WARPS,
+                )  # fmt: skip
         sums, is_odd = self._found.cpu().numpy()[:, self._order]
-        return sums.astype(np.uint64), is_odd != 0
-
-
-def inspect_flat(flat: Tensor, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[bool]]:
-    """(checksums, whether all numbers are finite) of tensors given as (start, stop) elements of `flat`."""
-    sums, is_odd = torch.zeros(2, len(spans), dtype=torch.int64, device=flat.device)
-    _launch(flat, _table(spans, flat.element_size(), flat.device), sums, is_odd)
-    return [total & 0xFFFFFFFFFFFFFFFF for total in sums.tolist()], [not odd for odd in is_odd.tolist()]
-
-
-def _table(spans: Sequence[tuple[int, int]], size: int, device: torch.device) -> tuple[Tensor, ...]:
-    """First word and number of words of each tensor, tensor of each block, first block of each tensor."""
-    starts = torch.tensor([start * size // _WORD for start, _ in spans], dtype=torch.int64)
-    sizes = torch.tensor([-(-(stop - start) * size // _WORD) for start, stop in spans], dtype=torch.int64)
-    blocks = (sizes + _BLOCK - 1) // _BLOCK
-    owners = torch.repeat_interleave(torch.arange(len(spans), dtype=torch.int32), blocks)
-    firsts = (blocks.cumsum(0) - blocks).to(torch.int32)
-    return tuple(part.to(device) for part in (starts, sizes, owners, firsts))
-
-
-def _launch(flat: Tensor, table: tuple[Tensor, ...], sums: Tensor, is_odd: Tensor) -> None:
-    owners = table[2]
-    if len(owners):
-        exponents, below, signs = _lanes(flat.dtype)
-        _sum_kernel[(len(owners),)](
-            flat.view(torch.int64), *table, sums, is_odd,
-            EXPONENTS=exponents, BELOW_SIGNS=below, SIGNS=signs, TILE=_TILE, TILES=_TILES, num_warps=_WARPS,
-        )  # fmt: skip
+        return sums.astype(np.uint64), next((name for name, odd in zip(arena.slots, is_odd, strict=True) if odd), None)
 
 
 def _lanes(dtype: torch.dtype) -> tuple[int, int, int]:

@@ -1,32 +1,32 @@
 """Logprobs straight from hidden states: logits exist for a chunk of rows at a time, and are recomputed for the gradient.
 
 With a vocabulary of 150,000 one token has 600 kB of logits. Kept for the backward pass, with their softmax and its gradient,
-they would take most of a trainer's memory. Here the forward pass keeps one number per row, the log of the sum of exponentials;
-the backward pass recomputes each chunk's logits and turns them into gradients of hidden states and weight: four matrix
-products instead of three. `LogprobsWithLoss` saves the fourth by calling the loss while it has a chunk's logits. If the sampler
-could choose among a few tokens only, `masked_head` computes just their columns.
+they would take most of a trainer's memory. Here the forward pass keeps one number per row, the log of the sum of exponentials
+(its total); the backward pass recomputes each chunk's logits and turns them into gradients of hidden states and weight: four
+matrix products instead of three. `LogprobsWithLoss` saves the fourth by calling the loss while it has a chunk's logits. If the
+sampler could choose among a few tokens only, `FewTokens` computes just their columns.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
-    from headrace.model.head import AllowedTokens
-
 _CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 28}
 """Logits held at a time: 64 MiB of float32 on a CPU; 1 GiB on a GPU, where fast products need many rows."""
-ROWS = 16  # chunks that need not hold whole sequences have a multiple of this many rows
+_GATHERED_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 26}  # weights of single tokens gathered at a time
+_ROWS = 16  # chunks that need not hold whole sequences have a multiple of this many rows
 _CACHED_ELEMENTS = 1 << 22  # logits that stay in a CPU's cache
 _OUT_OF_REACH = -1e30  # the logit of a token that could not be sampled
+_FEW = 16  # if at most 1/16 of the tokens are allowed, computing their columns alone is faster than the whole product
 
 
 @dataclass(frozen=True)
@@ -80,46 +80,222 @@ def product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class AllowedTokens:
+    """A ragged sampling mask: row r allows ids[offsets[r]:offsets[r+1]]; an empty row allows everything."""
+
+    offsets: Tensor
+    ids: Tensor
+
+    def __getitem__(self, span: slice) -> AllowedTokens:
+        return AllowedTokens(self.offsets[span.start : span.stop + 1], self.ids)
+
+    def is_few(self, vocabulary: int) -> bool:
+        """Whether every row is restricted, and on average to few tokens."""
+        counts = self.offsets.diff()
+        return len(self.ids) * _FEW <= len(counts) * vocabulary and bool((counts > 0).all())
+
+    def pairs(self) -> tuple[Tensor, Tensor]:
+        """(row, token id) of each allowed token."""
+        counts = self.offsets.diff()
+        rows = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
+        return rows, self.ids[self.offsets[0] : self.offsets[-1]]
+
+    def dense(self, vocabulary: int) -> Tensor:
+        """[rows, vocabulary] bool."""
+        allowed = (self.offsets.diff() == 0).unsqueeze(1).expand(-1, vocabulary).clone()
+        allowed[self.pairs()] = True
+        return allowed
+
+
+@dataclass(frozen=True)
+class Targets:
     """The target and sampling parameters of each row, and how the head scales logits; nothing here has a gradient."""
 
-    targets: Tensor
+    ids: Tensor
     temperatures: Tensor
     allowed: AllowedTokens | None
     scaling: Scaling
     padding: int = 1  # products have a multiple of this many rows
 
-    def chunks(self, vocabulary: int) -> list[tuple[int, int]]:
-        rows, size = len(self.targets), chunk_rows(vocabulary, self.targets.device)
-        if self.targets.is_cuda:  # leaves room for two copies of the weight's gradient
-            size = max(ROWS, size * 3 // 4 // ROWS * ROWS)
-        return [(start, min(rows, start + size)) for start in range(0, rows, size)]
+    def __getitem__(self, span: slice) -> Targets:
+        allowed = None if self.allowed is None else self.allowed[span]
+        return replace(self, ids=self.ids[span], temperatures=self.temperatures[span], allowed=allowed)
 
-    def mask(self, start: int, stop: int, vocabulary: int) -> Tensor | None:
-        """[rows, vocabulary] bool of a chunk: what could be sampled."""
-        return None if self.allowed is None else self.allowed.dense(start, stop, vocabulary)
+    def mask(self, vocabulary: int) -> Tensor | None:
+        """[rows, vocabulary] bool: what could be sampled."""
+        return None if self.allowed is None else self.allowed.dense(vocabulary)
 
 
 def chunk_rows(vocabulary: int, device: torch.device) -> int:
     """Rows of logits held at a time."""
-    return max(ROWS, _CHUNK_ELEMENTS[device.type] // vocabulary // ROWS * ROWS)
+    return max(_ROWS, _CHUNK_ELEMENTS[device.type] // vocabulary // _ROWS * _ROWS)
 
 
-def whole_spans(counts: Sequence[int], most: int) -> list[tuple[int, int]] | None:
-    """Chunks of at most `most` rows that split no sequence (of `counts` rows each); None if one is too long."""
-    spans: list[tuple[int, int]] = []
-    start = stop = 0
-    for count in counts:
-        if count > most:
-            return None
-        if stop + count - start > most:
-            spans.append((start, stop))
-            start = stop
-        stop += count
-    return [*spans, (start, stop)] if stop > start else spans
+def grouped(sizes: Sequence[int], most: int) -> Iterator[slice]:
+    """Consecutive items of a total size of at most `most`; a larger item is alone."""
+    start = total = 0
+    for place, size in enumerate(sizes):
+        if place > start and total + size > most:
+            yield slice(start, place)
+            start, total = place, 0
+        total += size
+    if total:
+        yield slice(start, len(sizes))
 
 
-class FusedLogprobs(torch.autograd.Function):
+class AllTokens:
+    """The logits of some rows. On a CPU they are overwritten: by `read` with their softmax, then with their gradient."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets) -> None:
+        self._hidden, self._weight, self._targets = hidden, weight, targets
+        rows = hidden if targets.padding == 1 else F.pad(hidden, (0, 0, 0, -len(hidden) % targets.padding))
+        self._logits = product(rows, weight, bias)[: len(hidden)]
+        self._is_softmax = False
+
+    @staticmethod
+    def spans(weight: Tensor, targets: Targets) -> list[slice]:
+        """Rows that go through the head together."""
+        size = chunk_rows(weight.shape[0], weight.device)
+        if weight.is_cuda:  # leaves room for two copies of the weight's gradient
+            size = max(_ROWS, size * 3 // 4 // _ROWS * _ROWS)
+        return [slice(start, start + size) for start in range(0, len(targets.ids), size)]
+
+    def read(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(logprob of the target, entropy, total) of each row."""
+        if self._logits.is_cuda:
+            from headrace.model.kernels.head import forward_rows
+
+            return forward_rows(self._logits, self._targets)
+        self._scale()
+        self._is_softmax = True
+        logprobs, entropies, totals = (self._logits.new_empty(len(self._logits)) for _ in range(3))
+        for span, part, given in self._parts():
+            _apply_sampling(part, given)
+            totals[span] = torch.logsumexp(part, dim=-1)
+            # In exact mode the engine samples from a log-softmax, and every bit must agree.
+            sampled_from = torch.log_softmax(part, dim=-1) if given.padding > 1 else None
+            part.sub_(totals[span].unsqueeze(1))
+            logprobs[span] = (part if sampled_from is None else sampled_from).gather(1, given.ids.unsqueeze(1)).squeeze(1)
+            shares = part.exp()
+            entropies[span] = -torch.bmm(shares.unsqueeze(1), part.unsqueeze(2)).reshape(-1)
+            part.copy_(shares)
+        return logprobs.masked_fill(logprobs < _OUT_OF_REACH / 2, float("-inf")), entropies, totals
+
+    def add_gradients(self, sums: Gradients, span: slice, totals: Tensor, slopes: Tensor) -> None:
+        """Add the gradients of Σ slopes · logprobs."""
+        weight, wide = self._weight, torch.float32
+        of_logits = self._differentiate(totals, slopes.contiguous())
+        rows = self._hidden.to(weight.dtype)
+        if of_logits.is_cuda and of_logits.dtype != wide:
+            sums.hidden[span] = of_logits @ weight
+            torch.addmm(sums.weight, of_logits.t(), rows, out_dtype=wide, out=sums.weight)
+        else:
+            sums.hidden[span] = of_logits.to(wide) @ weight.to(wide)
+            sums.weight.addmm_(of_logits.to(wide).t(), rows.to(wide))
+        if sums.bias is not None:
+            sums.bias.add_(of_logits.sum(dim=0, dtype=wide))
+
+    def _differentiate(self, totals: Tensor, slopes: Tensor) -> Tensor:
+        """[rows, vocabulary] in the weight's dtype: the gradient of Σ slopes · logprobs by the logits."""
+        scaling, dtype = self._targets.scaling, self._weight.dtype
+        if self._logits.is_cuda:
+            from headrace.model.kernels.head import backward_rows
+
+            return backward_rows(self._logits, self._targets, totals, slopes, dtype=dtype)
+        if not self._is_softmax:
+            self._scale()
+        for span, part, given in self._parts():
+            if not self._is_softmax:
+                _apply_sampling(part, given)
+                part.sub_(totals[span].unsqueeze(1)).exp_()
+            factors = (slopes[span] / given.temperatures).unsqueeze(1)
+            part.mul_(-factors).scatter_add_(1, given.ids.unsqueeze(1), factors)
+            if scaling != _PLAIN:
+                part.mul_(scaling.slope(self._scaled[span]))
+        return self._work.to(dtype)
+
+    def _scale(self) -> None:
+        """Only a soft cap's slope needs the scaled logits again; otherwise they are overwritten."""
+        scaling = self._targets.scaling
+        self._scaled = scaling.apply(self._logits)
+        self._work = self._scaled if scaling.softcap is None else self._scaled.clone()
+
+    def _parts(self) -> Iterator[tuple[slice, Tensor, Targets]]:
+        """Rows that stay in a CPU's cache over several passes."""
+        size = max(1, _CACHED_ELEMENTS // self._work.shape[1])
+        for start in range(0, len(self._work), size):
+            span = slice(start, start + size)
+            yield span, self._work[span], self._targets[span]
+
+
+def _apply_sampling(logits: Tensor, targets: Targets) -> None:
+    """Apply temperature and mask, in place; masked logits are `_OUT_OF_REACH`, which is finite."""
+    if not bool((targets.temperatures == 1).all()):
+        logits.div_(targets.temperatures.unsqueeze(1))
+    mask = targets.mask(logits.shape[1])
+    if mask is not None:
+        logits.masked_fill_(~mask, _OUT_OF_REACH)
+
+
+class FewTokens:
+    """`AllTokens` for rows that allow only a few each: one dot product for each pair of a row and a token it allows."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets) -> None:
+        assert targets.allowed is not None
+        self._targets = targets
+        self._rows, self._ids = targets.allowed.pairs()
+        self._hidden = hidden.index_select(0, self._rows).to(weight.dtype).float()
+        self._columns = weight.index_select(0, self._ids).float()
+        logits = (self._hidden * self._columns).sum(dim=1)
+        if bias is not None:
+            logits = logits + bias.index_select(0, self._ids).float()
+        self._temperatures = targets.temperatures.index_select(0, self._rows)
+        self._scaled = targets.scaling.apply(logits)
+        self._logits = self._scaled / self._temperatures
+        self._is_target = self._ids == targets.ids.index_select(0, self._rows)
+
+    @staticmethod
+    def spans(weight: Tensor, targets: Targets) -> list[slice]:
+        assert targets.allowed is not None
+        most = max(1, _GATHERED_ELEMENTS[weight.device.type] // weight.shape[1])
+        return list(grouped(targets.allowed.offsets.diff().tolist(), most))
+
+    def read(self) -> tuple[Tensor, Tensor, Tensor]:
+        logits, rows = self._logits, self._rows
+        empty = logits.new_full(self._targets.ids.shape, float("-inf"))
+        top = empty.scatter_reduce(0, rows, logits, "amax")
+        shares = torch.exp(logits - top.index_select(0, rows))
+        sums = torch.zeros_like(top).index_add_(0, rows, shares)
+        totals = top + sums.log()
+        entropies = totals - torch.zeros_like(top).index_add_(0, rows, shares * logits) / sums
+        chosen = empty.scatter_reduce(0, rows, logits.masked_fill(~self._is_target, float("-inf")), "amax")
+        return chosen - totals, entropies, totals
+
+    def add_gradients(self, sums: Gradients, span: slice, totals: Tensor, slopes: Tensor) -> None:
+        shares = torch.exp(self._logits - totals.index_select(0, self._rows))
+        slopes_of_pairs = (self._is_target.float() - shares) * slopes.index_select(0, self._rows)
+        of_logits = slopes_of_pairs / self._temperatures * self._targets.scaling.slope(self._scaled)
+        to_hidden = torch.zeros(sums.hidden[span].shape, dtype=torch.float32, device=slopes.device)
+        sums.hidden[span] = to_hidden.index_add_(0, self._rows, self._columns * of_logits.unsqueeze(1))
+        sums.weight.index_add_(0, self._ids, self._hidden * of_logits.unsqueeze(1))
+        if sums.bias is not None:
+            sums.bias.index_add_(0, self._ids, of_logits)
+
+
+class Gradients(NamedTuple):
+    """Of hidden states; and of weight and bias, summed over chunks in float32."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+    @classmethod
+    def zeros(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, *, gathered: Tensor | None = None) -> Gradients:
+        to_weight = torch.zeros_like(weight, dtype=torch.float32) if gathered is None else gathered
+        return cls(torch.empty_like(hidden), to_weight, None if bias is None else torch.zeros_like(bias, dtype=torch.float32))
+
+
+class Logprobs(torch.autograd.Function):
     """(logprob of each target, entropy of each row); only the first has a gradient."""
 
     @staticmethod
@@ -128,143 +304,25 @@ class FusedLogprobs(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        wanted: Wanted,
+        targets: Targets,
+        chunk: type[AllTokens | FewTokens],
     ) -> tuple[Tensor, Tensor]:
-        vocabulary = weight.shape[0]
-        chunks = wanted.chunks(vocabulary)
-        parts = [_forward_chunk(hidden, weight, bias, wanted, *chunk) for chunk in chunks]
+        spans = chunk.spans(weight, targets)
+        parts = [chunk(hidden[span], weight, bias, targets[span]).read() for span in spans]
         logprobs, entropies, totals = (torch.cat(part) if len(part) > 1 else part[0] for part in zip(*parts, strict=True))
         ctx.save_for_backward(hidden, weight, bias, totals)
-        ctx.wanted = wanted
+        ctx.targets, ctx.chunk, ctx.spans = targets, chunk, spans
         ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
 
     @staticmethod
-    def backward(ctx: Any, gradients: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, slopes: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
         hidden, weight, bias, totals = ctx.saved_tensors
-        wanted: Wanted = ctx.wanted
-        to_hidden = torch.empty_like(hidden)
-        to_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        to_bias = None if bias is None else torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
-        for start, stop in wanted.chunks(weight.shape[0]):
-            logits = _logits(hidden, weight, bias, wanted, start, stop)
-            slopes = gradients[start:stop].contiguous()
-            rows = _Rows(logprobs=slopes, entropies=slopes, totals=totals[start:stop])
-            of_logits = _differentiated(logits, wanted, rows, slopes, start, stop, dtype=weight.dtype)
-            _add_products(hidden, weight, of_logits, start, stop, to_hidden, to_weight, to_bias)
-        return to_hidden, to_weight.to(weight.dtype), None if to_bias is None else to_bias.to(bias.dtype), None
-
-
-def _add_products(
-    hidden: Tensor,
-    weight: Tensor,
-    of_logits: Tensor,
-    start: int,
-    stop: int,
-    to_hidden: Tensor,
-    to_weight: Tensor,
-    to_bias: Tensor | None,
-) -> None:
-    """Add a chunk's gradient of logits, in the weight's dtype, to those of hidden states, weight and bias, in float32."""
-    rows, wide = hidden[start:stop].to(weight.dtype), torch.float32
-    if of_logits.is_cuda and of_logits.dtype != wide:
-        to_hidden[start:stop] = of_logits @ weight
-        torch.addmm(to_weight, of_logits.t(), rows, out_dtype=wide, out=to_weight)
-    else:
-        to_hidden[start:stop] = of_logits.to(wide) @ weight.to(wide)
-        to_weight.addmm_(of_logits.to(wide).t(), rows.to(wide))
-    if to_bias is not None:
-        to_bias += of_logits.sum(dim=0, dtype=wide)
-
-
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: Wanted, start: int, stop: int) -> Tensor:
-    rows = hidden[start:stop]
-    if wanted.padding > 1:
-        rows = F.pad(rows, (0, 0, 0, -len(rows) % wanted.padding))
-    return product(rows, weight, bias)[: stop - start]
-
-
-def _forward_chunk(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: Wanted, start: int, stop: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    rows = _read_rows(_logits(hidden, weight, bias, wanted, start, stop), wanted, start, stop)
-    return rows.logprobs, rows.entropies, rows.totals
-
-
-@dataclass(frozen=True)
-class _Rows:
-    logprobs: Tensor
-    entropies: Tensor
-    totals: Tensor  # log of the sum of exponentials
-    shares: Tensor | None = None  # the softmax, if it was computed on the way
-    scaled: Tensor | None = None  # logits before temperature, if a soft cap's slope needs them
-
-
-def _read_rows(logits: Tensor, wanted: Wanted, start: int, stop: int) -> _Rows:
-    """Overwrites the logits."""
-    if logits.is_cuda:
-        from headrace.model.head_rows import forward_rows
-
-        mask = wanted.mask(start, stop, logits.shape[1])
-        given = (wanted.targets[start:stop], wanted.temperatures[start:stop], mask, wanted.scaling)
-        return _Rows(*forward_rows(logits, *given))
-    scaled = wanted.scaling.apply(logits)
-    shares = scaled if wanted.scaling.softcap is None else scaled.clone()
-    logprobs, entropies, totals = (logits.new_empty(len(logits)) for _ in range(3))
-    for span in _in_cache(logits):
-        part = _tempered(shares[span], wanted, start + span.start)
-        totals[span] = torch.logsumexp(part, dim=-1)
-        # In exact mode the engine samples from a log-softmax, and every bit must agree.
-        drawn = torch.log_softmax(part, dim=-1) if wanted.padding > 1 else None
-        part.sub_(totals[span].unsqueeze(1))
-        targets = wanted.targets[start + span.start : start + span.start + len(part)].unsqueeze(1)
-        logprobs[span] = (part if drawn is None else drawn).gather(1, targets).squeeze(1)
-        exponentials = part.exp()
-        entropies[span] = -torch.bmm(exponentials.unsqueeze(1), part.unsqueeze(2)).reshape(-1)
-        part.copy_(exponentials)
-    logprobs = logprobs.masked_fill(logprobs < _OUT_OF_REACH / 2, float("-inf"))
-    return _Rows(logprobs, entropies, totals, shares, None if shares is scaled else scaled)
-
-
-def _in_cache(rows: Tensor) -> list[slice]:
-    """Slices of rows that stay in a CPU's cache over several passes."""
-    size = max(1, _CACHED_ELEMENTS // rows.shape[1])
-    return [slice(begin, begin + size) for begin in range(0, len(rows), size)]
-
-
-def _tempered(part: Tensor, wanted: Wanted, start: int) -> Tensor:
-    """Apply temperature and mask, in place; masked logits are `_OUT_OF_REACH`, which is finite."""
-    temperatures = wanted.temperatures[start : start + len(part)]
-    if not bool((temperatures == 1).all()):
-        part.div_(temperatures.unsqueeze(1))
-    mask = wanted.mask(start, start + len(part), part.shape[1])
-    return part if mask is None else part.masked_fill_(~mask, _OUT_OF_REACH)
-
-
-def _differentiated(
-    logits: Tensor, wanted: Wanted, rows: _Rows, slopes: Tensor, start: int, stop: int, *, dtype: torch.dtype
-) -> Tensor:
-    """[rows, vocabulary] of `dtype`: the gradient of Σ slopes · logprobs by the logits. Overwrites logits and shares."""
-    targets, temperatures, scaling = wanted.targets[start:stop], wanted.temperatures[start:stop], wanted.scaling
-    if logits.is_cuda:
-        from headrace.model.head_rows import backward_rows
-
-        mask = wanted.mask(start, stop, logits.shape[1])
-        return backward_rows(logits, targets, temperatures, mask, rows.totals, slopes, scaling, dtype=dtype)
-    found, scaled = rows.shares, rows.scaled
-    is_made = found is not None
-    if found is None:
-        scaled = scaling.apply(logits)
-        found = scaled if scaling.softcap is None else scaled.clone()
-    for span in _in_cache(found):
-        part = found[span]
-        if not is_made:
-            _tempered(part, wanted, start + span.start).sub_(rows.totals[span].unsqueeze(1)).exp_()
-        factors = (slopes[span] / temperatures[span]).unsqueeze(1)
-        part.mul_(-factors).scatter_add_(1, targets[span].unsqueeze(1), factors)
-        if scaling != _PLAIN:
-            part.mul_(scaling.slope(part if scaled is None else scaled[span]))
-    return found.to(dtype)
+        sums = Gradients.zeros(hidden, weight, bias)
+        for span in ctx.spans:
+            chunk = ctx.chunk(hidden[span], weight, bias, ctx.targets[span])
+            chunk.add_gradients(sums, span, totals[span], slopes[span])
+        return sums.hidden, sums.weight.to(weight.dtype), None if sums.bias is None else sums.bias.to(bias.dtype), None, None
 
 
 class LossGradient(Protocol):
@@ -284,31 +342,21 @@ class LogprobsWithLoss(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        wanted: Wanted,
-        spans: list[tuple[int, int]],
+        targets: Targets,
+        spans: Sequence[slice],
         judge: LossGradient,
         gathered: Tensor | None,
     ) -> Tensor:
-        to_hidden = torch.empty_like(hidden)
-        to_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if gathered is None else gathered
-        to_bias = None if bias is None else torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
-        for start, stop in spans:
-            logits = _logits(hidden, weight, bias, wanted, start, stop)
-            rows = _read_rows(logits, wanted, start, stop)
-            slopes = judge(start, stop, rows.logprobs, rows.entropies).contiguous()
-            of_logits = _differentiated(logits, wanted, rows, slopes, start, stop, dtype=weight.dtype)
-            _add_products(hidden, weight, of_logits, start, stop, to_hidden, to_weight, to_bias)
-        ctx.save_for_backward(to_hidden, None if gathered is not None else to_weight, to_bias)
-        ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
+        sums = Gradients.zeros(hidden, weight, bias, gathered=gathered)
+        for span in spans:
+            chunk = AllTokens(hidden[span], weight, bias, targets[span])
+            logprobs, entropies, totals = chunk.read()
+            chunk.add_gradients(sums, span, totals, judge(span.start, span.stop, logprobs, entropies))
+        ctx.save_for_backward(sums.hidden, sums.weight if gathered is None else None, sums.bias)
+        ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
         return hidden.new_zeros((), dtype=torch.float32)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-        to_hidden, to_weight, to_bias = ctx.saved_tensors
-        dtype, bias_dtype = ctx.dtypes
-        return (
-            to_hidden * gradient,
-            None if to_weight is None else (to_weight * gradient).to(dtype),
-            None if to_bias is None else (to_bias * gradient).to(bias_dtype),
-            *[None] * 4,
-        )
+        sums = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        return (*(None if total is None else (total * gradient).to(dtype) for total, dtype in sums), *[None] * 4)

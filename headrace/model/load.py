@@ -60,16 +60,23 @@ def load_config(path: str) -> Any:  # noqa: ANN401  (transformers' configs share
 def load_model(path: str, *, dtype: str = "float32", device: str = "cpu", exact: bool = False) -> PreTrainedModel:
     """A causal language model ready for `attention_context=`, checked that we serve it exactly."""
     load_config(path)
-    with _explained(path, "model"), _quietly():
-        # Have mismatches listed rather than raised: transformers' error does not name them.
-        told: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-        loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), **told)
+    shows_progress = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        with _explained(path, "model"):
+            # Have mismatches listed rather than raised: transformers' error does not name them.
+            told: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+            loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), **told)
+    finally:
+        if shows_progress:
+            transformers_logging.enable_progress_bar()
     model, report = loaded
     _check_weights(model, report, path)
     prepare(model, name=path, exact=exact)
     return cast("PreTrainedModel", model.to(device))  # transformers wraps `to` and loses its types
 
 
+@torch.no_grad()
 def prepare(model: PreTrainedModel, *, name: str, exact: bool = False) -> PreTrainedModel:
     """Install our attention, and probe that every layer uses it and that our logprobs equal the model's own."""
     attention.register()
@@ -79,12 +86,14 @@ def prepare(model: PreTrainedModel, *, name: str, exact: bool = False) -> PreTra
     device, generator = next(model.parameters()).device, torch.Generator().manual_seed(0)
     vocabulary = cast("Tensor", model.get_input_embeddings().weight).shape[0]
     tokens = torch.randint(vocabulary, (_PROBED,), generator=generator).to(device)
-    own = _own_logprobs(model, tokens)
+    model.set_attn_implementation("eager")
+    with _precision(model, device):
+        own = torch.log_softmax(model(input_ids=tokens.unsqueeze(0), use_cache=False).logits[0].float(), dim=-1)
     model.set_attn_implementation(attention.NAME)
     if exact:
         # One product per token and expert, so that a token's bits do not depend on how many others chose its expert.
         model.set_experts_implementation("batched_mm")
-    _probe(model, name, tokens, own)
+    _probe(model, f"model {name!r} ({model.config.model_type}) cannot be served", tokens, own)
     return model
 
 
@@ -100,7 +109,7 @@ def _widen_residual(model: PreTrainedModel) -> None:
     is_narrow = next(p for p in model.parameters() if p.ndim >= _MATRIX).dtype == torch.bfloat16
     if is_narrow and not hasattr(model, _WIDE) and not has_experts(model):
         setattr(model, _WIDE, True)
-        model.get_input_embeddings().register_forward_hook(_as_float32)
+        model.get_input_embeddings().register_forward_hook(lambda module, given, embedded: embedded.float())
         for name, tensor in held_tensors(model):
             tensor.data = tensor.data.to(served_dtype(model, name, tensor, torch.bfloat16))
 
@@ -112,10 +121,6 @@ def served_dtype(model: PreTrainedModel, name: str, tensor: Tensor, dtype: torch
     always = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     is_wide = tensor.ndim < _MATRIX and not has_experts(model)
     return torch.float32 if is_wide or not always.isdisjoint(name.split(".")) else dtype
-
-
-def _as_float32(module: nn.Module, given: tuple[Any, ...], embedded: Tensor) -> Tensor:
-    return embedded.float()
 
 
 def has_experts(model: PreTrainedModel) -> bool:
@@ -173,70 +178,50 @@ def _check_weights(model: PreTrainedModel, report: dict[str, Any], path: str) ->
     wrong = [f"{name} is missing" for name in sorted(report["missing_keys"])]
     for name, found, wanted in sorted(report["mismatched_keys"]):
         wrong.append(f"{name} has shape {tuple(found)} instead of {tuple(wanted)}")
-    if not wrong:
-        wrong = [f"{name} holds NaN or infinity" for name, weight in model.named_parameters() if not _is_finite(weight)]
+    if not wrong:  # a sum is NaN or infinite if a number is, and needs no temporary of the weight's size
+        sums = {name: weight.detach().sum(dtype=torch.float32) for name, weight in model.named_parameters()}
+        wrong = [f"{name} holds NaN or infinity" for name, total in sums.items() if not total.isfinite()]
     if wrong:
         others = f"; and {len(wrong) - 1} more like it" if len(wrong) > 1 else ""
         raise ModelError(f"model.path = {path!r}: the weights are not those of its config.json: {wrong[0]}{others}")
 
 
-def _is_finite(weight: Tensor) -> bool:
-    """By its sum, which is NaN or infinite if a number is, and needs no temporary of the weight's size."""
-    return bool(torch.isfinite(weight.detach().sum(dtype=torch.float32)))
-
-
 class _CountingContext(attention.PackedContext):
-    def __init__(self, lengths: list[int], *, device: torch.device) -> None:
-        super().__init__(lengths, device=device)
-        self.layers: set[int] = set()
+    layers: set[int]
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, spec: attention.AttentionSpec) -> Tensor:
         self.layers.add(attention.layer_of(module))
         return super().attend(module, query, key, value, spec)
 
 
-@torch.no_grad()
-def _own_logprobs(model: PreTrainedModel, tokens: Tensor) -> Tensor:
-    """[tokens, vocabulary] by transformers' own code throughout."""
-    model.set_attn_implementation("eager")
-    with _precision(model, tokens.device):
-        return torch.log_softmax(model(input_ids=tokens.unsqueeze(0), use_cache=False).logits[0].float(), dim=-1)
-
-
-@torch.no_grad()
-def _probe(model: PreTrainedModel, name: str, tokens: Tensor, own: Tensor) -> None:
+def _probe(model: PreTrainedModel, refusal: str, tokens: Tensor, own: Tensor) -> None:
     """One forward pass over the tokens twice, as two documents: every layer must use the hook, neither document may see the
-    other, and logprobs must equal the model's own."""
-    count = len(tokens)
+    other, and logprobs must equal the model's `own`, [tokens, vocabulary]."""
+    count, is_wide = len(tokens), next(model.parameters()).dtype == torch.float32
     context = _CountingContext([count, count], device=tokens.device)
+    context.layers = set()
     positions = torch.arange(count, device=tokens.device)
     try:
         hidden = hidden_states(model, tokens.repeat(2), positions.repeat(2), context)
     except (attention.AttentionError, TypeError) as error:
-        raise ModelError(f"model {name!r} ({model.config.model_type}) cannot be served: {error}") from error
+        raise ModelError(f"{refusal}: {error}") from error
     layers = int(model.config.get_text_config().num_hidden_layers)
-    tolerance = 1e-4 if next(model.parameters()).dtype == torch.float32 else 5e-2
     leak = float((hidden[:count] - hidden[count:]).abs().max() / hidden.abs().max().clamp_min(1e-6))
-    if len(context.layers) != layers or leak > tolerance:
+    if len(context.layers) != layers or leak > (1e-4 if is_wide else 5e-2):
         raise ModelError(
-            f"model {name!r} ({model.config.model_type}) cannot be served exactly: {len(context.layers)} of {layers} layers "
-            f"use the attention interface, packed documents differ by {leak:.1e}"
+            f"{refusal} exactly: {len(context.layers)} of {layers} layers use the attention interface, packed documents "
+            f"differ by {leak:.1e}"
         )
-    _compare(model, name, hidden[:count], own)
-
-
-def _compare(model: PreTrainedModel, name: str, hidden: Tensor, own: Tensor) -> None:
-    """Compares the median token: in bfloat16 a router may send some token to another expert than in transformers."""
-    try:
-        ours = torch.log_softmax(Head(model).logits(hidden), dim=-1)
+    try:  # of the median token: in bfloat16 a router may send some token to another expert than in transformers
+        ours = torch.log_softmax(Head(model).logits(hidden[:count]), dim=-1)
         difference = float((ours - own).abs().amax(dim=-1).median())
     except RuntimeError:  # hidden states are not as wide as the head's rows
         difference = float("inf")
-    noise = 1e-3 if next(model.parameters()).dtype == torch.float32 else 0.05  # the most seen with bfloat16 is 0.013
+    noise = 1e-3 if is_wide else 0.05  # the most seen with bfloat16 is 0.013
     if not difference <= noise * max(1.0, float(own.max() - own.min())):
         raise ModelError(
-            f"model {name!r} ({model.config.model_type}) cannot be served: logprobs computed from its hidden states differ "
-            f"from its own by {difference:.1e}, so it treats positions, hidden states or logits in a way unknown to Headrace"
+            f"{refusal}: logprobs computed from its hidden states differ from its own by {difference:.1e}, so it treats "
+            f"positions, hidden states or logits in a way unknown to Headrace"
         )
 
 
@@ -253,14 +238,3 @@ def _explained(path: str, what: str) -> Iterator[None]:
         place = "the folder does not exist, and it" if not Path(path).exists() else "it"
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(f"model.path = {path!r}: {place} could not be loaded as a {what}: {reason}") from error
-
-
-@contextlib.contextmanager
-def _quietly() -> Iterator[None]:
-    was_enabled = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            transformers_logging.enable_progress_bar()

@@ -4,15 +4,14 @@ Siblings may share the rows of their common prefix; its last row predicts the fi
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from headrace.model.attention import EXACT_ROWS
-from headrace.model.contexts import make_context
-from headrace.model.head import AllowedTokens
-from headrace.model.layout import Document, Layout, Unit
+from headrace.model.attention import EXACT_ROWS, Layout, make_context
+from headrace.model.fused_head import AllowedTokens
 from headrace.model.load import hidden_states
 from headrace.model.pass_planning import members_of, plan_passes
 
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from headrace.model.head import Head
+    from headrace.model.pass_planning import Unit
     from headrace.records import Array, Rollout
 
 
@@ -34,7 +34,6 @@ class Packed:
     layout: Layout
     token_ids: Tensor  # [rows]
     positions: Tensor  # [rows] in the rollout: a branch continues where its prefix ends
-    origin: Tensor  # [rows] index of the row's token; 0 for padding
     rows: Tensor  # [N] the row whose hidden state predicts the target
     wanted: Tensor  # [N] the target's token id
     index: Tensor  # [N] the target's index
@@ -52,39 +51,35 @@ def pack(
     rollouts: Sequence[Rollout],
     is_target: Sequence[Array],
     *,
-    units: Sequence[Unit] | None = None,
+    units: Sequence[Unit],
     device: torch.device | str = "cpu",
     exact: bool = False,
 ) -> Packed:
     """Pack rollouts end to end. `is_target` [T] bool per rollout: which tokens' logprobs to compute. `units`: the rollouts of
-    this pass and what they share; by default all of them, sharing nothing."""
-    units = [Unit((member,)) for member in range(len(rollouts))] if units is None else units
+    this pass and what they share."""
     members = members_of(units)
     rollouts, is_target = [rollouts[member] for member in members], [is_target[member] for member in members]
     lengths = [len(rollout) for rollout in rollouts]
-    starts = np.concatenate([[0], np.cumsum(lengths)])
-    documents, origin, row_of = _lay_out(units, lengths, starts)
+    starts = np.cumsum([0, *lengths])
+    layout, origin, row_of = _lay_out(units, starts)
+    if exact and len(origin) % EXACT_ROWS:
+        padding = -len(origin) % EXACT_ROWS
+        layout = Layout([*layout.lengths, padding], [*layout.continues, -1])
+        origin = np.pad(origin, (0, padding))  # repeats the first token
     token_ids = np.concatenate([rollout.token_ids for rollout in rollouts]).astype(np.int64)
     positions = np.concatenate([np.arange(length) for length in lengths])
     index = np.flatnonzero(np.concatenate(is_target) & (positions > 0))
     sequence = np.searchsorted(starts, index, side="right") - 1
     temperatures = np.concatenate([rollout.temperatures for rollout in rollouts])[index]
     temperatures = np.where(temperatures == 0, 1, temperatures).astype(np.float32)  # greedy tokens are scored at 1
-    row_ids, row_positions = token_ids[origin], positions[origin]
-    padding = -len(origin) % EXACT_ROWS if exact else 0
-    if padding:
-        documents.append(Document((len(origin), 0), ((len(origin), padding),)))
-        row_ids, origin = np.pad(row_ids, (0, padding)), np.pad(origin, (0, padding))
-        row_positions = np.concatenate([row_positions, np.arange(padding)])
 
     def to_device(array: Array) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
     return Packed(
-        layout=Layout(tuple(documents), num_rows=len(origin)),
-        token_ids=to_device(row_ids),
-        positions=to_device(row_positions),
-        origin=to_device(origin),
+        layout=layout,
+        token_ids=to_device(token_ids[origin]),
+        positions=to_device(positions[origin]),
         rows=to_device(row_of[index - 1]),
         wanted=to_device(token_ids[index]),
         index=to_device(index),
@@ -118,34 +113,35 @@ def score(
         packed = pack(rollouts, everything, units=units, device=device, exact=exact)
         with torch.no_grad():
             values = packed_logprobs(model, head, packed, exact=exact)[0].cpu().numpy()
-        begin = 0
-        for member in members_of(units):
-            results[member][1:] = values[begin : begin + len(rollouts[member]) - 1]
-            begin += len(rollouts[member]) - 1
+        sequence = packed.sequence.cpu().numpy()
+        for place, member in enumerate(members_of(units)):
+            results[member][1:] = values[sequence == place]
     return results
 
 
-def _lay_out(units: Sequence[Unit], lengths: Sequence[int], starts: Array) -> tuple[list[Document], Array, Array]:
-    """Documents, the token index of each row, and the row of each token index."""
-    documents: list[Document] = []
-    origin: list[Array] = []
-    row_of = np.empty(int(starts[-1]), dtype=np.int64)
-    place = row = 0
+def _lay_out(units: Sequence[Unit], starts: Array) -> tuple[Layout, Array, Array]:
+    """The layout, the token index of each row, and the row of each token index. `starts`: of the rollouts, and the end."""
+    spans: list[tuple[int, int]] = []  # first and last token index of each segment
+    continues: list[int] = []
+    repeated: list[tuple[int, int, int]] = []  # (token index, that of the same token in the unit's first rollout, count)
+    place = 0
     for unit in units:
-        prefix = (row, unit.prefix)
-        origin.append(starts[place] + np.arange(unit.prefix))
-        row += unit.prefix
-        branches = []
-        for start, length in zip(starts[place:], lengths[place : place + len(unit.members)], strict=False):
-            own = length - unit.prefix
-            branches.append((row, own))
-            origin.append(start + unit.prefix + np.arange(own))
-            row_of[start : start + unit.prefix] = prefix[0] + np.arange(unit.prefix)
-            row_of[start + unit.prefix : start + length] = row + np.arange(own)
-            row += own
-        documents.append(Document(prefix, tuple(branches)))
+        first, prefix = starts[place], -1
+        if unit.prefix:
+            prefix = len(spans)
+            spans.append((first, first + unit.prefix))
+            continues.append(-1)
+        for start, stop in pairwise(starts[place : place + len(unit.members) + 1]):
+            spans.append((start + unit.prefix, stop))
+            continues.append(prefix)
+            repeated.append((start, first, unit.prefix))
         place += len(unit.members)
-    return documents, np.concatenate(origin), row_of
+    origin = np.concatenate([np.arange(*span) for span in spans])
+    row_of = np.empty(starts[-1], dtype=np.int64)
+    row_of[origin] = np.arange(len(origin))
+    for start, first, count in repeated:
+        row_of[start : start + count] = row_of[first : first + count]
+    return Layout([int(stop - start) for start, stop in spans], continues), origin, row_of
 
 
 def _allowed(rollouts: Sequence[Rollout], index: Array, sequence: Array, *, device: torch.device | str) -> AllowedTokens | None:

@@ -7,21 +7,28 @@ least room. A pass costs its rows, and the pairs of tokens that attend to each o
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from dataclasses import dataclass
 from itertools import pairwise
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from headrace.model.layout import Unit
-
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from headrace.records import Rollout
 
 _LEAST_GAIN = 3  # siblings are split to fill a pass only with more than this many times the rows of the repeated prefix,
 _MOST_REPEATED = 0.05  # and while repeated rows are at most this share of all rows
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Rollouts laid out together: one alone, or siblings that share a prefix."""
+
+    members: tuple[int, ...]  # indices of the planned rollouts, ascending
+    prefix: int = 0  # length of their common prefix, which is computed once
 
 
 def plan_passes(rollouts: Sequence[Rollout], *, budget: int, share: bool = True) -> list[list[Unit]]:
@@ -33,13 +40,32 @@ def plan_passes(rollouts: Sequence[Rollout], *, budget: int, share: bool = True)
     lengths = list(map(len, rollouts))
     units = _siblings(rollouts, lengths, budget) if share else (Unit((member,)) for member in range(len(lengths)))
     waiting = sorted([_entry(unit, lengths) for unit in units])
-    passes = _Passes(budget, lengths, allowance=int(_MOST_REPEATED * sum([rows for rows, _, _ in waiting])))
+    allowance = int(_MOST_REPEATED * sum([rows for rows, _, _ in waiting]))  # prefix rows that may be repeated to fill passes
+    passes: list[list[Unit]] = []
+    rooms: list[tuple[int, int, int]] = []  # sorted (rows left, pairs, pass): at equal room, fewest pairs first
     while waiting:
         rows, _, unit = waiting.pop()
-        left_over = passes.add(unit, rows)
-        if left_over is not None:
-            insort(waiting, _entry(left_over, lengths))
-    return [sorted(units, key=attrgetter("members")) for units in passes.units]
+        most_room = rooms[-1][0] if rooms else 0
+        if rows > most_room and len(unit.members) > 1:
+            part = _filling(unit, most_room, lengths)
+            if num_rows(part, lengths) > _LEAST_GAIN * unit.prefix and unit.prefix <= allowance:
+                allowance -= unit.prefix
+            else:
+                part = _filling(unit, budget, lengths)
+            if part != unit:
+                rest = _unit(set(unit.members).difference(part.members), unit.prefix)
+                insort(waiting, _entry(rest, lengths))
+                unit, rows = part, num_rows(part, lengths)
+        at = bisect_left(rooms, (rows,))
+        if at < len(rooms):
+            room, pairs, which = rooms.pop(at)
+        else:
+            room, pairs, which = max(rows, budget), 0, len(passes)
+            passes.append([])
+        passes[which].append(unit)
+        if room > rows:
+            insort(rooms, (room - rows, pairs + num_pairs(unit, lengths), which))
+    return [sorted(units, key=attrgetter("members")) for units in passes]
 
 
 def members_of(units: Sequence[Unit]) -> list[int]:
@@ -62,56 +88,20 @@ def _entry(unit: Unit, lengths: Sequence[int]) -> tuple[int, int, Unit]:
     return num_rows(unit, lengths), -unit.members[0], unit
 
 
-def _unit(members: Sequence[int], prefix: int) -> Unit:
-    return Unit(tuple(sorted(members)), prefix if len(members) > 1 else 0)
+def _unit(members: Iterable[int], prefix: int) -> Unit:
+    ordered = tuple(sorted(members))
+    return Unit(ordered, prefix if len(ordered) > 1 else 0)
 
 
-class _Passes:
-    def __init__(self, budget: int, lengths: Sequence[int], *, allowance: int) -> None:
-        self.units: list[list[Unit]] = []
-        self._budget = budget
-        self._lengths = lengths
-        self._allowance = allowance  # prefix rows that may still be repeated to fill passes
-        self._open: list[tuple[int, int, int]] = []  # sorted (rows left, pairs, pass): at equal room, fewest pairs first
-
-    def add(self, unit: Unit, rows: int) -> Unit | None:
-        """Put a unit where it fits best, or in a new pass; returns the rest of one that had to be split."""
-        most_room, left_over = self._open[-1][0] if self._open else 0, None
-        if rows > most_room and len(unit.members) > 1:
-            unit, left_over = self._parted(unit, rows, most_room)
-            rows = num_rows(unit, self._lengths)
-        at = bisect_left(self._open, (rows,))
-        if at < len(self._open):
-            room, pairs, which = self._open.pop(at)
-        else:
-            room, pairs, which = max(rows, self._budget), 0, len(self.units)
-            self.units.append([])
-        self.units[which].append(unit)
-        if room > rows:
-            insort(self._open, (room - rows, pairs + num_pairs(unit, self._lengths), which))
-        return left_over
-
-    def _parted(self, unit: Unit, rows: int, most_room: int) -> tuple[Unit, Unit | None]:
-        """(part to place now, rest) of siblings that fit nowhere: what fills the emptiest pass, else what a new one holds."""
-        filling = self._filling(unit, most_room)
-        if num_rows(filling, self._lengths) > _LEAST_GAIN * unit.prefix and unit.prefix <= self._allowance:
-            self._allowance -= unit.prefix
-        elif rows <= self._budget:
-            return unit, None
-        else:
-            filling = self._filling(unit, self._budget)
-        chosen = set(filling.members)
-        return filling, _unit([member for member in unit.members if member not in chosen], unit.prefix)
-
-    def _filling(self, unit: Unit, room: int) -> Unit:
-        """The longest siblings that fit into `room`, as one unit."""
-        chosen, left = [], room - unit.prefix
-        for member in sorted(unit.members, key=self._lengths.__getitem__, reverse=True):
-            own = self._lengths[member] - unit.prefix
-            if own <= left:
-                chosen.append(member)
-                left -= own
-        return _unit(chosen, unit.prefix)
+def _filling(unit: Unit, room: int, lengths: Sequence[int]) -> Unit:
+    """The longest siblings of a unit that fit into `room`, as one unit."""
+    chosen, left = [], room - unit.prefix
+    for member in sorted(unit.members, key=lengths.__getitem__, reverse=True):
+        own = lengths[member] - unit.prefix
+        if own <= left:
+            chosen.append(member)
+            left -= own
+    return _unit(chosen, unit.prefix)
 
 
 def _siblings(rollouts: Sequence[Rollout], lengths: Sequence[int], budget: int) -> Iterator[Unit]:
@@ -120,15 +110,10 @@ def _siblings(rollouts: Sequence[Rollout], lengths: Sequence[int], budget: int) 
     for member, rollout in enumerate(rollouts):
         routing = rollout.expert_routing
         kind = None if routing is None else (routing.dtype, routing.shape[1:])
-        if lengths[member] > budget:
-            yield Unit((member,))
-        else:
-            groups.setdefault((rollout.group, kind), []).append(member)
+        key = member if lengths[member] > budget else (rollout.group, kind)
+        groups.setdefault(key, []).append(member)
     for members in groups.values():
-        if len(members) == 1:
-            yield Unit((members[0],))
-        else:
-            yield from _clusters(rollouts, members)
+        yield from _clusters(rollouts, members)
 
 
 def _clusters(rollouts: Sequence[Rollout], members: Sequence[int]) -> Iterator[Unit]:

@@ -91,8 +91,7 @@ class ModelShape:
     @property
     def layer_matrices(self) -> int:
         """Numbers in the matrices of the largest layer."""
-        mlp = 3 * self.hidden * self.intermediate
-        return self._attention + max(mlp, self._experts) if self.expert_layers else self._attention + mlp
+        return self._attention + max(3 * self.hidden * self.intermediate, self._experts if self.expert_layers else 0)
 
     @property
     def matrices(self) -> int:

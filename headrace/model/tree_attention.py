@@ -8,8 +8,7 @@ import it only for a GPU.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,8 +20,7 @@ from headrace.model.kernels.attention import delta_kernel, forward_kernel, key_k
 if TYPE_CHECKING:
     from torch import nn
 
-    from headrace.model.attention import AttentionSpec
-    from headrace.model.layout import Layout
+    from headrace.model.attention import AttentionSpec, Layout
     from headrace.records import Array
 
 TILE = 128  # rows or keys of a tile in the tables; kernels with smaller blocks take it in parts
@@ -31,15 +29,19 @@ _LEAST_DOT = 16
 _NARROW_HEAD = 256  # bytes of one head's row; above it, programs hold fewer rows
 
 
-@dataclass(frozen=True)
-class _Blocks:
+class _Blocks(NamedTuple):
+    """How a kernel is launched."""
+
     rows: int  # that a program holds
     keys: int
     warps: int
     stages: int
 
+    def arguments(self) -> dict[str, int]:
+        return {"ROWS": self.rows, "KEYS": self.keys, "num_warps": self.warps, "num_stages": self.stages}
 
-_FORWARD, _QUERY, _KEY = _Blocks(128, 128, 8, 2), _Blocks(128, 64, 8, 3), _Blocks(64, 128, 8, 2)
+
+_NARROW = _Blocks(128, 128, 8, 2), _Blocks(128, 64, 8, 3), _Blocks(64, 128, 8, 2)  # forward; gradients of queries and of keys
 _WIDE = _Blocks(64, 32, 4, 2), _Blocks(64, 32, 4, 2), _Blocks(32, 64, 4, 2)
 _WIDEST = _Blocks(32, 16, 4, 1), _Blocks(32, 16, 4, 1), _Blocks(16, 32, 4, 1)
 
@@ -48,23 +50,24 @@ def _blocks(query: Tensor) -> tuple[_Blocks, _Blocks, _Blocks]:
     width = _padded(query.shape[-1]) * query.element_size()
     if width > 2 * _NARROW_HEAD:  # float32 heads of 256: larger tiles fit only the largest GPUs' shared memory
         return _WIDEST
-    return _WIDE if width > _NARROW_HEAD else (_FORWARD, _QUERY, _KEY)
+    return _WIDE if width > _NARROW_HEAD else _NARROW
 
 
 def _padded(size: int) -> int:
     return max(_LEAST_DOT, 1 << (size - 1).bit_length())
 
 
-def _sizes(query: Tensor, key: Tensor, value: Tensor) -> dict[str, Any]:
+def _constants(query: Tensor, key: Tensor, value: Tensor, softcap: float, window: int) -> dict[str, Any]:
     dim, value_dim = query.shape[-1], value.shape[-1]
-    precision = "ieee" if query.dtype == torch.float32 else "tf32"
     return {
         "GROUP": query.shape[1] // key.shape[1],
         "DIM": dim,
         "DIM_PAD": _padded(dim),
         "VALUE_DIM": value_dim,
         "VALUE_PAD": _padded(value_dim),
-        "PRECISION": precision,
+        "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
+        "HAS_SOFTCAP": softcap > 0,
+        "HAS_WINDOW": window > 0,
     }
 
 
@@ -85,9 +88,8 @@ def tree_attention(
     blocks = _blocks(query)[0]
     forward_kernel[(heads, len(row_tiles) * (TILE // blocks.rows))](
         query, key, value, out if sinks is None else sinks, _split(row_tiles, blocks.rows), positions, out, sums, rows,
-        *_strides(query, key, value), scale, softcap, window, HEADS=heads, **_sizes(query, key, value),
-        HAS_SINKS=sinks is not None, HAS_SOFTCAP=softcap > 0, HAS_WINDOW=window > 0,
-        ROWS=blocks.rows, KEYS=blocks.keys, num_warps=blocks.warps, num_stages=blocks.stages,
+        *_strides(query, key, value), scale, softcap, window, HEADS=heads, HAS_SINKS=sinks is not None,
+        **_constants(query, key, value, softcap, window), **blocks.arguments(),
     )  # fmt: skip
     return out, sums
 
@@ -105,34 +107,28 @@ def tree_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     query, key, value, gradient = _last_contiguous(query, key, value, gradient)
     rows, heads = query.shape[:2]
-    kv_heads, sizes = key.shape[1], _sizes(query, key, value)
+    kv_heads, constants = key.shape[1], _constants(query, key, value, softcap, window)
     deltas = torch.empty_like(sums)
     delta_kernel[(triton.cdiv(rows, _DELTA_ROWS), heads)](
-        gradient, out, deltas, rows, gradient.stride(0), gradient.stride(1), HEADS=heads, VALUE_DIM=sizes["VALUE_DIM"],
-        VALUE_PAD=sizes["VALUE_PAD"], ROWS=_DELTA_ROWS, num_warps=4,
+        gradient, out, deltas, rows, gradient.stride(0), gradient.stride(1), HEADS=heads, VALUE_DIM=constants["VALUE_DIM"],
+        VALUE_PAD=constants["VALUE_PAD"], ROWS=_DELTA_ROWS, num_warps=4,
     )  # fmt: skip
     to_query = query.new_empty(query.shape)
     to_key, to_value = key.new_empty(key.shape), value.new_empty(value.shape)
     strides = (*_strides(query, key, value), gradient.stride(0), gradient.stride(1))
-    flags = {"HAS_SOFTCAP": softcap > 0, "HAS_WINDOW": window > 0}
     _, of_query, of_key = _blocks(query)
     query_kernel[(heads, len(row_tiles) * (TILE // of_query.rows))](
         query, key, value, gradient, sums, deltas, _split(row_tiles, of_query.rows), positions, to_query, rows,
-        *strides, scale, softcap, window, HEADS=heads, **sizes, **flags,
-        ROWS=of_query.rows, KEYS=of_query.keys, num_warps=of_query.warps, num_stages=of_query.stages,
+        *strides, scale, softcap, window, HEADS=heads, **constants, **of_query.arguments(),
     )  # fmt: skip
     key_kernel[(kv_heads, len(key_tiles) * (TILE // of_key.keys))](
         query, key, value, gradient, sums, deltas, _split(key_tiles, of_key.keys), positions, to_key, to_value, rows,
-        *strides, scale, softcap, window, KV_HEADS=kv_heads, **sizes, **flags,
-        ROWS=of_key.rows, KEYS=of_key.keys, num_warps=of_key.warps, num_stages=of_key.stages,
+        *strides, scale, softcap, window, KV_HEADS=kv_heads, **constants, **of_key.arguments(),
     )  # fmt: skip
     if sinks is None:
         return to_query, to_key, to_value, query.new_empty(0)
-    taken = torch.exp(sinks.float().unsqueeze(1) - sums * _LN2)
+    taken = torch.exp(sinks.float().unsqueeze(1) - sums * float(np.log(2)))
     return to_query, to_key, to_value, -(taken * deltas).sum(dim=1).to(sinks.dtype)
-
-
-_LN2 = float(np.log(2))
 
 
 @tree_attention_backward.register_fake
@@ -177,15 +173,12 @@ class KernelContext:
     """The `AttentionContext` of one pass."""
 
     def __init__(self, layout: Layout, *, device: torch.device) -> None:
-        rows, keys, positions = make_tables(layout)
-        self._tables = [torch.from_numpy(table).to(device) for table in (rows, keys, positions)]
+        self._tables = [torch.from_numpy(table).to(device) for table in make_tables(layout)]
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         query, key = query.to(value.dtype), key.to(value.dtype)
-        out: Tensor
-        out, _ = tree_attention(
-            query, key, value, spec.sinks, *self._tables, spec.scaling, spec.softcap or 0.0, spec.sliding_window or 0
-        )
+        numbers = spec.scaling, spec.softcap or 0.0, spec.sliding_window or 0
+        out: Tensor = tree_attention(query, key, value, spec.sinks, *self._tables, *numbers)[0]
         return out
 
 
@@ -193,23 +186,22 @@ def make_tables(layout: Layout) -> tuple[Array, Array, Array]:
     """(tiles of rows [n, 5], tiles of keys [n, 5], position of each row), int32.
 
     A tile of rows: first row, count, first row of its run, first row and length of its prefix. A tile of keys: first key,
-    count, end of its run, first and end of the other rows that see all of it (the branches of a prefix).
+    count, end of its run, first and end of the other rows that see all of it (the branches of a prefix, which follow it).
     """
-    runs = []
-    for document in layout.documents:
-        start, length = document.prefix
-        end = document.branches[-1][0] + document.branches[-1][1]
-        if length:
-            runs.append((start, length, 0, 0, start + length, end))
-        runs += [(first, count, start, length, 0, 0) for first, count in document.branches]
-    table = np.array(runs, dtype=np.int32).reshape(-1, 6)
-    firsts, lengths, prefixes, prefix_lengths, uppers, upper_stops = table.T
+    lengths, continues = np.asarray(layout.lengths), np.asarray(layout.continues)
+    stops = np.cumsum(lengths)
+    firsts = stops - lengths
+    is_branch = continues >= 0
+    prefixes, prefix_lengths = firsts[continues] * is_branch, lengths[continues] * is_branch
+    upper_stops = np.zeros_like(stops)
+    np.maximum.at(upper_stops, continues[is_branch], stops[is_branch])
+    uppers = stops * (upper_stops > 0)
     counts = -(-lengths // TILE)
-    owner = np.repeat(np.arange(len(table)), counts)
+    owner = np.repeat(np.arange(len(lengths)), counts)
     offset = (np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)) * TILE
     first = firsts[owner] + offset
     held = np.minimum(lengths[owner] - offset, TILE)
     rows = np.stack([first, held, firsts[owner], prefixes[owner], prefix_lengths[owner]], axis=1)
-    keys = np.stack([first, held, (firsts + lengths)[owner], uppers[owner], upper_stops[owner]], axis=1)
-    positions = np.arange(layout.num_rows) - np.repeat(firsts - prefix_lengths, lengths)
+    keys = np.stack([first, held, stops[owner], uppers[owner], upper_stops[owner]], axis=1)
+    positions = np.arange(stops[-1]) - np.repeat(firsts - prefix_lengths, lengths)
     return rows.astype(np.int32), keys.astype(np.int32), positions.astype(np.int32)

@@ -13,7 +13,7 @@ from headrace.model.arena import Arena, held_tensors, lay_out
 from headrace.records import Manifest, TensorInfo
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from torch import Tensor, nn
 
@@ -63,81 +63,45 @@ def checksum(tensor: Tensor) -> int:
     return int(torch.stack(sums).sum()) & 0xFFFFFFFFFFFFFFFF  # all 64 bits: a flipped sign shows only in the highest
 
 
-def make_manifest(tensors: Iterable[tuple[str, Tensor]]) -> Manifest:
-    """Names, dtypes, shapes and checksums of what a sender holds."""
-    named = dict(tensors)
-    return describe(named).with_checksums(np.asarray([checksum(tensor) for tensor in named.values()], dtype=np.uint64))
-
-
 def describe(tensors: Mapping[str, Tensor]) -> Manifest:
     """Names, dtypes and shapes; checksums are left at 0."""
     return Manifest.of(
         TensorInfo(
             name=name,
             shape=tuple(tensor.shape),
-            dtype=_name(tensor.dtype),
-            num_bytes=tensor.numel() * tensor.element_size(),
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            num_bytes=tensor.nbytes,
             checksum=0,
         )
         for name, tensor in tensors.items()
     )
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 class Inspector:
     """Checksums of arenas of one layout, and their first tensor with NaN or infinity; on a GPU, one launch per dtype."""
 
     def __init__(self, arena: Arena) -> None:
-        self._slots = arena.slots
-        self._look: Callable[[Arena], tuple[Array, str | None]] = self._look_on_cpu
+        self._inspect: Callable[[Arena], tuple[Array, str | None]] = _inspect
         if arena.device.type == "cuda":
             from headrace.model.checksum_kernel import FlatTables
 
-            self._tables = FlatTables(arena)
-            self._look = self._look_on_gpu
+            self._inspect = FlatTables(arena).inspect
 
     def look(self, arena: Arena) -> tuple[Array, str | None]:
         """(checksums [tensors] in the order of the slots, name of the first tensor with NaN or infinity, or None)."""
-        return self._look(arena)
-
-    def _look_on_cpu(self, arena: Arena) -> tuple[Array, str | None]:
-        sums = np.asarray([checksum(view) for view in arena.views.values()], dtype=np.uint64)
-        return sums, _first_odd(arena)
-
-    def _look_on_gpu(self, arena: Arena) -> tuple[Array, str | None]:
-        sums, is_odd = self._tables.inspect(arena)
-        first = int(is_odd.argmax()) if is_odd.any() else None
-        return sums, None if first is None else list(self._slots)[first]
+        return self._inspect(arena)
 
 
-def inspect_arena(arena: Arena) -> tuple[Manifest, str | None]:
-    """An arena's manifest, and the name of the first tensor with NaN or infinity."""
-    sums, odd = Inspector(arena).look(arena)
-    return describe(arena.views).with_checksums(sums), odd
-
-
-def _first_odd(arena: Arena) -> str | None:
-    """The first tensor with NaN or infinity; checks one by one only if their common buffer may have some."""
-    suspected = {dtype for dtype, flat in arena.flat.items() if dtype in _CHECKED_NUMBERS and not _is_surely_finite(flat)}
+def _inspect(arena: Arena) -> tuple[Array, str | None]:
+    sums = np.asarray([checksum(view) for view in arena.views.values()], dtype=np.uint64)
+    # A sum is the fastest pass over memory, and finite only if all numbers are. It may overflow, and in float16 does so with
+    # ordinary weights: tensors that may hold NaN or infinity are looked at one by one.
+    numbers = {dtype: flat for dtype, flat in arena.flat.items() if dtype in _CHECKED_NUMBERS}
+    suspected = {dtype for dtype, flat in numbers.items() if dtype == torch.float16 or not flat.sum().isfinite()}
     for name, tensor in arena.views.items():
-        if tensor.dtype in suspected and tensor.numel() and not _is_finite(tensor):
-            return name
-    return None
-
-
-def _is_surely_finite(flat: Tensor) -> bool:
-    """By the sum, the fastest pass over memory: False if any number is not finite, and perhaps for large finite ones. A float16
-    sum overflows with ordinary weights, so float16 takes the exact check."""
-    return _is_finite(flat) if flat.dtype == torch.float16 and flat.numel() else bool(flat.sum().isfinite())
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    """Exact: the minimum and maximum of a tensor with a NaN are NaN."""
-    low, high = torch.aminmax(tensor)
-    return bool(low.isfinite() & high.isfinite())
+        if tensor.dtype in suspected and tensor.numel() and not torch.stack(torch.aminmax(tensor)).isfinite().all():
+            return sums, name
+    return sums, None
 
 
 class StagingBuffer:
@@ -179,54 +143,44 @@ class StagedWeights:
     def __init__(self, model: nn.Module, *, arena: Arena | None = None, in_place: bool | None = None) -> None:
         self.arena = Arena.adopt(model) if arena is None else arena  # always what the model runs on
         self._in_place = self.arena.device.type == "cuda" if in_place is None else in_place
+        self._own = describe(self.arena.views)
+        self._own_slots = lay_out(self._own)  # as they are sent: unlike the arena's, if tensors share memory there
         self._staging: Arena | None = None
         self._inspector: Inspector | None = None
-        self._own = describe(self.arena.views)
-        self._laid_out: tuple[Manifest, dict[str, Slot] | None] | None = None  # last manifest, and its slots if unlike ours
-        self._is_whole = False
-        self._is_given_up = False
-        self._fill_stream = _FillStream(self.arena.device)
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the second set, taken from the first update on."""
-        return self.arena.num_bytes
+        self._is_whole = self._is_given_up = False
+        self._fill_stream: torch.cuda.Stream | None = None
+        self._exchanged: torch.cuda.Event | None = None
 
     @torch.no_grad()
     def receive(self, update: WeightUpdate, bring: Callable[[StagingBuffer], None]) -> Manifest:
         """Call `bring` to write an update's bytes, then check what arrived against the manifest; returns the receipt."""
         self._is_whole = self._is_given_up = False
         slots = self._slots_of(update)
-        with self._fill_stream.working():
+        with self._filling():
             staging = self._staging = self._staging or self.arena.like()
-            arena = staging if slots is None else Arena(slots, device=staging.device)
+            arena = staging if slots == staging.slots else Arena(slots, device=staging.device)
             bring(StagingBuffer(arena, running=self.arena, check=lambda: self._check_wanted(update)))
-            self._check_arena(update)  # on a GPU the copy may still be in flight
-            if arena is not staging:  # tensors that share memory here are sent separately
+            strayed = self.arena.strayed() if self._in_place else None  # on a GPU the copy may still be in flight
+            if strayed is not None:
+                raise WeightError(
+                    f"version {update.version}: the model's tensor {strayed!r} is not in its arena any more, so that new "
+                    f"weights would not reach it; adopt the model after it is moved, not before"
+                )
+            if arena is not staging:
                 for name, view in arena.views.items():
                     staging.views[name].copy_(view)
             inspector = self._inspector = self._inspector or Inspector(staging)
             sums, odd = inspector.look(staging)
         receipt = self._own.with_checksums(sums)
-        self._check_receipt(receipt, update)
+        if receipt != update.manifest:
+            sent = {info.name: info for info in update.manifest}
+            for info in receipt:
+                if info != sent[info.name]:
+                    raise WeightError(f"version {update.version}: tensor {info.name!r} differs from what was sent")
         if odd is not None:
             raise WeightError(f"version {update.version}: tensor {odd!r} holds NaN or infinity, and was sent so")
         self._is_whole = True
         return receipt
-
-    def fill(self, tensors: Iterable[tuple[str, Tensor]], update: WeightUpdate) -> Manifest:
-        """`receive` from tensors by name."""
-
-        def bring(incoming: StagingBuffer) -> None:
-            expected = {info.name: info for info in update.manifest}
-            arrived = set()
-            for name, tensor in tensors:
-                _check_like(name, tensor, expected, update)
-                incoming.views[name].copy_(tensor)
-                arrived.add(name)
-            _check_none_missing(expected.keys() - arrived, update)
-
-        return self.receive(update, bring)
 
     def give_up(self) -> None:
         """Make an update being received in another thread fail at its next piece."""
@@ -236,96 +190,29 @@ class StagedWeights:
         """Make the model run what was filled."""
         if self._staging is None or not self._is_whole:
             raise WeightError("no weights lie ready: the last fill failed, or there was none")
-        if self._in_place:
-            self.arena.copy_from(self._staging)
-            self._fill_stream.follow()
-        else:
+        if not self._in_place:
             self.arena.exchange(self._staging)
+            return
+        self.arena.copy_from(self._staging)
+        if self.arena.device.type == "cuda":  # the next fill must not overwrite what the copy still reads
+            self._exchanged = torch.cuda.current_stream(self.arena.device).record_event()
 
     def release(self) -> None:
         """Free the second set; the next update allocates it again."""
-        self._fill_stream.settle()
+        if self._exchanged is not None:
+            self._exchanged.synchronize()
         self._staging, self._is_whole = None, False
 
-    def _slots_of(self, update: WeightUpdate) -> dict[str, Slot] | None:
-        """The slots of an update's tensors in its bytes, or None if they equal ours."""
-        manifest = update.manifest
-        if self._laid_out is None or not self._laid_out[0].is_like(manifest):
-            self._check_manifest(update)
-            slots = lay_out(manifest)
-            self._laid_out = manifest, None if slots == self.arena.slots else slots
-        return self._laid_out[1]
-
-    def _check_wanted(self, update: WeightUpdate) -> None:
-        if self._is_given_up:
-            raise SyncError(f"version {update.version} was given up here")
-
-    def _check_arena(self, update: WeightUpdate) -> None:
-        strayed = self.arena.strayed() if self._in_place else None
-        if strayed is not None:
-            raise WeightError(
-                f"version {update.version}: the model's tensor {strayed!r} is not in its arena any more, so that new weights "
-                f"would not reach it; adopt the model after it is moved, not before"
-            )
-
-    def _check_manifest(self, update: WeightUpdate) -> None:
-        """Check before copying that the update's tensors are this model's."""
-        if update.manifest.is_like(self._own):
-            return
-        own = {info.name: info for info in self._own}
-        for info in update.manifest:
-            if info.name not in own:
-                raise WeightError(f"version {update.version}: tensor {info.name!r} is not one this model holds")
-            held = own[info.name]
-            if (info.shape, info.dtype, info.num_bytes) != (held.shape, held.dtype, held.num_bytes):
-                raise WeightError(
-                    f"version {update.version}: tensor {info.name!r} is {info.dtype} {list(info.shape)} there, "
-                    f"and {held.dtype} {list(held.shape)} in this model"
-                )
-        _check_none_missing(own.keys() - set(update.manifest.names), update)
-
-    def _check_receipt(self, receipt: Manifest, update: WeightUpdate) -> None:
-        if receipt == update.manifest:
-            return
-        expected = {info.name: info for info in update.manifest}
-        for info in receipt:
-            if info != expected[info.name]:
-                raise WeightError(f"version {update.version}: tensor {info.name!r} differs from what was sent")
-
-
-def _check_like(name: str, tensor: Tensor, expected: dict[str, TensorInfo], update: WeightUpdate) -> None:
-    """Check a tensor against the manifest: a copy would silently convert dtypes and broadcast shapes."""
-    info = expected.get(name)
-    if info is None:
-        raise WeightError(f"version {update.version}: tensor {name!r} arrived and was not announced")
-    if (_name(tensor.dtype), tuple(tensor.shape)) != (info.dtype, info.shape):
-        raise WeightError(
-            f"version {update.version}: tensor {name!r} was announced as {info.dtype} {list(info.shape)} and arrived as "
-            f"{_name(tensor.dtype)} {list(tensor.shape)}"
-        )
-
-
-def _check_none_missing(missing: set[str], update: WeightUpdate) -> None:
-    if missing:
-        raise WeightError(f"version {update.version}: {len(missing)} tensors did not arrive, first {min(missing)!r}")
-
-
-class _FillStream:
-    """Orders filling and exchanging on a GPU; filling and decode steps do not queue behind each other, having a stream each."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream: torch.cuda.Stream | None = None
-        self._exchanged: torch.cuda.Event | None = None
-
     @contextlib.contextmanager
-    def working(self) -> Iterator[None]:
-        """Work queued within waits for the last exchange and for this thread's earlier work; it is done at the exit."""
-        if self._device.type != "cuda":
+    def _filling(self) -> Iterator[None]:
+        """On a GPU, work queued within has its own stream, so that it and decode steps do not queue behind each other. It waits
+        for the last exchange and for this thread's earlier work, and is done at the exit."""
+        device = self.arena.device
+        if device.type != "cuda":
             yield
             return
-        stream = self._stream = self._stream or torch.cuda.Stream(self._device)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
+        stream = self._fill_stream = self._fill_stream or torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
         if self._exchanged is not None:
             stream.wait_event(self._exchanged)
         try:
@@ -334,12 +221,24 @@ class _FillStream:
         finally:
             stream.synchronize()
 
-    def follow(self) -> None:
-        """Called when an exchange is queued: the next fill must not overwrite what it still reads."""
-        if self._device.type == "cuda":
-            self._exchanged = torch.cuda.current_stream(self._device).record_event()
+    def _check_wanted(self, update: WeightUpdate) -> None:
+        if self._is_given_up:
+            raise SyncError(f"version {update.version} was given up here")
 
-    def settle(self) -> None:
-        """Wait until no exchange reads the second set."""
-        if self._exchanged is not None:
-            self._exchanged.synchronize()
+    def _slots_of(self, update: WeightUpdate) -> Mapping[str, Slot]:
+        """Where an update's tensors lie in its bytes. Checks before anything is copied that they are this model's."""
+        if update.manifest.is_like(self._own):
+            return self._own_slots
+        held = {info.name: info for info in self._own}
+        for info in update.manifest:
+            own = held.pop(info.name, None)
+            if own is None:
+                raise WeightError(f"version {update.version}: tensor {info.name!r} is not one this model holds")
+            if (info.shape, info.dtype, info.num_bytes) != (own.shape, own.dtype, own.num_bytes):
+                raise WeightError(
+                    f"version {update.version}: tensor {info.name!r} is {info.dtype} {list(info.shape)} there, "
+                    f"and {own.dtype} {list(own.shape)} in this model"
+                )
+        if held:
+            raise WeightError(f"version {update.version}: {len(held)} tensors are missing, first {min(held)!r}")
+        return lay_out(update.manifest)

@@ -12,8 +12,7 @@ import pytest
 import torch
 from per_token import COUNTS, VERSION, Slope, Token, clip, clipped_grpo, make_tokens, plain
 
-from headrace.algorithms.kl import KL_ESTIMATORS
-from headrace.algorithms.losses import LOSSES, call_loss, needed_columns, needs, resolve_loss
+from headrace.algorithms.losses import KL_ESTIMATORS, LOSSES, call_loss, needed_columns, needs, resolve_loss
 from headrace.settings import ConfigError
 
 if TYPE_CHECKING:

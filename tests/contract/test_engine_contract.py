@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from manifests import make_manifest
 from pooled import parcel_of, pooled
 from safetensors.torch import save_file
 from vllm_server import served
@@ -25,7 +26,7 @@ from headrace.engine.vllm.handover import saved_form
 from headrace.errors import SyncError
 from headrace.model.arena import Arena, lay_out
 from headrace.model.load import load_model, load_tokenizer
-from headrace.model.weights import make_manifest, named_tensors
+from headrace.model.weights import named_tensors
 from headrace.observe import ProcessTimeline, Timeline
 from headrace.partial import Interrupt
 from headrace.records import FinishReason, Rollout, Sampling, Source

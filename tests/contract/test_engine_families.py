@@ -20,7 +20,7 @@ from headrace.model.attention import EXACT_ROWS, AttentionSpec, PackedContext, a
 from headrace.model.head import Head
 from headrace.model.load import hidden_states, prepare
 from headrace.model.packing import score
-from headrace.model.routers import find_routers
+from headrace.model.routers import find_readable_routers
 from headrace.records import FinishReason, Rollout, Sampling, unknown_expert
 
 if TYPE_CHECKING:
@@ -363,7 +363,7 @@ every_routed = pytest.mark.parametrize("family", ROUTED)
 
 def routing_of(model: PreTrainedModel, rollout: Rollout) -> Array:
     """[T, layers, top k] of one packed pass over all tokens."""
-    routers = find_routers(model)
+    routers = find_readable_routers(model)
     assert routers is not None
     length = len(rollout)
     kept = torch.zeros((length, routers.num_layers, routers.top_k), dtype=routers.dtype)

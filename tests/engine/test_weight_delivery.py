@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 import torch
+from manifests import make_manifest
 from pooled import Far, Pooled, pooled
 
 from headrace.engine.weight_delivery import WeightDelivery
 from headrace.errors import SyncError
 from headrace.model.load import load_model
-from headrace.model.weights import make_manifest, named_tensors
+from headrace.model.weights import named_tensors
 from headrace.partial import Interrupt
 from headrace.records import Rollout, Sampling, WeightUpdate
 from headrace.rpc import RemoteError, StreamClosed

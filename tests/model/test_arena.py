@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import itertools
 import os
@@ -15,10 +14,11 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 import transformers
+from manifests import fill, make_manifest
 from torch import nn
 
 from headrace.model.arena import ALIGNMENT, Arena, ArenaError
-from headrace.model.weights import StagedWeights, WeightError, checksum, inspect_arena, make_manifest, named_tensors
+from headrace.model.weights import Inspector, StagedWeights, WeightError, checksum, named_tensors
 from headrace.records import WeightUpdate
 
 if TYPE_CHECKING:
@@ -311,7 +311,7 @@ def test_what_was_filled_is_what_runs(make_model, in_place: bool) -> None:
     spare = StagedWeights(model, arena=Arena.adopt(model, garbage), in_place=in_place)
     before, old = outputs(model), copied(model)
     new = changed(model)
-    assert spare.fill(new.items(), update := announce(new)) == update.manifest
+    assert fill(spare, new.items(), update := announce(new)) == update.manifest
     assert torch.equal(outputs(model), before) and equal(copied(model), old)
     spare.exchange()
     reference = make_model()
@@ -328,7 +328,7 @@ def test_in_place_every_address_and_joined_view_holds() -> None:
     places = {name: tensor.data_ptr() for name, tensor in named_tensors(model)}
     for version in (1, 2, 3):
         new = changed(model, 1 + version)
-        spare.fill(new.items(), announce(new, version))
+        fill(spare, new.items(), announce(new, version))
         assert not torch.equal(joined, torch.cat([new[name] for name in names]))
         spare.exchange()
         assert torch.equal(joined, torch.cat([new[name] for name in names]))
@@ -340,7 +340,7 @@ def test_pointers_exchanged_twice_give_back_what_was() -> None:
     spare = StagedWeights(model)
     names = [f"{ATTENTION}.{one}_proj.weight" for one in "qkv"]
     old, before, flat = copied(model), outputs(model), spare.arena.flat
-    spare.fill((new := changed(model)).items(), announce(new))
+    fill(spare, (new := changed(model)).items(), announce(new))
     staged = spare._staging.flat
     for arena, held in ((staged, new), (flat, old), (staged, new)):
         spare.exchange()
@@ -359,13 +359,13 @@ def test_weights_that_are_not_finite_are_refused_by_name(number: float, dtype: t
     new[f"{ATTENTION}.k_proj.bias"][-1] = number
     new["model.norm.weight"][0] = -number
     with pytest.raises(WeightError, match=rf"version 1: tensor '{ATTENTION}\.k_proj\.bias' holds NaN or infinity"):
-        spare.fill(new.items(), announce(new))
+        fill(spare, new.items(), announce(new))
     assert torch.equal(outputs(model), before)
     with pytest.raises(WeightError, match="no weights lie ready"):
         spare.exchange()
     assert torch.equal(outputs(model), before)
     good = changed(model)
-    spare.fill(good.items(), announce(good))
+    fill(spare, good.items(), announce(good))
     spare.exchange()
     assert equal(copied(model), good)
 
@@ -376,10 +376,10 @@ def test_large_numbers_are_finite(dtype: torch.dtype) -> None:
     model = make(dtype=dtype)
     new = {name: torch.full_like(tensor, torch.finfo(dtype).max) for name, tensor in named_tensors(model)}
     spare = StagedWeights(model)
-    spare.fill(new.items(), announce(new))
+    fill(spare, new.items(), announce(new))
     new["model.norm.weight"][3] = float("inf")
     with pytest.raises(WeightError, match=r"'model\.norm\.weight' holds NaN or infinity"):
-        spare.fill(new.items(), announce(new))
+        fill(spare, new.items(), announce(new))
 
 
 def faulty(fault: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -405,21 +405,15 @@ def faulty(fault: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return tensors
 
 
-@pytest.mark.parametrize("is_announced", [True, False])
 @pytest.mark.parametrize("fault", ["missing", "renamed", "more", "turned", "broadcast", "reshaped", "wider", "same width"])
-def test_what_is_not_this_model_is_refused_whole(fault: str, is_announced: bool) -> None:
+def test_what_is_not_this_model_is_refused_whole(fault: str) -> None:
     model = make()
     spare, before = StagedWeights(model, in_place=True), outputs(model)
-    spare.fill((first := changed(model, 1.25)).items(), announce(first))
-    new = changed(model)
-    update = announce(new)
-    wrong = faulty(fault, dict(new))
-    if is_announced:
-        update = dataclasses.replace(update, manifest=make_manifest(wrong.items()))
+    fill(spare, (first := changed(model, 1.25)).items(), announce(first))
+    wrong = faulty(fault, changed(model))
     with pytest.raises(WeightError, match=r"version 1: .*(v_proj|another)"):
-        spare.fill(wrong.items(), update)
-    if is_announced:
-        assert equal(spare._staging.views, first), "seen before anything was copied"
+        fill(spare, wrong.items(), announce(wrong))
+    assert equal(spare._staging.views, first), "seen before anything was copied"
     with pytest.raises(WeightError, match="no weights lie ready"):
         spare.exchange()
     assert torch.equal(outputs(model), before)
@@ -432,7 +426,7 @@ def test_a_changed_bit_is_seen() -> None:
     update = announce(new)
     new["model.norm.weight"].view(torch.int32)[5] ^= 1
     with pytest.raises(WeightError, match=r"'model\.norm\.weight' differs from what was sent"):
-        spare.fill(new.items(), update)
+        fill(spare, new.items(), update)
 
 
 def test_two_names_of_one_memory_must_agree() -> None:
@@ -441,23 +435,23 @@ def test_two_names_of_one_memory_must_agree() -> None:
     new = changed(model)
     new["twin.weight"] = new["twin.weight"] * 2
     with pytest.raises(WeightError, match="differs from what was sent"):
-        spare.fill(new.items(), announce(new))
+        fill(spare, new.items(), announce(new))
 
 
 def test_the_second_set_is_made_late_and_given_up() -> None:
     model = make()
     spare = StagedWeights(model)
     num_bytes = sum(-(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT for _, tensor in named_tensors(model))
-    assert spare._staging is None and spare.num_bytes == num_bytes
+    assert spare._staging is None and spare.arena.num_bytes == num_bytes
     with pytest.raises(WeightError, match="no weights lie ready"):
         spare.exchange()
     for version in (1, 2):
-        spare.fill((new := changed(model, 1 + version)).items(), announce(new, version))
+        fill(spare, (new := changed(model, 1 + version)).items(), announce(new, version))
         spare.exchange()
         memory = weakref.ref(spare._staging.flat[torch.float32])
         spare.release()
         gc.collect()
-        assert memory() is None and equal(copied(model), new) and spare.num_bytes == num_bytes
+        assert memory() is None and equal(copied(model), new)
         with pytest.raises(WeightError, match="no weights lie ready"):
             spare.exchange()
 
@@ -471,7 +465,7 @@ def test_a_model_moved_out_of_its_arena_is_not_left_behind() -> None:
     model.model.norm.weight.data = model.model.norm.weight.data.clone()
     new = changed(model)
     with pytest.raises(WeightError, match=r"'model\.norm\.weight' is not in its arena any more"):
-        spare.fill(new.items(), announce(new))
+        fill(spare, new.items(), announce(new))
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -480,17 +474,17 @@ def test_filling_beside_a_model_that_computes_does_not_disturb_it(in_place: bool
     spare, before = StagedWeights(model, in_place=in_place), outputs(model)
     stop, failures = threading.Event(), []
 
-    def fill() -> None:
+    def keep_filling() -> None:
         version = 0
         while not stop.is_set():
             new = changed(model, 2 + version % 7)
             try:
-                spare.fill(new.items(), announce(new, version))
+                fill(spare, new.items(), announce(new, version))
             except RuntimeError as error:
                 failures.append(error)
             version += 1
 
-    thread = threading.Thread(target=fill)
+    thread = threading.Thread(target=keep_filling)
     thread.start()
     for _ in range(30):
         assert torch.equal(outputs(model), before)
@@ -507,9 +501,10 @@ def test_filling_beside_a_model_that_computes_does_not_disturb_it(in_place: bool
 def test_an_arena_says_what_it_holds() -> None:
     model = Mixed()
     arena = Arena.adopt(model, garbage)
-    assert inspect_arena(arena) == (make_manifest(named_tensors(model)), None)
-    model.scale[2] = float("nan")
-    assert inspect_arena(arena) == (make_manifest(named_tensors(model)), "scale")
+    for odd in (None, "scale"):
+        sums, found = Inspector(arena).look(arena)
+        assert found == odd and sums.tolist() == make_manifest(named_tensors(model)).checksums.tolist()
+        model.scale[2] = float("nan")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.int64])
@@ -542,7 +537,7 @@ INTERPRETED = """
 import itertools, torch
 from headrace.model import checksum_kernel
 from headrace.model.arena import Arena
-from headrace.model.weights import checksum, inspect_arena
+from headrace.model.weights import Inspector, checksum
 
 checksum_kernel._BLOCK = 64
 torch.manual_seed(0)
@@ -561,12 +556,13 @@ for dtype in [*NUMBERS, torch.int64, torch.int32, torch.uint8, torch.bool]:
             tensor = tensor * -(2**55) - 1
         model.register_buffer(f"t{place}", tensor)
     arena = Arena.adopt(model)
-    flat, spans = arena.flat[dtype], [(slot.start, slot.stop) for slot in arena.slots.values()]
+    flat, tables = arena.flat[dtype], checksum_kernel.FlatTables(arena)
 
     def check(odd):
-        sums, is_finite = checksum_kernel.inspect_flat(flat, spans)
-        assert sums == [checksum(view) for view in arena.views.values()], (dtype, odd)
-        assert is_finite == [place not in odd for place in range(len(SHAPES))], (dtype, odd, is_finite)
+        sums, first = tables.inspect(arena)
+        assert sums.tolist() == [checksum(view) for view in arena.views.values()], (dtype, odd)
+        assert tables._found[1].tolist() == [place in odd for place in range(len(SHAPES))], (dtype, odd)
+        assert first == (f"t{min(odd)}" if odd else None)
 
     check(set())
     count += 1
@@ -596,10 +592,11 @@ print("checked", count)
 mixed = torch.nn.Sequential(torch.nn.Linear(9, 5).bfloat16(), torch.nn.BatchNorm1d(5))
 arena = Arena.adopt(mixed)
 mixed[1].running_var[2] = float("inf")
-expected = inspect_arena(arena)
-assert expected[1] == "1.running_var" and len(arena.flat) == 3
+sums, odd = Inspector(arena).look(arena)
+assert odd == "1.running_var" and len(arena.flat) == 3
 arena.device = torch.device("cuda")  # so that the kernel is taken, on memory that is not there
-assert inspect_arena(arena) == expected
+found, found_odd = Inspector(arena).look(arena)
+assert found.tolist() == sums.tolist() and found_odd == odd
 """
 
 
@@ -616,9 +613,10 @@ def test_the_kernel_gives_every_checksum_and_finds_what_is_not_finite() -> None:
 def test_without_a_gpu_triton_is_not_imported() -> None:
     script = """
 import sys, torch
-from headrace.model.weights import StagedWeights, inspect_arena
+from headrace.model.weights import Inspector, StagedWeights
 before = "triton" in sys.modules
-inspect_arena(StagedWeights(torch.nn.Linear(3, 3)).arena)
+arena = StagedWeights(torch.nn.Linear(3, 3)).arena
+Inspector(arena).look(arena)
 sys.exit("headrace.model.checksum_kernel" in sys.modules or ("triton" in sys.modules) != before)
 """
     assert subprocess.run([sys.executable, "-c", script], timeout=120).returncode == 0

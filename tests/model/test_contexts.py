@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headrace.model.attention import AttentionSpec, PackedContext, attend
-from headrace.model.contexts import TreeContext, make_context
-from headrace.model.layout import Document, Layout
+from headrace.model.attention import AttentionSpec, Layout, attend, make_context
 
 SHAPES = [(21, (9, 1, 30, 12)), (0, (17,)), (1, (5, 14)), (20, (11, 10)), (13, (40,)), (0, (3,))]
 """(prefix, branches) of each document."""
@@ -15,22 +13,25 @@ SHAPES = [(21, (9, 1, 30, 12)), (0, (17,)), (1, (5, 14)), (20, (11, 10)), (13, (
 
 def lay_out(shapes: list[tuple[int, tuple[int, ...]]]) -> tuple[Layout, torch.Tensor, torch.Tensor]:
     """With [rows] positions, and [rows, rows] whether a row comes after another in some sequence, or is it."""
-    documents, positions, row = [], [], 0
+    lengths, continues, positions, row = [], [], [], 0
     num_rows = sum(prefix + sum(branches) for prefix, branches in shapes)
     follows = torch.zeros(num_rows, num_rows, dtype=torch.bool)
     for prefix, branches in shapes:
-        start, places = row, []
+        start, segment = row, len(lengths) if prefix else -1
+        if prefix:
+            lengths.append(prefix)
+            continues.append(-1)
         row += prefix
         positions += range(prefix)
         for length in branches:
-            places.append((row, length))
+            lengths.append(length)
+            continues.append(segment)
             sequence = [*range(start, start + prefix), *range(row, row + length)]
             for at, each in enumerate(sequence):
                 follows[each, sequence[: at + 1]] = True
             positions += range(prefix, prefix + length)
             row += length
-        documents.append(Document((start, prefix), tuple(places)))
-    return Layout(tuple(documents), num_rows=num_rows), torch.tensor(positions), follows
+    return Layout(lengths, continues), torch.tensor(positions), follows
 
 
 SPECS = {
@@ -46,10 +47,11 @@ SPECS = {
 @pytest.mark.parametrize("name", SPECS)
 def test_tree_attention_is_that_of_one_large_mask(name: str) -> None:
     layout, positions, follows = lay_out(SHAPES)
+    num_rows = len(positions)
     torch.manual_seed(0)
-    inputs = [torch.randn(layout.num_rows, heads, dim, requires_grad=True) for heads, dim in ((4, 6), (2, 6), (2, 5))]
-    weight, spec = torch.randn(layout.num_rows, 4, 5), SPECS[name]
-    window = spec.sliding_window or layout.num_rows
+    inputs = [torch.randn(num_rows, heads, dim, requires_grad=True) for heads, dim in ((4, 6), (2, 6), (2, 5))]
+    weight, spec = torch.randn(num_rows, 4, 5), SPECS[name]
+    window = spec.sliding_window or num_rows
     allowed = follows & (positions.unsqueeze(1) - positions < window)
     context = make_context(layout, torch.device("cpu"), False)
     expected = attend(*(tensor.unsqueeze(0) for tensor in inputs), spec, allowed=allowed.unsqueeze(0))[0]
@@ -61,25 +63,16 @@ def test_tree_attention_is_that_of_one_large_mask(name: str) -> None:
 
 
 def test_no_mask_is_as_large_as_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    layout, _, _ = lay_out([(40 + number % 7, (10, 12, 9, 11)) for number in range(50)])
+    layout, positions, _ = lay_out([(40 + number % 7, (10, 12, 9, 11)) for number in range(50)])
     calls = []
 
-    def watched(query, key, value, spec, *, allowed):
+    def watched(query, key, value, spec, **given):
         calls.append((query.shape[0] * query.shape[1], key.shape[1]))
-        return attend(query, key, value, spec, allowed=allowed)
+        return attend(query, key, value, spec, **given)
 
-    monkeypatch.setattr("headrace.model.contexts.attend", watched)
-    inputs = [torch.randn(layout.num_rows, 1, 4) for _ in range(3)]
-    TreeContext(layout).attend(torch.nn.Module(), *inputs, AttentionSpec(0.5))
+    monkeypatch.setattr("headrace.model.attention.attend", watched)
+    inputs = [torch.randn(len(positions), 1, 4) for _ in range(3)]
+    make_context(layout, torch.device("cpu"), False).attend(torch.nn.Module(), *inputs, AttentionSpec(0.5))
     assert len(calls) <= 4
-    assert sum(rows for rows, _ in calls) < 1.2 * layout.num_rows
+    assert sum(rows for rows, _ in calls) < 1.2 * len(positions)
     assert max(keys for _, keys in calls) <= 46 + 12
-
-
-def test_the_layout_chooses_the_context() -> None:
-    shared, _, _ = lay_out([(3, (2, 2))])
-    apart, _, _ = lay_out([(0, (5,)), (0, (2,))])
-    assert isinstance(make_context(shared, torch.device("cpu"), False), TreeContext)
-    for exact in (False, True):
-        context = make_context(apart, torch.device("cpu"), exact)
-        assert isinstance(context, PackedContext) and context.exact is exact

@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headrace.model import fused_head, masked_head
-from headrace.model.fused_head import FusedLogprobs, Scaling, Wanted
-from headrace.model.head import AllowedTokens
-from headrace.model.masked_head import MaskedLogprobs
+from headrace.model import fused_head
+from headrace.model.fused_head import AllowedTokens, AllTokens, FewTokens, Logprobs, Scaling, Targets
 
 ROWS, VOCABULARY, WIDTH = 37, 83, 24
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -34,35 +32,37 @@ def kept_tokens(targets: torch.Tensor, *, most: int = 9, with_free: bool = False
     return AllowedTokens(offsets=counts.cumsum(0), ids=torch.tensor([token for row in rows for token in row]))
 
 
-def naive(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, wanted: Wanted) -> tuple[torch.Tensor, torch.Tensor]:
+def naive(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, targets: Targets
+) -> tuple[torch.Tensor, torch.Tensor]:
     logits = hidden @ weight.t() + bias
-    scaling = wanted.scaling
+    scaling = targets.scaling
     if scaling.divisor is not None:
         logits = logits / scaling.divisor
     if scaling.factor is not None:
         logits = logits * scaling.factor
     if scaling.softcap is not None:
         logits = scaling.softcap * torch.tanh(logits / scaling.softcap)
-    logits = logits / wanted.temperatures.unsqueeze(1)
-    if wanted.allowed is not None:
+    logits = logits / targets.temperatures.unsqueeze(1)
+    if targets.allowed is not None:
         for row in range(len(logits)):
-            kept = wanted.allowed.ids[wanted.allowed.offsets[row] : wanted.allowed.offsets[row + 1]]
+            kept = targets.allowed.ids[targets.allowed.offsets[row] : targets.allowed.offsets[row + 1]]
             if len(kept):
                 out = torch.ones(VOCABULARY, dtype=torch.bool)
                 out[kept] = False
                 logits = logits.index_put((torch.tensor(row), out), torch.tensor(float("-inf"), dtype=logits.dtype))
     logprobs = torch.log_softmax(logits, dim=-1)
     entropy = -(logprobs.exp() * logprobs.clamp_min(-1e30)).sum(dim=1)
-    return logprobs.gather(1, wanted.targets.unsqueeze(1)).squeeze(1), entropy
+    return logprobs.gather(1, targets.ids.unsqueeze(1)).squeeze(1), entropy
 
 
-def compare(function: type[torch.autograd.Function], wanted: Wanted, *, tolerance: float = 1e-5) -> None:
+def compare(kind: type, targets: Targets, *, tolerance: float = 1e-5) -> None:
     inputs = [numbers(ROWS, WIDTH, seed=0), numbers(VOCABULARY, WIDTH, seed=1, scale=0.7), numbers(VOCABULARY, seed=2)]
     weighing = numbers(ROWS, seed=3)
     found = []
-    for compute, dtype in ((naive, torch.float64), (function.apply, torch.float32)):
+    for dtype in (torch.float64, torch.float32):
         given = [tensor.to(dtype).requires_grad_() for tensor in inputs]
-        logprobs, entropy = compute(*given, wanted)
+        logprobs, entropy = naive(*given, targets) if dtype == torch.float64 else Logprobs.apply(*given, targets, kind)
         (logprobs * weighing.to(dtype)).sum().backward()
         found.append([logprobs.detach(), entropy.detach(), *(tensor.grad for tensor in given)])
     for expected, ours in zip(*found, strict=True):
@@ -74,45 +74,51 @@ def compare(function: type[torch.autograd.Function], wanted: Wanted, *, toleranc
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several chunks, the last of them not whole."""
     monkeypatch.setattr(fused_head, "_CHUNK_ELEMENTS", {"cpu": 16 * VOCABULARY, "cuda": 16 * VOCABULARY})
-    monkeypatch.setattr(masked_head, "_KEPT_ELEMENTS", {"cpu": 30 * WIDTH, "cuda": 30 * WIDTH})
+    monkeypatch.setattr(fused_head, "_GATHERED_ELEMENTS", {"cpu": 30 * WIDTH, "cuda": 30 * WIDTH})
 
 
-def make_wanted(scaling: Scaling, *, mask: str = "none") -> Wanted:
+def make_targets(scaling: Scaling, *, mask: str = "none") -> Targets:
     targets = torch.arange(ROWS) * 7 % VOCABULARY
     temperatures = 0.5 + (torch.arange(ROWS) % 4) / 3
     allowed = None if mask == "none" else kept_tokens(targets, with_free=mask == "some")
-    return Wanted(targets, temperatures, allowed, scaling)
+    return Targets(targets, temperatures, allowed, scaling)
+
+
+def on_device(targets: Targets) -> Targets:
+    ids, temperatures, allowed = targets.ids.to(DEVICE), targets.temperatures.to(DEVICE), targets.allowed
+    if allowed is not None:
+        allowed = AllowedTokens(allowed.offsets.to(DEVICE), allowed.ids.to(DEVICE))
+    return Targets(ids, temperatures, allowed, targets.scaling)
 
 
 @pytest.mark.parametrize("mask", ["none", "all", "some"])
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_logprobs_entropy_and_gradients_are_those_of_whole_logits(scaling: str, mask: str) -> None:
-    wanted = make_wanted(SCALINGS[scaling], mask=mask)
-    assert len(wanted.chunks(VOCABULARY)) == 3
-    compare(FusedLogprobs, wanted)
+    targets = make_targets(SCALINGS[scaling], mask=mask)
+    assert len(AllTokens.spans(torch.zeros(VOCABULARY, WIDTH), targets)) == 3
+    compare(AllTokens, targets)
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_with_a_mask_the_kept_columns_are_enough(scaling: str) -> None:
-    compare(MaskedLogprobs, make_wanted(SCALINGS[scaling], mask="all"))
+    compare(FewTokens, make_targets(SCALINGS[scaling], mask="all"))
 
 
 @pytest.mark.parametrize("mask", ["none", "some"])
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_kernels_agree_with_torch(scaling: str, mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    head_rows = pytest.importorskip("headrace.model.head_rows")
-    monkeypatch.setattr(head_rows, "_BLOCK", 32)
-    wanted = make_wanted(SCALINGS[scaling], mask=mask)
+    kernels = pytest.importorskip("headrace.model.kernels.head")
+    monkeypatch.setattr(kernels, "_BLOCK", 32)
+    targets = make_targets(SCALINGS[scaling], mask=mask)
     logits, gradients = numbers(ROWS, VOCABULARY, seed=6, scale=3.0), numbers(ROWS, seed=7)
-    dense = wanted.mask(0, ROWS, VOCABULARY)
-    on_device = [None if t is None else t.to(DEVICE) for t in (logits, wanted.targets, wanted.temperatures, dense)]
-    logprobs, entropy, totals = head_rows.forward_rows(*on_device, wanted.scaling)
-    slopes = head_rows.backward_rows(*on_device, totals, gradients.to(DEVICE), wanted.scaling, dtype=torch.float32)
+    dense, there = targets.mask(VOCABULARY), on_device(targets)
+    logprobs, entropy, totals = kernels.forward_rows(logits.to(DEVICE), there)
+    slopes = kernels.backward_rows(logits.to(DEVICE), there, totals, gradients.to(DEVICE), dtype=torch.float32)
 
     given = logits.clone().requires_grad_()
-    scaled = wanted.scaling.apply(given) / wanted.temperatures.unsqueeze(1)
+    scaled = targets.scaling.apply(given) / targets.temperatures.unsqueeze(1)
     scaled = scaled if dense is None else scaled.masked_fill(~dense, float("-inf"))
-    expected = torch.log_softmax(scaled, dim=1).gather(1, wanted.targets.unsqueeze(1)).squeeze(1)
+    expected = torch.log_softmax(scaled, dim=1).gather(1, targets.ids.unsqueeze(1)).squeeze(1)
     (expected * gradients).sum().backward()
     torch.testing.assert_close(logprobs.cpu(), expected.detach(), atol=1e-5, rtol=1e-5)
     shares = torch.softmax(scaled.detach(), dim=1)
@@ -124,8 +130,7 @@ def test_kernels_agree_with_torch(scaling: str, mask: str, monkeypatch: pytest.M
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_a_judged_pass_has_the_gradient_of_two(scaling: str, is_gathered: bool) -> None:
     """A loss that squares the mean of a whole sequence: its derivative is only right if no sequence is parted."""
-    wanted, counts = make_wanted(SCALINGS[scaling]), [5, 11, 3, 9, 1, 8]
-    assert fused_head.whole_spans(counts, 16) == [(0, 16), (16, 29), (29, 37)]
+    targets, counts = make_targets(SCALINGS[scaling]), [5, 11, 3, 9, 1, 8]
     owner = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
 
     def loss(logprobs: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -139,10 +144,10 @@ def test_a_judged_pass_has_the_gradient_of_two(scaling: str, is_gathered: bool) 
 
     inputs = [numbers(ROWS, WIDTH, seed=0), numbers(VOCABULARY, WIDTH, seed=1), numbers(VOCABULARY, seed=2)]
     two, one = ([tensor.clone().requires_grad_() for tensor in inputs] for _ in range(2))
-    loss(FusedLogprobs.apply(*two, wanted)[0], owner).backward()
+    loss(Logprobs.apply(*two, targets, AllTokens)[0], owner).backward()
     gathered = torch.ones(VOCABULARY, WIDTH) if is_gathered else None
-    spans = fused_head.whole_spans(counts, 16)
-    fused_head.LogprobsWithLoss.apply(*one, wanted, spans, judge, gathered).backward()
+    spans = [slice(0, 16), slice(16, 29), slice(29, 37)]
+    fused_head.LogprobsWithLoss.apply(*one, targets, spans, judge, gathered).backward()
     if is_gathered:
         assert one[1].grad is None
         one[1].grad = gathered - 1
@@ -150,18 +155,19 @@ def test_a_judged_pass_has_the_gradient_of_two(scaling: str, is_gathered: bool) 
         torch.testing.assert_close(ours.grad, expected.grad, atol=1e-5, rtol=1e-5)
 
 
-def test_a_sequence_longer_than_a_chunk_cannot_be_judged_whole() -> None:
-    assert fused_head.whole_spans([3, 17], 16) is None
-    assert fused_head.whole_spans([16, 16], 16) == [(0, 16), (16, 32)]
-    assert fused_head.whole_spans([], 16) == []
+def test_chunks_hold_whole_sequences() -> None:
+    assert list(fused_head.grouped([5, 11, 3, 9, 1, 8], 16)) == [slice(0, 2), slice(2, 5), slice(5, 6)]
+    assert list(fused_head.grouped([3, 17, 1], 16)) == [slice(0, 1), slice(1, 2), slice(2, 3)]
+    assert list(fused_head.grouped([16, 16], 16)) == [slice(0, 1), slice(1, 2)]
+    assert list(fused_head.grouped([], 16)) == list(fused_head.grouped([0, 0], 16)) == []
 
 
 def test_a_target_that_could_not_be_drawn_has_no_probability() -> None:
-    wanted = make_wanted(Scaling(), mask="all")
-    off = Wanted((wanted.targets + 40) % VOCABULARY, wanted.temperatures, wanted.allowed, wanted.scaling)
+    targets = make_targets(Scaling(), mask="all")
+    off = Targets((targets.ids + 40) % VOCABULARY, targets.temperatures, targets.allowed, targets.scaling)
     hidden, weight = numbers(ROWS, WIDTH, seed=0), numbers(VOCABULARY, WIDTH, seed=1)
-    for function in (FusedLogprobs, MaskedLogprobs):
-        logprobs, _ = function.apply(hidden, weight, None, off)
+    for kind in (AllTokens, FewTokens):
+        logprobs, _ = Logprobs.apply(hidden, weight, None, off, kind)
         assert torch.isinf(logprobs).any()
 
 
@@ -174,12 +180,11 @@ def test_few_is_judged_over_all_rows() -> None:
 
 def test_a_soft_cap_keeps_the_digits_of_small_logits() -> None:
     """A logit far below the cap is nearly itself: it must not lose digits to the cap."""
-    head_rows = pytest.importorskip("headrace.model.head_rows")
+    kernels = pytest.importorskip("headrace.model.kernels.head")
     logits = torch.linspace(-6.0, 6.0, VOCABULARY).mul(0.01).repeat(2, 1)
     logits[1] *= 300
     targets, ones = torch.tensor([3, 40]), torch.ones(2)
-    given = [tensor.to(DEVICE) for tensor in (logits, targets, ones)]
-    ours, _, _ = head_rows.forward_rows(*given, None, Scaling(softcap=30.0))
+    ours, _, _ = kernels.forward_rows(logits.to(DEVICE), on_device(Targets(targets, ones, None, Scaling(softcap=30.0))))
     exact = 30.0 * torch.tanh(logits.double() / 30.0)
     expected = torch.log_softmax(exact, dim=1).gather(1, targets.unsqueeze(1)).squeeze(1)
     torch.testing.assert_close(ours.cpu().double(), expected, atol=1e-6, rtol=0)

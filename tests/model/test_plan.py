@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from siblings import make_prompt, sibling
 
-from headrace.model.layout import Unit
-from headrace.model.pass_planning import members_of, num_pairs, num_rows, plan_passes
+from headrace.model.pass_planning import Unit, members_of, num_pairs, num_rows, plan_passes
 from headrace.records import Rollout
 
 

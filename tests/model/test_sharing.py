@@ -9,10 +9,9 @@ from families import FAMILIES, make
 from siblings import mixed
 
 from headrace.model.head import Head
-from headrace.model.layout import Unit
 from headrace.model.load import prepare
 from headrace.model.packing import pack, packed_logprobs
-from headrace.model.pass_planning import members_of, num_rows, plan_passes
+from headrace.model.pass_planning import Unit, members_of, num_rows, plan_passes
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -27,7 +26,7 @@ def test_gradient_is_that_of_rollouts_apart(family: str) -> None:
     masks = [rollout.loss_mask for rollout in rollouts]
     order = members_of(units)
     apart, shared = pack(rollouts, masks, units=[Unit((member,)) for member in order]), pack(rollouts, masks, units=units)
-    assert shared.layout.num_rows == apart.layout.num_rows - 4 * 21 - 1 - 23 - 2 * 12
+    assert len(shared.token_ids) == len(apart.token_ids) - 4 * 21 - 1 - 23 - 2 * 12
     assert torch.equal(shared.wanted, apart.wanted) and torch.equal(shared.temperatures, apart.temperatures)
     weights = torch.randn(len(apart.wanted), generator=torch.Generator().manual_seed(1))
     found = []
@@ -48,14 +47,12 @@ def test_every_token_has_its_row() -> None:
     for units in plan_passes(rollouts, budget=90):
         members = members_of(units)
         packed = pack(rollouts, [np.ones(length, dtype=bool) for length in lengths], units=units)
-        assert packed.layout.num_rows == len(packed.token_ids) == sum(num_rows(unit, lengths) for unit in units)
+        assert sum(packed.layout.lengths) == len(packed.token_ids) == sum(num_rows(unit, lengths) for unit in units)
         tokens = [(place, at) for place, member in enumerate(members) for at in range(lengths[member])]
         places, positions = (torch.tensor(column) for column in zip(*tokens, strict=True))
         token_ids = torch.from_numpy(np.concatenate([rollouts[member].token_ids for member in members])).long()
         columns = [np.arange(lengths[member]) + 1000 * member for member in members]
         pairs = [
-            (packed.token_ids, token_ids[packed.origin]),
-            (packed.positions, positions[packed.origin]),
             (packed.index, torch.nonzero(positions).squeeze(1)),
             (packed.wanted, token_ids[packed.index]),
             (packed.sequence, places[packed.index]),
@@ -69,11 +66,13 @@ def test_every_token_has_its_row() -> None:
 def test_rows_of_a_branch_come_directly_after_its_prefix() -> None:
     rollouts = mixed()
     (units,) = plan_passes(rollouts, budget=4096)
-    layout, row = pack(rollouts, [rollout.loss_mask for rollout in rollouts], units=units).layout, 0
-    for unit, document in zip(units, layout.documents, strict=True):
-        assert document.prefix == (row, unit.prefix)
-        row += unit.prefix
-        for member, branch in zip(unit.members, document.branches, strict=True):
-            assert branch == (row, len(rollouts[member]) - unit.prefix)
-            row += branch[1]
-    assert row == layout.num_rows
+    layout = pack(rollouts, [rollout.loss_mask for rollout in rollouts], units=units).layout
+    segments = list(zip(layout.lengths, layout.continues, strict=True))
+    for unit in units:
+        prefix = -1
+        if unit.prefix:
+            prefix = len(layout.lengths) - len(segments)
+            assert segments.pop(0) == (unit.prefix, -1)
+        for member in unit.members:
+            assert segments.pop(0) == (len(rollouts[member]) - unit.prefix, prefix)
+    assert not segments

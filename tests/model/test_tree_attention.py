@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.model.attention import AttentionSpec
-from headrace.model.layout import Document, Layout
+from headrace.model.attention import AttentionSpec, Layout
 
 tree_attention = pytest.importorskip("headrace.model.tree_attention")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -15,30 +14,25 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 def lay_out(*documents: tuple[int, list[int]]) -> Layout:
     """From (length of the prefix, lengths of the branches)."""
-    made, row = [], 0
+    lengths, continues = [], []
     for prefix, branches in documents:
-        start = row
-        row += prefix
-        places = []
-        for length in branches:
-            places.append((row, length))
-            row += length
-        made.append(Document((start, prefix), tuple(places)))
-    return Layout(tuple(made), row)
+        segment = len(lengths) if prefix else -1
+        lengths += [*([prefix] if prefix else []), *branches]
+        continues += [*([-1] if prefix else []), *([segment] * len(branches))]
+    return Layout(lengths, continues)
 
 
 def visible(layout: Layout, window: int | None) -> torch.Tensor:
     """[rows, rows] bool, row by row."""
-    sees = torch.zeros(layout.num_rows, layout.num_rows, dtype=torch.bool)
-    for document in layout.documents:
-        prefix = list(range(document.prefix[0], sum(document.prefix)))
-        for start, length in (document.prefix, *document.branches):
-            before = [] if start == document.prefix[0] and length == document.prefix[1] and length else prefix
-            chain = [*before, *range(start, start + length)]
-            for place, row in enumerate(chain):
-                if row >= start:
-                    first = 0 if window is None else max(0, place - window + 1)
-                    sees[row, chain[first : place + 1]] = True
+    num_rows = sum(layout.lengths)
+    sees = torch.zeros(num_rows, num_rows, dtype=torch.bool)
+    segments = [rows.tolist() for rows in torch.arange(num_rows).split(layout.lengths)]
+    for rows, prefix in zip(segments, layout.continues, strict=True):
+        before = segments[prefix] if prefix >= 0 else []
+        chain = [*before, *rows]
+        for place, row in enumerate(chain[len(before) :], start=len(before)):
+            first = 0 if window is None else max(0, place - window + 1)
+            sees[row, chain[first : place + 1]] = True
     return sees
 
 
@@ -83,10 +77,10 @@ def test_result_and_gradients_are_those_of_one_softmax(layout: str, spec: str, m
     chosen, heads, kv_heads, width, value_width = LAYOUTS[layout], 4, 2, 24, 20
     torch.manual_seed(0)
     shapes = [(heads, width), (kv_heads, width), (kv_heads, value_width)]
-    inputs = [torch.randn(chosen.num_rows, *shape).to(DEVICE).requires_grad_() for shape in shapes]
+    inputs = [torch.randn(sum(chosen.lengths), *shape).to(DEVICE).requires_grad_() for shape in shapes]
     sinks = torch.randn(heads).to(DEVICE).requires_grad_() if "sinks" in SPECS[spec] else None
     asked = AttentionSpec(scaling=0.3, **{**SPECS[spec], "sinks": sinks})
-    gradient = torch.randn(chosen.num_rows, heads, value_width).to(DEVICE)
+    gradient = torch.randn(sum(chosen.lengths), heads, value_width).to(DEVICE)
     sees = visible(chosen, asked.sliding_window).to(DEVICE)
     leaves = [*inputs, *([] if sinks is None else [sinks])]
     context = tree_attention.KernelContext(chosen, device=torch.device(DEVICE))
@@ -102,6 +96,6 @@ def test_tables_cover_every_row_once() -> None:
     rows, keys, positions = tree_attention.make_tables(layout)
     for table in (rows, keys):
         covered = np.concatenate([np.arange(first, first + count) for first, count, *_ in table])
-        assert covered.tolist() == list(range(layout.num_rows)) and table[:, 1].max() <= tree_attention.TILE
+        assert covered.tolist() == list(range(sum(layout.lengths))) and table[:, 1].max() <= tree_attention.TILE
     expected = [*range(300), *range(300, 305), *range(300, 429), *range(300, 700), *range(128), 0, 0, 1, 1]
     assert positions.tolist() == expected

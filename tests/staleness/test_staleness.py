@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, strategies as st
 from strategies import quick
 
-from headrace.algorithms import BATCH_WIDE, CORRECTIONS, MASKS, importance_weights
+from headrace.algorithms.corrections import BATCH_WIDE, CORRECTIONS, MASKS, CorrectedTokens, importance_weights
 from headrace.buffer import Group, GroupBuffer
 from headrace.records import Call, Episode, FinishReason, Rollout, Sampling, Source
 from headrace.staleness import Gate, too_old
@@ -236,7 +236,8 @@ def weigh(name: str, log_ratio: torch.Tensor, *, rows: list[int] | None = None, 
     advantages = given_constants.pop("advantages", torch.full_like(log_ratio, -1.0))
     sequence = torch.zeros(len(log_ratio), dtype=torch.long) if rows is None else torch.tensor(rows, dtype=torch.long)
     num = max(rows or [0]) + 2  # one more rollout, of which nothing is trained
-    return importance_weights(name, log_ratio, sequence=sequence, num_sequences=num, advantages=advantages, **given_constants)
+    tokens = {"log_ratio": log_ratio, "sequence": sequence, "num_sequences": num, "advantages": advantages}
+    return importance_weights(name, CorrectedTokens(**tokens, **given_constants))
 
 
 def naive(

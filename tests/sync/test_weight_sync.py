@@ -10,10 +10,11 @@ from typing import ClassVar
 
 import pytest
 import torch
+from manifests import make_manifest
 
 from headrace.errors import SyncError
 from headrace.model.arena import Arena, lay_out
-from headrace.model.weights import StagedWeights, StagingBuffer, make_manifest, named_tensors
+from headrace.model.weights import StagedWeights, StagingBuffer, named_tensors
 from headrace.records import WeightUpdate, frames
 from headrace.sync import Lineage, MemoryTransport, TransportConfig, WeightSync, make_transport, table, transport_class
 from headrace.sync.files import FilesTransport

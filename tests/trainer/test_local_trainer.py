@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from manifests import make_manifest
 
 from headrace.errors import SyncError
 from headrace.model.load import load_model, load_tokenizer
-from headrace.model.weights import StagedWeights, make_manifest, named_tensors
+from headrace.model.weights import StagedWeights, named_tensors
 from headrace.observe import ProcessTimeline
 from headrace.records.columns import pack_batch
 from headrace.run.publishing import make_canary

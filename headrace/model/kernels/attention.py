@@ -149,9 +149,8 @@ def delta_kernel(
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, VALUE_PAD)
     mask = (rows < num_rows)[:, None] & (columns[None, :] < VALUE_DIM)
-    given = tl.load(
-        gradient + rows[:, None] * gradient_stride + head * gradient_head_stride + columns[None, :], mask=mask, other=0.0
-    )
+    at = gradient + rows[:, None] * gradient_stride + head * gradient_head_stride + columns[None, :]
+    given = tl.load(at, mask=mask, other=0.0)
     held = tl.load(out + (rows[:, None] * HEADS + head) * VALUE_DIM + columns[None, :], mask=mask, other=0.0)
     tl.store(deltas + head * num_rows + rows, tl.sum(given.to(tl.float32) * held.to(tl.float32), axis=1), mask=rows < num_rows)
 
@@ -206,16 +205,9 @@ def query_kernel(
     is_row = rows < first_row + count
     key_head, value_head = (head // GROUP) * key_head_stride, (head // GROUP) * value_head_stride
     q = _rows(query, rows, head * query_head_stride, query_stride, tl.arange(0, DIM_PAD), is_row, DIM, DIM_PAD, True)
+    value_columns = tl.arange(0, VALUE_PAD)
     given = _rows(
-        gradient,
-        rows,
-        head * gradient_head_stride,
-        gradient_stride,
-        tl.arange(0, VALUE_PAD),
-        is_row,
-        VALUE_DIM,
-        VALUE_PAD,
-        True,
+        gradient, rows, head * gradient_head_stride, gradient_stride, value_columns, is_row, VALUE_DIM, VALUE_PAD, True
     )
     own_sums = tl.load(sums + head.to(tl.int64) * num_rows + rows, mask=is_row, other=0.0)
     own_deltas = tl.load(deltas + head.to(tl.int64) * num_rows + rows, mask=is_row, other=0.0)

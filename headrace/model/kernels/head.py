@@ -1,11 +1,21 @@
-"""Logprob and entropy of a row of logits, and its gradient; launched by `head_rows`."""
+"""Logprob and entropy of a row of logits, and its gradient, reading the logits once each."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+import torch
 import triton
 import triton.language as tl
 
 from headrace.model.kernels.softcap import capped
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headrace.model.fused_head import Targets
+
+_BLOCK = 4096  # logits that a program holds at once
 
 
 @triton.jit
@@ -81,3 +91,30 @@ def backward_kernel(
     if HAS_DIVISOR:
         slope = slope / divisor
     tl.store(out + row * vocabulary + at, slope.to(out.dtype.element_ty), mask=is_in)
+
+
+def forward_rows(logits: Tensor, targets: Targets) -> tuple[Tensor, Tensor, Tensor]:
+    """(logprob of each target, entropy, log of the sum of exponentials) of [rows, vocabulary] float32 logits."""
+    rows, vocabulary = logits.shape
+    allowed, scaling = targets.mask(vocabulary), targets.scaling
+    found = [logits.new_empty(rows) for _ in range(3)]
+    forward_kernel[(rows,)](
+        logits, targets.ids, targets.temperatures, logits if allowed is None else allowed, *found, vocabulary, logits.stride(0),
+        0 if allowed is None else allowed.stride(0), *scaling.values, **scaling.flags, HAS_MASK=allowed is not None,
+        BLOCK=min(_BLOCK, triton.next_power_of_2(vocabulary)), num_warps=8,
+    )  # fmt: skip
+    return found[0], found[1], found[2]
+
+
+def backward_rows(logits: Tensor, targets: Targets, totals: Tensor, slopes: Tensor, *, dtype: torch.dtype) -> Tensor:
+    """[rows, vocabulary] of `dtype`: the gradient of Σ slopes · logprobs by the logits."""
+    rows, vocabulary = logits.shape
+    allowed, scaling = targets.mask(vocabulary), targets.scaling
+    out = torch.empty((rows, vocabulary), dtype=dtype, device=logits.device)
+    block = min(_BLOCK, triton.next_power_of_2(vocabulary))
+    backward_kernel[(rows, triton.cdiv(vocabulary, block))](
+        logits, targets.ids, targets.temperatures, logits if allowed is None else allowed, totals, slopes, out, vocabulary,
+        logits.stride(0), 0 if allowed is None else allowed.stride(0), *scaling.values, **scaling.flags,
+        HAS_MASK=allowed is not None, BLOCK=block, num_warps=8,
+    )  # fmt: skip
+    return out
