@@ -22,7 +22,7 @@ from headrace.errors import SyncError
 from headrace.sync.sockets import TICK
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from torch import Tensor
 
@@ -233,17 +233,13 @@ class Group:
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = _NCCL_TIMEOUT
         torch.cuda.set_device(self.device)  # for this thread only
-        with _ENVIRONMENT, _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
-            return dist.ProcessGroupNCCL(self.mailbox, self.rank, self.size, options)
-
-
-@contextlib.contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        del os.environ[name]
-        if before is not None:
-            os.environ[name] = before
+        name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+        with _ENVIRONMENT:
+            before = os.environ.get(name)
+            os.environ[name] = "0"
+            try:
+                return dist.ProcessGroupNCCL(self.mailbox, self.rank, self.size, options)
+            finally:
+                del os.environ[name]
+                if before is not None:
+                    os.environ[name] = before

@@ -27,8 +27,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from headrace.errors import SyncError
-from headrace.sync.buffers import Spare, TorchBuffer
 from headrace.sync.collective.channel import accept
+from headrace.sync.memory import Spare, TorchBuffer
 from headrace.sync.sockets import TICK, Server
 from headrace.sync.transport import Transport
 
@@ -181,7 +181,8 @@ class CollectiveTransport(Transport):
 
     def allocate(self, key: str, num_bytes: int) -> Tensor:
         with self._changed:
-            self._refuse_closed()
+            if self._is_closed:
+                raise SyncError("the transport is closed")
             if key in self._outgoing:
                 raise SyncError(f"{key}: it is on offer already; free it first")
             buffer = self._spare.take(num_bytes)
@@ -308,7 +309,7 @@ class CollectiveTransport(Transport):
             for place, name in enumerate(push.receivers):
                 push.visits[name].send(group={"id": push.group.id, "rank": place + 1, "size": push.group.size})
         if not push.group.is_formed:
-            push.group.form(lambda: self._check(push), key=push.outgoing.key)
+            push.group.form(push.check, key=push.outgoing.key)
             push.moved_at = time.monotonic()
         return push.group
 
@@ -331,13 +332,9 @@ class CollectiveTransport(Transport):
 
     def _finish(self, push: _Push, group: Group) -> None:
         while not group.finish(TICK):
-            self._check(push)
-        push.moved_at = time.monotonic()
-        self._check(push)  # it may be given up while buckets still arrive
-
-    def _check(self, push: _Push) -> None:
-        with self._changed:
             push.check()
+        push.moved_at = time.monotonic()
+        push.check()  # it may be given up while buckets still arrive
 
     def _discard_group(self, reason: str) -> None:
         if self._group is not None:
@@ -345,14 +342,9 @@ class CollectiveTransport(Transport):
             group.abort(reason)
 
     def _find(self, key: str) -> _Outgoing:
-        self._refuse_closed()
         if key not in self._outgoing:
             raise SyncError(f"{key}: it is not on offer, or was given up")
         return self._outgoing[key]
-
-    def _refuse_closed(self) -> None:
-        if self._is_closed:
-            raise SyncError("the transport is closed")
 
     # Receivers, each in a thread of its own
 
