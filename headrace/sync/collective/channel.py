@@ -19,7 +19,7 @@ from headrace.sync.sockets import TICK, connect
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     Message = dict[str, Any]
 
@@ -46,6 +46,10 @@ class Channel:
         """Allow long messages: the peer is authenticated."""
         self._max_message = MAX_MESSAGE
 
+    def keep(self) -> None:
+        """Leave the connection open when the thread that has accepted it ends."""
+        self._connection = self._connection.dup()
+
     def send(self, message: Message) -> None:
         """Raises OSError, also for a full socket: messages are few and small, so the peer has stopped reading."""
         with self._sending:
@@ -69,6 +73,12 @@ class Channel:
             if not piece:
                 raise ConnectionError("it closed the connection")
             self._unread += piece
+
+    def read(self, seconds: float) -> Iterator[Message]:
+        """Yield the messages that have come, or the first that comes within `seconds` and those behind it."""
+        while (message := self.receive(seconds)) is not None:
+            yield message
+            seconds = 0.0
 
     def wait(self, check: Callable[[], None]) -> Message:
         """Like `receive`, until `check` raises."""

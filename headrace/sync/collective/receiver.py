@@ -158,10 +158,10 @@ class _Fetch:
             if time.monotonic() - self._reported_at >= TICK:
                 self._reported_at = time.monotonic()
                 self._channel.send(self._progress())
-            message = self._channel.receive(seconds)
-            while message is not None:
+            for message in self._channel.read(seconds):
                 self._take(message)
-                message = None if self._is_confirmed else self._channel.receive(0.0)
+                if self._is_confirmed:
+                    break
         except OSError as error:  # also a full socket: the sender has stopped reading
             raise self._failed(f"the sender is gone: {error.strerror or error}") from error
         except ValueError as error:
