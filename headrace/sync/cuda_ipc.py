@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from headrace.errors import SyncError
-from headrace.sync.buffers import BufferedTransport
-from headrace.sync.folder import COPIES
-from headrace.sync.transport import TransportMemory, read_place
+from headrace.sync.memory import BufferedTransport
+from headrace.sync.transport import COPIES, TransportMemory, read_place
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -65,10 +64,7 @@ class CudaIpcTransport(BufferedTransport[Any]):
     def post(self, key: str, views: Mapping[str, Tensor]) -> dict[str, Plain]:
         import torch
 
-        found = self.find(key)
-        if found is None:
-            raise SyncError(f"{key} was freed, or never allocated")
-        exported, num_bytes = found
+        exported, num_bytes = self.find(key)
         torch.cuda.current_stream(self._device).synchronize()
         gpu = self._device.index if self._device.index is not None else torch.cuda.current_device()
         return {"handle": exported.handle, "size": len(exported.tensor), "bytes": num_bytes, "gpu": gpu}
@@ -77,9 +73,8 @@ class CudaIpcTransport(BufferedTransport[Any]):
         """Also corrupts the first bytes: receivers still have the memory open, and must not accept an aborted update."""
         import torch
 
-        given_up = self.bytes_of(key)
-        if given_up is not None:
-            given_up[:_SPOILED].bitwise_not_()
+        if key in self._held:
+            self.bytes_of(key)[:_SPOILED].bitwise_not_()
             torch.cuda.current_stream(self._device).synchronize()
         super().free(key)
 

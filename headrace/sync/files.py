@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from headrace.errors import SyncError
-from headrace.sync.buffers import BufferedTransport, TorchBuffer
+from headrace.sync.memory import BufferedTransport, TorchBuffer
 from headrace.sync.transport import read_place
 
 if TYPE_CHECKING:

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from headrace.errors import SyncError
-from headrace.sync.buffers import BufferedTransport
-from headrace.sync.folder import too_little_space
-from headrace.sync.transport import read_place
+from headrace.sync.memory import BufferedTransport
+from headrace.sync.transport import read_place, too_little_space
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -88,26 +87,21 @@ class SharedMemoryTransport(BufferedTransport[Segment]):
 
     def allocate(self, key: str, num_bytes: int) -> Tensor:
         room = super().allocate(key, num_bytes)
-        found = self.find(key)
-        if found is not None and not found[0].path.exists():  # someone removed it, so no receiver could open it
+        if not self.find(key)[0].path.exists():  # someone removed it, so no receiver could open it
             self.free(key)
             self._spare.clear()
             room = super().allocate(key, num_bytes)
         return room
 
     def post(self, key: str, views: Mapping[str, Tensor]) -> dict[str, Plain]:
-        found = self.find(key)
-        if found is None:
-            raise SyncError(f"{key} was freed, or never allocated")
-        segment, num_bytes = found
+        segment, num_bytes = self.find(key)
         segment.rename(self._path(key))
         return {"key": key, "bytes": num_bytes}
 
     def free(self, key: str) -> None:
-        found = self.find(key)
-        if found is not None:
+        if key in self._held:
             with contextlib.suppress(SyncError):
-                found[0].rename(self._spare_path())
+                self.find(key)[0].rename(self._spare_path())
             super().free(key)
 
     def close(self) -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import os
-import selectors
 import socket
 import threading
 from typing import TYPE_CHECKING
@@ -16,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 TICK = 0.1  # seconds. Every wait on a socket checks this often whether to go on.
+_ATTEMPT = 1.0  # seconds that an attempt to connect may take
 _MOST_CONNECTIONS = 256
 
 
@@ -69,25 +67,15 @@ class Server:
 
 
 def connect(host: str, port: int, *, check: Callable[[], None]) -> socket.socket:
-    """Open a connection with timeout `TICK`. Raises OSError. While waiting this calls `check`, which raises to give up."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    connection = socket.socket(family, kind, protocol)
-    try:
-        connection.setblocking(False)
-        code = connection.connect_ex(address)
-        with selectors.DefaultSelector() as selector:
-            selector.register(connection, selectors.EVENT_WRITE)
-            while code == errno.EINPROGRESS:
-                check()
-                if selector.select(TICK):
-                    code = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if code:
-            raise OSError(code, os.strerror(code))
+    """Open a connection with timeout `TICK`. Raises OSError. Between attempts this calls `check`, which raises to give up."""
+    while True:
+        check()
+        try:
+            connection = socket.create_connection((host, port), timeout=_ATTEMPT)
+        except TimeoutError:
+            continue
         _prepare(connection)
-    except BaseException:
-        connection.close()
-        raise
-    return connection
+        return connection
 
 
 def _prepare(connection: socket.socket) -> None:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import socket
+import tempfile
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, get_type_hints
 
 from headrace.errors import SyncError
-from headrace.sync.folder import COPIES, check_folder, check_space, shared_folder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
     from torch import Tensor
 
     from headrace.records import Plain
+
+COPIES = 2  # at most this many copies of the weights exist: the newest stays readable while the next is written
 
 
 class Target(Protocol):
@@ -158,6 +162,35 @@ def read_place(kind: type[P], place: Mapping[str, Plain]) -> P:
             raise SyncError(f"{name} = {value!r}: this is no place of this transport")
         values[name] = value
     return kind(**values)
+
+
+def shared_folder(wanted: str = "") -> Path:
+    """Return the wanted `sync.folder`, else the system's shared memory, else its folder for temporary files."""
+    memory = Path("/dev/shm")
+    return Path(wanted or (memory if memory.is_dir() else tempfile.gettempdir()))
+
+
+def check_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        raise SyncError(f"sync.folder = {str(folder)!r}: there is no such folder; make it, or name another")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise SyncError(f"sync.folder = {str(folder)!r}: it cannot be written to; name another")
+
+
+def check_space(folder: Path, num_bytes: int) -> None:
+    """Reject weights too large to be published, before they are loaded."""
+    check_folder(folder)
+    if COPIES * num_bytes > shutil.disk_usage(folder).free:
+        raise SyncError(too_little_space(folder, num_bytes))
+
+
+def too_little_space(folder: Path, num_bytes: int) -> str:
+    free, needed = shutil.disk_usage(folder).free, COPIES * num_bytes
+    return (
+        f"{folder} has {free / 1e6:,.0f} MB free and the weights need {needed / 1e6:,.0f} MB there ({COPIES} versions of "
+        f"{num_bytes / 1e6:,.0f} MB). Make room (shared memory: mount -o remount,size={-(-needed // 2**30) + 1}G {folder}; "
+        f"in a container --shm-size), or name another folder in sync.folder"
+    )
 
 
 def check_host(host: str) -> None:

@@ -51,7 +51,7 @@ class WeightSync:
         self._newest: WeightUpdate | None = None  # the last one released, which late engines catch up to
         self._caught_up: WeightUpdate | None = None  # all weights, made for a late engine and reused for others
         self._adopted: Arena | None = None  # weights that receivers read in place
-        self._when_read: dict[str, Callable[[], None]] = {}  # by key: called when receivers no longer read adopted weights
+        self._on_read: dict[str, Callable[[], None]] = {}  # by key: called when receivers no longer read adopted weights
         self._lock = threading.RLock()
         self._stream: torch.cuda.Stream | None = None
 
@@ -108,7 +108,7 @@ class WeightSync:
                     if image is weights:
                         on_read()
                 elif image is self._adopted:
-                    self._when_read[key] = on_read
+                    self._on_read[key] = on_read
                 return self._post(key, buffer, version=version, base=base, manifest=manifest, slots=layout.slots)
         except BaseException:
             self._free(key)
@@ -129,11 +129,11 @@ class WeightSync:
                 return
             self._newest = self._offered[key]
             self._payload.released(self._newest, key)
-            self._when_read.pop(key, _nothing)()
+            self._let_change(key)
             kept = {self._own_key(each) for each in (*self._payload.kept(), self._newest)}
-            earlier = itertools.takewhile(lambda other: other != key, list(self._offered))
-            for other in [other for other in earlier if other not in kept]:
-                self._free(other)
+            for earlier in itertools.takewhile(lambda other: other != key, list(self._offered)):
+                if earlier not in kept:
+                    self._free(earlier)
 
     def abort(self, update: WeightUpdate) -> None:
         """Called when an update is given up: fetches of it fail. Engines may have loaded it, so the next one travels whole."""
@@ -248,7 +248,11 @@ class WeightSync:
     def _free(self, key: str) -> None:
         self._offered.pop(key, None)
         self._transport.free(key)
-        self._when_read.pop(key, _nothing)()
+        self._let_change(key)
+
+    def _let_change(self, key: str) -> None:
+        if on_read := self._on_read.pop(key, None):
+            on_read()
 
     @contextlib.contextmanager
     def _side_stream(self, device: torch.device) -> Iterator[None]:
@@ -278,10 +282,6 @@ class _Layout:
         if odd is not None:
             raise SyncError(f"tensor {odd!r} holds NaN or infinity; such weights are not published")
         return self.manifest.with_checksums(sums)
-
-
-def _nothing() -> None:
-    """The default callback."""
 
 
 def _view(buffer: Tensor, slots: Mapping[str, Slot]) -> Arena:

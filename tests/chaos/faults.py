@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.observe.sinks import read_metrics
-from headrace.sync.folder import shared_folder
+from headrace.sync.transport import shared_folder
 
 RECIPE = """
 steps = 40

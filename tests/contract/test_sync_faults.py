@@ -95,7 +95,7 @@ class Ended:
         if self.transport == "http":
             return transport._buffers.find(part.key).bytes  # type: ignore[attr-defined]
         if self.transport == "collective":
-            return transport._sender._outgoing[part.key].bytes  # type: ignore[attr-defined]
+            return transport._outgoing[part.key].bytes  # type: ignore[attr-defined]
         return transport.bytes_of(part.key)  # type: ignore[attr-defined]
 
     def close(self) -> None:

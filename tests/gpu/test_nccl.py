@@ -14,23 +14,23 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 ONE_RANK = """
 import os, threading, time, torch
 from headrace.sync.collective.group import Group
-group = Group(1, rank=0, size=1, device=torch.device("cuda", 0), host="127.0.0.1", deadline=20.0)
-group.form(lambda seconds: group.wait_formed(seconds), key="k")
+device = torch.device("cuda", 0)
+group = Group("g", rank=0, size=1, device=device, host="127.0.0.1", deadline=20.0, share=lambda key, value: None)
+group.form(lambda: None, key="k")
 assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ
 assert not torch.distributed.is_initialized()
 data = torch.arange(1 << 20, device="cuda").to(torch.uint8)
 before = data.clone()
 for _ in range(3):
-    move = group.broadcast(data)
-    while not group.done(move, 0.1):
+    group.start(data)
+    while not group.finish(0.1):
         pass
 assert torch.equal(before, data)
 try:
-    group.broadcast(torch.zeros(3, dtype=torch.uint8))
+    group.start(torch.zeros(3, dtype=torch.uint8))
 except AssertionError:
     print("refused")
 group.abort("over")
-group.join(5.0)
 until = time.monotonic() + 10
 while any("headrace" in thread.name for thread in threading.enumerate()) and time.monotonic() < until:
     time.sleep(0.05)

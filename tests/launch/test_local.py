@@ -24,7 +24,7 @@ from headrace.observe.sinks import read_metrics
 from headrace.observe.timeline import STATES
 from headrace.rpc import RemoteError
 from headrace.run.checkpoint import CheckpointError
-from headrace.sync.folder import shared_folder
+from headrace.sync.transport import shared_folder
 from headrace.trainer.remote import RemoteTrainer
 
 
@@ -235,7 +235,7 @@ def test_what_the_disk_refuses_there_is_the_same_error_here(tmp_path, kind):
 
 def test_shared_memory_too_small_is_refused_before_anything_is_loaded(tmp_path, monkeypatch):
     usage = shutil.disk_usage("/")._replace(free=1000)
-    monkeypatch.setattr("headrace.sync.folder.shutil.disk_usage", lambda _: usage)
+    monkeypatch.setattr("headrace.sync.transport.shutil.disk_usage", lambda _: usage)
     with pytest.raises(RuntimeError, match=r"0 MB free.*remount,size=.*sync\.folder"):
         local_run(tmp_path / "run")
     assert not children() and not leftovers()

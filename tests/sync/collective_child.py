@@ -80,7 +80,7 @@ def fetch(transport, command, name):
         transport.fetch(command["place"], target, receiver=name)
         group = transport._receiver.group
         sha = hashlib.sha256(target.buffer.numpy().tobytes()).hexdigest()
-        return {"sha": sha, "group": group.number if group else 0, "checks": target.num_checks}
+        return {"sha": sha, "group": group.id if group else "", "checks": target.num_checks}
 
     timed(work)
 

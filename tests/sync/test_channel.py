@@ -168,7 +168,7 @@ def test_a_proof_is_good_for_one_connection_and_one_end(opened: Open) -> None:
 
 
 def test_a_receiver_with_another_token_is_not_let_in(opened: Open) -> None:
-    with pytest.raises(SyncError, match="the sender is gone"):
+    with pytest.raises(SyncError, match="cannot be reached: it closed the connection"):
         opened.call("of another run")
     assert opened.is_well()
 

@@ -113,7 +113,7 @@ def parcel(sender, key, num_bytes):
 
 
 def move(sender, key, num_bytes, children):
-    """One whole transfer, and the number of the group it took."""
+    """One whole transfer, and the id of the group it took."""
     place, sha = parcel(sender, key, num_bytes)
     for child in children:
         child.tell("fetch", place=place)
@@ -209,7 +209,7 @@ def test_a_sender_that_never_pushes(sender, pool):
     place, _ = parcel(sender, "idle", LONG)
     a.tell("fetch", place=place)
     answer = a.wait_for("error")
-    assert "the sender answers, but nothing has come" in answer["error"]
+    assert "nothing has come from the sender for" in answer["error"]
     assert DEADLINE <= answer["seconds"] < LATEST
 
 
@@ -259,7 +259,7 @@ def test_a_sender_killed_or_stopped_midway(pool, how):
     sender.process.send_signal(how)
     for child in (a, b):
         answer = child.wait_for("error")
-        expected = "the sender is gone" if how == signal.SIGKILL else "the sender has not answered for 1."
+        expected = "the sender is gone" if how == signal.SIGKILL else "nothing has come from the sender for 2."
         assert answer["kind"] == "SyncError" and expected in answer["error"] and "of 41 buckets written by" in answer["error"]
     assert time.monotonic() - began < LATEST
     sender.end()

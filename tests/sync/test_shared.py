@@ -25,7 +25,7 @@ from headrace.model.weights import StagedWeights, WeightError, named_tensors
 from headrace.observe import Timeline
 from headrace.records import Rollout
 from headrace.sync import Lineage, SharedMemoryTransport, WeightSync
-from headrace.sync.folder import check_space
+from headrace.sync.transport import check_space
 
 if TYPE_CHECKING:
     from pathlib import Path

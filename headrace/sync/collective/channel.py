@@ -1,11 +1,8 @@
 """The control connection from each receiver to the sender; the weights themselves travel through the process group.
 
-A receiver reports its name, its progress and why it gave up. The sender answers every report at once, and tells the receiver as
-soon as it knows which group to join and whether the transfer is over. (`torch.distributed.TCPStore` could carry the same, but
-its calls hang forever on a stopped server, whatever their timeout.)
-
 A message is a line of JSON. Both ends first prove that they know the run's token; unauthenticated peers are dropped before
-anything else they send is parsed.
+anything else they send is parsed. (`torch.distributed.TCPStore` could carry the messages, but it authenticates nobody, and its
+calls hang forever on a stopped server, whatever their timeout.)
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ from headrace.sync.sockets import TICK, connect
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     Message = dict[str, Any]
 
@@ -37,7 +34,7 @@ class Channel:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._unread = b""
-        self._most = HELLO_BYTES
+        self._max_message = HELLO_BYTES
         self._sending = threading.Lock()
 
     @property
@@ -47,7 +44,11 @@ class Channel:
 
     def trust(self) -> None:
         """Allow long messages: the peer is authenticated."""
-        self._most = MAX_MESSAGE
+        self._max_message = MAX_MESSAGE
+
+    def keep(self) -> None:
+        """Leave the connection open when the thread that has accepted it ends."""
+        self._connection = self._connection.dup()
 
     def send(self, message: Message) -> None:
         """Raises OSError, also for a full socket: messages are few and small, so the peer has stopped reading."""
@@ -57,9 +58,13 @@ class Channel:
     def receive(self, seconds: float) -> Message | None:
         """Return the next message, or None on timeout. Raises OSError if the peer is gone, ValueError for malformed input."""
         until = time.monotonic() + seconds
-        while b"\n" not in self._unread:
-            if len(self._unread) > self._most:
-                raise ValueError(f"a message of more than {self._most} bytes")
+        while True:
+            text, newline, rest = self._unread.partition(b"\n")
+            if len(text) > self._max_message:
+                raise ValueError(f"a message of more than {self._max_message} bytes")
+            if newline:
+                self._unread = rest
+                return _parse(text)
             self._connection.settimeout(max(until - time.monotonic(), 0.0))
             try:
                 piece = self._connection.recv(1 << 16)
@@ -68,10 +73,18 @@ class Channel:
             if not piece:
                 raise ConnectionError("it closed the connection")
             self._unread += piece
-        text, _, self._unread = self._unread.partition(b"\n")
-        if len(text) > self._most:
-            raise ValueError(f"a message of more than {self._most} bytes")
-        return _parse(text)
+
+    def read(self, seconds: float) -> Iterator[Message]:
+        """Yield the messages that have come, or the first that comes within `seconds` and those behind it."""
+        while (message := self.receive(seconds)) is not None:
+            yield message
+            seconds = 0.0
+
+    def wait(self, check: Callable[[], None]) -> Message:
+        """Like `receive`, until `check` raises."""
+        while (message := self.receive(TICK)) is None:
+            check()
+        return message
 
     def close(self) -> None:
         self._connection.close()
@@ -80,20 +93,22 @@ class Channel:
 def accept(connection: socket.socket, *, token: str, is_closed: threading.Event) -> Channel | None:
     """Authenticate a new connection at the sender's end. Returns None if the peer fails to prove the token. Raises OSError."""
     channel, challenge = Channel(connection), secrets.token_hex(16)
-    channel.send({"challenge": challenge})
     until = time.monotonic() + HELLO_SECONDS
-    while not is_closed.is_set() and time.monotonic() < until:
-        try:
-            hello = channel.receive(TICK)
-        except ValueError:
-            return None
-        if hello is not None:
-            if not is_proven(hello.get("proof"), token, "receiver", challenge):
-                return None
-            channel.send({"proof": proof(token, "sender", str(hello.get("challenge")))})
-            channel.trust()
-            return channel
-    return None
+
+    def check() -> None:
+        if is_closed.is_set() or time.monotonic() >= until:
+            raise TimeoutError
+
+    channel.send({"challenge": challenge})
+    try:
+        hello = channel.wait(check)
+    except ValueError:
+        return None
+    if not is_proven(hello.get("proof"), token, "receiver", challenge):
+        return None
+    channel.send({"proof": proof(token, "sender", str(hello.get("challenge")))})
+    channel.trust()
+    return channel
 
 
 def call(host: str, port: int, *, token: str, deadline: float, check: Callable[[], None]) -> Channel:
@@ -105,34 +120,23 @@ def call(host: str, port: int, *, token: str, deadline: float, check: Callable[[
         if time.monotonic() > until:
             raise SyncError(f"the sender at {host}:{port} has not answered for {deadline:g} s")
 
+    channel, challenge = None, secrets.token_hex(16)
     try:
-        connection = connect(host, port, check=check_all)
-    except OSError as error:
-        raise SyncError(f"the sender at {host}:{port} cannot be reached: {error.strerror or error}") from error
-    channel = Channel(connection)
-    try:
-        _prove(channel, token, check_all)
+        channel = Channel(connect(host, port, check=check_all))
+        given = channel.wait(check_all).get("challenge")
+        channel.send({"proof": proof(token, "receiver", str(given)), "challenge": challenge})
+        if not is_proven(channel.wait(check_all).get("proof"), token, "sender", challenge):
+            raise SyncError("the sender does not know this run's token")
     except BaseException as error:
-        channel.close()
+        if channel is not None:
+            channel.close()
         if isinstance(error, OSError):
-            raise SyncError(f"the sender is gone: {error.strerror or error}") from error
+            raise SyncError(f"the sender at {host}:{port} cannot be reached: {error.strerror or error}") from error
         if isinstance(error, ValueError):
             raise SyncError(f"the sender does not speak as this run does: {error}") from error
         raise
-    return channel
-
-
-def _prove(channel: Channel, token: str, check: Callable[[], None]) -> None:
-    def heard() -> Message:
-        while (message := channel.receive(TICK)) is None:
-            check()
-        return message
-
-    challenge = secrets.token_hex(16)
-    channel.send({"proof": proof(token, "receiver", str(heard().get("challenge"))), "challenge": challenge})
-    if not is_proven(heard().get("proof"), token, "sender", challenge):
-        raise SyncError("the sender does not know this run's token")
     channel.trust()
+    return channel
 
 
 def _parse(text: bytes) -> Message:

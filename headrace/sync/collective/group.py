@@ -6,6 +6,7 @@ each backend behaves when a peer fails, and how to abort it from outside.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import os
 import threading
@@ -21,42 +22,33 @@ from headrace.errors import SyncError
 from headrace.sync.sockets import TICK
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from torch import Tensor
 
 CPU_DEPTH, GPU_DEPTH = 4, 2  # buckets in flight. gloo needs more, to hide that it wakes every rank for each bucket.
 _POLL = 0.0005  # seconds between polls of GPU work, which has no wait with a timeout
+_FORMING_POLL = 0.005
 _ENDING = 0.25  # seconds that `abort` waits for the group's connections and threads to end
 _NCCL_TIMEOUT = timedelta(hours=24)
 _ENVIRONMENT = threading.Lock()
 
 
 class Mailbox(Store):
-    """One rank's copy of the store in which members exchange addresses; `put` adds values that other ranks have set. The
-    process group waits in here for its peers' addresses; `stop` ends that wait from outside."""
+    """One rank's copy of the store in which members exchange addresses. `share` sends each value that this rank sets to the
+    others; `put` adds the values that they have set. `stop` ends the wait of a process group for its peers."""
 
-    def __init__(self, *, patience: float, on_set: Callable[[], None]) -> None:
+    def __init__(self, *, patience: float, share: Callable[[str, bytes], None]) -> None:
         super().__init__()
-        self._patience, self._on_set = patience, on_set
+        self._patience, self._share = patience, share
         self._changed = threading.Condition()
         self._values: dict[str, bytes] = {}
-        self._own: set[str] = set()
         self._stopped = ""
 
-    def put(self, values: Mapping[str, bytes]) -> None:
+    def put(self, key: str, value: bytes) -> None:
         with self._changed:
-            self._values.update(values)
+            self._values[key] = value
             self._changed.notify_all()
-
-    def all(self) -> dict[str, bytes]:
-        with self._changed:
-            return dict(self._values)
-
-    def own(self) -> dict[str, bytes]:
-        """Return the values that this rank has set."""
-        with self._changed:
-            return {key: self._values[key] for key in self._own}
 
     def stop(self, reason: str) -> None:
         with self._changed:
@@ -66,59 +58,44 @@ class Mailbox(Store):
     # Called by the process group, from its own threads
 
     def set(self, key: str, value: str | bytes) -> None:
-        with self._changed:
-            self._values[key] = value.encode() if isinstance(value, str) else bytes(value)
-            self._own.add(key)
-            self._changed.notify_all()
-        self._on_set()
+        encoded = value.encode() if isinstance(value, str) else bytes(value)
+        self.put(key, encoded)
+        self._share(key, encoded)
 
     def get(self, key: str) -> bytes:
         self.wait([key])
-        with self._changed:
-            return self._values[key]
+        return self._values[key]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        until = time.monotonic() + (self._patience if timeout is None else min(self._patience, timeout.total_seconds()))
         with self._changed:
-            while not self._values.keys() >= set(keys):
-                if self._stopped or time.monotonic() > until:
-                    raise RuntimeError(self._stopped or f"nobody has set {', '.join(keys)}")
-                self._changed.wait(TICK)
+            self._changed.wait_for(lambda: self._stopped or self.check(keys), self._patience)
+        if not self.check(keys):
+            raise RuntimeError(self._stopped or f"nobody has set {', '.join(keys)}")
 
     def check(self, keys: list[str]) -> bool:
-        with self._changed:
-            return self._values.keys() >= set(keys)
+        return self._values.keys() >= set(keys)
 
     def has_extended_api(self) -> bool:
         return False
 
 
-class Broadcast:
-    """A started broadcast. The group clears `work`, so that an error whose frames refer to this does not keep a dead group's
-    connections open."""
-
-    def __init__(self, work: Any) -> None:  # noqa: ANN401
-        self.work = work
-
-
 class Group:
-    """Rank `rank` of `size`. Call `form`, then `broadcast` from rank 0, and always `abort` at the end."""
+    """Rank `rank` of `size`. Call `form`, then `start` and `finish` broadcasts from rank 0, and always `abort` at the end."""
 
     def __init__(
         self,
-        number: int,
+        id: str,
         *,
         rank: int,
         size: int,
         device: torch.device,
         host: str,
         deadline: float,
-        on_set: Callable[[], None] = lambda: None,
+        share: Callable[[str, bytes], None],
     ) -> None:
-        self.number = number
-        self.rank, self.size = rank, size
-        self.device = device
-        self.mailbox = Mailbox(patience=deadline, on_set=on_set)
+        self.id, self.rank, self.size, self.device = id, rank, size, device
+        self.is_formed = False
+        self.mailbox = Mailbox(patience=deadline, share=share)
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.depth = GPU_DEPTH if self.stream is not None else CPU_DEPTH
         self._host, self._deadline = host, deadline
@@ -126,28 +103,23 @@ class Group:
         self._is_aborted = False
         self._lock = threading.Lock()  # between `_form` and `abort`
         self._failure: Exception | None = None
-        self._forming: threading.Thread | None = None
-        self._running: list[Broadcast] = []
+        self._forming = threading.Thread(target=self._form, name="headrace-collective-form", daemon=True)
+        self._works: collections.deque[Any] = collections.deque()  # the broadcasts in flight, oldest first
         self._staging: list[Tensor] = []
 
-    def form(self, pump: Callable[[float], None], *, key: str) -> None:
-        """Connect to the other members. Meanwhile this calls `pump(seconds)`, which exchanges values between the mailboxes and
+    def form(self, check: Callable[[], None], *, key: str) -> None:
+        """Connect to the other members. Calls `check` meanwhile, which puts the values of other members into the mailbox and
         raises to give up. `key` is for error messages."""
-        self._forming = threading.Thread(target=self._form, name="headrace-collective-form", daemon=True)
         self._forming.start()
         while self._forming.is_alive():
-            pump(TICK)
+            self._forming.join(_FORMING_POLL)
+            check()
         if self._failure is not None:
             raise SyncError(f"{key}: the group did not form: {self._failure}") from self._failure
+        self.is_formed = True
 
-    def wait_formed(self, seconds: float) -> bool:
-        """Return whether forming ended in time; for a pump that has nothing else to wait for."""
-        assert self._forming is not None
-        self._forming.join(seconds)
-        return not self._forming.is_alive()
-
-    def broadcast(self, piece: Tensor) -> Broadcast:
-        """Start a broadcast that reads `piece` at rank 0 and writes it at other ranks; `done` tells when it has ended."""
+    def start(self, piece: Tensor) -> None:
+        """Start a broadcast that reads `piece` at rank 0 and writes it at other ranks."""
         assert piece.device.type == self.device.type, "gloo is never given a GPU's memory, NCCL never the host's"
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor, options.asyncOp = 0, 0, True
@@ -155,25 +127,27 @@ class Group:
         if backend is None:
             raise SyncError("the group was aborted")
         with self.on_stream():
-            started = Broadcast(backend.broadcast([piece], options))
-        self._running.append(started)
-        return started
+            self._works.append(backend.broadcast([piece], options))
 
-    def done(self, broadcast: Broadcast, seconds: float) -> bool:
-        """Return whether it ended in time. Raises RuntimeError if it failed."""
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._works)
+
+    def finish(self, seconds: float) -> bool:
+        """Return whether the oldest broadcast ended in time. Raises RuntimeError if it failed."""
         failure = ""
         try:
-            is_done = self._is_over(broadcast.work, seconds)
+            is_over = self._is_over(seconds)
         except RuntimeError as error:
             failure = str(error)
-        if failure:  # a new error, because the frames of the first refer to the work
+        if failure:  # a new error: the frames of the first refer to the work, and would keep a dead group's connections open
             raise RuntimeError(failure)
-        if is_done:
-            self._running.remove(broadcast)
-            broadcast.work = None
-        return is_done
+        if is_over:
+            self._works.popleft()
+        return is_over
 
-    def _is_over(self, work: Any, seconds: float) -> bool:  # noqa: ANN401
+    def _is_over(self, seconds: float) -> bool:
+        work = self._works[0]
         if self.stream is not None:  # NCCL's `wait` blocks the stream, not this thread
             until = time.monotonic() + seconds
             while not work.is_completed():
@@ -207,15 +181,10 @@ class Group:
             self._is_aborted = True
             last = [self._backend]
             self._backend = None
-        running, self._running = self._running, []
-        for broadcast in running:
-            broadcast.work = None
+        self._works.clear()
         self._end(last)
-
-    def join(self, seconds: float) -> None:
-        """After `abort`: wait for the thread that formed the group."""
-        if self._forming is not None:
-            self._forming.join(seconds)
+        if self._forming.is_alive():
+            self._forming.join(self._deadline)
 
     def _form(self) -> None:
         try:
@@ -223,11 +192,11 @@ class Group:
             with self._lock:
                 if not self._is_aborted:
                     self._backend = made.pop()
-            if self._is_aborted:
+            if made:
                 self._end(made)
             elif self.stream is not None:  # the first call creates NCCL's communicator, and waits for the other ranks
-                first = self.broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device))
-                while not self._is_aborted and not self.done(first, TICK):
+                self.start(torch.zeros(1, dtype=torch.uint8, device=self.device))
+                while not self._is_aborted and not self.finish(TICK):
                     pass
         except Exception as error:  # noqa: BLE001 - `form` raises any failure of the backend
             self._failure = error
@@ -235,16 +204,20 @@ class Group:
     def _end(self, last: list[Any]) -> None:
         """Destroy the backend, whose last reference is in the list. A separate thread does it, because ncclCommAbort can wait
         for a running kernel, and gloo's destructor for a timeout if a silent peer has sent half a message."""
-        if last and last[0] is not None:
+        if last[0] is not None:
             ending = threading.Thread(target=self._end_here, args=(last,), name="headrace-collective-end", daemon=True)
             ending.start()
             ending.join(_ENDING)
 
     def _end_here(self, last: list[Any]) -> None:
+        """`ProcessGroupGloo.abort` does nothing (torch 2.11 and 2.13), but a receive that times out closes all connections of
+        its group. So this starts a receive that no peer answers, with a timeout of 1 ms."""
         if self.stream is not None:
             last[0].abort()
         else:
-            _end_gloo(last[0], peer=1 - min(self.rank, 1), size=self.size)
+            peer = 1 - min(self.rank, 1)
+            with contextlib.suppress(RuntimeError):  # it is meant to fail
+                last[0].recv([torch.empty(1, dtype=torch.uint8)], peer, 1 << 20).wait(timedelta(milliseconds=1))
         last.clear()
 
     def _gloo(self) -> Any:  # noqa: ANN401
@@ -260,27 +233,13 @@ class Group:
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = _NCCL_TIMEOUT
         torch.cuda.set_device(self.device)  # for this thread only
-        with _ENVIRONMENT, _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
-            return dist.ProcessGroupNCCL(self.mailbox, self.rank, self.size, options)
-
-
-def _end_gloo(backend: Any, *, peer: int, size: int) -> None:  # noqa: ANN401
-    """`ProcessGroupGloo.abort` does nothing (torch 2.11 and 2.13), but a receive that times out closes all connections of its
-    group. So this starts a receive that no peer answers, with a timeout of 1 ms."""
-    if size == 1:
-        return
-    with contextlib.suppress(RuntimeError):  # it is meant to fail
-        backend.recv([torch.empty(1, dtype=torch.uint8)], peer, 1 << 20).wait(timedelta(milliseconds=1))
-
-
-@contextlib.contextmanager
-def _environment(name: str, value: str) -> Any:  # noqa: ANN401
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+        name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+        with _ENVIRONMENT:
+            before = os.environ.get(name)
+            os.environ[name] = "0"
+            try:
+                return dist.ProcessGroupNCCL(self.mailbox, self.rank, self.size, options)
+            finally:
+                del os.environ[name]
+                if before is not None:
+                    os.environ[name] = before

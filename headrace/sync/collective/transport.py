@@ -18,20 +18,27 @@ sending it; the group's own connections, like all of torch.distributed's, trust 
 
 from __future__ import annotations
 
-import weakref
+import atexit
+import itertools
+import threading
 from typing import TYPE_CHECKING
 
+from headrace.errors import SyncError
+from headrace.sync.collective.channel import accept
+from headrace.sync.memory import Spare, TorchBuffer
+from headrace.sync.sockets import TICK, Server
 from headrace.sync.transport import Transport
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Mapping, Sequence
 
     import torch
     from torch import Tensor
 
     from headrace.records import Plain
-    from headrace.sync.collective.receiver import Receiver
-    from headrace.sync.collective.sender import Sender
+    from headrace.sync.collective.group import Group
+    from headrace.sync.collective.push import Outgoing
     from headrace.sync.transport import Target, TransportConfig
 
 GPU_BUCKET = 64 << 20  # bytes
@@ -39,7 +46,8 @@ CPU_BUCKET = 4 << 20
 
 
 class CollectiveTransport(Transport):
-    """Both ends use the same kind of device. Only the sender listens, from its first post on."""
+    """Both ends use the same kind of device. Only the sender listens, from its first post on: a thread for each receiver that
+    connects authenticates it, and leaves the rest to the thread that pushes."""
 
     name = "collective"
     crosses_hosts = True
@@ -60,40 +68,129 @@ class CollectiveTransport(Transport):
         import torch
 
         from headrace.sync.collective.receiver import Receiver
-        from headrace.sync.collective.sender import Sender
 
         device = torch.device(device)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
-        bucket = bucket or (GPU_BUCKET if device.type == "cuda" else CPU_BUCKET)
-        self._sender = Sender(token=token, device=device, host=host, deadline=deadline, bucket=bucket)
+        self._token, self._device, self._host, self._deadline = token, device, host, deadline
+        self._bucket = bucket or (GPU_BUCKET if device.type == "cuda" else CPU_BUCKET)
+        self._outgoing: dict[str, Outgoing] = {}
+        self._lock = threading.Lock()  # of the line above
+        self._pushing = threading.Lock()  # one push at a time
+        self._spare = Spare(lambda num_bytes: TorchBuffer(num_bytes, device))
+        self._attempts = itertools.count(1)
+        self._group: Group | None = None  # of the last push
+        self._server: Server | None = None
+        self._is_closed = False
         self._receiver = Receiver(token=token, device=device, deadline=deadline)
-        # Also runs at exit, while ending backend threads may still need the interpreter.
-        self._closing = weakref.finalize(self, _close, self._sender, self._receiver)
+        atexit.register(self.close)  # while ending backend threads may still need the interpreter
 
     @classmethod
     def make(cls, config: TransportConfig, *, is_sender: bool, device: str) -> CollectiveTransport:
         return cls(token=config.token, device=device, host=config.host, deadline=config.deadline)
 
-    def allocate(self, key: str, num_bytes: int) -> Tensor:
-        return self._sender.allocate(key, num_bytes)
-
-    def post(self, key: str, views: Mapping[str, Tensor]) -> dict[str, Plain]:
-        return self._sender.post(key)
-
-    def push(self, key: str, receivers: Sequence[str]) -> None:
-        self._sender.push(key, receivers)
-
-    def free(self, key: str) -> None:
-        self._sender.free(key)
-
     def fetch(self, place: Mapping[str, Plain], target: Target, *, receiver: str) -> None:
         self._receiver.fetch(place, target, receiver=receiver)
 
+    def allocate(self, key: str, num_bytes: int) -> Tensor:
+        from headrace.sync.collective.push import Outgoing
+
+        with self._lock:
+            if self._is_closed:
+                raise SyncError("the transport is closed")
+            if key in self._outgoing:
+                raise SyncError(f"{key}: it is on offer already; free it first")
+            buffer = self._spare.take(num_bytes)
+            self._outgoing[key] = Outgoing(key, buffer, buffer.tensor[:num_bytes])
+            return self._outgoing[key].bytes
+
+    def post(self, key: str, views: Mapping[str, Tensor]) -> dict[str, Plain]:
+        import torch
+
+        outgoing = self._find(key)
+        outgoing.attempt = next(self._attempts)
+        if self._device.type == "cuda":
+            outgoing.written = torch.cuda.current_stream(self._device).record_event()
+        if self._server is None:
+            self._server = Server(self._host, serve=self._serve, name="headrace-collective")
+        return {
+            "key": key,
+            "bytes": outgoing.bytes.numel(),
+            "bucket": self._bucket,
+            "host": self._host,
+            "port": self._server.port,
+            "attempt": outgoing.attempt,
+            "backend": "nccl" if self._device.type == "cuda" else "gloo",
+        }
+
+    def push(self, key: str, receivers: Sequence[str]) -> None:
+        from headrace.sync.collective.push import Push
+
+        if len(set(receivers)) != len(receivers):
+            raise SyncError(f"{key}: two receivers have one name: {', '.join(receivers)}")
+        if not receivers:
+            return
+        outgoing = self._find(key)
+        if not outgoing.attempt:
+            raise SyncError(f"{key}: it was not posted")
+        while not self._pushing.acquire(timeout=TICK):
+            if outgoing.ended:
+                raise SyncError(f"{key}: {outgoing.ended}")
+        try:
+            outgoing.is_read = True
+            last, self._group = self._group, None
+            push = Push(outgoing, receivers, bucket=self._bucket, deadline=self._deadline)
+            self._group = push.run(last, device=self._device, host=self._host)
+            outgoing.is_read = False
+        finally:
+            self._pushing.release()
+
+    def free(self, key: str) -> None:
+        with self._lock:
+            outgoing = self._outgoing.pop(key, None)
+        if outgoing is not None:
+            outgoing.end("it was given up")
+            if self._device.type == "cpu" and not outgoing.is_read:
+                self._spare.give(outgoing.buffer)
+
     def close(self) -> None:
-        self._closing()
+        atexit.unregister(self.close)
+        with self._lock:
+            self._is_closed = True
+            ended, self._outgoing = self._outgoing, {}
+        for outgoing in ended.values():
+            outgoing.end("the sender closed")
+        with self._pushing:  # a running push fails at its next check
+            if self._group is not None:
+                self._group.abort("the sender closed")
+                self._group = None
+        self._spare.clear()
+        if self._server is not None:
+            self._server.close()
+        self._receiver.close()
 
+    def _find(self, key: str) -> Outgoing:
+        if key not in self._outgoing:
+            raise SyncError(f"{key}: it is not on offer, or was given up")
+        return self._outgoing[key]
 
-def _close(sender: Sender, receiver: Receiver) -> None:
-    sender.close()
-    receiver.close()
+    def _serve(self, connection: socket.socket, is_closed: threading.Event) -> None:
+        """Authenticate a receiver, and let it wait for the push of the buffer that it wants."""
+        from headrace.sync.collective.push import Visit
+
+        channel = accept(connection, token=self._token, is_closed=is_closed)
+        if channel is None:
+            return
+        report = None
+        while report is None and not is_closed.is_set():
+            report = channel.receive(TICK)
+        if report is None:
+            return
+        visit = Visit(channel, receiver=str(report["receiver"]), group=str(report["group"]))
+        visit.take(report)
+        with self._lock:
+            outgoing = self._outgoing.get(str(report["key"]))
+            if outgoing is None or outgoing.attempt != report["attempt"]:
+                return visit.send(over="it was given up")
+            channel.keep()
+            outgoing.arrivals.put(visit)

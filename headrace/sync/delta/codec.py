@@ -14,7 +14,6 @@ from another base. The same two versions always give the same blob.
 
 from __future__ import annotations
 
-import enum
 import struct
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -45,12 +44,7 @@ _HEAD = struct.Struct("<4sI")
 _FLAT = struct.Struct("<BQ")
 _ENTRY = struct.Struct("<BIIII")
 _CHECKSUM = struct.Struct("<I")
-
-
-class _Kind(enum.IntEnum):
-    SAME = 0
-    CHANGES = 1
-    WHOLE = 2
+_SAME, _CHANGES, _WHOLE = range(3)  # kinds of chunks
 
 
 @dataclass(frozen=True)
@@ -85,10 +79,7 @@ def encode(pairs: Sequence[tuple[Tensor, Tensor]], *, threads: int | None = None
         _check_flat(base)
         _check_flat(now)
         if (base.dtype, base.shape, base.device) != (now.dtype, now.shape, now.device):
-            raise SyncError(
-                f"a delta is between two versions of the same weights, not {base.dtype} {list(base.shape)} on {base.device} "
-                f"and {now.dtype} {list(now.shape)} on {now.device}"
-            )
+            raise SyncError("a delta is between two versions of the same weights: of one dtype, shape and device")
         head.append(_FLAT.pack(_CODES[base.dtype], base.numel()))
     with _workers(threads) as workers:
         written = [chunk for base, now in pairs for chunk in _write_flat(base, now, workers)]
@@ -137,10 +128,7 @@ def _is_on_gpu(tensor: Tensor) -> bool:
 def _check_flat(flat: Tensor) -> None:
     if flat.ndim != 1 or flat.dtype not in _BITS or not flat.is_contiguous():
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _BITS)
-        raise SyncError(
-            f"a delta is of contiguous tensors in one dimension, of {known}; not of {flat.dtype} {list(flat.shape)}"
-            f"{'' if flat.is_contiguous() else ', strided'}"
-        )
+        raise SyncError(f"a delta is of contiguous tensors in one dimension, of {known}; not {flat.dtype} {list(flat.shape)}")
 
 
 def _write_flat(base: Tensor, now: Tensor, workers: ThreadPoolExecutor) -> Iterator[tuple[bytes, bytes]]:
@@ -171,10 +159,10 @@ def _split(changes: Changes, size: int) -> list[Changes]:
 def _write_chunk(changes: Changes, whole: Tensor) -> tuple[bytes, bytes]:
     count = len(changes.positions)
     if not count:
-        return _ENTRY.pack(_Kind.SAME, 0, 0, 0, 0), b""
-    kind, content = _Kind.CHANGES, write_changes(changes)
+        return _ENTRY.pack(_SAME, 0, 0, 0, 0), b""
+    kind, content = _CHANGES, write_changes(changes)
     if len(content) >= whole.nbytes:
-        kind, content = _Kind.WHOLE, whole.cpu().numpy().tobytes()
+        kind, content = _WHOLE, whole.cpu().numpy().tobytes()
     return _ENTRY.pack(kind, count, len(content), zlib.crc32(content), zlib.crc32(changes.now.data)), content
 
 
@@ -211,11 +199,11 @@ def _decode(chunk: _Chunk, itemsize: int) -> tuple[Integers, Integers] | Integer
     """Return positions and what to add there, or the whole chunk, or None if nothing changed."""
     if chunk.checksum != zlib.crc32(chunk.content):
         raise SyncError("a delta arrived damaged: a chunk does not have the checksum it was sent with")
-    if chunk.kind == _Kind.SAME and not chunk.content and not chunk.num_changed:
+    if chunk.kind == _SAME and not chunk.content and not chunk.num_changed:
         return None
-    if chunk.kind == _Kind.CHANGES:
+    if chunk.kind == _CHANGES:
         return read_changes(chunk.content, chunk.num_changed, itemsize, chunk.size)
-    if chunk.kind == _Kind.WHOLE and len(chunk.content) == chunk.size * itemsize:
+    if chunk.kind == _WHOLE and len(chunk.content) == chunk.size * itemsize:
         return np.frombuffer(chunk.content, f"<i{itemsize}")
     raise SyncError(f"a delta has a chunk of kind {chunk.kind} with {len(chunk.content)} bytes for {chunk.size} elements")
 

@@ -1,5 +1,7 @@
 """Serves ranges of buffers over HTTP, as the bytes arrive, to peers that prove that they know the run's token.
 
+A buffer is in host memory, complete at the sender and still filling at a relay; its memory is reused once nobody reads it.
+
 The server answers a connection's first request with 401 and a challenge; the next request carries the proof. So the token is
 never sent, a captured request cannot be replayed, and no clocks are compared. Answers carry a proof too.
 """
@@ -9,30 +11,75 @@ from __future__ import annotations
 import contextlib
 import re
 import secrets
+import socket
 import threading
 import time
+from collections import deque
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 from urllib.parse import quote, unquote
 
+import numpy as np
+
 from headrace.errors import SyncError
 from headrace.proof import is_proven, proof
-from headrace.sync.http.head import BadHead, read_head, write_head
+from headrace.sync.memory import Spare, TorchBuffer
 from headrace.sync.sockets import TICK, Server
 
 if TYPE_CHECKING:
-    import socket
+    from collections.abc import Callable, Iterator, Mapping
 
-    from headrace.sync.http.served import ServedBuffer, ServedBuffers
+    from torch import Tensor
 
+_GONE_KEYS = 16  # freed keys to remember, to tell "freed" from "unknown"
+_BLOCK_WORDS = 512
+_MAX_HEAD = 8192  # bytes
 _HEAD_SECONDS = 10.0
 _SEND_BYTES = 1 << 20
 _MOST_REQUESTS = 4  # per connection
+_END = b"\r\n\r\n"
 _ROOT = "/weights/"
 _SCHEME = "Headrace"
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{1,18})?")
-_WAIT = re.compile(r"wait=(\d{1,6})")
+
+
+class BadHead(ValueError):
+    def __init__(self, message: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def read_head(connection: socket.socket, check: Callable[[], None]) -> tuple[list[str], dict[str, str]]:
+    """Read the words of the first line and the headers (by lower-case name), nothing more. `check` may raise meanwhile."""
+    head = b""
+    while not head.endswith(_END):
+        check()
+        try:
+            ahead = connection.recv(_MAX_HEAD - len(head), socket.MSG_PEEK)
+        except TimeoutError:
+            continue
+        if not ahead:
+            raise ConnectionError("closed the connection")
+        text, end, _ = (head + ahead).partition(_END)
+        head += connection.recv(len(text + end) - len(head))
+        if len(head) >= _MAX_HEAD and not end:
+            raise BadHead(f"sent more than {_MAX_HEAD} bytes of headers", HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+    try:
+        first, *lines = head.removesuffix(_END).decode("ascii").split("\r\n")
+    except UnicodeDecodeError as error:
+        raise BadHead("sent headers that are not ASCII") from error
+    headers: dict[str, str] = {}
+    for line in lines:
+        name, colon, value = line.partition(":")
+        if not colon or not name or name != name.strip() or name.lower() in headers:
+            raise BadHead("sent headers that cannot be read")
+        headers[name.lower()] = value.strip()
+    return first.split(" ", 2), headers
+
+
+def write_head(first: str, headers: Mapping[str, str | int]) -> bytes:
+    return "\r\n".join([first, *(f"{name}: {value}" for name, value in headers.items()), "", ""]).encode("ascii")
 
 
 def path_of(key: str) -> str:
@@ -44,31 +91,133 @@ def authorization(token: str, challenge: str, nonce: str, path: str, wanted: str
     return f"{_SCHEME} {nonce} {proof(token, 'weights', 'GET', challenge, nonce, path, wanted)}"
 
 
-@dataclass(frozen=True)
-class _Exchange:
-    """One request and its answer. `nonce` is set if the request was authenticated; the answer then proves the token with it."""
+def piece_sum(piece: Tensor) -> int:
+    """A checksum in one pass: sums of 4 KiB blocks, each times an odd number that depends on its position. It detects a
+    changed bit, and missing, doubled or swapped blocks. `crc32` takes eight times as long, which would halve the throughput of
+    a fast link."""
+    flat = piece.numpy()
+    num_whole = len(flat) // (8 * _BLOCK_WORDS)
+    whole = flat[: num_whole * 8 * _BLOCK_WORDS].view(np.int64).reshape(num_whole, _BLOCK_WORDS).sum(axis=1)
+    rest = flat[num_whole * 8 * _BLOCK_WORDS :]
+    padded = np.zeros(8 * _BLOCK_WORDS, dtype=np.uint8)
+    padded[: len(rest)] = rest
+    sums = np.append(whole, padded.view(np.int64).sum())
+    return int((sums * (2 * np.arange(num_whole + 1) + 1)).sum())
 
-    connection: socket.socket
-    token: str
-    method: str = ""
-    path: str = ""
-    headers: dict[str, str] | None = None
-    nonce: str = ""
 
-    def answer(self, status: HTTPStatus, *, length: int = 0, is_last: bool = False, **headers: str) -> bool:
-        """Send the head of an answer; return whether another request may follow."""
-        sent: dict[str, str | int] = {name.replace("_", "-"): value for name, value in headers.items()}
-        sent |= {"Content-Length": length, "Connection": "close" if is_last else "keep-alive"}
-        if self.nonce:
-            parts = (str(status.value), str(length), headers.get("Content_Range", ""))
-            sent[f"{_SCHEME}-Proof"] = proof(self.token, "weights", "answer", self.nonce, self.path, *parts)
-        self.connection.sendall(write_head(f"HTTP/1.1 {status.value} {status.phrase}", sent))
-        return not is_last
+@dataclass(eq=False)
+class ServedBuffer:
+    """A buffer under a key; `num_come` of its bytes have arrived. At the sender it is complete, at a relay it fills."""
+
+    owner: ServedBuffers
+    key: str
+    buffer: TorchBuffer
+    num_bytes: int
+    is_offered: bool  # whether peers may read it
+    num_come: int = 0
+    num_users: int = 0
+    is_over: bool = False  # set when every user must leave
+
+    @property
+    def bytes(self) -> Tensor:
+        return self.buffer.tensor[: self.num_bytes]
+
+    def advance(self, num_come: int) -> None:
+        """Record arrived bytes and wake the readers waiting for them."""
+        with self.owner.changed:
+            self.num_come = num_come
+            self.owner.changed.notify_all()
+
+    def wait_past(self, at: int, seconds: float) -> int:
+        """Wait until more than `at` bytes have arrived, the buffer is over or the time is up; return how many have arrived."""
+        with self.owner.changed:
+            self.owner.changed.wait_for(lambda: self.is_over or self.num_come > at, seconds)
+            return self.num_come
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Prevent reuse of the memory inside this context. Raises `SyncError` once the buffer is over."""
+        with self.owner.changed:
+            if self.is_over:
+                raise SyncError(f"{self.key!r} was freed")
+            self.num_users += 1
+        try:
+            yield
+        finally:
+            with self.owner.changed:
+                self.num_users -= 1
+                self.owner.reuse(self)
+
+
+class ServedBuffers:
+    """One condition guards them all."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition(threading.RLock())
+        self.held: dict[str, ServedBuffer] = {}  # by key
+        self._spare = Spare(TorchBuffer)
+        self._gone: deque[str] = deque(maxlen=_GONE_KEYS)
+        self._is_closed = False
+
+    def add(self, key: str, num_bytes: int, *, is_offered: bool) -> ServedBuffer:
+        """Make a new buffer; an earlier one with the same key is freed first."""
+        with self.changed:
+            if self._is_closed:
+                raise SyncError("the transport is closed")
+            self.drop(self.held.get(key))
+            made = self.held[key] = ServedBuffer(self, key, self._spare.take(num_bytes), num_bytes, is_offered)
+            self.changed.notify_all()
+            return made
+
+    def find(self, key: str, *, wait: float = 0.0) -> ServedBuffer | None:
+        """Return the buffer if it is on offer within `wait` seconds."""
+
+        def is_offered() -> bool:
+            return key in self.held and self.held[key].is_offered
+
+        with self.changed:
+            self.changed.wait_for(lambda: is_offered() or key in self._gone or self._is_closed, wait)
+            return self.held[key] if is_offered() else None
+
+    def offer(self, key: str) -> ServedBuffer:
+        """Let peers read a buffer that was filled here and is complete."""
+        with self.changed:
+            if key not in self.held:
+                raise SyncError(f"{key!r} was freed, or never allocated")
+            self.held[key].is_offered = True
+            self.held[key].advance(self.held[key].num_bytes)
+            return self.held[key]
+
+    def was_freed(self, key: str) -> bool:
+        return key in self._gone
+
+    def drop(self, buffer: ServedBuffer | None) -> None:
+        """Free a buffer: every user leaves it soon, and then its memory is reused."""
+        with self.changed:
+            if buffer is not None and self.held.get(buffer.key) is buffer:
+                del self.held[buffer.key]
+                self._gone.append(buffer.key)
+                buffer.is_over = True
+                self.changed.notify_all()
+                self.reuse(buffer)
+
+    def reuse(self, buffer: ServedBuffer) -> None:
+        if buffer.is_over and not buffer.num_users and not self._is_closed:
+            self._spare.give(buffer.buffer)
+
+    def close(self) -> None:
+        with self.changed:
+            self._is_closed = True
+            for buffer in list(self.held.values()):
+                self.drop(buffer)
+            self._spare.clear()
 
 
 class BufferServer:
-    def __init__(self, buffers: ServedBuffers, *, token: str, host: str, deadline: float) -> None:
-        self._buffers, self._token, self._deadline = buffers, token, deadline
+    """`wait`: seconds in which a buffer that is asked for may come to be offered, as at a relay."""
+
+    def __init__(self, buffers: ServedBuffers, *, token: str, host: str, deadline: float, wait: float) -> None:
+        self._buffers, self._token, self._deadline, self._wait = buffers, token, deadline, wait
         self.bytes_served = 0
         self._lock = threading.Lock()
         self._server = Server(host, serve=self._converse, name="headrace-http")
@@ -79,55 +228,46 @@ class BufferServer:
         self._server.close()
 
     def _converse(self, connection: socket.socket, is_closed: threading.Event) -> None:
-        challenge = secrets.token_hex(16)
+        challenge, has_more = secrets.token_hex(16), True
         for _ in range(_MOST_REQUESTS):
+            until = time.monotonic() + min(_HEAD_SECONDS, self._deadline)
+
+            def check(until: float = until) -> None:
+                if is_closed.is_set() or time.monotonic() > until:
+                    raise ConnectionAbortedError
+
             try:
-                exchange = self._read(connection, challenge, is_closed)
+                first, headers = read_head(connection, check)
+                if len(first) != 3 or first[2] != "HTTP/1.1" or {"content-length", "transfer-encoding"} & headers.keys():
+                    raise BadHead("is no request that is answered here")
+                has_more = self._answer(connection, challenge, first[0], first[1], headers)
             except BadHead as error:
-                _Exchange(connection, self._token).answer(error.status, is_last=True)
+                has_more = _Answers(connection).send(error.status, is_last=True)
+            if not has_more:
                 return
-            if not self._answer(exchange, challenge):
-                return
 
-    def _read(self, connection: socket.socket, challenge: str, is_closed: threading.Event) -> _Exchange:
-        until = time.monotonic() + min(_HEAD_SECONDS, self._deadline)
-
-        def check() -> None:
-            if is_closed.is_set() or time.monotonic() > until:
-                raise ConnectionAbortedError
-
-        first, headers = read_head(connection, check)
-        method, _, rest = first.partition(" ")
-        path, _, protocol = rest.partition(" ")
-        if protocol != "HTTP/1.1" or {"content-length", "transfer-encoding"} & headers.keys():
-            raise BadHead("is no request that is answered here")
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        nonce, _, claim = given.partition(" ")
-        parts = ("weights", method, challenge, nonce, path, headers.get("range", ""))
-        is_ours = scheme == _SCHEME and bool(nonce) and is_proven(claim, self._token, *parts)
-        return _Exchange(connection, self._token, method, path, headers, nonce if is_ours else "")
-
-    def _answer(self, exchange: _Exchange, challenge: str) -> bool:
-        """Return whether another request may follow."""
-        headers, path = exchange.headers or {}, exchange.path
-        if not exchange.nonce:
-            return exchange.answer(HTTPStatus.UNAUTHORIZED, WWW_Authenticate=f"{_SCHEME} {challenge}")
-        if exchange.method != "GET":
-            return exchange.answer(HTTPStatus.METHOD_NOT_ALLOWED, is_last=True)
-        key, waits = unquote(path.removeprefix(_ROOT)), _WAIT.fullmatch(headers.get("prefer", ""))
-        buffer = self._buffers.find(key, wait=min(float(waits[1]), self._deadline) if waits else 0.0)
+    def _answer(self, connection: socket.socket, challenge: str, method: str, path: str, headers: dict[str, str]) -> bool:
+        """Answer a request; return whether another may follow."""
+        wanted = headers.get("range", "")
+        scheme, nonce, claim, *_ = [*headers.get("authorization", "").split(" "), "", "", ""]
+        if scheme != _SCHEME or not is_proven(claim, self._token, "weights", method, challenge, nonce, path, wanted):
+            return _Answers(connection).send(HTTPStatus.UNAUTHORIZED, WWW_Authenticate=f"{_SCHEME} {challenge}")
+        answers = _Answers(connection, self._token, nonce, path)
+        if method != "GET":
+            return answers.send(HTTPStatus.METHOD_NOT_ALLOWED, is_last=True)
+        key = unquote(path.removeprefix(_ROOT))
+        buffer = self._buffers.find(key, wait=self._wait)
         if buffer is None or not path.startswith(_ROOT):
-            return exchange.answer(HTTPStatus.GONE if self._buffers.was_freed(key) else HTTPStatus.NOT_FOUND)
-        size, has_range = buffer.num_bytes, "range" in headers
-        span = _span(headers.get("range", "bytes=0-"), size)
-        if span is None:
-            return exchange.answer(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, Content_Range=f"bytes */{size}")
-        start, stop = span
-        content = {"Content_Range": f"bytes {start}-{stop - 1}/{size}"} if has_range else {}
-        status = HTTPStatus.PARTIAL_CONTENT if has_range else HTTPStatus.OK
-        exchange.answer(status, length=stop - start, is_last=True, Content_Type="application/octet-stream", **content)
+            return answers.send(HTTPStatus.GONE if self._buffers.was_freed(key) else HTTPStatus.NOT_FOUND)
+        size, found = buffer.num_bytes, _RANGE.fullmatch(wanted or "bytes=0-")
+        start, stop = (int(found[1]), min(size, int(found[2] or size) + 1)) if found else (0, 0)
+        if start >= stop:
+            return answers.send(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, Content_Range=f"bytes */{size}")
+        content = {"Content_Range": f"bytes {start}-{stop - 1}/{size}"} if wanted else {}
+        status = HTTPStatus.PARTIAL_CONTENT if wanted else HTTPStatus.OK
+        answers.send(status, length=stop - start, is_last=True, Content_Type="application/octet-stream", **content)
         with contextlib.suppress(SyncError), buffer.in_use():  # if it was freed meanwhile, the answer ends early
-            self._send(exchange.connection, buffer, start, stop)
+            self._send(connection, buffer, start, stop)
         return False
 
     def _send(self, connection: socket.socket, buffer: ServedBuffer, start: int, stop: int) -> None:
@@ -147,10 +287,18 @@ class BufferServer:
                 self.bytes_served += num_sent
 
 
-def _span(wanted: str, size: int) -> tuple[int, int] | None:
-    """Parse a range into (first byte, one past the last), or None if it is invalid."""
-    found = _RANGE.fullmatch(wanted)
-    if found is None:
-        return None
-    start, stop = int(found[1]), min(size, int(found[2]) + 1) if found[2] else size
-    return (start, stop) if start < stop else None
+class _Answers:
+    """Heads of answers. To an authenticated request, whose `nonce` is given, they prove the token."""
+
+    def __init__(self, connection: socket.socket, token: str = "", nonce: str = "", path: str = "") -> None:
+        self._connection, self._token, self._nonce, self._path = connection, token, nonce, path
+
+    def send(self, status: HTTPStatus, *, length: int = 0, is_last: bool = False, **headers: str) -> bool:
+        """Return whether another request may follow."""
+        sent: dict[str, str | int] = {name.replace("_", "-"): value for name, value in headers.items()}
+        sent |= {"Content-Length": length, "Connection": "close" if is_last else "keep-alive"}
+        if self._nonce:
+            parts = (str(status.value), str(length), headers.get("Content_Range", ""))
+            sent[f"{_SCHEME}-Proof"] = proof(self._token, "weights", "answer", self._nonce, self._path, *parts)
+        self._connection.sendall(write_head(f"HTTP/1.1 {status.value} {status.phrase}", sent))
+        return not is_last

@@ -13,11 +13,11 @@ silent or sends wrong bytes, the receiver requests the rest from the next one in
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING
 
 from headrace.errors import SyncError
-from headrace.sync.buffers import Spare, TorchBuffer
+from headrace.sync.http.client import Fetch, Place
+from headrace.sync.http.server import BufferServer, ServedBuffers, piece_sum
 from headrace.sync.transport import Transport
 
 if TYPE_CHECKING:
@@ -26,9 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace.records import Plain
-    from headrace.sync.http.client import Fetch, Place
-    from headrace.sync.http.served import ServedBuffer
-    from headrace.sync.http.server import BufferServer
+    from headrace.sync.http.server import ServedBuffer
     from headrace.sync.transport import Target, TransportConfig
 
 PIECE_BYTES = 4 << 20
@@ -69,18 +67,11 @@ class HttpTransport(Transport):
         piece_bytes: int = PIECE_BYTES,
     ) -> None:
         """`host` is the address at which this end listens and others reach it."""
-        from headrace.sync.http.served import ServedBuffers
-
         if not token:
             raise ValueError("token is empty: weights are only served to peers that know the run's token")
         self._token, self._host, self._deadline = token, host, deadline
         self._is_relay, self._piece_bytes = is_relay, piece_bytes
         self._buffers = ServedBuffers()
-        self._pieces = Spare(TorchBuffer)
-        self._fetching: set[Fetch] = set()
-        self._relaying: set[str] = set()  # keys that are arriving and being relayed
-        self._changed = threading.Condition()
-        self._is_closed = False
         self._server: BufferServer | None = None
         if is_relay:
             self._serve()
@@ -108,94 +99,47 @@ class HttpTransport(Transport):
         return self._buffers.add(key, num_bytes, is_offered=False).bytes
 
     def post(self, key: str, views: Mapping[str, Tensor]) -> dict[str, Plain]:
-        from headrace.sync.http.served import piece_sum
-
-        url = self._serve().url
         buffer = self._buffers.offer(key)
         with buffer.in_use():
             sums = [piece_sum(piece) for piece in buffer.bytes.split(self._piece_bytes) if len(piece)]
-        place: dict[str, Plain] = {"key": key, "bytes": buffer.num_bytes, "sources": [url], "share": 0.5}
+        place: dict[str, Plain] = {"key": key, "bytes": buffer.num_bytes, "sources": [self._serve().url], "share": 0.5}
         return place | {"piece_bytes": self._piece_bytes, "sums": list(sums)}
 
     def free(self, key: str) -> None:
         """At either end: disconnect peers that are reading the buffer, and fail this end's fetch of it."""
-        with self._changed:
-            for fetch in self._fetching:
-                if fetch.place.key == key:
-                    fetch.give_up()
-        self._buffers.drop(key)
+        self._buffers.drop(self._buffers.held.get(key))
 
     def close(self) -> None:
-        """Return when no thread, socket or buffer is left."""
-        with self._changed:
-            self._is_closed = True
-            for fetch in self._fetching:
-                fetch.give_up()
+        """Return when no thread, socket or buffer is left but those of a running fetch, which fails at its next check."""
         self._buffers.close()
         if self._server is not None:
             self._server.close()
-        with self._changed:
-            self._changed.wait_for(lambda: not self._fetching, self._deadline)
-        self._pieces.clear()
 
     def _serve(self) -> BufferServer:
-        from headrace.sync.http.server import BufferServer
-
-        with self._changed:
-            if self._is_closed:
-                raise SyncError("the transport is closed")
-            if self._server is None:
-                self._server = BufferServer(self._buffers, token=self._token, host=self._host, deadline=self._deadline)
-            return self._server
+        if self._server is None:
+            wait = self._deadline if self._is_relay else 0.0  # a relay may learn of a buffer later than its readers
+            self._server = BufferServer(self._buffers, token=self._token, host=self._host, deadline=self._deadline, wait=wait)
+        return self._server
 
     # The receiver's end
 
     def fetch(self, place: Mapping[str, Plain], target: Target, *, receiver: str) -> None:
-        from headrace.sync.http.client import Place
-
         there = Place.read(place)
         if there.bytes != target.num_bytes:
             raise SyncError(f"{receiver}: {there.key!r} has {there.bytes:,} bytes, and {target.num_bytes:,} are expected")
-        with self._changed:
-            coming = set(self._relaying)
-            is_relayed = self._is_relay and there.key not in coming  # else another engine here relays it already
-            if is_relayed:
-                self._relaying.add(there.key)
-        if not is_relayed:
-            return self._run(there, target, receiver, into=None)
-        try:
-            self._relay(there, target, receiver, coming=coming)
-        finally:
-            with self._changed:
-                self._relaying.discard(there.key)
-
-    def _relay(self, place: Place, target: Target, receiver: str, *, coming: set[str]) -> None:
-        for key in self._buffers.held():
-            if key not in coming:
-                self._buffers.drop(key)
-        buffer = self._buffers.add(place.key, place.bytes, is_offered=True)
+        buffer = self._collect(there, receiver)
         try:
             with buffer.in_use():
-                self._run(place, target, receiver, into=buffer)
+                Fetch(there, target, receiver, buffer, token=self._token, deadline=self._deadline).run()
         except BaseException:
-            self._buffers.drop(place.key, only=buffer)
+            self._buffers.drop(buffer)
             raise
 
-    def _run(self, place: Place, target: Target, receiver: str, *, into: ServedBuffer | None) -> None:
-        from headrace.sync.http.client import Fetch
-
-        piece = self._pieces.take(min(place.piece_bytes, place.bytes)) if into is None else into.buffer
-        memory = piece.tensor if into is None else into.bytes
-        fetch = Fetch(place, target, receiver, self._token, self._deadline, into=into, memory=memory)
-        with self._changed:
-            if self._is_closed:
-                raise SyncError("the transport is closed")
-            self._fetching.add(fetch)
-        try:
-            fetch.run()
-        finally:
-            if into is None:
-                self._pieces.give(piece)
-            with self._changed:
-                self._fetching.discard(fetch)
-                self._changed.notify_all()
+    def _collect(self, place: Place, receiver: str) -> ServedBuffer:
+        """Return the buffer that collects an update, and from which a relay serves it. It replaces earlier updates."""
+        with self._buffers.changed:
+            for earlier in [each for each in self._buffers.held.values() if each.num_come == each.num_bytes]:
+                self._buffers.drop(earlier)
+            is_first = place.key not in self._buffers.held  # else another engine here serves it already
+            key = place.key if is_first else f"{place.key} for {receiver}"
+            return self._buffers.add(key, place.bytes, is_offered=is_first)
