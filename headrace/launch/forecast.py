@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from headrace.engine import blocks_for, engine_kind, free_memory
 from headrace.launch.placement import choose_device, choose_transport, device_of
+from headrace.model import ModelError
 from headrace.settings import ConfigError
 from headrace.staleness import max_untrained_groups
 from headrace.sync import transport_class
@@ -18,6 +20,7 @@ from headrace.trainer import TrainerMemory, predict_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
 
     from headrace.config import Recipe
     from headrace.engine import EngineMemory
@@ -47,6 +50,8 @@ class Forecast:
     """Published weights mapped into an engine's process; on a CPU they count towards its size."""
     server: int = 0
     """Memory of the vLLM server behind an engine's process, on the same device."""
+    most_blocks: int = 0
+    """The most KV blocks an engine can use at once; 0 if unknown."""
 
     @property
     def trainer_process(self) -> int:
@@ -106,6 +111,7 @@ def forecast(
         sleep=recipe.engine.sleep,
         mapped=published.engine,
         server=server,
+        most_blocks=most_blocks,
     )
 
 
@@ -115,22 +121,23 @@ def forecast_here(
     *,
     context: int,
     longest_prompt: int,
-    free: int,
-    most_blocks: int = 0,
+    num_held_out: int,
     num_parameters: int = 0,
+    is_single_turn: bool = True,
 ) -> Forecast:
-    """`forecast` for this machine."""
+    """`forecast` for this machine. A user's environment may use any number of turns and rollouts, so that only the slots limit
+    the KV cache."""
+    sizes, device = {"context": context, "longest_prompt": longest_prompt}, choose_device(recipe)
     return forecast(
         recipe,
         shape,
-        context=context,
-        longest_prompt=longest_prompt,
-        on_gpu=choose_device(recipe) == "cuda",
+        **sizes,
+        on_gpu=device == "cuda",
         transport=choose_transport(recipe),
-        free=free,
-        most_blocks=most_blocks,
+        free=free_memory(torch.device(device_of(device, "engine"))),
+        most_blocks=max_kv_blocks(recipe, **sizes, num_held_out=num_held_out) if is_single_turn else 0,
         num_parameters=num_parameters,
-        total=torch.cuda.mem_get_info()[1] if choose_device(recipe) == "cuda" else 0,
+        total=torch.cuda.mem_get_info()[1] if device == "cuda" else 0,
     )
 
 
@@ -155,11 +162,6 @@ def max_kv_blocks(recipe: Recipe, *, context: int, longest_prompt: int, num_held
     )
 
 
-def free_here(recipe: Recipe) -> int:
-    """Free bytes on the device of an engine's KV cache."""
-    return free_memory(torch.device(device_of(choose_device(recipe), "engine")))
-
-
 def tokens_per_pass(recipe: Recipe, *, longest: int) -> int:
     """Tokens in the largest forward pass: `train.micro_batch_tokens`, unless a step has fewer or a rollout more."""
     rollouts = math.ceil(recipe.train.groups_per_batch / recipe.train.mini_batches) * recipe.train.group_size
@@ -176,3 +178,16 @@ def longest_prompt(rows: Iterable[Task], encoder: PromptEncoder, *, held_out: Ma
         except Exception:  # noqa: BLE001  (a template may raise anything)
             continue
     return max(lengths, default=0)
+
+
+def count_parameters(folder: Path) -> int:
+    """From the folder's safetensors headers; 0 if there are none."""
+    count = 0
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt") as opened:
+                names = opened.keys()
+                count += sum(math.prod(opened.get_slice(name).get_shape()) for name in names)
+        except SafetensorError as error:
+            raise ModelError(f"{file}: not a whole safetensors file ({error})") from error
+    return count

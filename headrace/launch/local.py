@@ -4,38 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import math
 import os
 import secrets
-import struct
 import sys
 from collections import Counter
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from headrace.launch.build import make_roles
-from headrace.launch.heartbeat import SILENT_HEARTBEATS, HeartbeatSender
-from headrace.launch.orchestration import Orchestration
+from headrace.launch.forecast import count_parameters
+from headrace.launch.heartbeat import SILENT_HEARTBEATS, send_heartbeats
 from headrace.launch.placement import Order, choose_transport, place_on_this_host
 from headrace.launch.process import ChildProcess, RoleProcess
-from headrace.launch.source import TrainerSource
 from headrace.launch.supervise import Supervisor
 from headrace.leftovers import Claim, sweep
 from headrace.rpc import Listener, socket_place
 from headrace.score import RewardWorkers
 from headrace.settings import to_dict
-from headrace.sync import TransportConfig, shared_folder, transport_class
+from headrace.sync import TransportConfig, is_pushed, routed, shared_folder, transport_class
 from headrace.trainer import RemoteTrainer
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Mapping, Sequence
     from types import TracebackType
 
     from headrace.config import Recipe
     from headrace.launch.inputs import UserInputs
+    from headrace.launch.process import ProcessHandle
     from headrace.observe import Observer
+    from headrace.records import WeightUpdate
     from headrace.rpc import Stream
     from headrace.run import Roles
     from headrace.sync import Lineage
@@ -46,7 +43,7 @@ _SWITCH_SECONDS = 0.001
 """Thread switch interval: how long a computing reward may block the event loop; Python's default is 0.005."""
 
 
-class LocalProcesses(Orchestration):
+class LocalProcesses:
     """A context manager. Entering starts the processes, which import while the launcher prepares, and removes leftovers of
     killed runs on this host; `roles` connects the processes; leaving removes all processes, sockets and shared memory."""
 
@@ -55,16 +52,22 @@ class LocalProcesses(Orchestration):
     def __init__(self, recipe: Recipe, folder: Path) -> None:
         self._recipe, self._folder = recipe, folder
         self.prefix = f"headrace-{os.getpid()}-{secrets.token_hex(4)}"
-        self._token = secrets.token_hex(32)
-        self._build_arguments: dict[str, Any] = {}
-        self._incarnations: Counter[str] = Counter()
-        self._started: list[RoleProcess] = []
-        self._listener: Listener | None = None
-        self._heartbeats: HeartbeatSender | None = None
-        self._on_exit = contextlib.ExitStack()
         self._shared_folder = shared_folder(recipe.sync.folder)
+        self._transport = TransportConfig(
+            transport=choose_transport(recipe),
+            folder=str(self._shared_folder),
+            prefix=self.prefix,
+            host=recipe.sync.host,
+            token=secrets.token_hex(32),
+            deadline=recipe.sync.deadline,
+        )
         self._places = dict.fromkeys((self._shared_folder, socket_place()))
         """Folders in which the run makes shared memory and sockets."""
+        self._incarnations: Counter[str] = Counter()
+        self._started: list[RoleProcess] = []
+        self._newest: dict[str, ProcessHandle] = {}
+        """Of each name, the incarnation that is sent heartbeats."""
+        self._on_exit = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         for place in self._places:
@@ -87,17 +90,15 @@ class LocalProcesses(Orchestration):
         for process in self._started:
             process.handle.wait()
 
-    # Start
-
     def start_process(self, role: str, index: int) -> RoleProcess:
+        """Called at the start, and again to restart a lost engine: a new incarnation."""
         name = f"engine-{index}" if role == "engine" else role
         self._incarnations[name] += 1
         placement = place_on_this_host(
             self._recipe, role, index, name=name, run_folder=self._folder, shared_folder=self._shared_folder
         )
-        handle = ChildProcess(name, placement)
-        handle.start()
-        process = RoleProcess(name, role, handle=handle, placement=placement, index=index, incarnation=self._incarnations[name])
+        handle, incarnation = ChildProcess(name, placement), self._incarnations[name]
+        process = RoleProcess(name, role, handle=handle, placement=placement, index=index, incarnation=incarnation)
         self._started.append(process)
         return process
 
@@ -106,48 +107,29 @@ class LocalProcesses(Orchestration):
         self.claims = [Claim(place, self.prefix) for place in self._places]
         for claim in self.claims:
             self._on_exit.callback(claim.release)
-        self._listener = await Listener.on_this_host(token=self._token, prefix=self.prefix)
+        self._listener = await Listener.on_this_host(token=self._transport.token, prefix=self.prefix)
         self._on_exit.callback(self._listener.close)
-        self._heartbeats = HeartbeatSender(token=self._token, prefix=self.prefix, heartbeat=self._recipe.heartbeat)
-        self._on_exit.callback(self._heartbeats.close)
+        self._on_exit.callback(send_heartbeats(self._newest, self._recipe.heartbeat))
 
-    def introduce(self, process: RoleProcess, *channels: str) -> dict[str, asyncio.Future[Stream]]:
+    def introduce(self, process: RoleProcess) -> dict[str, asyncio.Future[Stream]]:
         """Send a process its order; return the streams it will open."""
-        assert self._listener is not None and self._heartbeats is not None
         name, incarnation = process.name, process.incarnation
-        self._heartbeats.expect(name, incarnation=incarnation)
+        channels = ("control", "data") if process.role == "engine" else ("control",)
         arriving = {channel: self._listener.expect(name, channel, incarnation=incarnation) for channel in channels}
         order = Order(
             name=name,
             role=process.role,
+            index=process.index,
             incarnation=incarnation,
             placement=process.placement,
             address=self._listener.address,
-            heartbeat_address=self._heartbeats.address,
-            token=self._token,
+            transport=self._transport,
             silence=SILENT_HEARTBEATS * self._recipe.heartbeat,
             deadline=self._recipe.deadline,
-            launcher=os.getpid(),
-            prefix=self.prefix,
-            path=tuple(path or os.getcwd() for path in sys.path),
         )
         process.handle.order(order)
+        self._newest[name] = process.handle
         return arriving
-
-    def build_arguments(self, process: RoleProcess) -> dict[str, Any]:
-        return {**self._build_arguments, "index": process.index, "ends": asdict(self._transport_config(process))}
-
-    def _transport_config(self, process: RoleProcess) -> TransportConfig:
-        return TransportConfig(
-            transport=choose_transport(self._recipe),
-            folder=process.placement.shared_folder,
-            prefix=self.prefix,
-            host=process.placement.address,
-            token=self._token,
-            deadline=self._recipe.sync.deadline,
-        )
-
-    # Run
 
     @contextlib.asynccontextmanager
     async def roles(
@@ -156,15 +138,15 @@ class LocalProcesses(Orchestration):
         """Connect all processes and load their models in parallel; the first failure is raised. When the block ends they end by
         themselves; if it was interrupted, `__exit__` kills them."""
         recipe = self._recipe
-        config = self._transport_config(self.trainer)
-        transport_class(config.transport).check_space(config, _weight_bytes(model_path, recipe))
-        self._build_arguments = {
+        weight_bytes = count_parameters(Path(model_path)) * {"float32": 4, "bfloat16": 2}[recipe.model.dtype]
+        transport_class(self._transport.transport).check_space(self._transport, weight_bytes)
+        build = {
             "recipe": to_dict(recipe),
             "model": model_path,
             "lineage": {"id": lineage.id, "ancestors": lineage.ancestors},
             "most_blocks": most_blocks,
         }
-        supervisor = Supervisor(recipe, self, timelines=observer.mirrored(), say=observer.screen.say)
+        supervisor = Supervisor(recipe, self, build=build, timelines=observer.mirrored(), say=observer.screen.say)
         try:
             with contextlib.ExitStack() as watching:
                 watching.callback(sys.setswitchinterval, sys.getswitchinterval())
@@ -211,18 +193,23 @@ class LocalProcesses(Orchestration):
     async def _say_goodbye(self) -> None:
         for process in self._started:
             process.say_goodbye()
-        connected = [process.ended.wait() for process in self._started if process.streams]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_GOODBYE_SECONDS):
-                await asyncio.gather(*connected)
+                await asyncio.gather(*(process.ended.wait() for process in self._started if process.streams))
 
 
-def _weight_bytes(model_path: str, recipe: Recipe) -> int:
-    """Bytes of an engine's weights, from the folder's safetensors headers; 0 if there are none."""
-    elements = 0
-    for file in Path(model_path).glob("*.safetensors"):
-        with file.open("rb") as opened:
-            (size,) = struct.unpack("<Q", opened.read(8))
-            header = json.loads(opened.read(size))
-        elements += sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
-    return elements * {"float32": 4, "bfloat16": 2}[recipe.model.dtype]
+class TrainerSource:
+    """A `WeightSource` over a trainer in another process. `relays`: engine name -> the address at which it relays weights."""
+
+    def __init__(self, trainer: RemoteTrainer, *, relays: Mapping[str, str]) -> None:
+        self._trainer, self._relays = trainer, relays
+
+    def routes(self, update: WeightUpdate, receivers: Sequence[str]) -> Sequence[WeightUpdate]:
+        return routed(update, [self._relays[name] for name in receivers])
+
+    async def send(self, update: WeightUpdate, receivers: Sequence[str]) -> None:
+        if is_pushed(update):
+            await self._trainer.send(update, receivers)
+
+    async def catch_up(self, version: int | None) -> Sequence[WeightUpdate]:
+        return await self._trainer.catch_up(version)

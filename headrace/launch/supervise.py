@@ -3,44 +3,41 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, Protocol
+import time
+from typing import TYPE_CHECKING, Any
 
 from headrace.engine import EnginePool, RemoteEngine
 from headrace.errors import SyncError
 from headrace.launch.process import PING_GRACE_SECONDS, RoleFailed
-from headrace.model import ModelError
 from headrace.rpc import RemoteError, StreamClosed
-from headrace.settings import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
     from headrace.config import Recipe
+    from headrace.launch.local import LocalProcesses
     from headrace.launch.process import RoleProcess
     from headrace.observe import MirroredTimeline
     from headrace.rpc import Stream
 
-
-class ProcessStarter(Protocol):
-    """Starts processes and tells them how to connect; implemented by `LocalProcesses`."""
-
-    def start_process(self, role: str, index: int) -> RoleProcess:
-        """Called at the start, and again to restart a lost engine: a new incarnation."""
-
-    def introduce(self, process: RoleProcess, *channels: str) -> dict[str, asyncio.Future[Stream]]:
-        """Send a process its order; return the streams it will open."""
-
-    def build_arguments(self, process: RoleProcess) -> dict[str, Any]:
-        """Arguments of its `build` call."""
+_PING_SECONDS = 1.0
 
 
 class Supervisor:
     """Connects and watches processes, restarts engines, and raises from `watch` what a restart cannot fix."""
 
     def __init__(
-        self, recipe: Recipe, starter: ProcessStarter, *, timelines: dict[str, MirroredTimeline], say: Callable[[str], None]
+        self,
+        recipe: Recipe,
+        starter: LocalProcesses,
+        *,
+        build: dict[str, Any],
+        timelines: dict[str, MirroredTimeline],
+        say: Callable[[str], None],
     ) -> None:
+        """`build`: arguments of each process's `build` call."""
         self._recipe, self._starter, self._timelines, self._say = recipe, starter, timelines, say
+        self._build_arguments = build
         self._processes: dict[str, RoleProcess] = {}
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -57,15 +54,12 @@ class Supervisor:
 
     def describe(self) -> str:
         """Each process, its last reported activity, and its log."""
-        lines = (
-            f"\n  {each.name} ({each.handle.describe()}): {each.doing}, log {each.log}" for each in self._processes.values()
-        )
-        return "".join(lines)
+        processes = self._processes.values()
+        return "".join(f"\n  {each.name} ({each.handle.describe()}): {each.doing}, log {each.log}" for each in processes)
 
     async def refresh(self) -> None:
         """Request every process's timeline now; one that does not answer keeps its last."""
-        processes = list(self._processes.values())
-        await asyncio.gather(*(each.ping(self._on_report(each), seconds=PING_GRACE_SECONDS) for each in processes))
+        await asyncio.gather(*(self._ping(each, PING_GRACE_SECONDS) for each in self._processes.values()))
 
     def close(self) -> None:
         for task in list(self._tasks):
@@ -76,16 +70,15 @@ class Supervisor:
     # Start
 
     async def start_trainer(self, process: RoleProcess) -> None:
-        await self._connect(process, "control")
-        await self._build(process)
+        await self._start(process)
         self._spawn(self._end_run_without(process))
 
     async def start_engine(self, process: RoleProcess, *, is_first: bool = True) -> dict[str, Any]:
-        """Connect and build an engine, add it to the pool, and return its `build` answer. If its process ends meanwhile, it is
-        restarted, up to `engine.restarts` times. A first start that raises or hangs is not: the next would too."""
+        """Start an engine and return its `build` answer. If its process ends meanwhile, it is restarted, up to
+        `engine.restarts` times. A first start that raises or hangs is not: the next would too."""
         while True:
             try:
-                return await self._start_engine(process)
+                return await self._start(process)
             except RoleFailed as error:
                 if is_first and (process.verdict or not process.lost.is_set()):
                     raise
@@ -101,53 +94,68 @@ class Supervisor:
         self._say(f"{error}\n  it is started again ({self.num_restarts} of {most})")
         return self._starter.start_process(process.role, process.index)
 
-    async def _start_engine(self, process: RoleProcess) -> dict[str, Any]:
-        arriving = await self._connect(process, "control", "data")
-        report = self._timelines["engine"].take
-        engine = RemoteEngine(process.name, self.pool, control=process.control, on_report=report, log=process.log)
+    async def _start(self, process: RoleProcess) -> dict[str, Any]:
+        """Connect a process and build its role; an engine then joins the pool. Errors name the process and its log."""
+        deadline = self._recipe.deadline
         try:
-            told = await self._build(process)
-            data = await process.open("data", arriving["data"], notices=engine.notices(), deadline=self._recipe.deadline)
-            engine.data = data
-            self._spawn(process.read(data))
-            self.relays[process.name] = str(told["relay"])
-            await self.pool.join(engine)
+            arriving = await self._connect(process)
+            told: dict[str, Any] = await process.control.call("build", timeout=deadline, **self._build_arguments)
+            if process.role == "engine":
+                await self._join(process, arriving["data"], relay=told["relay"])
+        except TimeoutError as error:
+            process.give_up(f"has been loading its model for {deadline:g} s (deadline)")
+            raise await process.explain() from error
         except StreamClosed as error:
             raise await process.explain() from error
         except RemoteError as error:
             raise process.failed(error) from error
         except SyncError as error:
             raise RoleFailed(f"{process.name} was not brought to the weights: {error}\n  log {process.log}") from error
-        self._spawn(self._replace(process, engine))
         return told
 
-    async def _connect(self, process: RoleProcess, *channels: str) -> dict[str, asyncio.Future[Stream]]:
+    async def _connect(self, process: RoleProcess) -> dict[str, asyncio.Future[Stream]]:
         process.watch_end()
-        arriving = self._starter.introduce(process, *channels)
-        control = await process.open("control", arriving["control"], notices={}, deadline=self._recipe.deadline)
+        arriving = self._starter.introduce(process)
+        control = await process.open("control", arriving["control"], deadline=self._recipe.deadline, notices={})
         self._processes[process.name] = process
         self._spawn(process.read(control))
-        self._spawn(process.keep_asking(self._recipe.heartbeat, self._on_report(process)))
+        self._spawn(self._keep_pinging(process))
         return arriving
 
-    async def _build(self, process: RoleProcess) -> dict[str, Any]:
-        arguments = self._starter.build_arguments(process)
-        return dict(await process.call("build", deadline=self._recipe.deadline, doing="loading its model", **arguments))
+    async def _join(self, process: RoleProcess, data: asyncio.Future[Stream], *, relay: str) -> None:
+        report = self._timelines["engine"].take
+        engine = RemoteEngine(process.name, self.pool, control=process.control, on_report=report, log=process.log)
+        engine.data = await process.open("data", data, deadline=self._recipe.deadline, notices=engine.notices())
+        self._spawn(process.read(engine.data))
+        self.relays[process.name] = relay
+        await self.pool.join(engine)
+        self._spawn(self._replace(process, engine))
 
     # Watch
 
-    def _on_report(self, process: RoleProcess) -> Callable[[dict[str, Any]], None]:
-        def take(report: dict[str, Any]) -> None:
-            if process.role == "engine":
-                self.engine_peak = max(self.engine_peak, int(process.state.get("memory_peak", 0)))
-            self._timelines[process.role].take(process.name, report)
+    async def _keep_pinging(self, process: RoleProcess) -> None:
+        """Give the process up if a ping stays unanswered for `heartbeat` seconds."""
+        heartbeat = self._recipe.heartbeat
+        while not process.lost.is_set():
+            asked = time.monotonic()
+            if not await self._ping(process, heartbeat) and not process.lost.is_set():
+                silence = f"has not answered for {time.monotonic() - asked:.0f} s (heartbeat = {heartbeat:g})"
+                process.give_up(f"{silence}; it was last at {process.doing}")
+            await asyncio.sleep(min(_PING_SECONDS, heartbeat / 4))
 
-        return take
+    async def _ping(self, process: RoleProcess, seconds: float) -> bool:
+        report = await process.ping(seconds)
+        if report is None:
+            return False
+        if process.role == "engine":
+            self.engine_peak = max(self.engine_peak, int(process.state.get("memory_peak", 0)))
+        self._timelines[process.role].take(process.name, report)
+        return True
 
     async def _end_run_without(self, trainer: RoleProcess) -> None:
         """Waits for the trainer to be lost; ends the run then."""
         await trainer.lost.wait()
-        self._fail(await trainer.explain())
+        raise await trainer.explain()
 
     async def _replace(self, process: RoleProcess, engine: RemoteEngine) -> None:
         """Waits for an engine to be lost; restarts it then."""
@@ -156,24 +164,18 @@ class Supervisor:
         process.give_up("was lost")
         self.pool.lose(engine)
         self._timelines["engine"].forget(process.name)
-        try:
-            await self.start_engine(self._start_again(process, error), is_first=False)
-        except (RoleFailed, ConfigError, ModelError) as wrong:
-            self._fail(wrong)
-        else:
-            self._say(f"{process.name} is back")
-
-    def _fail(self, error: Exception) -> None:
-        if not self._failure.done():
-            self._failure.set_exception(error)
+        await self.start_engine(self._start_again(process, error), is_first=False)
+        self._say(f"{process.name} is back")
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run a task in the background; what it raises ends the run."""
+
+        def on_end(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            error = None if task.cancelled() else task.exception()
+            if error is not None and not self._failure.done():
+                self._failure.set_exception(error)
+
         task = asyncio.ensure_future(coroutine)
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        error = None if task.cancelled() else task.exception()
-        if isinstance(error, Exception):
-            self._fail(error)
+        task.add_done_callback(on_end)

@@ -12,7 +12,7 @@ from headrace.errors import SyncError
 from headrace.launch.placement import Placement
 from headrace.launch.process import RoleFailed, RoleProcess
 from headrace.launch.supervise import Supervisor
-from headrace.rpc import RemoteError
+from headrace.rpc import RemoteError, StreamClosed
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,12 +26,12 @@ class FarProcess:
     pid = 7
 
     def __init__(self) -> None:
-        self.is_started = self.is_killed = False
-
-    def start(self) -> None:
-        self.is_started = True
+        self.is_killed = False
 
     def order(self, order: Order) -> None:
+        raise AssertionError("nobody is introduced here")
+
+    def beat(self) -> None:
         raise AssertionError("nobody is introduced here")
 
     def kill(self) -> None:
@@ -65,16 +65,12 @@ class Starter:
 
     def start_process(self, role: str, index: int) -> RoleProcess:
         name, handle = f"{role}-{index}", FarProcess()
-        handle.start()
         where = placement(self._logs / f"{name}.log")
         incarnation = len(self.started) + 1
         self.started.append(RoleProcess(name, role, handle=handle, placement=where, index=index, incarnation=incarnation))
         return self.started[-1]
 
-    def introduce(self, process: RoleProcess, *channels: str) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def build_arguments(self, process: RoleProcess) -> dict[str, Any]:
+    def introduce(self, process: RoleProcess) -> dict[str, Any]:
         raise NotImplementedError
 
 
@@ -83,11 +79,25 @@ class Starting(Supervisor):
 
     ends: list[str]
 
-    async def _connect(self, process: RoleProcess, *channels: str) -> dict[str, asyncio.Future[Any]]:
-        process.streams["control"] = SimpleNamespace(stream=SimpleNamespace(close=lambda: None))  # type: ignore[assignment]
+    async def _connect(self, process: RoleProcess) -> dict[str, asyncio.Future[Any]]:
+        how = self.ends.pop(0) if self.ends else "up"
+
+        async def build(name: str, **_: object) -> dict[str, Any]:
+            assert name == "build"
+            if how == "killed":
+                RoleProcess.watch_end(process)
+                await process.ended.wait()
+                raise StreamClosed("the other end closed the stream")
+            if how == "raises":
+                raise RemoteError(kind="RuntimeError", message="out of memory")
+            if how == "hangs":
+                raise TimeoutError
+            return {"relay": "", "index": process.index}
+
+        process.streams["control"] = SimpleNamespace(call=build, stream=SimpleNamespace(close=lambda: None))  # type: ignore[assignment]
         process.open = self._open  # type: ignore[method-assign, assignment]
         process.watch_end = lambda: None  # type: ignore[method-assign]
-        return dict.fromkeys(channels)  # type: ignore[arg-type]
+        return {"control": None, "data": None}  # type: ignore[dict-item]
 
     async def _open(self, *_: object, **__: object) -> Any:
         async def run() -> None:
@@ -95,24 +105,12 @@ class Starting(Supervisor):
 
         return SimpleNamespace(run=run, stream=SimpleNamespace(close=lambda: None))
 
-    async def _build(self, process: RoleProcess) -> dict[str, Any]:
-        how = self.ends.pop(0) if self.ends else "up"
-        if how == "killed":
-            RoleProcess.watch_end(process)
-            await process.ended.wait()
-            raise await process.explain()
-        if how == "raises":
-            raise process.failed(RemoteError(kind="RuntimeError", message="out of memory"))
-        if how == "hangs":
-            process.give_up("has been loading its model for 600 s (deadline)")
-            raise await process.explain()
-        return {"relay": "", "index": process.index}
-
 
 def supervisor(starter: Starter, *ends: str, restarts: int = 2, said: list[str] | None = None) -> Starting:
     recipe = SimpleNamespace(engine=SimpleNamespace(restarts=restarts), deadline=600.0)
     timelines = {"engine": SimpleNamespace(take=None)}
-    made = Starting(recipe, starter, timelines=timelines, say=[].append if said is None else said.append)  # type: ignore[arg-type]
+    say = [].append if said is None else said.append
+    made = Starting(recipe, starter, build={}, timelines=timelines, say=say)  # type: ignore[arg-type]
     made.ends = list(ends)
     return made
 

@@ -11,12 +11,11 @@ from headrace.config import make_recipe
 from headrace.engine.native import core
 from headrace.engine.native.core import EngineCore
 from headrace.engine.native.engine_memory import blocks_for
-from headrace.launch import launcher as launch
 from headrace.launch.build import check_engine
 from headrace.launch.forecast import forecast, longest_prompt, max_kv_blocks, tokens_per_pass
 from headrace.launch.inputs import UserInputs, held_out_tasks
+from headrace.launch.launcher import Launch, Launcher
 from headrace.model.shape import ModelShape
-from headrace.observe.screen import open_screen
 from headrace.plan.doctor import Subject, capacity, inputs, model
 from headrace.settings import ConfigError
 from headrace.staleness.gate import gate_depth
@@ -143,15 +142,14 @@ def test_the_doctor_and_the_run_foresee_the_same(tmp_path, monkeypatch, tiny_mod
     def note(*_, longest_prompt: int, most_blocks: int, **__) -> None:
         foreseen.append((longest_prompt, most_blocks))
 
-    monkeypatch.setattr(capacity, "forecast_here", note)
-    monkeypatch.setattr(launch, "forecast_here", note)
+    monkeypatch.setattr("headrace.launch.forecast.forecast", note)
     examined = Subject(recipe_path=recipe_path)
     for check in (*inputs.CHECKS, *model.CHECKS):
         list(examined.tell(check))
     capacity._forecast(examined, examined.recipe)
     recipe, given = examined.recipe, UserInputs()
-    run = launch._Run(recipe, given, launch.Launch("run"), tmp_path, "", open_screen(steps=1, quiet=True), 0.0, {}, None)
-    run._forecast(tiny_model, held_out_tasks(recipe, given))
+    launcher = Launcher(recipe, given, Launch("run", quiet=True))
+    launcher._forecast(tiny_model, held_out_tasks(recipe, given))
     rollouts = 16 * (1 + gate_depth(recipe)) + 2 * 256
     assert foreseen == [(40, blocks_for(rollouts, tokens=48, block_size=recipe.engine.block_size))] * 2
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from headrace.buffer import buffer_policy
-from headrace.launch import forecast_here, free_here, max_kv_blocks
+from headrace.launch import forecast_here
 from headrace.partial import pauses_unfinished
 from headrace.plan.doctor.finding import Finding, of_recipe, size
 from headrace.plan.doctor.machine import SHARED_MEMORY
@@ -80,14 +80,12 @@ def _forecast(subject: Subject, recipe: Recipe | None) -> Forecast | None:
     """The memory a recipe would take with the subject's model; None if the model is unknown or the device is missing."""
     if recipe is None or subject.shape is None or (recipe.device == "cuda" and not torch.cuda.is_available()):
         return None
-    num_held_out = sum(map(len, subject.held_out_rows.values()))
-    sizes = {"context": subject.context, "longest_prompt": subject.longest_prompt}
     return forecast_here(
         recipe,
         subject.shape,
-        **sizes,
-        free=free_here(recipe),
-        most_blocks=max_kv_blocks(recipe, **sizes, num_held_out=num_held_out),
+        context=subject.context,
+        longest_prompt=subject.longest_prompt,
+        num_held_out=sum(map(len, subject.held_out_rows.values())),
         num_parameters=subject.num_parameters,
     )
 
