@@ -11,17 +11,9 @@ from typing import TYPE_CHECKING
 from headrace.front_door import front_door
 
 if TYPE_CHECKING:
-    from headrace.launch.build import (
-        build_trainer,
-        check_columns,
-        check_engine,
-        check_loss,
-        check_sync,
-        make_roles,
-        special_stops,
-    )
+    from headrace.launch.build import build_trainer, check_columns, check_loss, check_settings, make_roles, special_stops
     from headrace.launch.folder import is_in_use, read_summary
-    from headrace.launch.forecast import Forecast, forecast_here, longest_prompt, max_kv_blocks
+    from headrace.launch.forecast import Forecast, count_parameters, forecast_here, longest_prompt
     from headrace.launch.inputs import (
         UserInputs,
         check_inputs,
@@ -33,7 +25,7 @@ if TYPE_CHECKING:
     )
     from headrace.launch.launcher import Launch, RunResult, launch
     from headrace.launch.local import LocalProcesses
-    from headrace.launch.placement import choose_device, pick_device, receiving_device, set_threads
+    from headrace.launch.placement import pick_device, receiving_device, set_threads
     from headrace.launch.process import RoleProcess
     from headrace.launch.serving import ServeOptions, serve
     from headrace.launch.warmup import demonstration, model_folder

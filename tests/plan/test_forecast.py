@@ -16,7 +16,8 @@ from headrace.launch.forecast import forecast, longest_prompt, max_kv_blocks, to
 from headrace.launch.inputs import UserInputs, held_out_tasks
 from headrace.launch.launcher import Launch, Launcher
 from headrace.model.shape import ModelShape
-from headrace.plan.doctor import Subject, capacity, inputs, model
+from headrace.plan import capacity_checks as capacity, inputs_checks as inputs, model_checks as model
+from headrace.plan.doctor import Subject
 from headrace.settings import ConfigError
 from headrace.staleness.gate import gate_depth
 
@@ -145,7 +146,7 @@ def test_the_doctor_and_the_run_foresee_the_same(tmp_path, monkeypatch, tiny_mod
     monkeypatch.setattr("headrace.launch.forecast.forecast", note)
     examined = Subject(recipe_path=recipe_path)
     for check in (*inputs.CHECKS, *model.CHECKS):
-        list(examined.tell(check))
+        list(check(examined))
     capacity._forecast(examined, examined.recipe)
     recipe, given = examined.recipe, UserInputs()
     launcher = Launcher(recipe, given, Launch("run", quiet=True))
