@@ -13,7 +13,7 @@ from headrace.front_door import front_door
 if TYPE_CHECKING:
     from headrace.launch.build import build_trainer, check_columns, check_loss, check_settings, make_roles, special_stops
     from headrace.launch.folder import is_in_use, read_summary
-    from headrace.launch.forecast import Forecast, count_parameters, forecast_here, longest_prompt
+    from headrace.launch.forecast import Forecast, count_parameters, forecast_memory, longest_prompt
     from headrace.launch.inputs import (
         UserInputs,
         check_inputs,

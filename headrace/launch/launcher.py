@@ -17,7 +17,7 @@ import torch
 from headrace.envs import PromptEncoder
 from headrace.launch.build import preflight
 from headrace.launch.folder import cache_folder, find_folder, locked, logged, prepare_folder, write_summary
-from headrace.launch.forecast import NUM_CHECKED_PROMPTS, forecast_here, longest_prompt
+from headrace.launch.forecast import NUM_CHECKED_PROMPTS, forecast_memory, longest_prompt
 from headrace.launch.inline import Inline
 from headrace.launch.inputs import UserInputs, held_out_tasks, open_tasks, run_identity
 from headrace.launch.local import LocalProcesses
@@ -188,7 +188,7 @@ class Launcher:
         tasks, encoder = open_tasks(self.recipe, self.given), PromptEncoder(load_tokenizer(model_path))
         rows = (tasks.next() for _ in range(NUM_CHECKED_PROMPTS))
         config = load_config(model_path)
-        return forecast_here(
+        return forecast_memory(
             self.recipe,
             ModelShape.of(config),
             context=config_limit(config, self.recipe.model.context),

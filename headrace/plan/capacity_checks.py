@@ -12,7 +12,7 @@ import torch
 
 from headrace.buffer import buffer_policy
 from headrace.config import make_recipe
-from headrace.launch import forecast_here
+from headrace.launch import forecast_memory
 from headrace.partial import pauses_unfinished
 from headrace.plan.doctor import Finding, check, size
 from headrace.plan.machine_checks import SHARED_MEMORY
@@ -81,7 +81,7 @@ def _forecast(subject: Subject, recipe: Recipe) -> Forecast | None:
     """The memory a recipe would take with the subject's model; None if the model is unknown or the device is missing."""
     if subject.shape is None or (recipe.device == "cuda" and not torch.cuda.is_available()):
         return None
-    return forecast_here(
+    return forecast_memory(
         recipe,
         subject.shape,
         context=subject.context,
@@ -95,9 +95,9 @@ def _largest_need(expected: Forecast, recipe: Recipe) -> int:
     """Bytes on the machine, or on the fullest GPU: if there are several, the trainer has the first, engines share the rest."""
     others = torch.cuda.device_count() - 1 if _is_on_gpu(recipe) else 0
     if others < 1:
-        return expected.together(recipe.engine.num_engines)
+        return expected.together
     each = expected.engine.total + expected.server
-    return max(expected.trainer.total + expected.exported, math.ceil(recipe.engine.num_engines / others) * each)
+    return max(expected.trainer.total + expected.published.exported, math.ceil(recipe.engine.num_engines / others) * each)
 
 
 def _described(expected: Forecast) -> str:
