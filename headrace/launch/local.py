@@ -1,4 +1,7 @@
-"""`orchestrate = "local"`: engines and trainer in their own processes on this host."""
+"""`orchestrate = "local"`: engines and trainer in their own processes on this host.
+
+A lost engine is restarted; a lost trainer ends the run.
+"""
 
 from __future__ import annotations
 
@@ -7,31 +10,33 @@ import contextlib
 import os
 import secrets
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from headrace.engine import EnginePool, RemoteEngine
+from headrace.errors import SyncError
 from headrace.launch.build import make_roles
 from headrace.launch.forecast import count_parameters
 from headrace.launch.heartbeat import SILENT_HEARTBEATS, send_heartbeats
 from headrace.launch.placement import Order, choose_transport, place_on_this_host
-from headrace.launch.process import ChildProcess, RoleProcess
-from headrace.launch.supervise import Supervisor
+from headrace.launch.process import PING_GRACE_SECONDS, ChildProcess, RoleFailed, RoleProcess
 from headrace.leftovers import Claim, sweep
-from headrace.rpc import Listener, socket_place
+from headrace.rpc import Listener, RemoteError, StreamClosed, socket_place
 from headrace.score import RewardWorkers
 from headrace.settings import to_dict
 from headrace.sync import TransportConfig, is_pushed, routed, shared_folder, transport_class
 from headrace.trainer import RemoteTrainer
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
     from types import TracebackType
 
     from headrace.config import Recipe
     from headrace.launch.inputs import UserInputs
     from headrace.launch.process import ProcessHandle
-    from headrace.observe import Observer
+    from headrace.observe import MirroredTimeline, Observer
     from headrace.records import WeightUpdate
     from headrace.rpc import Stream
     from headrace.run import Roles
@@ -39,6 +44,7 @@ if TYPE_CHECKING:
 
 _GOODBYE_SECONDS = 2.0
 """Processes that have not ended by themselves by then (most take hundredths of a second) are killed."""
+_PING_SECONDS = 1.0
 _SWITCH_SECONDS = 0.001
 """Thread switch interval: how long a computing reward may block the event loop; Python's default is 0.005."""
 
@@ -68,6 +74,20 @@ class LocalProcesses:
         self._newest: dict[str, ProcessHandle] = {}
         """Of each name, the incarnation that is sent heartbeats."""
         self._on_exit = contextlib.ExitStack()
+        self.pool = EnginePool()
+        self._connected: dict[str, RoleProcess] = {}
+        self._relays: dict[str, str] = {}
+        """Engine name -> the address at which it relays weights, or ""."""
+        self._num_restarts = 0
+        self._engine_peak = 0
+        """Peak memory in bytes reported by any engine, lost ones included."""
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._failure: BaseException | None = None
+        self._has_failed = asyncio.Event()
+        self._build: dict[str, Any] = {}
+        """Arguments of each process's `build` call."""
+        self._timelines: dict[str, MirroredTimeline] = {}
+        self._say: Callable[[str], None] = print
 
     def __enter__(self) -> Self:
         for place in self._places:
@@ -89,6 +109,8 @@ class LocalProcesses:
             process.handle.kill()
         for process in self._started:
             process.handle.wait()
+
+    # Start
 
     def start_process(self, role: str, index: int) -> RoleProcess:
         """Called at the start, and again to restart a lost engine: a new incarnation."""
@@ -140,48 +162,48 @@ class LocalProcesses:
         recipe = self._recipe
         weight_bytes = count_parameters(Path(model_path)) * {"float32": 4, "bfloat16": 2}[recipe.model.dtype]
         transport_class(self._transport.transport).check_space(self._transport, weight_bytes)
-        build = {
+        self._build = {
             "recipe": to_dict(recipe),
             "model": model_path,
             "lineage": {"id": lineage.id, "ancestors": lineage.ancestors},
             "most_blocks": most_blocks,
         }
-        supervisor = Supervisor(recipe, self, build=build, timelines=observer.mirrored(), say=observer.screen.say)
+        self._timelines, self._say = observer.mirrored(), observer.screen.say
         try:
             with contextlib.ExitStack() as watching:
                 watching.callback(sys.setswitchinterval, sys.getswitchinterval())
                 sys.setswitchinterval(_SWITCH_SECONDS)
-                watching.callback(supervisor.close)
+                watching.callback(self._cancel_tasks)
                 log = watching.enter_context((self._folder / "logs" / "launcher.log").open("a"))
                 workers = RewardWorkers(recipe.reward.workers, timeout=recipe.reward.timeout, stacks=log)
                 watching.callback(workers.close)
-                yield await self._connect_all(supervisor, model_path, given, workers)
+                yield await self._connect_all(model_path, given, workers)
         except Exception:
             await self._say_goodbye()
             raise
         await self._say_goodbye()
 
-    async def _connect_all(self, supervisor: Supervisor, model_path: str, given: UserInputs, workers: RewardWorkers) -> Roles:
+    async def _connect_all(self, model_path: str, given: UserInputs, workers: RewardWorkers) -> Roles:
         recipe = self._recipe
         await self.listen()
         trainer = RemoteTrainer(self.trainer, deadline=recipe.deadline)
-        delivery = supervisor.pool.delivery
-        delivery.source, delivery.patience = TrainerSource(trainer, relays=supervisor.relays), recipe.sync.patience
-        starting: list[asyncio.Task[Any]] = [asyncio.ensure_future(supervisor.start_engine(each)) for each in self.engines]
-        starting.append(asyncio.ensure_future(supervisor.start_trainer(self.trainer)))
+        delivery = self.pool.delivery
+        delivery.source, delivery.patience = TrainerSource(trainer, relays=self._relays), recipe.sync.patience
+        starting: list[asyncio.Task[Any]] = [asyncio.ensure_future(self.start_engine(each)) for each in self.engines]
+        starting.append(asyncio.ensure_future(self._start(self.trainer)))
         try:
             roles = make_roles(
                 recipe,
                 model_path,
                 given,
-                engine=supervisor.pool,
+                engine=self.pool,
                 trainer=trainer,
                 workers=workers,
-                services=(supervisor.watch,),
-                describe=supervisor.describe,
-                versions=lambda: supervisor.pool.versions,
-                engine_peak=lambda: supervisor.engine_peak,
-                refresh=supervisor.refresh,
+                services=(self._watch,),
+                describe=self._describe,
+                versions=lambda: self.pool.versions,
+                engine_peak=lambda: self._engine_peak,
+                refresh=self._refresh,
             )
             engine, *_ = await asyncio.gather(*starting)
         except BaseException:
@@ -196,6 +218,135 @@ class LocalProcesses:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_GOODBYE_SECONDS):
                 await asyncio.gather(*(process.ended.wait() for process in self._started if process.streams))
+
+    async def start_engine(self, process: RoleProcess, *, is_first: bool = True) -> dict[str, Any]:
+        """Start an engine and return its `build` answer. If its process ends meanwhile, it is restarted, up to
+        `engine.restarts` times. A first start that raises or hangs is not: the next would too."""
+        while True:
+            try:
+                return await self._start(process)
+            except RoleFailed as error:
+                if is_first and (process.verdict or not process.lost.is_set()):
+                    raise
+                process.give_up("could not be started")
+                process = self._start_again(process, error)
+
+    def _start_again(self, process: RoleProcess, error: Exception) -> RoleProcess:
+        """A new process in place of a lost one; raises once `engine.restarts` are used up."""
+        most = self._recipe.engine.restarts
+        if self._num_restarts >= most:
+            raise RoleFailed(f"{error}\n  engine.restarts = {most} are spent")
+        self._num_restarts += 1
+        self._say(f"{error}\n  it is started again ({self._num_restarts} of {most})")
+        return self.start_process(process.role, process.index)
+
+    async def _start(self, process: RoleProcess) -> dict[str, Any]:
+        """Connect a process, build its role and watch it; an engine joins the pool. Errors name the process and its log."""
+        deadline = self._recipe.deadline
+        try:
+            arriving = await self._connect(process)
+            told: dict[str, Any] = await process.control.call("build", timeout=deadline, **self._build)
+            if process.role == "engine":
+                await self._join(process, arriving["data"], relay=told["relay"])
+            else:
+                self._spawn(self._end_run_without(process))
+        except TimeoutError as error:
+            process.give_up(f"has been loading its model for {deadline:g} s (deadline)")
+            raise await process.explain() from error
+        except StreamClosed as error:
+            raise await process.explain() from error
+        except RemoteError as error:
+            raise process.failed(error) from error
+        except SyncError as error:
+            raise RoleFailed(f"{process.name} was not brought to the weights: {error}\n  log {process.log}") from error
+        return told
+
+    async def _connect(self, process: RoleProcess) -> dict[str, asyncio.Future[Stream]]:
+        process.watch_end()
+        arriving = self.introduce(process)
+        control = await process.open("control", arriving["control"], deadline=self._recipe.deadline, notices={})
+        self._connected[process.name] = process
+        self._spawn(process.read(control))
+        self._spawn(self._keep_pinging(process))
+        return arriving
+
+    async def _join(self, process: RoleProcess, data: asyncio.Future[Stream], *, relay: str) -> None:
+        report = self._timelines["engine"].take
+        engine = RemoteEngine(process.name, self.pool, control=process.control, on_report=report, log=process.log)
+        engine.data = await process.open("data", data, deadline=self._recipe.deadline, notices=engine.notices())
+        self._spawn(process.read(engine.data))
+        self._relays[process.name] = relay
+        await self.pool.join(engine)
+        self._spawn(self._replace(process, engine))
+
+    # Watch
+
+    async def _watch(self) -> None:
+        """Waits for a failure that no restart fixes, and raises it."""
+        await self._has_failed.wait()
+        assert self._failure is not None
+        raise self._failure
+
+    def _describe(self) -> str:
+        """Each process, its last reported activity, and its log."""
+        processes = self._connected.values()
+        return "".join(f"\n  {each.name} ({each.handle.describe()}): {each.doing}, log {each.log}" for each in processes)
+
+    async def _refresh(self) -> None:
+        """Request every process's timeline now; one that does not answer keeps its last."""
+        await asyncio.gather(*(self._ping(each, PING_GRACE_SECONDS) for each in self._connected.values()))
+
+    async def _keep_pinging(self, process: RoleProcess) -> None:
+        """Give the process up if a ping stays unanswered for `heartbeat` seconds."""
+        heartbeat = self._recipe.heartbeat
+        while not process.lost.is_set():
+            asked = time.monotonic()
+            if not await self._ping(process, heartbeat) and not process.lost.is_set():
+                silence = f"has not answered for {time.monotonic() - asked:.0f} s (heartbeat = {heartbeat:g})"
+                process.give_up(f"{silence}; it was last at {process.doing}")
+            await asyncio.sleep(min(_PING_SECONDS, heartbeat / 4))
+
+    async def _ping(self, process: RoleProcess, seconds: float) -> bool:
+        report = await process.ping(seconds)
+        if report is None:
+            return False
+        if process.role == "engine":
+            self._engine_peak = max(self._engine_peak, int(process.state.get("memory_peak", 0)))
+        self._timelines[process.role].take(process.name, report)
+        return True
+
+    async def _end_run_without(self, trainer: RoleProcess) -> None:
+        """Waits for the trainer to be lost; ends the run then."""
+        await trainer.lost.wait()
+        raise await trainer.explain()
+
+    async def _replace(self, process: RoleProcess, engine: RemoteEngine) -> None:
+        """Waits for an engine to be lost; restarts it then."""
+        await process.lost.wait()
+        error = await process.explain()
+        process.give_up("was lost")
+        self.pool.lose(engine)
+        self._timelines["engine"].forget(process.name)
+        await self.start_engine(self._start_again(process, error), is_first=False)
+        self._say(f"{process.name} is back")
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run a task in the background; what it raises ends the run."""
+
+        def on_end(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            error = None if task.cancelled() else task.exception()
+            if error is not None and self._failure is None:
+                self._failure = error
+                self._has_failed.set()
+
+        task = asyncio.ensure_future(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(on_end)
+
+    def _cancel_tasks(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
 
 
 class TrainerSource:

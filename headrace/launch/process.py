@@ -1,7 +1,7 @@
 """The launcher's side of a process: starting it, sending its order, and finding out why it ended.
 
 A `ProcessHandle` starts and kills a process, wherever it runs. A `RoleProcess` tracks it: its streams, its last reported state,
-and how it ended. `headrace.launch.supervise` decides what to do about a lost process.
+and how it ended. `headrace.launch.local` decides what to do about a lost process.
 """
 
 from __future__ import annotations
