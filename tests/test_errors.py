@@ -40,7 +40,7 @@ def test_an_error_that_is_not_ours_keeps_every_frame(monkeypatch) -> None:
     def broken(*_) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("headrace.launch.launcher._launch", broken)
+    monkeypatch.setattr("headrace.launch.launcher.Launcher.launch", broken)
     with pytest.raises(ZeroDivisionError) as caught:
         headrace.train(model="builtin:tiny")
     assert files(caught.value) == ["test_errors.py", "__init__.py", "launcher.py", "test_errors.py"]

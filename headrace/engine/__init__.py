@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from headrace.front_door import front_door
 
 if TYPE_CHECKING:
-    from headrace.engine.kind import EnginePlace, OpenedEngine
+    from headrace.engine.kind import EnginePlace
     from headrace.engine.kinds import check_engine_kind, engine_kind
     from headrace.engine.native.core import EngineCore
     from headrace.engine.native.engine import NativeEngine

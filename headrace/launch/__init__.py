@@ -1,9 +1,9 @@
 """From one command to a run: check, folder, processes, model, session, train, close.
 
 `launcher.py` takes these steps in order. Each choice of `orchestrate` is a file: `inline.py` (everything in the launcher's
-process) and `local.py` (engines and trainer in their own processes). `process.py` is the launcher's side of a process and
-`child.py` the process itself. `supervise.py` restarts lost engines, `heartbeat.py` tells processes that the launcher is gone,
-`placement.py` decides where each runs, and `build.py` makes engines and trainers from a recipe.
+process) and `local.py` (engines and trainer in their own processes; lost engines are restarted). `process.py` is the
+launcher's side of a process and `child.py` the process itself; `heartbeat.py` tells it that the launcher is gone.
+`placement.py` decides where each runs, `build.py` makes engines and trainers from a recipe, and `forecast.py` predicts memory.
 """
 
 from typing import TYPE_CHECKING
@@ -11,18 +11,9 @@ from typing import TYPE_CHECKING
 from headrace.front_door import front_door
 
 if TYPE_CHECKING:
-    from headrace.launch.build import (
-        build_trainer,
-        check_columns,
-        check_engine,
-        check_loss,
-        check_sync,
-        make_roles,
-        set_threads,
-        special_stops,
-    )
+    from headrace.launch.build import build_trainer, check_columns, check_loss, check_settings, make_roles, special_stops
     from headrace.launch.folder import is_in_use, read_summary
-    from headrace.launch.forecast import Forecast, forecast_here, free_here, longest_prompt, max_kv_blocks
+    from headrace.launch.forecast import Forecast, count_parameters, forecast_memory, longest_prompt
     from headrace.launch.inputs import (
         UserInputs,
         check_inputs,
@@ -34,7 +25,7 @@ if TYPE_CHECKING:
     )
     from headrace.launch.launcher import Launch, RunResult, launch
     from headrace.launch.local import LocalProcesses
-    from headrace.launch.placement import choose_device, pick_device, receiving_device
+    from headrace.launch.placement import pick_device, receiving_device, set_threads
     from headrace.launch.process import RoleProcess
     from headrace.launch.serving import ServeOptions, serve
     from headrace.launch.warmup import demonstration, model_folder

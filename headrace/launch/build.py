@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +28,7 @@ from headrace.launch.placement import (
     choose_device,
     choose_transport,
     device_of,
-    receiving_device,
-    threads_of,
+    receiving_devices,
 )
 from headrace.model import ModelError, load_model, load_tokenizer
 from headrace.run import POLICY, Roles, make_canary
@@ -52,46 +51,40 @@ if TYPE_CHECKING:
     from headrace.trainer import PolicyTrainer
 
 
-def set_threads(recipe: Recipe, role: str = "") -> None:
-    """Set torch's CPU threads in this process."""
-    torch.set_num_threads(threads_of(recipe, role, cores=os.cpu_count() or 1))
-
-
 def preflight(recipe: Recipe, given: UserInputs) -> None:
     """All checks that need neither a run folder nor a loaded model."""
     check_inputs(recipe, given)
-    choose_device(recipe)
-    check_sync(recipe)
-    check_engine(recipe)
-    check_loss(recipe)
-    check_columns(recipe, given)
+    check_settings(recipe, given)
     path = recipe.model.path
     if path.startswith((".", "/", "~")) and not Path(path).exists():
         raise ModelError(f"model.path = {path!r}: the folder does not exist")
 
 
+def check_settings(recipe: Recipe, given: UserInputs) -> None:
+    """Raise unless this machine and the loss have what the settings need."""
+    check_sync(recipe)
+    check_engine(recipe)
+    check_loss(recipe)
+    check_columns(recipe, given)
+
+
 def check_sync(recipe: Recipe) -> None:
     """Raise unless this machine has what the transport between processes needs."""
+    device = choose_device(recipe)
     if recipe.is_inline:
         return
     transport = transport_class(choose_transport(recipe))
-    if engine_kind(recipe.engine).has_server and transport.needs_gpu_per_end:
-        _check_gpu_per_end(recipe)
+    if engine_kind(recipe.engine).has_server and transport.needs_gpu_per_end and device == "cuda":
+        places = receiving_devices(recipe)
+        if places & {"cpu", device_of(device, "trainer")}:
+            raise ConfigError(
+                f"sync.transport = '{recipe.sync.transport}': the engine's process receives weights on "
+                f"{', '.join(sorted(places))}, and NCCL wants a GPU of its own there; leave it auto"
+            )
     try:
-        transport.check(folder=recipe.sync.folder, host=recipe.sync.host, on_gpu=choose_device(recipe) == "cuda")
+        transport.check(folder=recipe.sync.folder, host=recipe.sync.host, on_gpu=device == "cuda")
     except SyncError as error:
         raise ConfigError(str(error)) from error
-
-
-def _check_gpu_per_end(recipe: Recipe) -> None:
-    """Both ends use gloo, or both NCCL with a GPU each."""
-    device = choose_device(recipe)
-    places = {receiving_device(recipe, index) for index in range(recipe.engine.num_engines)}
-    if device == "cuda" and places & {"cpu", device_of(device, "trainer")}:
-        raise ConfigError(
-            f"sync.transport = '{recipe.sync.transport}': the engine's process receives weights on "
-            f"{', '.join(sorted(places))}, and NCCL wants a GPU of its own there; leave it auto"
-        )
 
 
 def check_engine(recipe: Recipe) -> None:
@@ -107,12 +100,11 @@ def check_engine(recipe: Recipe) -> None:
 
 def check_loss(recipe: Recipe) -> None:
     """Raise unless the loss exists and takes `train.constants`."""
-    loss, constants = resolve_loss(recipe.train.loss), recipe.train.constants
-    parameters = inspect.signature(loss).parameters.values()
-    names = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY or p.default is not p.empty]
+    parameters = inspect.signature(resolve_loss(recipe.train.loss)).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return
-    for name in constants:
+    names = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY or p.default is not p.empty]
+    for name in recipe.train.constants:
         if name not in names:
             known = ", ".join(names) or "none"
             raise ConfigError(f"train.constants.{name}: the loss {recipe.train.loss!r} takes no {name!r}; it takes: {known}")
@@ -133,9 +125,8 @@ def check_columns(recipe: Recipe, given: UserInputs) -> None:
         raise ConfigError("train.teacher = '': there is no teacher to distil from; name a model folder")
     for column in columns_to_bring(train.loss):
         if column not in (RETURNS, REWARDS):
-            raise ConfigError(
-                f"train.loss = {train.loss!r}: it needs the column {column!r}, which only an environment of your own can bring"
-            )
+            only = "which only an environment of your own can bring"
+            raise ConfigError(f"train.loss = {train.loss!r}: it needs the column {column!r}, {only}")
 
 
 def special_stops(stop: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
@@ -145,10 +136,8 @@ def special_stops(stop: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> tu
     for text in stop:
         inside = next((token for token in special if token in text), "")
         if inside and text not in special:
-            raise ConfigError(
-                f"sampling.stop = {text!r}: {inside!r} is a special token, which is not part of the text that stop strings are "
-                f"searched in; write {inside!r} alone to stop at it, or leave it out of the text"
-            )
+            reason = f"{inside!r} is a special token, which is not part of the text that stop strings are searched in"
+            raise ConfigError(f"sampling.stop = {text!r}: {reason}; write {inside!r} alone, or leave it out of the text")
     return tuple(special[text] for text in stop if text in special)
 
 
@@ -184,22 +173,10 @@ def build_roles(
     engine, stop_ids = engine_kind(recipe.engine).make_inline(
         recipe, model_path, device=device, sync=sync, timeline=observer.timeline("engine"), most_blocks=most_blocks
     )
-    trainer = LocalTrainer(
-        build_trainer(recipe, model_path, device=device),
-        sync=sync,
-        timeline=observer.timeline("trainer"),
-        frees_memory=recipe.engine.sleeps,
-    )
-    roles = make_roles(
-        recipe,
-        model_path,
-        given,
-        engine=engine,
-        trainer=trainer,
-        services=(engine.serve,),
-        engine_peak=lambda: engine.peak_memory,
-    )
-    return roles.with_stop_ids(stop_ids)
+    own, timeline = build_trainer(recipe, model_path, device=device), observer.timeline("trainer")
+    trainer = LocalTrainer(own, sync=sync, timeline=timeline, frees_memory=recipe.engine.sleeps)
+    roles = make_roles(recipe, model_path, given, engine=engine, trainer=trainer, services=(engine.serve,))
+    return dataclasses.replace(roles.with_stop_ids(stop_ids), engine_peak=lambda: engine.peak_memory)
 
 
 def make_roles(

@@ -28,12 +28,11 @@ from headrace.launch.heartbeat import watch_launcher
 from headrace.launch.placement import Order
 from headrace.observe import ProcessTimeline
 from headrace.rpc import Peer, Stream, StreamClosed, connect, describe_error
-from headrace.sync import Lineage, TransportConfig, WeightSync, make_transport
+from headrace.sync import Lineage, WeightSync, make_transport
 from headrace.trainer import LocalTrainer
 
 if TYPE_CHECKING:
     from headrace.config import Recipe
-    from headrace.engine import OpenedEngine
 
 log = logging.getLogger("headrace.child")
 _ORPHANED_SECONDS = 2.0
@@ -48,22 +47,19 @@ class LauncherSilent(RuntimeError):
 class RoleWorker:
     """One engine or trainer process, from its first connection to its end."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: Order, pipe: int) -> None:
         self._order = order
-        self.name, self.role = order.name, order.role
-        self._timeline = ProcessTimeline(self.role)
+        self._timeline = ProcessTimeline(order.role)
         self._loop = asyncio.get_running_loop()
         self._failure: asyncio.Future[None] = self._loop.create_future()
-        self._sync: WeightSync | None = None
         self._worker: EngineWorker | LocalTrainer | None = None
         self._reading: asyncio.Task[None] | None = None
-        self._opened: OpenedEngine | None = None
-        self._is_told_to_end = False
-        self._is_launcher_silent = False
+        self._on_end = contextlib.ExitStack()
+        self._is_told_to_end = self._is_launcher_silent = False
+        self._launcher_ended = watch_launcher(pipe, order.silence, self._on_silence)
 
     async def run(self) -> int:
         """Work until the launcher is gone or something fails; return the exit status."""
-        watch_launcher(self._order, self._on_silence)
         self._control = Peer(
             await self._connect("control"),
             calls={"ping": self._ping, "build": self._build},
@@ -78,7 +74,7 @@ class RoleWorker:
         await asyncio.wait({self._failure})
         error = self._failure.exception()
         assert error is not None
-        log.error("%s failed", self.name, exc_info=error)
+        log.error("%s failed", self._order.name, exc_info=error)
         with contextlib.suppress(StreamClosed, TimeoutError):
             self._control.notify("failed", describe_error(error))
             async with asyncio.timeout(_LAST_WORDS_SECONDS):
@@ -87,17 +83,14 @@ class RoleWorker:
         return 1
 
     def clean_up(self) -> None:
-        """Remove shared memory and sockets."""
-        if self._sync is not None:
-            self._sync.close()
-        if self._opened is not None:
-            self._opened.close()
+        """Remove shared memory and sockets; if the launcher has ended also the others', which may have been killed too."""
+        self._on_end.close()
         order = self._order
-        if self._is_launcher_silent or (not self._is_told_to_end and _is_gone(order.launcher)):
-            leftovers.remove(Path(order.placement.shared_folder), order.prefix)  # other processes may have been killed too
+        if self._is_launcher_silent or (not self._is_told_to_end and self._launcher_ended.wait(_ORPHANED_SECONDS)):
+            leftovers.remove(Path(order.placement.shared_folder), order.transport.prefix)
             kind, _, path = order.address.partition(":")
             if kind == "unix":
-                leftovers.remove(Path(path).parent.parent, order.prefix)
+                leftovers.remove(Path(path).parent.parent, order.transport.prefix)
 
     # When the launcher is gone
 
@@ -110,7 +103,7 @@ class RoleWorker:
             num_passes = self._worker.num_passes
             time.sleep(self._order.deadline)
         time.sleep(_END_SECONDS)
-        log.error("%s does not end by itself and is killed", self.name)
+        log.error("%s does not end by itself and is killed", self._order.name)
         self.clean_up()
         os._exit(1)
 
@@ -138,46 +131,45 @@ class RoleWorker:
     # Calls
 
     async def _connect(self, channel: str) -> Stream:
-        order = self._order
-        return await connect(order.address, token=order.token, name=self.name, channel=channel, incarnation=order.incarnation)
+        name, token, incarnation = self._order.name, self._order.transport.token, self._order.incarnation
+        return await connect(self._order.address, token=token, name=name, channel=channel, incarnation=incarnation)
 
     async def _ping(self) -> dict[str, Any]:
         state = {} if self._worker is None else await self._worker.state()
         return {"state": state, "report": self._timeline.report()}
 
-    async def _build(
-        self, recipe: dict[str, Any], model: str, lineage: dict[str, Any], ends: dict[str, Any], index: int, most_blocks: int
-    ) -> dict[str, Any]:
+    async def _build(self, recipe: dict[str, Any], model: str, lineage: dict[str, Any], most_blocks: int) -> dict[str, Any]:
         """Load the model and start the role; the answer tells the launcher what it needs to know."""
-        settings, placement, config = make_recipe(recipe), self._order.placement, TransportConfig(**ends)
+        settings, order, placement = make_recipe(recipe), self._order, self._order.placement
         torch.set_num_threads(placement.threads)
-        transport = make_transport(config, is_sender=self.role == "trainer", device=placement.receives_on)
-        life = Lineage(lineage["id"], lineage["ancestors"])
-        self._sync = WeightSync(life, transport, payload=settings.sync.payload, name=self.name)
-        log.info("%s on %s, model %s, process %d", self.name, placement.device, model, os.getpid())
-        if self.role == "engine":
-            place = EnginePlace(
-                name=self.name,
-                index=index,
-                device=placement.device,
-                receives_on=placement.receives_on,
-                log=Path(placement.log).with_suffix(f".{settings.engine.kind}.log"),
-                folder=config.handover(self.name),
-                most_blocks=most_blocks,
-            )
-            return await self._build_engine(settings, model, place, self._sync)
+        transport = make_transport(order.transport, is_sender=order.role == "trainer", device=placement.receives_on)
+        sync = WeightSync(Lineage(**lineage), transport, payload=settings.sync.payload, name=order.name)
+        self._on_end.callback(sync.close)
+        log.info("%s on %s, model %s, process %d", order.name, placement.device, model, os.getpid())
+        if order.role == "engine":
+            return await self._build_engine(settings, model, sync, most_blocks)
         trainer = await asyncio.to_thread(build_trainer, settings, model, device=placement.device)
-        frees_memory = settings.engine.sleeps
         self._worker = LocalTrainer(
-            trainer, sync=self._sync, timeline=self._timeline, in_threads=True, frees_memory=frees_memory
+            trainer, sync=sync, timeline=self._timeline, in_threads=True, frees_memory=settings.engine.sleeps
         )
         self._control.calls.update(self._worker.calls())
-        return {"device": placement.device}
+        return {}
 
-    async def _build_engine(self, recipe: Recipe, model: str, place: EnginePlace, sync: WeightSync) -> dict[str, Any]:
-        opened = self._opened = await engine_kind(recipe.engine).open(recipe, model, place, sync=sync, timeline=self._timeline)
-        engine = opened.engine
-        worker = self._worker = EngineWorker(engine, timeline=self._timeline)
+    async def _build_engine(self, recipe: Recipe, model: str, sync: WeightSync, most_blocks: int) -> dict[str, Any]:
+        order, placement = self._order, self._order.placement
+        place = EnginePlace(
+            name=order.name,
+            index=order.index,
+            device=placement.device,
+            receives_on=placement.receives_on,
+            log=Path(placement.log).with_suffix(f".{recipe.engine.kind}.log"),
+            folder=order.transport.handover(order.name),
+            most_blocks=most_blocks,
+        )
+        opened = await engine_kind(recipe.engine).open(recipe, model, place, sync=sync, timeline=self._timeline)
+        self._on_end.callback(opened.close)
+        engine, worker = opened.engine, EngineWorker(opened.engine, timeline=self._timeline)
+        self._worker = worker
         self._control.calls.update(worker.calls())
         engine.died.add_done_callback(lambda died: self._loop.call_soon_threadsafe(self._fail, died.exception()))
         engine.start()
@@ -185,7 +177,7 @@ class RoleWorker:
         self._reading = asyncio.ensure_future(data.run())
         self._reading.add_done_callback(self._on_data_closed)
         worker.attach(data)
-        return {"device": place.device, "stop_ids": list(opened.stop_ids), "relay": sync.relay}
+        return {"stop_ids": list(opened.stop_ids), "relay": sync.relay}
 
     def _on_data_closed(self, reading: asyncio.Task[None]) -> None:
         if not reading.cancelled() and not isinstance(reading.exception(), StreamClosed):
@@ -196,29 +188,21 @@ class RoleWorker:
             self._failure.set_exception(error)
 
 
-def _is_gone(parent: int) -> bool:
-    """Whether the parent has ended. Waits a moment, because its streams close before it does."""
-    until = time.monotonic() + _ORPHANED_SECONDS
-    while os.getppid() == parent and time.monotonic() < until:
-        time.sleep(0.02)
-    return os.getppid() != parent
-
-
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the launcher, which drains and saves
     faulthandler.enable()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     logging.captureWarnings(True)
-    line = sys.stdin.readline()
-    if line:  # empty if the launcher ended before sending the order
-        order = Order.read(line)
-        sys.path[:] = order.path
-        asyncio.run(_run(order))
+    with open(os.dup(0), "rb", buffering=0) as pipe, open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)  # only this process reads the heartbeats
+        line = pipe.readline()
+        if line:  # empty if the launcher ended before sending the order
+            asyncio.run(_run(Order.read(line), pipe.fileno()))
 
 
-async def _run(order: Order) -> None:
+async def _run(order: Order, pipe: int) -> None:
     """Ends with `os._exit`, so that no thread in a long computation keeps the process alive."""
-    worker, status = RoleWorker(order), 1
+    worker, status = RoleWorker(order, pipe), 1
     try:
         status = await worker.run()
     except BaseException:

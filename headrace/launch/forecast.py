@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from headrace.engine import blocks_for, engine_kind, free_memory
 from headrace.launch.placement import choose_device, choose_transport, device_of
+from headrace.model import ModelError
 from headrace.settings import ConfigError
 from headrace.staleness import max_untrained_groups
 from headrace.sync import transport_class
@@ -18,12 +20,14 @@ from headrace.trainer import TrainerMemory, predict_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
 
     from headrace.config import Recipe
     from headrace.engine import EngineMemory
     from headrace.envs import PromptEncoder
     from headrace.model import ModelShape
     from headrace.records import Plain
+    from headrace.sync import TransportMemory
 
     Task = dict[str, Plain]
 
@@ -37,101 +41,71 @@ _FEWEST_ROLLOUTS = 16
 class Forecast:
     """Predicted memory of one run, in bytes."""
 
+    recipe: Recipe
     trainer: TrainerMemory
     engine: EngineMemory
-    exported: int
-    """Published weights in memory allocated by the driver, outside torch."""
-    is_one_process: bool
-    sleep: str
-    mapped: int = 0
-    """Published weights mapped into an engine's process; on a CPU they count towards its size."""
+    published: TransportMemory
     server: int = 0
     """Memory of the vLLM server behind an engine's process, on the same device."""
+    most_blocks: int = 0
+    """The most KV blocks an engine can use at once; 0 if unknown."""
 
     @property
     def trainer_process(self) -> int:
         """Size of the trainer's process; inline, it includes the engine."""
-        together = self.engine.total - self.engine.process if self.is_one_process else 0
-        return self.trainer.total + together
+        return self.trainer.total + (self.engine.total - self.engine.process if self.recipe.is_inline else 0)
 
     @property
     def engine_process(self) -> int:
-        """Size of the engine's process, without any server behind it."""
-        return self.trainer_process if self.is_one_process else self.engine.total + self.mapped
+        """Size of the engine's process, without any server behind it. On a CPU, weights mapped into it count."""
+        return self.trainer_process if self.recipe.is_inline else self.engine.total + self.published.engine
 
-    def together(self, num_engines: int) -> int:
+    @property
+    def together(self) -> int:
         """Trainer and engines on one device: the larger of training (engines may sleep) and generating."""
-        beside = self.server - (self.trainer.process if self.is_one_process else 0)
-        training = self.trainer.total + num_engines * (self.engine.asleep(self.sleep) + beside)
-        generating = self.trainer.resident + num_engines * (self.engine.total + beside)
-        return self.exported + max(training, generating)
+        settings, beside = self.recipe.engine, self.server - (self.trainer.process if self.recipe.is_inline else 0)
+        training = self.trainer.total + settings.num_engines * (self.engine.asleep(settings.sleep) + beside)
+        generating = self.trainer.resident + settings.num_engines * (self.engine.total + beside)
+        return self.published.exported + max(training, generating)
 
 
-def forecast(
+def forecast_memory(
     recipe: Recipe,
     shape: ModelShape,
     *,
     context: int,
     longest_prompt: int,
-    on_gpu: bool,
-    transport: str,
-    free: int,
-    most_blocks: int = 0,
+    num_held_out: int = 0,
     num_parameters: int = 0,
-    total: int = 0,
+    is_single_turn: bool = True,
 ) -> Forecast:
-    """`context`: tokens a rollout may have at most; `free`: bytes free when the engine starts; `most_blocks`: from
-    `max_kv_blocks`; `total`: bytes of a vLLM server's GPU."""
-    dtype = recipe.model.dtype
+    """The memory on this machine. `context`: tokens a rollout may have at most. A user's environment may use any number of
+    turns and rollouts, so that only the slots limit its KV cache."""
+    device = choose_device(recipe)
+    on_gpu, most_blocks = device == "cuda", 0
+    if is_single_turn:
+        most_blocks = max_kv_blocks(recipe, context=context, longest_prompt=longest_prompt, num_held_out=num_held_out)
     engine, server = engine_kind(recipe.engine).predict_memory(
-        recipe, shape, context=context, free=free, most_blocks=most_blocks, on_gpu=on_gpu, total=total
+        recipe,
+        shape,
+        context=context,
+        free=free_memory(torch.device(device_of(device, "engine"))),
+        most_blocks=most_blocks,
+        on_gpu=on_gpu,
+        total=torch.cuda.mem_get_info()[1] if on_gpu else 0,
     )
-    published = transport_class(transport).memory(engine.weights, on_gpu=on_gpu)
-    longest = min(context, longest_prompt + recipe.sampling.max_tokens)
+    published = transport_class(choose_transport(recipe)).memory(engine.weights, on_gpu=on_gpu)
     trainer = predict_memory(
         shape,
         recipe.train,
-        dtype=dtype,
-        tokens=tokens_per_pass(recipe, longest=longest),
+        dtype=recipe.model.dtype,
+        tokens=tokens_per_pass(recipe, longest=min(context, longest_prompt + recipe.sampling.max_tokens)),
         on_gpu=on_gpu,
         num_parameters=num_parameters,
         num_references=bool(recipe.train.kl) + bool(recipe.train.teacher),
         publishing=published.trainer,
     )
-    return Forecast(
-        trainer=trainer,
-        engine=engine,
-        exported=published.exported,
-        is_one_process=recipe.is_inline,
-        sleep=recipe.engine.sleep,
-        mapped=published.engine,
-        server=server,
-    )
-
-
-def forecast_here(
-    recipe: Recipe,
-    shape: ModelShape,
-    *,
-    context: int,
-    longest_prompt: int,
-    free: int,
-    most_blocks: int = 0,
-    num_parameters: int = 0,
-) -> Forecast:
-    """`forecast` for this machine."""
-    return forecast(
-        recipe,
-        shape,
-        context=context,
-        longest_prompt=longest_prompt,
-        on_gpu=choose_device(recipe) == "cuda",
-        transport=choose_transport(recipe),
-        free=free,
-        most_blocks=most_blocks,
-        num_parameters=num_parameters,
-        total=torch.cuda.mem_get_info()[1] if choose_device(recipe) == "cuda" else 0,
-    )
+    return Forecast(recipe, trainer, engine, published, server, most_blocks)
 
 
 def max_kv_blocks(recipe: Recipe, *, context: int, longest_prompt: int, num_held_out: int) -> int:
@@ -142,22 +116,17 @@ def max_kv_blocks(recipe: Recipe, *, context: int, longest_prompt: int, num_held
     engine, longest = recipe.engine, min(context, longest_prompt + recipe.sampling.max_tokens)
     least = math.ceil(longest / engine.block_size) + 1
     if 0 < engine.kv_blocks < least:
+        tokens = f"{longest} tokens (longest prompt {longest_prompt} + sampling.max_tokens {recipe.sampling.max_tokens})"
         raise ConfigError(
-            f"engine.kv_blocks = {engine.kv_blocks}: one rollout of {longest} tokens (longest prompt {longest_prompt} + "
-            f"sampling.max_tokens {recipe.sampling.max_tokens}) needs {least}; raise it, or leave it 0"
+            f"engine.kv_blocks = {engine.kv_blocks}: one rollout of {tokens} needs {least}; raise it, or leave it 0"
         )
-    groups = max_untrained_groups(recipe) or engine.slots * recipe.engine.num_engines
+    groups = max_untrained_groups(recipe) or engine.slots * engine.num_engines
     in_flight = groups * recipe.train.group_size + 2 * num_held_out  # each evaluation task is sampled and decoded greedily
-    rollouts = max(_FEWEST_ROLLOUTS, min(engine.slots, math.ceil(in_flight / recipe.engine.num_engines)))
+    rollouts = max(_FEWEST_ROLLOUTS, min(engine.slots, math.ceil(in_flight / engine.num_engines)))
     return min(
         blocks_for(rollouts, tokens=longest, block_size=engine.block_size),
         blocks_for(engine.slots, tokens=context, block_size=engine.block_size),
     )
-
-
-def free_here(recipe: Recipe) -> int:
-    """Free bytes on the device of an engine's KV cache."""
-    return free_memory(torch.device(device_of(choose_device(recipe), "engine")))
 
 
 def tokens_per_pass(recipe: Recipe, *, longest: int) -> int:
@@ -176,3 +145,15 @@ def longest_prompt(rows: Iterable[Task], encoder: PromptEncoder, *, held_out: Ma
         except Exception:  # noqa: BLE001  (a template may raise anything)
             continue
     return max(lengths, default=0)
+
+
+def count_parameters(folder: Path) -> int:
+    """From the folder's safetensors headers; 0 if there are none."""
+    count = 0
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt") as opened:
+                count += sum(math.prod(opened.get_slice(name).get_shape()) for name in opened.keys())  # noqa: SIM118
+        except SafetensorError as error:
+            raise ModelError(f"{file}: not a whole safetensors file ({error})") from error
+    return count

@@ -6,10 +6,10 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from headrace.launch.build import build_roles
-from headrace.launch.orchestration import Orchestration
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+    from pathlib import Path
 
     from headrace.config import Recipe
     from headrace.launch.inputs import UserInputs
@@ -18,12 +18,21 @@ if TYPE_CHECKING:
     from headrace.sync import Lineage
 
 
-class Inline(Orchestration):
-    def __init__(self, recipe: Recipe) -> None:
+class Inline(contextlib.AbstractContextManager["Inline"]):
+    """Where engines and trainer run. Entered before the model is prepared; leaving it, at the run's end, removes everything."""
+
+    reporting_roles: tuple[str, ...] = ()
+    """Roles that report their timelines from other processes."""
+
+    def __init__(self, recipe: Recipe, folder: Path) -> None:
         self._recipe = recipe
+
+    def __exit__(self, *error: object) -> None:
+        """Nothing to remove."""
 
     @contextlib.asynccontextmanager
     async def roles(
         self, model_path: str, given: UserInputs, *, observer: Observer, lineage: Lineage, most_blocks: int = 0
     ) -> AsyncIterator[Roles]:
+        """Load the model into engines and trainer. `most_blocks`: the most KV blocks an engine can use, 0 if unknown."""
         yield build_roles(self._recipe, model_path, given, observer=observer, lineage=lineage, most_blocks=most_blocks)

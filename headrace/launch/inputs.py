@@ -108,7 +108,7 @@ def reward_functions(recipe: Recipe, given: UserInputs) -> list[tuple[RewardFunc
             raise ConfigError("reward: none is given; name one in reward.functions, or pass reward=")
         if len(functions) > 1:
             raise ConfigError(
-                "reward: the tasks bring different ones, and each would judge all tasks; name one in reward.functions"
+                "reward: the tasks bring different ones, which would each judge all tasks; name one in reward.functions"
             )
     functions = [import_name(f, setting="reward.functions") if isinstance(f, str) else f for f in functions]
     weights = recipe.reward.weights or (1.0,) * len(functions)
@@ -154,17 +154,13 @@ def check_task_columns(sources: Iterable[TaskSource], rewards: Sequence[RewardFu
 
 def _check_row(row: dict[str, Plain], rewards: Sequence[RewardFunction], *, where: str) -> None:
     for name in _RESERVED & row.keys():
-        raise ConfigError(
-            f"{where} has a column {name!r}, the name under which rewards get what the policy answered; rename the column, "
-            f"for example to 'answer'"
-        )
+        what = f"{where} has a column {name!r}, the name under which rewards get what the policy answered"
+        raise ConfigError(f"{what}; rename the column, for example to 'answer'")
     for reward in rewards:
         for name in reward.required:
             if name not in row:
-                raise ConfigError(
-                    f"reward {reward.name!r} takes {name!r}, which {where} does not have (it has: {', '.join(row)}); add the "
-                    f"column to every row, or give the parameter {name} a default value"
-                )
+                what = f"reward {reward.name!r} takes {name!r}, which {where} does not have (it has: {', '.join(row)})"
+                raise ConfigError(f"{what}; add the column to every row, or give the parameter {name} a default value")
 
 
 def _mix(tasks: Any) -> list[tuple[Any, float]]:  # noqa: ANN401

@@ -15,12 +15,13 @@ import numpy as np
 import torch
 
 from headrace.envs import PromptEncoder
-from headrace.launch.build import preflight, set_threads
+from headrace.launch.build import preflight
 from headrace.launch.folder import cache_folder, find_folder, locked, logged, prepare_folder, write_summary
-from headrace.launch.forecast import NUM_CHECKED_PROMPTS, forecast_here, free_here, longest_prompt, max_kv_blocks
+from headrace.launch.forecast import NUM_CHECKED_PROMPTS, forecast_memory, longest_prompt
 from headrace.launch.inline import Inline
 from headrace.launch.inputs import UserInputs, held_out_tasks, open_tasks, run_identity
 from headrace.launch.local import LocalProcesses
+from headrace.launch.placement import set_threads
 from headrace.launch.stop import StopRequest, sigterm_as_interrupt
 from headrace.launch.warmup import model_folder
 from headrace.model import ModelShape, config_limit, load_config, load_tokenizer
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
 
     from headrace.config import Recipe
     from headrace.launch.forecast import Forecast
-    from headrace.launch.orchestration import Orchestration
-    from headrace.observe import Screen
     from headrace.records import Episode, Plain
     from headrace.run import Checkpoint
 
@@ -79,67 +78,61 @@ class Launch:
 def launch(recipe: Recipe, given: UserInputs, how: Launch) -> RunResult:
     """Train a recipe to its end, resuming the same command's unfinished run. If interrupted, save and raise
     `KeyboardInterrupt`, so that a script of several runs stops too."""
+    launcher = Launcher(recipe, given.settled(), how)
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        result = _launch(recipe, given.settled(), how)
+        result = launcher.launch()
     else:
-        result = _launch_in_thread(recipe, given.settled(), how)
+        result = _in_thread(launcher)
     if result.summary["status"] == "interrupted":
         raise KeyboardInterrupt(f"the run in {result.folder} is saved; the same command resumes it")
     return result
 
 
-def _launch_in_thread(recipe: Recipe, given: UserInputs, how: Launch) -> RunResult:
+def _in_thread(launcher: Launcher) -> RunResult:
     """For a caller inside an event loop, such as a notebook: the run gets a thread with its own event loop, and interrupts are
     passed on to it. The caller's own signal handlers are restored when the run has ended."""
     with sigterm_as_interrupt(), ThreadPoolExecutor(max_workers=1) as thread:
-        future = thread.submit(_launch, recipe, given, how)
+        future = thread.submit(launcher.launch)
         while True:
             try:
                 return future.result()
             except KeyboardInterrupt:
-                if how.stop.is_made:
-                    how.stop.insist()
+                launcher.how.stop.make()
+                if launcher.how.stop.num_made > 1:
                     raise
-                how.stop.make()
 
 
-def _launch(recipe: Recipe, given: UserInputs, how: Launch) -> RunResult:
-    started = how.command_started or time.perf_counter()
-    screen = open_screen(steps=recipe.steps, quiet=how.quiet)
-    set_threads(recipe)
-    preflight(recipe, given)
-    identity = run_identity(recipe, given)
-    folder = find_folder(how.name, recipe, identity=identity, run_dir=how.run_dir, fresh=how.fresh)
-    with locked(folder), logged(folder), sigterm_as_interrupt():
-        prepare_folder(folder, recipe, recipe_text=how.recipe_text)
-        choice: Orchestration = Inline(recipe) if recipe.is_inline else LocalProcesses(recipe, folder)
-        with choice as orchestration:
-            screen.say(f"run        {folder}")
-            seconds = {"setup": time.perf_counter() - started}
-            with model_folder(recipe, given, say=screen.say) as path:
-                seconds["warmup"] = time.perf_counter() - started - seconds["setup"]
-                _seed_everything(recipe.seed)
-                run = _Run(recipe, given, how, folder, identity, screen, orchestration, started, seconds)
-                return asyncio.run(run.train(path))
+class Launcher:
+    """Starts one run, and trains it to its end."""
 
+    def __init__(self, recipe: Recipe, given: UserInputs, how: Launch) -> None:
+        self.recipe, self.given, self.how = recipe, given, how
+        self.started = how.command_started or time.perf_counter()
+        self.screen = open_screen(steps=recipe.steps, quiet=how.quiet)
+        self.seconds: dict[str, float] = {}
+        """How long setup and warm-up took."""
 
-@dataclass(frozen=True)
-class _Run:
-    """One launch that holds its folder's lock."""
+    def launch(self) -> RunResult:
+        recipe, how = self.recipe, self.how
+        set_threads(recipe)
+        preflight(recipe, self.given)
+        self.identity = run_identity(recipe, self.given)
+        self.folder = find_folder(how.name, recipe, identity=self.identity, run_dir=how.run_dir, fresh=how.fresh)
+        with locked(self.folder), logged(self.folder), sigterm_as_interrupt():
+            prepare_folder(self.folder, recipe, recipe_text=how.recipe_text)
+            with (Inline if recipe.is_inline else LocalProcesses)(recipe, self.folder) as orchestration:
+                self.screen.say(f"run        {self.folder}")
+                self.seconds["setup"] = time.perf_counter() - self.started
+                with model_folder(recipe, self.given, say=self.screen.say) as path:
+                    self.seconds["warmup"] = time.perf_counter() - self.started - self.seconds["setup"]
+                    random.seed(recipe.seed)  # for users' functions; Headrace derives its own seeds from names
+                    np.random.seed(recipe.seed % 2**32)
+                    torch.manual_seed(recipe.seed)
+                    return asyncio.run(self._run(path, orchestration))
 
-    recipe: Recipe
-    given: UserInputs
-    how: Launch
-    folder: Path
-    identity: str
-    screen: Screen
-    orchestration: Orchestration
-    started: float
-    seconds: dict[str, float]
-
-    async def train(self, model_path: str) -> RunResult:
+    async def _run(self, model_path: str, orchestration: Inline | LocalProcesses) -> RunResult:
         """Open a session, resumed from the last checkpoint if there is one, and train. A second stop request cancels it."""
         with self.how.stop.cancels_this_task():
             began = time.perf_counter()
@@ -151,12 +144,12 @@ class _Run:
                 trace=self.recipe.observe.trace,
                 restored=None if checkpoint is None else checkpoint.version,
                 config=to_dict(self.recipe),
-                elsewhere=self.orchestration.reporting_roles,
+                elsewhere=orchestration.reporting_roles,
             )
             held_out = held_out_tasks(self.recipe, self.given)
-            expected, most_blocks = self._forecast(model_path, held_out)  # before anything takes memory
-            async with self.orchestration.roles(
-                model_path, self.given, observer=observer, lineage=lineage, most_blocks=most_blocks
+            expected = self._forecast(model_path, held_out)  # before anything takes memory
+            async with orchestration.roles(
+                model_path, self.given, observer=observer, lineage=lineage, most_blocks=expected.most_blocks
             ) as roles:
                 session = Session(
                     recipe=self.recipe,
@@ -191,20 +184,18 @@ class _Run:
             raise ConfigError(f"{checkpoint.folder} belongs to another run; give another --run-dir")
         return store, checkpoint, Lineage(manifest["lineage"], manifest["ancestors"]).after_restart(checkpoint.version)
 
-    def _forecast(self, model_path: str, held_out: dict[str, list[dict[str, Plain]]]) -> tuple[Forecast, int]:
-        """The predicted memory, and the most KV blocks an engine can use at once: 0 (only the slots limit it) with a user's
-        environment, which may use any number of turns and rollouts."""
-        recipe, tasks, encoder = self.recipe, open_tasks(self.recipe, self.given), PromptEncoder(load_tokenizer(model_path))
+    def _forecast(self, model_path: str, held_out: dict[str, list[dict[str, Plain]]]) -> Forecast:
+        tasks, encoder = open_tasks(self.recipe, self.given), PromptEncoder(load_tokenizer(model_path))
+        rows = (tasks.next() for _ in range(NUM_CHECKED_PROMPTS))
         config = load_config(model_path)
-        context = config_limit(config, recipe.model.context)
-        longest = longest_prompt((tasks.next() for _ in range(NUM_CHECKED_PROMPTS)), encoder, held_out=held_out)
-        most_blocks = 0
-        if self.given.environment is None:
-            count = sum(map(len, held_out.values()))
-            most_blocks = max_kv_blocks(recipe, context=context, longest_prompt=longest, num_held_out=count)
-        shape, free = ModelShape.of(config), free_here(recipe)
-        expected = forecast_here(recipe, shape, context=context, longest_prompt=longest, free=free, most_blocks=most_blocks)
-        return expected, most_blocks
+        return forecast_memory(
+            self.recipe,
+            ModelShape.of(config),
+            context=config_limit(config, self.recipe.model.context),
+            longest_prompt=longest_prompt(rows, encoder, held_out=held_out),
+            num_held_out=sum(map(len, held_out.values())),
+            is_single_turn=self.given.environment is None,
+        )
 
     async def _restore(self, session: Session, checkpoint: Checkpoint) -> None:
         await session.restore(checkpoint)
@@ -233,7 +224,8 @@ class _Run:
                 session.store.clear_rescued()
             await session.roles.refresh()
         except Exception as error:
-            await self._save_after_failure(session)
+            if not session.roles.trainer.is_lost:
+                await self._save_after_failure(session)
             command = f": {self.how.command}" if self.how.command else ""
             error.add_note(f"the same command resumes from version {session.resumes_from}{command}")
             error.add_note(f"run folder {self.folder}, log {self.folder / 'logs' / 'launcher.log'}")
@@ -247,8 +239,6 @@ class _Run:
 
     async def _save_after_failure(self, session: Session) -> None:
         """Save the last version if possible. If saving fails too, only report it: the first failure is raised."""
-        if session.roles.trainer.is_lost:
-            return
         try:
             await session.save_after_failure()
         except Exception as error:  # noqa: BLE001
@@ -256,20 +246,11 @@ class _Run:
 
 
 def _sample_texts(session: Session) -> list[tuple[str, str, float | None]]:
+    """(prompt, completion, reward) of each sample, for the final report."""
     decode = session.roles.encoder.tokenizer.decode
-    return [
-        (
-            str(decode(rollout.token_ids[rollout.source == 0].tolist())),
-            str(decode(rollout.completion_ids)),
-            episode.reward,
-        )
-        for episode in session.samples
-        for rollout in episode.rollouts[:1]
-    ]
-
-
-def _seed_everything(seed: int) -> None:
-    """Seed the global generators, for users' functions; Headrace derives its own seeds from names."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
+    texts = []
+    for episode in session.samples:
+        for rollout in episode.rollouts[:1]:
+            prompt = str(decode(rollout.token_ids[rollout.source == 0].tolist()))
+            texts.append((prompt, str(decode(rollout.completion_ids)), episode.reward))
+    return texts

@@ -1,52 +1,55 @@
-"""`orchestrate = "local"`: engines and trainer in their own processes on this host."""
+"""`orchestrate = "local"`: engines and trainer in their own processes on this host.
+
+A lost engine is restarted; a lost trainer ends the run.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import math
 import os
 import secrets
-import struct
 import sys
+import time
 from collections import Counter
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from headrace.engine import EnginePool, RemoteEngine
+from headrace.errors import SyncError
 from headrace.launch.build import make_roles
-from headrace.launch.heartbeat import SILENT_HEARTBEATS, HeartbeatSender
-from headrace.launch.orchestration import Orchestration
+from headrace.launch.forecast import count_parameters
+from headrace.launch.heartbeat import SILENT_HEARTBEATS, send_heartbeats
 from headrace.launch.placement import Order, choose_transport, place_on_this_host
-from headrace.launch.process import ChildProcess, RoleProcess
-from headrace.launch.source import TrainerSource
-from headrace.launch.supervise import Supervisor
+from headrace.launch.process import PING_GRACE_SECONDS, ChildProcess, RoleFailed, RoleProcess
 from headrace.leftovers import Claim, sweep
-from headrace.rpc import Listener, socket_place
+from headrace.rpc import Listener, RemoteError, StreamClosed, socket_place
 from headrace.score import RewardWorkers
 from headrace.settings import to_dict
-from headrace.sync import TransportConfig, shared_folder, transport_class
+from headrace.sync import TransportConfig, is_pushed, routed, shared_folder, transport_class
 from headrace.trainer import RemoteTrainer
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
     from types import TracebackType
 
     from headrace.config import Recipe
     from headrace.launch.inputs import UserInputs
-    from headrace.observe import Observer
+    from headrace.launch.process import ProcessHandle
+    from headrace.observe import MirroredTimeline, Observer
+    from headrace.records import WeightUpdate
     from headrace.rpc import Stream
     from headrace.run import Roles
     from headrace.sync import Lineage
 
 _GOODBYE_SECONDS = 2.0
 """Processes that have not ended by themselves by then (most take hundredths of a second) are killed."""
+_PING_SECONDS = 1.0
 _SWITCH_SECONDS = 0.001
 """Thread switch interval: how long a computing reward may block the event loop; Python's default is 0.005."""
 
 
-class LocalProcesses(Orchestration):
+class LocalProcesses:
     """A context manager. Entering starts the processes, which import while the launcher prepares, and removes leftovers of
     killed runs on this host; `roles` connects the processes; leaving removes all processes, sockets and shared memory."""
 
@@ -55,16 +58,36 @@ class LocalProcesses(Orchestration):
     def __init__(self, recipe: Recipe, folder: Path) -> None:
         self._recipe, self._folder = recipe, folder
         self.prefix = f"headrace-{os.getpid()}-{secrets.token_hex(4)}"
-        self._token = secrets.token_hex(32)
-        self._build_arguments: dict[str, Any] = {}
-        self._incarnations: Counter[str] = Counter()
-        self._started: list[RoleProcess] = []
-        self._listener: Listener | None = None
-        self._heartbeats: HeartbeatSender | None = None
-        self._on_exit = contextlib.ExitStack()
         self._shared_folder = shared_folder(recipe.sync.folder)
+        self._transport = TransportConfig(
+            transport=choose_transport(recipe),
+            folder=str(self._shared_folder),
+            prefix=self.prefix,
+            host=recipe.sync.host,
+            token=secrets.token_hex(32),
+            deadline=recipe.sync.deadline,
+        )
         self._places = dict.fromkeys((self._shared_folder, socket_place()))
         """Folders in which the run makes shared memory and sockets."""
+        self._incarnations: Counter[str] = Counter()
+        self._started: list[RoleProcess] = []
+        self._newest: dict[str, ProcessHandle] = {}
+        """Of each name, the incarnation that is sent heartbeats."""
+        self._on_exit = contextlib.ExitStack()
+        self.pool = EnginePool()
+        self._connected: dict[str, RoleProcess] = {}
+        self._relays: dict[str, str] = {}
+        """Engine name -> the address at which it relays weights, or ""."""
+        self._num_restarts = 0
+        self._engine_peak = 0
+        """Peak memory in bytes reported by any engine, lost ones included."""
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._failure: BaseException | None = None
+        self._has_failed = asyncio.Event()
+        self._build: dict[str, Any] = {}
+        """Arguments of each process's `build` call."""
+        self._timelines: dict[str, MirroredTimeline] = {}
+        self._say: Callable[[str], None] = print
 
     def __enter__(self) -> Self:
         for place in self._places:
@@ -90,14 +113,14 @@ class LocalProcesses(Orchestration):
     # Start
 
     def start_process(self, role: str, index: int) -> RoleProcess:
+        """Called at the start, and again to restart a lost engine: a new incarnation."""
         name = f"engine-{index}" if role == "engine" else role
         self._incarnations[name] += 1
         placement = place_on_this_host(
             self._recipe, role, index, name=name, run_folder=self._folder, shared_folder=self._shared_folder
         )
-        handle = ChildProcess(name, placement)
-        handle.start()
-        process = RoleProcess(name, role, handle=handle, placement=placement, index=index, incarnation=self._incarnations[name])
+        handle, incarnation = ChildProcess(name, placement), self._incarnations[name]
+        process = RoleProcess(name, role, handle=handle, placement=placement, index=index, incarnation=incarnation)
         self._started.append(process)
         return process
 
@@ -106,48 +129,29 @@ class LocalProcesses(Orchestration):
         self.claims = [Claim(place, self.prefix) for place in self._places]
         for claim in self.claims:
             self._on_exit.callback(claim.release)
-        self._listener = await Listener.on_this_host(token=self._token, prefix=self.prefix)
+        self._listener = await Listener.on_this_host(token=self._transport.token, prefix=self.prefix)
         self._on_exit.callback(self._listener.close)
-        self._heartbeats = HeartbeatSender(token=self._token, prefix=self.prefix, heartbeat=self._recipe.heartbeat)
-        self._on_exit.callback(self._heartbeats.close)
+        self._on_exit.callback(send_heartbeats(self._newest, self._recipe.heartbeat))
 
-    def introduce(self, process: RoleProcess, *channels: str) -> dict[str, asyncio.Future[Stream]]:
+    def introduce(self, process: RoleProcess) -> dict[str, asyncio.Future[Stream]]:
         """Send a process its order; return the streams it will open."""
-        assert self._listener is not None and self._heartbeats is not None
         name, incarnation = process.name, process.incarnation
-        self._heartbeats.expect(name, incarnation=incarnation)
+        channels = ("control", "data") if process.role == "engine" else ("control",)
         arriving = {channel: self._listener.expect(name, channel, incarnation=incarnation) for channel in channels}
         order = Order(
             name=name,
             role=process.role,
+            index=process.index,
             incarnation=incarnation,
             placement=process.placement,
             address=self._listener.address,
-            heartbeat_address=self._heartbeats.address,
-            token=self._token,
+            transport=self._transport,
             silence=SILENT_HEARTBEATS * self._recipe.heartbeat,
             deadline=self._recipe.deadline,
-            launcher=os.getpid(),
-            prefix=self.prefix,
-            path=tuple(path or os.getcwd() for path in sys.path),
         )
         process.handle.order(order)
+        self._newest[name] = process.handle
         return arriving
-
-    def build_arguments(self, process: RoleProcess) -> dict[str, Any]:
-        return {**self._build_arguments, "index": process.index, "ends": asdict(self._transport_config(process))}
-
-    def _transport_config(self, process: RoleProcess) -> TransportConfig:
-        return TransportConfig(
-            transport=choose_transport(self._recipe),
-            folder=process.placement.shared_folder,
-            prefix=self.prefix,
-            host=process.placement.address,
-            token=self._token,
-            deadline=self._recipe.sync.deadline,
-        )
-
-    # Run
 
     @contextlib.asynccontextmanager
     async def roles(
@@ -156,50 +160,50 @@ class LocalProcesses(Orchestration):
         """Connect all processes and load their models in parallel; the first failure is raised. When the block ends they end by
         themselves; if it was interrupted, `__exit__` kills them."""
         recipe = self._recipe
-        config = self._transport_config(self.trainer)
-        transport_class(config.transport).check_space(config, _weight_bytes(model_path, recipe))
-        self._build_arguments = {
+        weight_bytes = count_parameters(Path(model_path)) * {"float32": 4, "bfloat16": 2}[recipe.model.dtype]
+        transport_class(self._transport.transport).check_space(self._transport, weight_bytes)
+        self._build = {
             "recipe": to_dict(recipe),
             "model": model_path,
             "lineage": {"id": lineage.id, "ancestors": lineage.ancestors},
             "most_blocks": most_blocks,
         }
-        supervisor = Supervisor(recipe, self, timelines=observer.mirrored(), say=observer.screen.say)
+        self._timelines, self._say = observer.mirrored(), observer.screen.say
         try:
             with contextlib.ExitStack() as watching:
                 watching.callback(sys.setswitchinterval, sys.getswitchinterval())
                 sys.setswitchinterval(_SWITCH_SECONDS)
-                watching.callback(supervisor.close)
+                watching.callback(self._cancel_tasks)
                 log = watching.enter_context((self._folder / "logs" / "launcher.log").open("a"))
                 workers = RewardWorkers(recipe.reward.workers, timeout=recipe.reward.timeout, stacks=log)
                 watching.callback(workers.close)
-                yield await self._connect_all(supervisor, model_path, given, workers)
+                yield await self._connect_all(model_path, given, workers)
         except Exception:
             await self._say_goodbye()
             raise
         await self._say_goodbye()
 
-    async def _connect_all(self, supervisor: Supervisor, model_path: str, given: UserInputs, workers: RewardWorkers) -> Roles:
+    async def _connect_all(self, model_path: str, given: UserInputs, workers: RewardWorkers) -> Roles:
         recipe = self._recipe
         await self.listen()
         trainer = RemoteTrainer(self.trainer, deadline=recipe.deadline)
-        delivery = supervisor.pool.delivery
-        delivery.source, delivery.patience = TrainerSource(trainer, relays=supervisor.relays), recipe.sync.patience
-        starting: list[asyncio.Task[Any]] = [asyncio.ensure_future(supervisor.start_engine(each)) for each in self.engines]
-        starting.append(asyncio.ensure_future(supervisor.start_trainer(self.trainer)))
+        delivery = self.pool.delivery
+        delivery.source, delivery.patience = TrainerSource(trainer, relays=self._relays), recipe.sync.patience
+        starting: list[asyncio.Task[Any]] = [asyncio.ensure_future(self.start_engine(each)) for each in self.engines]
+        starting.append(asyncio.ensure_future(self._start(self.trainer)))
         try:
             roles = make_roles(
                 recipe,
                 model_path,
                 given,
-                engine=supervisor.pool,
+                engine=self.pool,
                 trainer=trainer,
                 workers=workers,
-                services=(supervisor.watch,),
-                describe=supervisor.describe,
-                versions=lambda: supervisor.pool.versions,
-                engine_peak=lambda: supervisor.engine_peak,
-                refresh=supervisor.refresh,
+                services=(self._watch,),
+                describe=self._describe,
+                versions=lambda: self.pool.versions,
+                engine_peak=lambda: self._engine_peak,
+                refresh=self._refresh,
             )
             engine, *_ = await asyncio.gather(*starting)
         except BaseException:
@@ -211,18 +215,152 @@ class LocalProcesses(Orchestration):
     async def _say_goodbye(self) -> None:
         for process in self._started:
             process.say_goodbye()
-        connected = [process.ended.wait() for process in self._started if process.streams]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_GOODBYE_SECONDS):
-                await asyncio.gather(*connected)
+                await asyncio.gather(*(process.ended.wait() for process in self._started if process.streams))
+
+    async def start_engine(self, process: RoleProcess, *, is_first: bool = True) -> dict[str, Any]:
+        """Start an engine and return its `build` answer. If its process ends meanwhile, it is restarted, up to
+        `engine.restarts` times. A first start that raises or hangs is not: the next would too."""
+        while True:
+            try:
+                return await self._start(process)
+            except RoleFailed as error:
+                if is_first and (process.verdict or not process.lost.is_set()):
+                    raise
+                process.give_up("could not be started")
+                process = self._start_again(process, error)
+
+    def _start_again(self, process: RoleProcess, error: Exception) -> RoleProcess:
+        """A new process in place of a lost one; raises once `engine.restarts` are used up."""
+        most = self._recipe.engine.restarts
+        if self._num_restarts >= most:
+            raise RoleFailed(f"{error}\n  engine.restarts = {most} are spent")
+        self._num_restarts += 1
+        self._say(f"{error}\n  it is started again ({self._num_restarts} of {most})")
+        return self.start_process(process.role, process.index)
+
+    async def _start(self, process: RoleProcess) -> dict[str, Any]:
+        """Connect a process, build its role and watch it; an engine joins the pool. Errors name the process and its log."""
+        deadline = self._recipe.deadline
+        try:
+            arriving = await self._connect(process)
+            told: dict[str, Any] = await process.control.call("build", timeout=deadline, **self._build)
+            if process.role == "engine":
+                await self._join(process, arriving["data"], relay=told["relay"])
+            else:
+                self._spawn(self._end_run_without(process))
+        except TimeoutError as error:
+            process.give_up(f"has been loading its model for {deadline:g} s (deadline)")
+            raise await process.explain() from error
+        except StreamClosed as error:
+            raise await process.explain() from error
+        except RemoteError as error:
+            raise process.failed(error) from error
+        except SyncError as error:
+            raise RoleFailed(f"{process.name} was not brought to the weights: {error}\n  log {process.log}") from error
+        return told
+
+    async def _connect(self, process: RoleProcess) -> dict[str, asyncio.Future[Stream]]:
+        process.watch_end()
+        arriving = self.introduce(process)
+        control = await process.open("control", arriving["control"], deadline=self._recipe.deadline, notices={})
+        self._connected[process.name] = process
+        self._spawn(process.read(control))
+        self._spawn(self._keep_pinging(process))
+        return arriving
+
+    async def _join(self, process: RoleProcess, data: asyncio.Future[Stream], *, relay: str) -> None:
+        report = self._timelines["engine"].take
+        engine = RemoteEngine(process.name, self.pool, control=process.control, on_report=report, log=process.log)
+        engine.data = await process.open("data", data, deadline=self._recipe.deadline, notices=engine.notices())
+        self._spawn(process.read(engine.data))
+        self._relays[process.name] = relay
+        await self.pool.join(engine)
+        self._spawn(self._replace(process, engine))
+
+    # Watch
+
+    async def _watch(self) -> None:
+        """Waits for a failure that no restart fixes, and raises it."""
+        await self._has_failed.wait()
+        assert self._failure is not None
+        raise self._failure
+
+    def _describe(self) -> str:
+        """Each process, its last reported activity, and its log."""
+        processes = self._connected.values()
+        return "".join(f"\n  {each.name} ({each.handle.describe()}): {each.doing}, log {each.log}" for each in processes)
+
+    async def _refresh(self) -> None:
+        """Request every process's timeline now; one that does not answer keeps its last."""
+        await asyncio.gather(*(self._ping(each, PING_GRACE_SECONDS) for each in self._connected.values()))
+
+    async def _keep_pinging(self, process: RoleProcess) -> None:
+        """Give the process up if a ping stays unanswered for `heartbeat` seconds."""
+        heartbeat = self._recipe.heartbeat
+        while not process.lost.is_set():
+            asked = time.monotonic()
+            if not await self._ping(process, heartbeat) and not process.lost.is_set():
+                silence = f"has not answered for {time.monotonic() - asked:.0f} s (heartbeat = {heartbeat:g})"
+                process.give_up(f"{silence}; it was last at {process.doing}")
+            await asyncio.sleep(min(_PING_SECONDS, heartbeat / 4))
+
+    async def _ping(self, process: RoleProcess, seconds: float) -> bool:
+        report = await process.ping(seconds)
+        if report is None:
+            return False
+        if process.role == "engine":
+            self._engine_peak = max(self._engine_peak, int(process.state.get("memory_peak", 0)))
+        self._timelines[process.role].take(process.name, report)
+        return True
+
+    async def _end_run_without(self, trainer: RoleProcess) -> None:
+        """Waits for the trainer to be lost; ends the run then."""
+        await trainer.lost.wait()
+        raise await trainer.explain()
+
+    async def _replace(self, process: RoleProcess, engine: RemoteEngine) -> None:
+        """Waits for an engine to be lost; restarts it then."""
+        await process.lost.wait()
+        error = await process.explain()
+        process.give_up("was lost")
+        self.pool.lose(engine)
+        self._timelines["engine"].forget(process.name)
+        await self.start_engine(self._start_again(process, error), is_first=False)
+        self._say(f"{process.name} is back")
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run a task in the background; what it raises ends the run."""
+
+        def on_end(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            error = None if task.cancelled() else task.exception()
+            if error is not None and self._failure is None:
+                self._failure = error
+                self._has_failed.set()
+
+        task = asyncio.ensure_future(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(on_end)
+
+    def _cancel_tasks(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
 
 
-def _weight_bytes(model_path: str, recipe: Recipe) -> int:
-    """Bytes of an engine's weights, from the folder's safetensors headers; 0 if there are none."""
-    elements = 0
-    for file in Path(model_path).glob("*.safetensors"):
-        with file.open("rb") as opened:
-            (size,) = struct.unpack("<Q", opened.read(8))
-            header = json.loads(opened.read(size))
-        elements += sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
-    return elements * {"float32": 4, "bfloat16": 2}[recipe.model.dtype]
+class TrainerSource:
+    """A `WeightSource` over a trainer in another process. `relays`: engine name -> the address at which it relays weights."""
+
+    def __init__(self, trainer: RemoteTrainer, *, relays: Mapping[str, str]) -> None:
+        self._trainer, self._relays = trainer, relays
+
+    def routes(self, update: WeightUpdate, receivers: Sequence[str]) -> Sequence[WeightUpdate]:
+        return routed(update, [self._relays[name] for name in receivers])
+
+    async def send(self, update: WeightUpdate, receivers: Sequence[str]) -> None:
+        if is_pushed(update):
+            await self._trainer.send(update, receivers)
+
+    async def catch_up(self, version: int | None) -> Sequence[WeightUpdate]:
+        return await self._trainer.catch_up(version)

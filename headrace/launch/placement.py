@@ -12,7 +12,7 @@ import torch
 
 from headrace.engine import engine_kind
 from headrace.settings import ConfigError
-from headrace.sync import resolve_transport
+from headrace.sync import TransportConfig, resolve_transport
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -41,37 +41,32 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """The one line a process reads on stdin: its identity, and how to reach the launcher."""
+    """The first line a process reads on stdin: its identity, and how to reach the launcher."""
 
     name: str
     role: str
     """`engine` or `trainer`."""
+    index: int
     incarnation: int
     """Counts the starts of this name. Only the newest may connect, so nothing an earlier process sends is mistaken for its."""
     placement: Placement
     address: str
     """Where to connect to the launcher."""
-    heartbeat_address: str
-    token: str
-    """The run's shared secret."""
+    transport: TransportConfig
+    """How weights travel; also has the run's token, and the name prefix of everything the run makes outside its folder."""
     silence: float
     """Seconds without a heartbeat after which the process ends itself."""
     deadline: float
     """Seconds it then waits for a training step without progress, or for saving, before it kills itself."""
-    launcher: int
-    """The launcher's pid."""
-    prefix: str
-    """Name prefix of everything the run makes outside its folder."""
-    path: tuple[str, ...]
-    """The launcher's `sys.path`."""
 
     def line(self) -> str:
         return json.dumps(asdict(self)) + "\n"
 
     @classmethod
-    def read(cls, line: str) -> Order:
+    def read(cls, line: str | bytes) -> Order:
         fields = json.loads(line)
-        return cls(**{**fields, "placement": Placement(**fields["placement"]), "path": tuple(fields["path"])})
+        placement, transport = Placement(**fields.pop("placement")), TransportConfig(**fields.pop("transport"))
+        return cls(**fields, placement=placement, transport=transport)
 
 
 def place_on_this_host(recipe: Recipe, role: str, index: int, *, run_folder: Path, name: str, shared_folder: Path) -> Placement:
@@ -81,18 +76,23 @@ def place_on_this_host(recipe: Recipe, role: str, index: int, *, run_folder: Pat
         address=recipe.sync.host,
         device=device,
         receives_on=device if role == "trainer" else receiving_device(recipe, index),
-        threads=threads_of(recipe, role, cores=os.cpu_count() or 1),
+        threads=threads_of(recipe, role),
         run_folder=str(run_folder.absolute()),
         log=str((run_folder / "logs" / f"{name}.log").absolute()),
         shared_folder=str(shared_folder),
     )
 
 
-def threads_of(recipe: Recipe, role: str, *, cores: int) -> int:
+def threads_of(recipe: Recipe, role: str = "", *, cores: int = 0) -> int:
     """The role's own setting, or `threads`, or if both are 0 an equal share of the cores."""
     own = {"engine": recipe.engine.threads, "trainer": recipe.train.threads}.get(role, 0)
     num_processes = 1 if recipe.is_inline else recipe.engine.num_engines + 1
-    return own or recipe.threads or max(1, cores // num_processes)
+    return own or recipe.threads or max(1, (cores or os.cpu_count() or 1) // num_processes)
+
+
+def set_threads(recipe: Recipe) -> None:
+    """Set torch's CPU threads in the launcher's process."""
+    torch.set_num_threads(threads_of(recipe))
 
 
 def choose_device(recipe: Recipe) -> str:
@@ -110,10 +110,14 @@ def pick_device(wanted: str, *, exact: bool = False) -> str:
 
 def device_of(device: str, role: str, index: int = 0) -> str:
     """Which GPU a process gets: the trainer the first, engines the others in turn; a single GPU is shared."""
-    count = _count(device)
+    count = torch.cuda.device_count() if device == "cuda" else 0
     if count < 2:
         return device
     return "cuda:0" if role == "trainer" else f"cuda:{1 + index % (count - 1)}"
+
+
+def receiving_devices(recipe: Recipe) -> set[str]:
+    return {receiving_device(recipe, index) for index in range(recipe.engine.num_engines)}
 
 
 def receiving_device(recipe: Recipe, index: int) -> str:
@@ -126,10 +130,5 @@ def receiving_device(recipe: Recipe, index: int) -> str:
 def choose_transport(recipe: Recipe) -> str:
     """`sync.transport`, with `auto` resolved."""
     trainer = device_of(choose_device(recipe), "trainer")
-    places = {receiving_device(recipe, index) for index in range(recipe.engine.num_engines)}
-    shares_gpu = trainer != "cpu" and places == {trainer}
+    shares_gpu = trainer != "cpu" and receiving_devices(recipe) == {trainer}
     return resolve_transport(recipe.sync.transport, is_one_process=recipe.is_inline, shares_gpu=shares_gpu)
-
-
-def _count(device: str) -> int:
-    return torch.cuda.device_count() if device == "cuda" else 0

@@ -83,13 +83,11 @@ def _model_folder(options: ServeOptions) -> Iterator[str]:
 
 def _identity(folder: Path) -> tuple[int, str]:
     """(version, lineage) of a run's checkpoint, so that tokens are stamped as in the run; (0, "") for other models."""
-    try:
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         manifest = json.loads((folder / MANIFEST).read_text())
-    except (OSError, ValueError):
-        manifest = None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or "lineage" not in manifest:
-        return 0, ""
-    return int(manifest["version"]), str(manifest["lineage"])
+        if manifest["format"] == FORMAT:
+            return int(manifest["version"]), str(manifest["lineage"])
+    return 0, ""
 
 
 async def _serve(options: ServeOptions, core: EngineCore, tokenizer: PreTrainedTokenizerBase, listener: socket.socket) -> int:
@@ -119,10 +117,8 @@ async def _serve(options: ServeOptions, core: EngineCore, tokenizer: PreTrainedT
         async with listening(app, listener):
             with StopRequest().heard_by(stopped.set):
                 print(f"serving {options.name} on {url}; try: {_example(options, url)}", flush=True)
-                waits = [asyncio.create_task(event.wait()) for event in (stopped, server.failed)]
-                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-                for wait in waits:
-                    wait.cancel()
+                ends = [asyncio.create_task(event.wait()) for event in (stopped, server.failed)]
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     finally:
         engine.close()
     if server.failure:

@@ -18,75 +18,64 @@ class StopRequest:
     """The first request ends the run once the current version is trained and saved; the second ends it at once."""
 
     def __init__(self) -> None:
-        self.is_made = False
-        self._ask: Callable[[], object] | None = None
-        self._cancel: Callable[[], object] | None = None
-        self._is_insisted = False
+        self.num_made = 0
+        self._on_first: Callable[[], object] | None = None
+        self._on_second: Callable[[], object] | None = None
 
     def make(self) -> None:
-        """Make the first request, from any thread."""
-        self.is_made = True
-        if self._ask is not None:
-            self._ask()
-
-    def insist(self) -> None:
-        """Make the second request, from any thread."""
-        self._is_insisted = True
-        if self._cancel is not None:
-            self._cancel()
+        """From any thread."""
+        self.num_made += 1
+        act = self._on_first if self.num_made == 1 else self._on_second
+        if act is not None:
+            act()
 
     @contextlib.contextmanager
     def cancels_this_task(self) -> Iterator[None]:
         """In this block, a second request cancels the current task."""
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
-        self._cancel = lambda: loop.call_soon_threadsafe(task.cancel)
-        if self._is_insisted:
+        self._on_second = lambda: loop.call_soon_threadsafe(task.cancel)
+        if self.num_made > 1:
             task.cancel()
         try:
             yield
         finally:
-            self._cancel = None
+            self._on_second = None
 
     @contextlib.contextmanager
     def heard_by(self, stop: Callable[[], None]) -> Iterator[None]:
         """In this block, the first signal or request calls `stop` in this event loop."""
         loop = asyncio.get_running_loop()
-        is_main = threading.current_thread() is threading.main_thread()
+        signals = _SIGNALS if threading.current_thread() is threading.main_thread() else ()
 
-        def hear() -> None:
-            self.is_made = True
-            _forget_signals(loop, is_main)
+        def on_signal() -> None:
+            self.num_made += 1
+            forget_signals()
             stop()
 
-        self._ask = lambda: loop.call_soon_threadsafe(stop)
-        if self.is_made:  # before this block started
+        def forget_signals() -> None:
+            """Let the next signal raise `KeyboardInterrupt` again."""
+            for number in signals:
+                loop.remove_signal_handler(number)
+                signal.signal(number, signal.default_int_handler)
+
+        self._on_first = lambda: loop.call_soon_threadsafe(stop)
+        if self.num_made:  # before this block started
             loop.call_soon(stop)
-        if is_main:
-            for number in _SIGNALS:
-                loop.add_signal_handler(number, hear)
+        for number in signals:
+            loop.add_signal_handler(number, on_signal)
         try:
             yield
         finally:
-            self._ask = None
-            _forget_signals(loop, is_main)
-
-
-def _forget_signals(loop: asyncio.AbstractEventLoop, is_main: bool) -> None:
-    """Let the next signal raise `KeyboardInterrupt` again."""
-    if is_main:
-        for number in _SIGNALS:
-            loop.remove_signal_handler(number)
-            signal.signal(number, signal.default_int_handler)
+            self._on_first = None
+            forget_signals()
 
 
 @contextlib.contextmanager
 def sigterm_as_interrupt() -> Iterator[None]:
     """In this block SIGTERM raises `KeyboardInterrupt`, as Ctrl-C does, so that it cleans up. No effect off the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, signal.default_int_handler) for number in _SIGNALS}
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, signal.default_int_handler) for number in _SIGNALS} if is_main else {}
     try:
         yield
     finally:

@@ -30,7 +30,7 @@ from headrace.launch.forecast import longest_prompt
 from headrace.launch.inputs import UserInputs, open_tasks
 from headrace.model import config_limit, load_config, load_tokenizer, tiny
 from headrace.observe import Observer
-from headrace.records import Batch, Call, FinishReason, Rollout, Sampling, Source
+from headrace.records import Batch, Call, FinishReason, Rollout, Sampling
 from headrace.run import Evaluator, first_failure
 from headrace.settings import ConfigError, to_dict
 from headrace.sync import Lineage
@@ -142,7 +142,11 @@ async def _warm_up(recipe: Recipe, path: str, given: UserInputs, target: Path, s
     )
     tasks = open_tasks(dataclasses.replace(recipe, seed=recipe.seed + 1), given)
     checked = [tasks.next() for _ in range(_CHECKED_TASKS)]
-    most_blocks = _most_blocks(recipe, path, checked) if given.environment is None else 0
+    most_blocks = 0
+    if given.environment is None:  # only these tasks are in flight, each once
+        longest = longest_prompt(checked, PromptEncoder(load_tokenizer(path)), held_out={}) + recipe.sampling.max_tokens
+        tokens = min(config_limit(load_config(path), recipe.model.context), longest)
+        most_blocks = blocks_for(min(recipe.engine.slots, len(checked)), tokens=tokens, block_size=recipe.engine.block_size)
     warming = dataclasses.replace(recipe, train=train)
     roles = build_roles(warming, path, given, observer=Observer(), lineage=Lineage.new(), most_blocks=most_blocks)
     if settings.tasks:
@@ -164,13 +168,6 @@ async def _warm_up(recipe: Recipe, path: str, given: UserInputs, target: Path, s
     shutil.rmtree(target / "trainer")  # RL starts with a new optimizer
 
 
-def _most_blocks(recipe: Recipe, path: str, checked: list[dict[str, Plain]]) -> int:
-    """The most KV blocks the engine can use, with only these tasks in flight, each once."""
-    longest = longest_prompt(checked, PromptEncoder(load_tokenizer(path)), held_out={})
-    tokens = min(config_limit(load_config(path), recipe.model.context), longest + recipe.sampling.max_tokens)
-    return blocks_for(min(recipe.engine.slots, len(checked)), tokens=tokens, block_size=recipe.engine.block_size)
-
-
 async def _success(recipe: Recipe, roles: Roles, tasks: list[dict[str, Plain]], *, step: int) -> float:
     """The share of these tasks that the current weights solve at temperature 1."""
     update = (await roles.trainer.publish(step, canary=roles.canary)).update
@@ -184,33 +181,20 @@ def demonstration(task: dict[str, Plain], encoder: PromptEncoder, *, name: str) 
     answer = task.get("answer")
     if not isinstance(answer, str):
         raise ConfigError("warmup.steps: the tasks have no 'answer' column of text to learn from; set it to 0")
-    prompt = encoder.encode(task["prompt"])
+    prompt = Rollout.from_prompt(encoder.encode(task["prompt"]), id=name, episode=name, group=name)
     end = int(encoder.tokenizer.eos_token_id)
-    ids = [*encoder.tokenizer(answer, add_special_tokens=False)["input_ids"], end]
-    start, stop = len(prompt), len(prompt) + len(ids)
+    ids = np.asarray([*encoder.tokenizer(answer, add_special_tokens=False)["input_ids"], end], dtype=np.int32)
     call = Call(
-        start=start,
-        stop=stop,
+        start=len(prompt),
+        stop=len(prompt) + len(ids),
         engine="demonstration",
         sampling=Sampling(max_tokens=len(ids)),
         finish_reason=FinishReason.STOP,
         started=0.0,
         finished=0.0,
     )
-    is_answer = np.arange(stop) >= start
-    return Rollout(
-        id=name,
-        episode=name,
-        group=name,
-        index=0,
-        token_ids=np.concatenate([prompt, np.asarray(ids, dtype=np.int32)]),
-        source=np.where(is_answer, Source.SAMPLED, Source.PROMPT).astype(np.int8),
-        loss_mask=is_answer,
-        logprobs=np.zeros(stop, dtype=np.float32),
-        versions=np.where(is_answer, 0, -1).astype(np.int32),
-        calls=(call,),
-        finish_reason=FinishReason.STOP,
-    )
+    logprobs, versions = np.zeros(len(ids), dtype=np.float32), np.zeros(len(ids), dtype=np.int32)
+    return prompt.extend(call, token_ids=ids, logprobs=logprobs, versions=versions, policy=prompt.policy, lineage="")
 
 
 def _supervised_batch(examples: list[Rollout]) -> Batch:
@@ -228,23 +212,15 @@ def _key(recipe: Recipe, given: UserInputs) -> str:
     """A hash of everything that decides the warmed-up weights; of each task source, only the first rows."""
     tasks = open_tasks(recipe, given)
     demonstrations = open_tasks(dataclasses.replace(recipe, tasks=recipe.warmup.tasks or recipe.tasks), given)
-    folder = Path(recipe.model.path)
+    settings, train, sampling = to_dict(recipe), recipe.train, recipe.sampling
     parts = {
+        **{name: settings[name] for name in ("model", "tasks", "reward", "warmup", "seed", "exact")},
         "given": given.fingerprint(),
-        "reward": to_dict(recipe.reward),
         "success_at": recipe.evaluate.success_at,
-        "optimizer": [recipe.train.beta1, recipe.train.beta2, recipe.train.weight_decay, recipe.train.max_grad_norm],
-        "files": [[p.name, p.stat().st_size, p.stat().st_mtime_ns] for p in sorted(folder.glob("*"))]
-        if folder.is_dir()
-        else [],
-        "demonstrations": [demonstrations.next() for _ in range(8)],
-        "model": to_dict(recipe.model),
-        "warmup": to_dict(recipe.warmup),
-        "tasks": [to_dict(task) for task in recipe.tasks],
-        "rows": [tasks.next() for _ in range(8)],
-        "sampling": [recipe.sampling.max_tokens, recipe.sampling.min_tokens, recipe.sampling.stop],
-        "seed": recipe.seed,
-        "exact": recipe.exact,
+        "optimizer": [train.beta1, train.beta2, train.weight_decay, train.max_grad_norm],
+        "sampling": [sampling.max_tokens, sampling.min_tokens, sampling.stop],
+        "files": [[p.name, p.stat().st_size, p.stat().st_mtime_ns] for p in sorted(Path(recipe.model.path).glob("*"))],
+        "rows": [[tasks.next(), demonstrations.next()] for _ in range(8)],
         "versions": [torch.__version__, transformers.__version__, __version__],
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

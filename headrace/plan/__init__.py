@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 from headrace.front_door import front_door
 
 if TYPE_CHECKING:
-    from headrace.plan.doctor import examine, render
-    from headrace.plan.doctor.finding import Subject
+    from headrace.plan.doctor import Subject, examine, render
 else:
     __getattr__ = front_door(__name__)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from headrace.sync.shared_memory import SharedMemoryTransport
     from headrace.sync.table import is_pushed, make_transport, resolve_transport, routed, transport_class
     from headrace.sync.transport import TransportConfig, check_host, shared_folder
+    from headrace.sync.transport import TransportConfig, TransportMemory, check_host
     from headrace.sync.weight_sync import WeightSync
 else:
     __getattr__ = front_door(__name__)

@@ -2,70 +2,87 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
-from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
 from helpers import small_run
 
+from headrace.config import make_recipe
 from headrace.launch import heartbeat
-from headrace.launch.heartbeat import HeartbeatSender, watch_launcher
+from headrace.launch.heartbeat import send_heartbeats, watch_launcher
+from headrace.launch.placement import place_on_this_host
+from headrace.launch.process import ChildProcess
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-TOKEN = "a" * 64
 SILENCE = 0.4
 
 
+class Pipe:
+    """Stands for the handle of a process, which listens to the other end of the pipe."""
+
+    def __init__(self) -> None:
+        self._reading, self._writing = os.pipe()
+        self.is_silent = threading.Event()
+        self.seconds_held_up = 0.0
+        self.launcher_ended = watch_launcher(self._reading, SILENCE, self.is_silent.set)
+
+    def beat(self) -> None:
+        time.sleep(self.seconds_held_up)
+        os.write(self._writing, b"\n")
+
+    def close(self) -> None:
+        os.close(self._writing)
+
+
 @pytest.fixture
-def sender(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeartbeatSender]:
+def pipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pipe]:
     monkeypatch.setattr(heartbeat, "_GRACE_SECONDS", 0.2)
-    sender = HeartbeatSender(token=TOKEN, prefix="headrace-test", heartbeat=0.2)
-    yield sender
-    sender.close()
+    pipe = Pipe()
+    stop = send_heartbeats({"engine-0": pipe}, 0.2)  # type: ignore[dict-item]
+    yield pipe
+    stop()
 
 
-def listener(sender: HeartbeatSender, *, incarnation: int = 1) -> threading.Event:
-    """A process that listens; the event is set when it has heard nothing for too long."""
-    is_silent = threading.Event()
-    order = SimpleNamespace(
-        heartbeat_address=sender.address, token=TOKEN, name="engine-0", incarnation=incarnation, silence=SILENCE
-    )
-    watch_launcher(order, is_silent.set)  # type: ignore[arg-type]
-    return is_silent
-
-
-def test_heartbeats_come_while_the_main_thread_is_busy(sender: HeartbeatSender) -> None:
-    sender.expect("engine-0", incarnation=1)
-    is_silent = listener(sender)
+def test_heartbeats_come_while_the_main_thread_is_busy(pipe: Pipe) -> None:
     time.sleep(5 * SILENCE)
-    assert not is_silent.is_set()
+    assert not pipe.is_silent.is_set() and not pipe.launcher_ended.is_set()
 
 
-def test_silence_is_noticed_when_the_launcher_is_held_up_as_a_whole(sender: HeartbeatSender) -> None:
-    sender.expect("engine-0", incarnation=1)
-    is_silent = listener(sender)
+def test_silence_is_noticed_when_the_launcher_is_held_up_as_a_whole(pipe: Pipe) -> None:
     time.sleep(SILENCE)
-    assert not is_silent.is_set()
-    sender._loop.call_soon_threadsafe(time.sleep, 4 * SILENCE)
-    assert is_silent.wait(10)
+    assert not pipe.is_silent.is_set()
+    pipe.seconds_held_up = 4 * SILENCE
+    assert pipe.is_silent.wait(10) and not pipe.launcher_ended.is_set()
 
 
-def test_a_closed_stream_is_silence_too(sender: HeartbeatSender) -> None:
-    sender.expect("engine-0", incarnation=1)
-    is_silent = listener(sender)
-    time.sleep(SILENCE / 2)
-    sender.expect("engine-0", incarnation=2)  # the first is no longer sent any
-    assert is_silent.wait(10)
+def test_a_launcher_that_ends_is_noticed_at_once() -> None:
+    pipe = Pipe()
+    pipe.beat()
+    pipe.close()
+    assert pipe.launcher_ended.wait(SILENCE / 2) and not pipe.is_silent.is_set()
+    assert pipe.is_silent.wait(10), "if its event loop does not notice the closed stream"
 
 
-def test_an_earlier_incarnation_hears_nothing(sender: HeartbeatSender) -> None:
-    sender.expect("engine-0", incarnation=2)
-    assert listener(sender, incarnation=1).wait(10)
+def test_a_process_that_does_not_read_holds_up_nobody(tmp_path: Path) -> None:
+    """Such as a stopped one: its pipe is full at some time."""
+    (tmp_path / "logs").mkdir()
+    recipe = make_recipe({"threads": 1})
+    placement = place_on_this_host(recipe, "trainer", 0, name="trainer", run_folder=tmp_path, shared_folder=tmp_path)
+    child = ChildProcess("trainer", placement)
+    os.kill(child.pid, signal.SIGSTOP)
+    for _ in range(100_000):
+        child.beat()
+    assert "stopped by SIGSTOP" in child.describe()
+    child.kill()
+    assert child.wait() == -signal.SIGKILL
+    child.beat()  # does nothing
 
 
 def test_a_reward_that_blocks_the_event_loop_for_many_heartbeats_loses_nobody(tmp_path: Path) -> None:

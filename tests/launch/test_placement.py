@@ -9,6 +9,7 @@ import torch
 
 from headrace.config import make_recipe
 from headrace.launch.placement import Order, Placement, place_on_this_host
+from headrace.sync import TransportConfig
 
 if TYPE_CHECKING:
     import pytest
@@ -24,16 +25,13 @@ def test_an_order_arrives_as_it_was_given() -> None:
     order = Order(
         name="engine-1",
         role="engine",
+        index=1,
         incarnation=2,
         placement=placement("engine", 1),
-        address="unix:/tmp/a b/s",
-        heartbeat_address="unix:/tmp/h/s",
-        token="0" * 64,
+        address="unix:/tmp/a b/ö/s",
+        transport=TransportConfig("files", "/ö", "headrace-17-ab", "127.0.0.2", "0" * 64, 60.0),
         silence=180.0,
         deadline=600.0,
-        launcher=17,
-        prefix="headrace-17-ab",
-        path=("/a", "/ö"),
     )
     assert Order.read(order.line()) == order and order.line().count("\n") == 1
 

@@ -59,7 +59,7 @@ def test_a_process_that_was_replaced_leaves_no_descriptor(places: tuple[Path, Pa
     async def start_and_end(held: LocalProcesses) -> None:
         process = held.start_process("engine", 0)
         process.watch_end()
-        held.introduce(process, "control", "data")
+        held.introduce(process)
         await process.ended.wait()
 
     asyncio.run(main())

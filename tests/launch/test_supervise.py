@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from headrace.config import make_recipe
 from headrace.errors import SyncError
+from headrace.launch.local import LocalProcesses
 from headrace.launch.placement import Placement
 from headrace.launch.process import RoleFailed, RoleProcess
-from headrace.launch.supervise import Supervisor
-from headrace.rpc import RemoteError
+from headrace.rpc import RemoteError, StreamClosed
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,12 +27,12 @@ class FarProcess:
     pid = 7
 
     def __init__(self) -> None:
-        self.is_started = self.is_killed = False
-
-    def start(self) -> None:
-        self.is_started = True
+        self.is_killed = False
 
     def order(self, order: Order) -> None:
+        raise AssertionError("nobody is introduced here")
+
+    def beat(self) -> None:
         raise AssertionError("nobody is introduced here")
 
     def kill(self) -> None:
@@ -57,37 +58,40 @@ def placement(log: Path) -> Placement:
     )
 
 
-class Starter:
-    """Starts processes on that host."""
+class Starting(LocalProcesses):
+    """Whose processes are on that host, and end, raise, hang or come up while they are built, as told."""
 
-    def __init__(self, logs: Path) -> None:
-        self._logs, self.started = logs, []
+    def __init__(self, folder: Path, *ends: str, said: list[str]) -> None:
+        super().__init__(make_recipe({"engine.restarts": 2}), folder)
+        self._ends, self.started, self._say = list(ends), [], said.append
+        self._timelines = {"engine": SimpleNamespace(take=None)}  # type: ignore[dict-item]
 
     def start_process(self, role: str, index: int) -> RoleProcess:
-        name, handle = f"{role}-{index}", FarProcess()
-        handle.start()
-        where = placement(self._logs / f"{name}.log")
-        incarnation = len(self.started) + 1
-        self.started.append(RoleProcess(name, role, handle=handle, placement=where, index=index, incarnation=incarnation))
-        return self.started[-1]
+        name, incarnation = f"{role}-{index}", len(self.started) + 1
+        where = placement(self._folder / f"{name}.log")
+        process = RoleProcess(name, role, handle=FarProcess(), placement=where, index=index, incarnation=incarnation)
+        self.started.append(process)
+        return process
 
-    def introduce(self, process: RoleProcess, *channels: str) -> dict[str, Any]:
-        raise NotImplementedError
+    async def _connect(self, process: RoleProcess) -> dict[str, asyncio.Future[Any]]:
+        how = self._ends.pop(0) if self._ends else "up"
 
-    def build_arguments(self, process: RoleProcess) -> dict[str, Any]:
-        raise NotImplementedError
+        async def build(name: str, **_: object) -> dict[str, Any]:
+            assert name == "build"
+            if how == "killed":
+                RoleProcess.watch_end(process)
+                await process.ended.wait()
+                raise StreamClosed("the other end closed the stream")
+            if how == "raises":
+                raise RemoteError(kind="RuntimeError", message="out of memory")
+            if how == "hangs":
+                raise TimeoutError
+            return {"relay": "", "index": process.index}
 
-
-class Starting(Supervisor):
-    """Whose processes end, raise, hang or come up while they are built, as told."""
-
-    ends: list[str]
-
-    async def _connect(self, process: RoleProcess, *channels: str) -> dict[str, asyncio.Future[Any]]:
-        process.streams["control"] = SimpleNamespace(stream=SimpleNamespace(close=lambda: None))  # type: ignore[assignment]
+        process.streams["control"] = SimpleNamespace(call=build, stream=SimpleNamespace(close=lambda: None))  # type: ignore[assignment]
         process.open = self._open  # type: ignore[method-assign, assignment]
         process.watch_end = lambda: None  # type: ignore[method-assign]
-        return dict.fromkeys(channels)  # type: ignore[arg-type]
+        return {"control": None, "data": None}  # type: ignore[dict-item]
 
     async def _open(self, *_: object, **__: object) -> Any:
         async def run() -> None:
@@ -95,62 +99,41 @@ class Starting(Supervisor):
 
         return SimpleNamespace(run=run, stream=SimpleNamespace(close=lambda: None))
 
-    async def _build(self, process: RoleProcess) -> dict[str, Any]:
-        how = self.ends.pop(0) if self.ends else "up"
-        if how == "killed":
-            RoleProcess.watch_end(process)
-            await process.ended.wait()
-            raise await process.explain()
-        if how == "raises":
-            raise process.failed(RemoteError(kind="RuntimeError", message="out of memory"))
-        if how == "hangs":
-            process.give_up("has been loading its model for 600 s (deadline)")
-            raise await process.explain()
-        return {"relay": "", "index": process.index}
-
-
-def supervisor(starter: Starter, *ends: str, restarts: int = 2, said: list[str] | None = None) -> Starting:
-    recipe = SimpleNamespace(engine=SimpleNamespace(restarts=restarts), deadline=600.0)
-    timelines = {"engine": SimpleNamespace(take=None)}
-    made = Starting(recipe, starter, timelines=timelines, say=[].append if said is None else said.append)  # type: ignore[arg-type]
-    made.ends = list(ends)
-    return made
-
 
 def test_an_engine_that_weights_do_not_reach_while_it_starts_may_be_started_again(tmp_path: Path) -> None:
     """`_replace` does so for what is a `RoleFailed`; anything else ends the run."""
 
     async def main() -> None:
-        starter = Starter(tmp_path)
-        watching = supervisor(starter)
+        processes = Starting(tmp_path, said=[])
 
         async def refuses(*_: object) -> None:
             raise SyncError("version 3: the link is broken")
 
-        watching.pool.join = refuses  # type: ignore[method-assign]
+        processes.pool.join = refuses  # type: ignore[method-assign]
         with pytest.raises(RoleFailed, match=r"engine-1 .*version 3: the link is broken\n  log .*engine-1\.log"):
-            await watching.start_engine(starter.start_process("engine", 1))
-        watching.close()
+            await processes.start_engine(processes.start_process("engine", 1))
+        processes._cancel_tasks()
 
     asyncio.run(main())
 
 
 def start(tmp_path: Path, *ends: str, is_first: bool = True) -> tuple[list[RoleProcess], list[str], RoleFailed | None]:
     """The processes there were, what was said, and what was raised."""
-    starter, said = Starter(tmp_path), []
+    said: list[str] = []
 
-    async def main() -> RoleFailed | None:
-        watching = supervisor(starter, *ends, said=said)
+    async def main() -> tuple[Starting, RoleFailed | None]:
+        processes = Starting(tmp_path, *ends, said=said)
         try:
-            told = await watching.start_engine(starter.start_process("engine", 1), is_first=is_first)
+            told = await processes.start_engine(processes.start_process("engine", 1), is_first=is_first)
         except RoleFailed as error:
-            return error
+            return processes, error
         finally:
-            watching.close()
-        assert told["index"] == 1 and [engine.name for engine in watching.pool.engines] == ["engine-1"]
-        return None
+            processes._cancel_tasks()
+        assert told["index"] == 1 and [engine.name for engine in processes.pool.engines] == ["engine-1"]
+        return processes, None
 
-    return starter.started, said, asyncio.run(main())
+    processes, error = asyncio.run(main())
+    return processes.started, said, error
 
 
 @pytest.mark.parametrize("is_first", [True, False])

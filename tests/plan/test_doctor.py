@@ -20,7 +20,14 @@ from headrace.errors import SyncError
 from headrace.launch.folder import FolderLock, write_summary
 from headrace.leftovers import Claim
 from headrace.model import ModelShape
-from headrace.plan.doctor import Finding, Subject, capacity, examine, inputs, machine, model, reward
+from headrace.plan import (
+    capacity_checks as capacity,
+    inputs_checks as inputs,
+    machine_checks as machine,
+    model_checks as model,
+    reward_checks as reward,
+)
+from headrace.plan.doctor import Finding, Subject, check, examine
 from headrace.sync import transport_class
 
 QUICKSTART = Path("recipes/quickstart.toml")
@@ -210,8 +217,8 @@ def test_a_reward_that_hangs_is_waited_for_once(recipe, body) -> None:
         reward=f"import asyncio, time\nEND = time.monotonic() + 6\n{word} reward(completion):\n    {body}\n    return 1.0\n"
     )
     subject = recipe.subject(reward__timeout=0.5)
-    for check in (*inputs.CHECKS, *model.CHECKS):
-        assert all(finding.level == "ok" for finding in check(subject))
+    for each in (*inputs.CHECKS, *model.CHECKS):
+        assert all(finding.level == "ok" for finding in each(subject))
     started = time.monotonic()
     finding = only(list(reward.check_reward(subject)), "problem")
     assert time.monotonic() - started < 3
@@ -301,7 +308,7 @@ def test_a_folder_without_a_tokenizer(recipe, tmp_path, tiny_model) -> None:
     folder = tmp_path / "model"
     shutil.copytree(tiny_model, folder, ignore=shutil.ignore_patterns("tokenizer*", "chat_template*"))
     finding = only(recipe.examine(model__path=str(folder)), "problem")
-    assert "there is no tokenizer" in finding.what and finding.fix == "put the tokenizer's files beside the weights"
+    assert "there is no tokenizer" in finding.what and finding.fix == "put tokenizer.json beside the weights"
 
 
 def test_the_tokens_that_end_a_turn_are_those_of_the_run(recipe, tmp_path, tiny_model) -> None:
@@ -546,4 +553,4 @@ def test_a_check_that_fails_is_told_and_the_rest_is_made() -> None:
         yield Finding("ok", "before")
         raise PermissionError("not for you")
 
-    assert [finding.what for finding in Subject().tell(broken)] == ["before", "PermissionError: not for you"]
+    assert [finding.what for finding in check()(broken)(Subject())] == ["before", "PermissionError: not for you"]

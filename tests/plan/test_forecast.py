@@ -11,13 +11,13 @@ from headrace.config import make_recipe
 from headrace.engine.native import core
 from headrace.engine.native.core import EngineCore
 from headrace.engine.native.engine_memory import blocks_for
-from headrace.launch import launcher as launch
 from headrace.launch.build import check_engine
-from headrace.launch.forecast import forecast, longest_prompt, max_kv_blocks, tokens_per_pass
+from headrace.launch.forecast import forecast_memory, longest_prompt, max_kv_blocks, tokens_per_pass
 from headrace.launch.inputs import UserInputs, held_out_tasks
+from headrace.launch.launcher import Launch, Launcher
 from headrace.model.shape import ModelShape
-from headrace.observe.screen import open_screen
-from headrace.plan.doctor import Subject, capacity, inputs, model
+from headrace.plan import capacity_checks as capacity, inputs_checks as inputs, model_checks as model
+from headrace.plan.doctor import Subject
 from headrace.settings import ConfigError
 from headrace.staleness.gate import gate_depth
 
@@ -95,7 +95,11 @@ def test_the_cache_has_room_for_what_can_be_in_flight(settings, num_held_out, bl
     assert max_kv_blocks(recipe, context=1024, longest_prompt=0, num_held_out=num_held_out) == 0
 
 
-def test_a_small_batch_takes_little_of_a_large_machine() -> None:
+def free(monkeypatch, num_bytes: float) -> None:
+    monkeypatch.setattr("headrace.launch.forecast.free_memory", lambda device: int(num_bytes))
+
+
+def test_a_small_batch_takes_little_of_a_large_machine(monkeypatch) -> None:
     """SmolLM2-135M with 16 rollouts of 43 tokens: 10.3 GB, when the cache was as large as the slots could come to use."""
     shape = ModelShape.of(
         LlamaConfig(
@@ -108,11 +112,10 @@ def test_a_small_batch_takes_little_of_a_large_machine() -> None:
             tie_word_embeddings=True,
         )
     )
-    recipe = make_recipe({"train.batch": 16, "train.group_size": 8, "sampling.max_tokens": 12})
-    blocks = max_kv_blocks(recipe, context=8192, longest_prompt=31, num_held_out=0)
-    sizes = {"context": 8192, "longest_prompt": 31, "on_gpu": False, "transport": "shared_memory", "free": 20 * 10**9}
-    assert forecast(recipe, shape, most_blocks=blocks, **sizes).engine_process < 3.2e9
-    assert forecast(recipe, shape, **sizes).engine_process > 9e9
+    free(monkeypatch, 20e9)
+    recipe = make_recipe({"device": "cpu", "train.batch": 16, "train.group_size": 8, "sampling.max_tokens": 12})
+    assert forecast_memory(recipe, shape, context=8192, longest_prompt=31).engine_process < 3.2e9
+    assert forecast_memory(recipe, shape, context=8192, longest_prompt=31, is_single_turn=False).engine_process > 9e9
 
 
 def test_a_cache_that_cannot_hold_one_rollout_is_refused_before_anything_is_loaded() -> None:
@@ -138,22 +141,16 @@ def test_the_doctor_and_the_run_foresee_the_same(tmp_path, monkeypatch, tiny_mod
         evaluate = {{limit = 256, tasks = [{{source = "{tmp_path}/short.jsonl"}}, {{source = "{tmp_path}/long.jsonl"}}]}}
         """
     )
-    foreseen: list[tuple[int, int]] = []
-
-    def note(*_, longest_prompt: int, most_blocks: int, **__) -> None:
-        foreseen.append((longest_prompt, most_blocks))
-
-    monkeypatch.setattr(capacity, "forecast_here", note)
-    monkeypatch.setattr(launch, "forecast_here", note)
     examined = Subject(recipe_path=recipe_path)
     for check in (*inputs.CHECKS, *model.CHECKS):
-        list(examined.tell(check))
-    capacity._forecast(examined, examined.recipe)
+        list(check(examined))
+    ours = capacity._forecast(examined, examined.recipe)
     recipe, given = examined.recipe, UserInputs()
-    run = launch._Run(recipe, given, launch.Launch("run"), tmp_path, "", open_screen(steps=1, quiet=True), 0.0, {}, None)
-    run._forecast(tiny_model, held_out_tasks(recipe, given))
+    launcher = Launcher(recipe, given, Launch("run", quiet=True))
+    theirs = launcher._forecast(tiny_model, held_out_tasks(recipe, given))
     rollouts = 16 * (1 + gate_depth(recipe)) + 2 * 256
-    assert foreseen == [(40, blocks_for(rollouts, tokens=48, block_size=recipe.engine.block_size))] * 2
+    assert ours.most_blocks == theirs.most_blocks == blocks_for(rollouts, tokens=48, block_size=recipe.engine.block_size)
+    assert examined.longest_prompt == 40 and ours.trainer.tokens == theirs.trainer.tokens
 
 
 def test_a_run_has_a_cache_for_what_can_be_in_flight(tmp_path, monkeypatch) -> None:
@@ -172,23 +169,22 @@ def test_a_run_has_a_cache_for_what_can_be_in_flight(tmp_path, monkeypatch) -> N
 
 def test_a_reference_is_counted() -> None:
     def of(**settings):
-        recipe = make_recipe(settings)
-        sizes = {"context": 256, "longest_prompt": 32, "on_gpu": False, "transport": "shared_memory", "free": 10**10}
-        return forecast(recipe, MIDDLING, **sizes).trainer
+        return forecast_memory(make_recipe({"device": "cpu", **settings}), MIDDLING, context=256, longest_prompt=32).trainer
 
     plain, asked = of(), of(**{"train.kl": 0.1})
     assert asked.total - plain.total == plain.weights
 
 
-def test_in_one_process_both_roles_are_one_figure() -> None:
-    def of(orchestrate: str, transport: str):
-        recipe = make_recipe({"orchestrate": orchestrate})
-        sizes = {"context": 256, "longest_prompt": 32, "on_gpu": False, "free": 10**10}
-        return forecast(recipe, MIDDLING, transport=transport, **sizes)
+def test_in_one_process_both_roles_are_one_figure(monkeypatch) -> None:
+    free(monkeypatch, 10e9)
 
-    inline, local = of("inline", "memory"), of("local", "shared_memory")
-    assert inline.trainer_process == inline.engine_process == inline.together(1)
-    assert local.trainer_process + local.engine.total == local.together(1) == inline.together(1) + local.engine.process
+    def of(orchestrate: str):
+        recipe = make_recipe({"device": "cpu", "orchestrate": orchestrate})
+        return forecast_memory(recipe, MIDDLING, context=256, longest_prompt=32)
+
+    inline, local = of("inline"), of("local")
+    assert inline.trainer_process == inline.engine_process == inline.together
+    assert local.trainer_process + local.engine.total == local.together == inline.together + local.engine.process
     assert local.engine_process == local.engine.total + 2 * local.engine.weights, "it sees the trainer's shared memory"
 
 
@@ -239,10 +235,7 @@ def test_on_a_cpu_the_memory_of_the_machine_counts(monkeypatch) -> None:
 def vllm_of(**settings):
     dotted = {name.replace("__", "."): value for name, value in settings.items()}
     recipe = make_recipe({"model.dtype": "bfloat16", "engine.kind": "vllm", **dotted})
-    on_gpu = torch.cuda.is_available()
-    total = torch.cuda.mem_get_info()[1] if on_gpu else 0
-    sizes = {"context": 4096, "longest_prompt": 512, "free": int(80e9), "transport": "shared_memory"}
-    return forecast(recipe, MIDDLING, on_gpu=on_gpu, total=total, **sizes)
+    return forecast_memory(recipe, MIDDLING, context=4096, longest_prompt=512)
 
 
 def test_a_vllm_server_is_counted_with_what_it_is_given(gpu, monkeypatch) -> None:
@@ -256,7 +249,7 @@ def test_a_vllm_server_is_counted_with_what_it_is_given(gpu, monkeypatch) -> Non
     gpu(100)
     shared, given = vllm_of(), vllm_of(engine__vllm__arguments={"gpu_memory_utilization": 0.7})
     assert (shared.server, given.server) == (int(40e9), int(70e9))
-    assert shared.together(1) - given.together(1) == -int(30e9) and shared.engine.weights == shared.engine.staging == weights
+    assert shared.together - given.together == -int(30e9) and shared.engine.weights == shared.engine.staging == weights
     assert vllm_of(engine__vllm__handover="folder").engine.total == 0, "it holds them in the host's memory"
     assert vllm_of(engine__vllm__arguments={"kv_cache_memory_bytes": 5}).server == weights + 5
     words = " ".join(finding.what for finding in capacity.check_gpu_memory(subject(engine__kind="vllm")))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import shutil
 from pathlib import Path
@@ -12,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from headrace.buffer import buffer_policy
-from headrace.launch import forecast_here, free_here, max_kv_blocks
+from headrace.config import make_recipe
+from headrace.launch import forecast_memory
 from headrace.partial import pauses_unfinished
-from headrace.plan.doctor.finding import Finding, of_recipe, size
-from headrace.plan.doctor.machine import SHARED_MEMORY
+from headrace.plan.doctor import Finding, check, size
+from headrace.plan.machine_checks import SHARED_MEMORY
+from headrace.settings import to_dict
 from headrace.sync import transport_class
 
 if TYPE_CHECKING:
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 
     from headrace.config import Recipe
     from headrace.launch import Forecast
-    from headrace.plan.doctor.finding import Check, Subject
+    from headrace.model import ModelShape
+    from headrace.plan.doctor import Check, Subject
 
 _FULL = 0.95
 """A prediction above this share of a GPU's free memory may not fit."""
@@ -31,18 +33,18 @@ _FEWEST_TOKENS = 2048
 """The smallest forward pass that still keeps a GPU busy."""
 
 
+@check()
 def check_memory(subject: Subject) -> Iterator[Finding]:
     free, total = free_memory()
-    if not total:
-        return
-    what = f"memory: {size(free)} free of {size(total)}"
-    recipe, expected = subject.recipe, None if _is_on_gpu(subject.recipe) else _forecast(subject, subject.recipe)
-    if recipe is None or expected is None:
-        yield Finding("ok", what)
-    elif _largest_need(expected, recipe) > free:
-        yield Finding("problem", f"{what}; {_described(expected)}", _fix(subject, recipe, free))
-    else:
-        yield Finding("ok", f"{what}; {_described(expected)}")
+    if total:
+        yield _compared(subject, f"memory: {size(free)} free of {size(total)}", free, total, on_gpu=False)
+
+
+@check("recipe", "shape")
+def check_gpu_memory(subject: Subject, recipe: Recipe, shape: ModelShape) -> Iterator[Finding]:
+    if _is_on_gpu(recipe):
+        free, total = torch.cuda.mem_get_info()
+        yield _compared(subject, f"GPU memory: {size(free)} free of {size(total)}", free, total, on_gpu=True)
 
 
 def free_memory() -> tuple[int, int]:
@@ -58,36 +60,33 @@ def free_memory() -> tuple[int, int]:
     return free, total
 
 
-@of_recipe
-def check_gpu_memory(subject: Subject, recipe: Recipe) -> Iterator[Finding]:
-    expected = _forecast(subject, recipe) if _is_on_gpu(recipe) else None
-    if expected is None:
-        return
-    free, total = torch.cuda.mem_get_info()
-    need = _largest_need(expected, recipe)
-    what = f"GPU memory: {size(free)} free of {size(total)}; {_described(expected)}"
+def _compared(subject: Subject, what: str, free: int, total: int, *, on_gpu: bool) -> Finding:
+    """What the recipe needs against what there is, if it runs there."""
+    recipe = subject.recipe
+    expected = _forecast(subject, recipe) if recipe is not None and _is_on_gpu(recipe) == on_gpu else None
+    if recipe is None or expected is None:
+        return Finding("ok", what)
+    need, what = _largest_need(expected, recipe), f"{what}; {_described(expected)}"
     if need > total:
-        yield Finding("problem", what, _fix(subject, recipe, total))
-    elif need > free:
-        yield Finding("problem", what, f"free the GPU of other processes, or {_fix(subject, recipe, free)}")
-    elif need > _FULL * free:
-        yield Finding("warning", what, f"it may just fit; to be sure, {_fix(subject, recipe, int(_FULL * free))}")
-    else:
-        yield Finding("ok", what)
+        return Finding("problem", what, _fix(subject, recipe, total))
+    if need > free:
+        first = "free the GPU of other processes" if on_gpu else "end other processes"
+        return Finding("problem", what, f"{first}, or {_fix(subject, recipe, free)}")
+    if need > _FULL * free:
+        return Finding("warning", what, f"it may just fit; to be sure, {_fix(subject, recipe, int(_FULL * free))}")
+    return Finding("ok", what)
 
 
-def _forecast(subject: Subject, recipe: Recipe | None) -> Forecast | None:
+def _forecast(subject: Subject, recipe: Recipe) -> Forecast | None:
     """The memory a recipe would take with the subject's model; None if the model is unknown or the device is missing."""
-    if recipe is None or subject.shape is None or (recipe.device == "cuda" and not torch.cuda.is_available()):
+    if subject.shape is None or (recipe.device == "cuda" and not torch.cuda.is_available()):
         return None
-    num_held_out = sum(map(len, subject.held_out_rows.values()))
-    sizes = {"context": subject.context, "longest_prompt": subject.longest_prompt}
-    return forecast_here(
+    return forecast_memory(
         recipe,
         subject.shape,
-        **sizes,
-        free=free_here(recipe),
-        most_blocks=max_kv_blocks(recipe, **sizes, num_held_out=num_held_out),
+        context=subject.context,
+        longest_prompt=subject.longest_prompt,
+        num_held_out=sum(map(len, subject.held_out_rows.values())),
         num_parameters=subject.num_parameters,
     )
 
@@ -96,9 +95,9 @@ def _largest_need(expected: Forecast, recipe: Recipe) -> int:
     """Bytes on the machine, or on the fullest GPU: if there are several, the trainer has the first, engines share the rest."""
     others = torch.cuda.device_count() - 1 if _is_on_gpu(recipe) else 0
     if others < 1:
-        return expected.together(recipe.engine.num_engines)
+        return expected.together
     each = expected.engine.total + expected.server
-    return max(expected.trainer.total + expected.exported, math.ceil(recipe.engine.num_engines / others) * each)
+    return max(expected.trainer.total + expected.published.exported, math.ceil(recipe.engine.num_engines / others) * each)
 
 
 def _described(expected: Forecast) -> str:
@@ -114,36 +113,33 @@ def _described(expected: Forecast) -> str:
 
 def _fix(subject: Subject, recipe: Recipe, room: int) -> str:
     """The cheapest change with which the run is predicted to fit."""
-    for words, changed in _changes(recipe):
+    for change in _changes(recipe):
+        changed = make_recipe({**to_dict(recipe), **change})
         expected = _forecast(subject, changed)
         if expected is not None and _largest_need(expected, changed) <= room:
+            words = " and ".join(f"{key} = {value!r}" for key, value in change.items())
             return f"set {words}: {size(expected.trainer.total)} for the trainer then"
     larger = "GPU" if _is_on_gpu(recipe) else "machine"
     return f"lower engine.kv_blocks, take a smaller model or model.dtype = 'bfloat16', or a larger {larger}"
 
 
-def _changes(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
-    """Possible changes, cheapest first: in words, and the changed recipe."""
-
-    def with_train(**changes: Any) -> Recipe:  # noqa: ANN401
-        return dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, **changes))
-
+def _changes(recipe: Recipe) -> Iterator[dict[str, Any]]:
+    """Possible changes, cheapest first."""
     if not recipe.engine.sleeps and buffer_policy(recipe).takes_turns and not pauses_unfinished(recipe):
-        for sleep in ("cache", "weights"):
-            engine = dataclasses.replace(recipe.engine, sleep=sleep)
-            yield f"engine.sleep = '{sleep}'", dataclasses.replace(recipe, engine=engine)
+        yield {"engine.sleep": "cache"}
+        yield {"engine.sleep": "weights"}
     tokens = recipe.train.micro_batch_tokens // 2
     while tokens >= _FEWEST_TOKENS:
-        yield f"train.micro_batch_tokens = {tokens}", with_train(micro_batch_tokens=tokens)
+        yield {"train.micro_batch_tokens": tokens}
         tokens //= 2
-    few = min(recipe.train.micro_batch_tokens, _FEWEST_TOKENS)
-    yield "train.recompute = 'layers'", with_train(recompute="layers")
-    words = f"train.recompute = 'layers' and train.micro_batch_tokens = {few}"
-    yield words, with_train(recompute="layers", micro_batch_tokens=few)
-    moved = ("optimizer", "activations")
-    yield f"{words}, and train.offload = {list(moved)}", with_train(recompute="layers", micro_batch_tokens=few, offload=moved)
+    layers = {"train.recompute": "layers"}
+    yield layers
+    few = {**layers, "train.micro_batch_tokens": min(recipe.train.micro_batch_tokens, _FEWEST_TOKENS)}
+    yield few
+    yield {**few, "train.offload": ["optimizer", "activations"]}
 
 
+@check()
 def check_shared_memory(subject: Subject) -> Iterator[Finding]:
     recipe = subject.recipe
     folder = Path(recipe.sync.folder) if recipe and recipe.sync.folder else SHARED_MEMORY
@@ -154,17 +150,15 @@ def check_shared_memory(subject: Subject) -> Iterator[Finding]:
     if free >= max(need, 1):
         yield Finding("ok", what)
         return
-    is_used = recipe is not None and not recipe.is_inline and _uses_folder(recipe.sync.transport)
+    transport = recipe.sync.transport if recipe is not None and not recipe.is_inline else ""
+    is_used = transport == "auto" or (transport and transport_class(transport).uses_folder)
     fix = f"make it larger: `mount -o remount,size={need // 10**9 + 1}G {folder}`, or --shm-size of a container"
     if folder != SHARED_MEMORY:
         fix = "make room there, or name another folder in sync.folder"
     yield Finding("problem" if is_used else "warning", what, fix)
 
 
-def _uses_folder(transport: str) -> bool:
-    return transport == "auto" or transport_class(transport).uses_folder
-
-
+@check()
 def check_disk(subject: Subject) -> Iterator[Finding]:
     folder = (subject.run_dir or subject.runs).absolute()
     while not folder.exists():
@@ -181,8 +175,8 @@ def check_disk(subject: Subject) -> Iterator[Finding]:
         yield Finding("ok", what)
 
 
-def _is_on_gpu(recipe: Recipe | None) -> bool:
-    return torch.cuda.is_available() and recipe is not None and recipe.device != "cpu" and not recipe.exact
+def _is_on_gpu(recipe: Recipe) -> bool:
+    return torch.cuda.is_available() and recipe.device != "cpu" and not recipe.exact
 
 
 CHECKS: tuple[Check, ...] = (check_memory, check_gpu_memory, check_shared_memory, check_disk)

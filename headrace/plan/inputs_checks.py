@@ -7,41 +7,33 @@ import traceback
 from typing import TYPE_CHECKING
 
 from headrace.config import load_recipe
-from headrace.errors import command, in_words
+from headrace.errors import in_words
 from headrace.launch import UserInputs, check_task_columns, held_out_sources, held_out_tasks, open_tasks, reward_functions
-from headrace.plan.doctor.finding import Finding, of_recipe, problem
+from headrace.plan.doctor import Finding, check
 from headrace.settings import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from headrace.config import Recipe
-    from headrace.plan.doctor.finding import Check, Subject
+    from headrace.plan.doctor import Check, Subject
 
 NUM_CHECKED_PROMPTS = 64
 """How many tasks are checked, as a sample of all."""
 
 
-def check_recipe(subject: Subject) -> Iterator[Finding]:
-    if subject.recipe_path is None:
-        return
-    try:
-        subject.recipe = recipe = load_recipe(subject.recipe_path, subject.overrides)
-    except ConfigError as error:
-        yield problem(error, otherwise=f"correct that setting; `{command()} train --help` describes them all")
-        return
+@check("recipe_path", fix="correct that setting; `headrace train --help` describes them all")
+def check_recipe(subject: Subject, path: Path) -> Iterator[Finding]:
+    subject.recipe = recipe = load_recipe(path, subject.overrides)
     sizes = f"{recipe.steps} versions of {recipe.train.batch} rollouts, max_lag {recipe.staleness.max_lag}"
-    yield Finding("ok", f"recipe {subject.recipe_path}: {sizes}")
+    yield Finding("ok", f"recipe {path}: {sizes}")
 
 
-@of_recipe
+@check("recipe", fix="correct the [[tasks]] section or the file; docs/rewards.md says what a task is")
 def check_tasks(subject: Subject, recipe: Recipe) -> Iterator[Finding]:
-    try:
-        stream = open_tasks(recipe, UserInputs())
-        subject.sources, subject.rows = stream.sources, [stream.next() for _ in range(NUM_CHECKED_PROMPTS)]
-    except ValueError as error:
-        yield problem(error, otherwise="correct the [[tasks]] section or the file; docs/rewards.md says what a task is")
-        return
+    stream = open_tasks(recipe, UserInputs())
+    subject.sources, subject.rows = stream.sources, [stream.next() for _ in range(NUM_CHECKED_PROMPTS)]
     columns = sorted({name for row in subject.rows for name in row})
     yield Finding("ok", f"tasks: columns {', '.join(columns)}")
     for name in columns:
@@ -51,19 +43,15 @@ def check_tasks(subject: Subject, recipe: Recipe) -> Iterator[Finding]:
             yield Finding("warning", what, "fill it in, or make sure that the reward does not rely on it")
 
 
-@of_recipe
+@check("recipe", fix="correct evaluate.tasks, or leave it out")
 def check_held_out(subject: Subject, recipe: Recipe) -> Iterator[Finding]:
-    try:
-        subject.held_out_rows = held_out_tasks(recipe, UserInputs())
-        subject.held_out = list(held_out_sources(recipe, UserInputs()).values())
-    except ValueError as error:
-        yield problem(error, otherwise="correct evaluate.tasks, or leave it out")
-        return
+    subject.held_out_rows = held_out_tasks(recipe, UserInputs())
+    subject.held_out = list(held_out_sources(recipe, UserInputs()).values())
     count = sum(map(len, subject.held_out_rows.values()))
     yield Finding("ok", f"held-out tasks: {f'{count} for every evaluation' if count else 'none, so success is not measured'}")
 
 
-@of_recipe
+@check("recipe")
 def check_warmup(subject: Subject, recipe: Recipe) -> Iterator[Finding]:
     if not recipe.warmup.steps:
         return
@@ -77,26 +65,21 @@ def check_warmup(subject: Subject, recipe: Recipe) -> Iterator[Finding]:
         yield Finding("problem", what, "add the column, or set warmup.steps = 0")
 
 
-@of_recipe
+@check("recipe", fix="correct reward.functions in the recipe")
 def check_reward_names(subject: Subject, recipe: Recipe) -> Iterator[Finding]:
     try:
-        subject.rewards = reward_functions(recipe, UserInputs())
-    except ConfigError as error:
-        yield problem(error, otherwise="correct reward.functions in the recipe")
+        rewards = reward_functions(recipe, UserInputs())
+    except ConfigError:
+        raise
     except Exception as error:  # noqa: BLE001  (importing the user's file can raise anything)
-        yield Finding("problem", f"reward: {in_words(error)}{_last_line(error)}", "correct the file that is named")
-    functions = [function for function, _ in subject.rewards]
-    try:
-        check_task_columns(subject.sources, functions)
-        check_task_columns(subject.held_out, functions, kind="held-out ")
-    except ConfigError as error:
-        subject.rewards = []  # calling them would only repeat this error
-        yield problem(error)
-
-
-def _last_line(error: BaseException) -> str:
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
-    return f" (in {frames[-1].filename}:{frames[-1].lineno})" if frames and not isinstance(error, SyntaxError) else ""
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
+        where = "" if isinstance(error, SyntaxError) else f" (in {frames[-1].filename}:{frames[-1].lineno})"
+        yield Finding("problem", f"reward: {in_words(error)}{where}", "correct the file that is named")
+        return
+    functions = [function for function, _ in rewards]
+    check_task_columns(subject.sources, functions)
+    check_task_columns(subject.held_out, functions, kind="held-out ")
+    subject.rewards = rewards  # not if columns are missing: calling them would only repeat that
 
 
 CHECKS: tuple[Check, ...] = (check_recipe, check_tasks, check_held_out, check_warmup, check_reward_names)

@@ -4,31 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import transformers
-from safetensors import SafetensorError, safe_open
 from transformers.utils.versions import require_version
 
 from headrace.engine import stop_tokens
 from headrace.envs import PromptEncoder
-from headrace.launch import (
-    UserInputs,
-    check_columns,
-    check_engine,
-    check_loss,
-    check_sync,
-    choose_device,
-    longest_prompt,
-    special_stops,
-)
+from headrace.launch import UserInputs, check_settings, count_parameters, longest_prompt, special_stops
 from headrace.model import ModelError, ModelShape, config_limit, load_config, load_generation, load_tokenizer, tiny
-from headrace.plan.doctor.finding import Finding, of_recipe, problem, size
-from headrace.settings import ConfigError
+from headrace.plan.doctor import Finding, check, size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,13 +24,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from headrace.config import Recipe
-    from headrace.plan.doctor.finding import Check, Subject
+    from headrace.plan.doctor import Check, Subject
+    from headrace.records import Plain
 
 QUESTION = {"role": "user", "content": "What is two and two?"}
 ANSWERS = ("Four.", "<think>\nTwo and two.\n</think>\n\nFour.")
 """Chat templates often treat past answers with reasoning differently."""
 
 
+@check()
 def check_libraries(subject: Subject) -> Iterator[Finding]:
     place = "CPU only" if not torch.cuda.is_available() else f"CUDA {torch.version.cuda}"
     yield Finding("ok", f"torch {torch.__version__}, {place} ({os.cpu_count()} cores)")
@@ -56,22 +46,16 @@ def check_libraries(subject: Subject) -> Iterator[Finding]:
                     yield Finding("problem", str(error).splitlines()[0], f"pip install '{needed}'")
 
 
+@check(fix="correct that setting in the recipe")
 def check_device(subject: Subject) -> Iterator[Finding]:
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         yield Finding("ok", f"GPU {index}: {properties.name}, {size(properties.total_memory)}")
     if subject.recipe is not None:
-        try:
-            choose_device(subject.recipe)
-            check_sync(subject.recipe)
-            check_engine(subject.recipe)
-            check_loss(subject.recipe)
-            check_columns(subject.recipe, UserInputs())
-        except ConfigError as error:
-            yield problem(error, otherwise="correct that setting in the recipe")
+        check_settings(subject.recipe, UserInputs())
 
 
-@of_recipe
+@check("recipe")
 def check_model(subject: Subject, recipe: Recipe) -> Iterator[Finding]:
     settings, path = recipe.model, recipe.model.path
     if path.startswith("builtin:") and path != tiny.NAME:
@@ -81,19 +65,17 @@ def check_model(subject: Subject, recipe: Recipe) -> Iterator[Finding]:
         config = tiny.build_config(settings, tiny.build_tokenizer()) if path == tiny.NAME else load_config(path)
         subject.context = config_limit(config, settings.context)
         subject.shape = ModelShape.of(config)
-        subject.num_parameters = _count_parameters(path, config)
+        subject.num_parameters = count_parameters(Path(path)) or _count_in_config(path, config)
     except ModelError as error:
-        yield problem(error, fix="name a folder or hub model of a decoder with full or sliding attention in model.path")
+        fix = "name a folder or hub model of a decoder with full or sliding attention in model.path"
+        yield Finding("problem", str(error), fix)
         return
     count = f"{subject.num_parameters / 1e6:,.2f} million parameters, {size(subject.weight_bytes)} in {settings.dtype}"
     yield Finding("ok", f"model {path} ({config.get_text_config().model_type}): {count}, context {subject.context}")
 
 
-def _count_parameters(path: str, config: Any) -> int:  # noqa: ANN401  (transformers' configs share no typed surface)
-    """From the safetensors headers if there are any, else from the model's shape."""
-    files = sorted(Path(path).glob("*.safetensors")) if Path(path).is_dir() else []
-    if files:
-        return sum(map(_num_elements, files))
+def _count_in_config(path: str, config: Any) -> int:  # noqa: ANN401  (transformers' configs share no typed surface)
+    """The parameters of a model that is not on disk, or not as safetensors."""
     if Path(path).is_dir() and not list(Path(path).glob("*.bin")):
         raise ModelError(f"model.path = {path!r}: there are no weights in the folder")
     with torch.device("meta"):
@@ -101,43 +83,22 @@ def _count_parameters(path: str, config: Any) -> int:  # noqa: ANN401  (transfor
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _num_elements(file: Path) -> int:
-    try:
-        with safe_open(file, framework="pt") as opened:
-            return sum(math.prod(opened.get_slice(name).get_shape()) for name in opened.keys())  # noqa: SIM118  (no dict)
-    except SafetensorError as error:
-        raise ModelError(f"{file}: not a whole safetensors file ({error})") from error
-
-
-@of_recipe
+@check("recipe", fix="put the tokenizer's files beside the weights")
 def check_tokenizer(subject: Subject, recipe: Recipe) -> Iterator[Finding]:
-    path, generation = recipe.model.path, None
-    if path.startswith("builtin:"):
-        tokenizer: PreTrainedTokenizerBase = tiny.build_tokenizer()
-    else:
-        try:
-            tokenizer, generation = load_tokenizer(path), load_generation(path)
-        except ModelError as error:
-            yield problem(error, fix="put the tokenizer's files beside the weights")
-            return
-    subject.tokenizer = tokenizer
-    try:
-        stops = {*stop_tokens(generation, tokenizer), *special_stops(recipe.sampling.stop, tokenizer)}
-    except ConfigError as error:
-        yield problem(error)
-        return
-    if not stops:
-        fix = "name an eos_token in tokenizer_config.json: rollouts would end at sampling.max_tokens only"
-        yield Finding("warning", "tokenizer: has no end token", fix)
-    else:
+    path, is_builtin = recipe.model.path, recipe.model.path.startswith("builtin:")
+    tokenizer = subject.tokenizer = tiny.build_tokenizer() if is_builtin else load_tokenizer(path)
+    generation = None if is_builtin else load_generation(path)
+    stops = {*stop_tokens(generation, tokenizer), *special_stops(recipe.sampling.stop, tokenizer)}
+    if stops:
         ends = " or ".join(tokenizer.convert_ids_to_tokens(sorted(stops)))
         yield Finding("ok", f"tokenizer: {len(tokenizer)} tokens, a turn ends with {ends}")
+    else:
+        fix = "name an eos_token in tokenizer_config.json: rollouts would end at sampling.max_tokens only"
+        yield Finding("warning", "tokenizer: has no end token", fix)
 
 
-def check_template(subject: Subject) -> Iterator[Finding]:
-    tokenizer = subject.tokenizer
-    if tokenizer is None:
-        return
+@check("tokenizer")
+def check_template(subject: Subject, tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
     if tokenizer.chat_template is None:
         if any(isinstance(row["prompt"], list) for row in subject.rows):
             fix = "give prompts as text, or take a model whose tokenizer has a template"
@@ -161,36 +122,35 @@ def first_rewrite(tokenizer: PreTrainedTokenizerBase, answer: str) -> str | None
     for length in (1, 2, 3):
         is_question = turns[length - 1]["role"] == "user"
         try:
-            text = tokenizer.apply_chat_template(turns[:length], tokenize=False, add_generation_prompt=is_question)
+            text = str(tokenizer.apply_chat_template(turns[:length], tokenize=False, add_generation_prompt=is_question))
         except Exception as error:  # noqa: BLE001  (the model's template can raise anything)
             return f"rendering {length} turns raises {type(error).__name__}: {error}"
-        rendered = str(text)
-        if not rendered.startswith(before):
-            common = next(i for i in range(len(before) + 1) if before[: i + 1] != rendered[: i + 1])
-            return f"with {length} turns, {before[common : common + 24]!r} becomes {rendered[common : common + 24]!r}"
-        before = rendered
+        if not text.startswith(before):
+            same = next(i for i in range(len(before) + 1) if before[: i + 1] != text[: i + 1])
+            return f"with {length} turns, {before[same : same + 24]!r} becomes {text[same : same + 24]!r}"
+        before = text
     return None
 
 
-@of_recipe
-def check_prompts(subject: Subject, recipe: Recipe) -> Iterator[Finding]:
-    if subject.tokenizer is None or not subject.rows or not subject.context:
-        return
-    encoder = PromptEncoder(subject.tokenizer)
-    subject.longest_prompt = longest_prompt(subject.rows, encoder, held_out=subject.held_out_rows)
-    try:
-        lengths = [len(encoder.encode(row["prompt"])) for row in subject.rows]
-    except ConfigError:  # no template; reported above
-        return
+@check("recipe", "tokenizer", "rows", "context")
+def check_prompts(
+    subject: Subject, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, rows: list[dict[str, Plain]], context: int
+) -> Iterator[Finding]:
+    encoder = PromptEncoder(tokenizer)
+    subject.longest_prompt = longest_prompt(rows, encoder, held_out=subject.held_out_rows)
+    if tokenizer.chat_template is None and any(isinstance(row["prompt"], list) for row in rows):
+        return  # reported above
+    lengths = [len(encoder.encode(row["prompt"])) for row in rows]
     longest, count, max_tokens = max(lengths), len(lengths), recipe.sampling.max_tokens
-    what = f"prompts: {longest} tokens at most in the first {count}; context {subject.context}, max_tokens {max_tokens}"
-    too_long = sum(length >= subject.context for length in lengths)
-    cut_short = sum(length > subject.context - max_tokens for length in lengths)
+    what = f"prompts: {longest} tokens at most in the first {count}; context {context}, max_tokens {max_tokens}"
+    too_long = sum(length >= context for length in lengths)
+    cut_short = sum(length > context - max_tokens for length in lengths)
     fix = f"raise model.context to {longest + max_tokens}"
     if too_long:
         level: Literal["problem", "warning"] = "problem" if too_long == count else "warning"
-        what = f"{what}; {too_long} of {count} do not fit"
-        yield Finding(level, what, f"{fix} if the model allows it, or shorten the prompts")
+        yield Finding(
+            level, f"{what}; {too_long} of {count} do not fit", f"{fix} if the model allows it, or shorten the prompts"
+        )
     elif cut_short:
         what = f"{what}; completions to {cut_short} of {count} are cut short"
         yield Finding("warning", what, f"{fix}, or lower sampling.max_tokens")

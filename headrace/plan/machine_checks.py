@@ -6,30 +6,29 @@ import contextlib
 import os
 import platform
 import socket
-import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from headrace.launch import is_in_use, read_summary
 from headrace.leftovers import orphans
-from headrace.plan.doctor.finding import Finding, size
+from headrace.plan.doctor import Finding, check, size
 from headrace.rpc import socket_place
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from headrace.plan.doctor.finding import Check, Subject
+    from headrace.plan.doctor import Check, Subject
 
 SHARED_MEMORY = Path("/dev/shm")
 
 
+@check()
 def check_python(subject: Subject) -> Iterator[Finding]:
-    what = f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"
-    is_new = sys.version_info >= (3, 11)
-    yield Finding("ok", what) if is_new else Finding("problem", what, "use Python 3.11 or newer")
+    yield Finding("ok", f"Python {platform.python_version()} on {platform.system()} {platform.machine()}")
 
 
+@check()
 def check_cores(subject: Subject) -> Iterator[Finding]:
     cores, allowed = os.cpu_count() or 1, usable_cores()
     threads = subject.recipe.threads if subject.recipe is not None else 0
@@ -50,23 +49,22 @@ def usable_cores() -> float:
     return allowed
 
 
+@check()
 def check_sockets(subject: Subject) -> Iterator[Finding]:
     folder = tempfile.gettempdir()
     try:
         with tempfile.TemporaryDirectory(prefix=f"headrace-{os.getpid()}-") as place, socket.socket(socket.AF_UNIX) as unix:
             unix.bind(str(Path(place) / "engine-0.socket"))
+        yield Finding("ok", f"Unix sockets can be made in {folder}")
     except OSError as error:
         what = f"no Unix socket can be made in {folder}: {error}"
         yield Finding("problem", what, "set TMPDIR to a short path on a local disk, such as TMPDIR=/tmp")
-    else:
-        yield Finding("ok", f"Unix sockets can be made in {folder}")
     try:
         with socket.socket(socket.AF_INET) as loopback:
             loopback.bind(("127.0.0.1", 0))
+        yield Finding("ok", "ports of 127.0.0.1 can be bound")
     except OSError as error:
         yield Finding("problem", f"no port of 127.0.0.1 can be bound: {error}", "let the process use the loopback interface")
-    else:
-        yield Finding("ok", "ports of 127.0.0.1 can be bound")
 
 
 def leftover_places(folder: str) -> list[Path]:
@@ -75,6 +73,7 @@ def leftover_places(folder: str) -> list[Path]:
     return list(dict.fromkeys((shared, Path(tempfile.gettempdir()), socket_place())))
 
 
+@check()
 def check_leftovers(subject: Subject) -> Iterator[Finding]:
     for place in leftover_places(subject.recipe.sync.folder if subject.recipe is not None else ""):
         stale = [path for prefix in orphans(place) for path in sorted(place.glob(f"{prefix}[-.]*"))]
@@ -92,6 +91,7 @@ def _num_bytes(path: Path) -> int:
     return total
 
 
+@check()
 def check_runs(subject: Subject) -> Iterator[Finding]:
     """The system releases a lock when its process ends, unless a child that inherited the file outlives it."""
     folders = [subject.run_dir] if subject.run_dir is not None else sorted(subject.runs.glob("*"))

@@ -1,0 +1,137 @@
+"""Tries the reward on right and wrong answers, the way a run calls it: in a worker thread, with a timeout."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import faulthandler
+import logging
+import math
+import sys
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from headrace.envs import PromptEncoder
+from headrace.launch import demonstration
+from headrace.model import tiny
+from headrace.plan.doctor import Finding, check
+from headrace.records import Episode, InfraAbort, Scored
+from headrace.score import RewardScorer, RewardWorkers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from headrace.config import Recipe
+    from headrace.plan.doctor import Check, Subject
+    from headrace.records import Outcome, Plain
+    from headrace.score import RewardFunction, RewardSettings
+
+MOST_SECONDS = 10.0
+"""The longest a call may take, even if `reward.timeout` is longer."""
+GARBAGE = "~ qzx 42 }{ lorem ipsum"
+WRAPPED = {
+    "gold": "{}",
+    "gold in \\boxed": "\\boxed{{{}}}",
+    "gold in <answer>": "<answer>{}</answer>",
+    "gold after ####": "#### {}",
+}
+"""Forms in which rewards often expect an answer; the best score counts."""
+
+
+@check("recipe", "rows", "rewards", fix="return one number, or None, for each completion")
+def check_reward(
+    subject: Subject, recipe: Recipe, rows: list[dict[str, Plain]], rewards: list[tuple[RewardFunction, float]]
+) -> Iterator[Finding]:
+    row = next((row for row in rows if row.get("answer") is not None), rows[0])
+    answers = {"empty": "", "garbage": GARBAGE}
+    if row.get("answer") is not None:
+        gold = str(row["answer"])
+        answers = {name: form.format(gold) for name, form in WRAPPED.items()} | {"half": gold[: len(gold) // 2]} | answers
+    timeout = min(recipe.reward.timeout, MOST_SECONDS)
+    settings = dataclasses.replace(recipe.reward, timeout=timeout, attempts=1, max_failures=2**31)
+    totals: Counter[str] = Counter()
+    for function, weight in rewards:
+        with _watched(timeout):
+            outcomes = asyncio.run(_score(subject, function, row, answers, settings))
+        failures = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, InfraAbort)}
+        if failures:
+            name, failure = next(iter(failures.items()))
+            shown = f"{name} ({answers[name]!r})" + (f" and {len(failures) - 1} more" if len(failures) > 1 else "")
+            yield _failed(failure.reason, shown, is_inline=recipe.is_inline)
+            return
+        values = {name: outcome.reward for name, outcome in outcomes.items() if isinstance(outcome, Scored)}
+        for name, value in values.items():
+            totals[name] += weight * value
+        best = max((name for name in WRAPPED if name in values), key=lambda name: values[name], default="gold")
+        tried = [name for name in outcomes if name not in WRAPPED or name == best]
+        shown = ", ".join(f"{name} {values[name]:.3g}" if name in values else f"{name} none" for name in tried)
+        yield Finding("ok", f"reward {function.name!r}: {shown}")
+    yield from _judged(totals, has_gold="gold" in answers)
+
+
+async def _score(
+    subject: Subject, function: RewardFunction, row: dict[str, Plain], answers: dict[str, str], settings: RewardSettings
+) -> dict[str, Outcome | None]:
+    """The outcome of each answer. The first is scored alone, so that a reward that hangs costs one timeout."""
+    has_end = subject.tokenizer is not None and subject.tokenizer.eos_token_id is not None
+    encoder = PromptEncoder(subject.tokenizer if has_end else tiny.build_tokenizer())
+    episodes = []
+    for name, text in answers.items():
+        rollout = demonstration({"prompt": "?", "answer": text}, encoder, name=name)
+        episodes.append(Episode(id=name, group=name, task=row, rollouts=(rollout,)))
+    workers = RewardWorkers(settings.workers, timeout=settings.timeout)
+    scorer = RewardScorer([(function, 1.0)], decode=lambda rollout: answers[rollout.id], settings=settings, workers=workers)
+    with contextlib.closing(workers):
+        scored = await scorer.score(episodes[:1])
+        if not isinstance(scored[0].outcome, InfraAbort):
+            scored = await scorer.score(episodes)
+    return {episode.id: episode.outcome for episode in scored}
+
+
+@contextlib.contextmanager
+def _watched(timeout: float) -> Iterator[None]:
+    """If a reward never releases the GIL, print its stack and end the doctor. The log is kept off the screen: the findings say
+    the same."""
+    handler, logger = logging.NullHandler(), logging.getLogger("headrace")
+    logger.addHandler(handler)
+    if sys.__stderr__ is not None:
+        faulthandler.dump_traceback_later(5 * timeout + 5, file=sys.__stderr__, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        logger.removeHandler(handler)
+
+
+def _failed(reason: str, shown: str, *, is_inline: bool) -> Finding:
+    """`shown`: the answers that it failed on."""
+    what, _, about_threads = reason.partition("; rewards are called in threads, ")
+    fix = "let it score what a policy may write, be it empty or garbage, and raise for failures of its own only"
+    if about_threads:
+        fix = about_threads.partition(": ")[2]
+        if is_inline:
+            return Finding("warning", f'{what}; only in the one thread of orchestrate = "inline" can it', fix)
+    elif "no answer within" in what:
+        fix = "give what it waits for a time limit, or raise reward.timeout if it needs longer than this"
+    elif what.endswith(("returned nan", "returned inf", "returned -inf")):
+        fix = "return a finite number, or None where the reward does not apply"
+    return Finding("problem", f"{what}, on the answer {shown}", fix)
+
+
+def _judged(totals: dict[str, float], *, has_gold: bool) -> Iterator[Finding]:
+    """Whether the total reward tells right answers from wrong ones. `totals`: of each answer that a reward scored."""
+    golds = [value for name, value in totals.items() if name in WRAPPED]
+    if has_gold and not golds:
+        what = "reward: none applies to the task's own answer"
+        yield Finding("problem", what, "return a number, not None, for a right answer")
+    elif len(totals) > 1 and len(set(totals.values())) == 1:
+        what = f"reward: is {next(iter(totals.values())):g} for everything that was tried; a constant teaches nothing"
+        fix = "check that it reads the completion; if right answers look different from the answer column, try one by hand"
+        yield Finding("problem" if has_gold else "warning", what, fix)
+    elif golds and totals.get("garbage", -math.inf) >= max(golds):
+        what = f"reward: gives garbage {totals['garbage']:g} and the task's own answer {max(golds):g}"
+        yield Finding("warning", what, "make sure that right answers get more than others")
+
+
+CHECKS: tuple[Check, ...] = (check_reward,)
