@@ -25,7 +25,7 @@ from headrace.records import frames
 from headrace.settings import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator, Mapping
+    from collections.abc import Awaitable, Callable, Mapping
 
     Handler = Callable[..., Awaitable[Any]]
     OnNotice = Callable[[Any], None]
@@ -36,6 +36,7 @@ _LONGEST_UNIX_PATH = 100
 """Bytes; Linux allows 108."""
 _HIGH_WATER = 4 << 20
 _READ_AHEAD = 4 << 20
+_CLOSED = "the other end closed the stream"
 
 
 class StreamClosed(ConnectionError):
@@ -67,7 +68,7 @@ class Stream:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
         writer.transport.set_write_buffer_limits(high=_HIGH_WATER)
-        self.bytes_sent = self.bytes_received = 0
+        self.bytes_sent = 0
 
     @property
     def backlog(self) -> int:
@@ -85,27 +86,22 @@ class Stream:
 
     async def drain(self) -> None:
         """Wait until the OS has accepted most of what was written."""
-        with _closed_explained():
+        try:
             await self._writer.drain()
+        except ConnectionError as error:
+            raise StreamClosed(_CLOSED) from error
 
     async def receive(self, *, max_bytes: int = frames.MAX_FRAME) -> Any:  # noqa: ANN401  (anything that was sent)
-        with _closed_explained():
+        try:
             preamble = await self._reader.readexactly(frames.PREAMBLE_BYTES)
             rest = await self._reader.readexactly(frames.remaining_bytes(preamble, max_bytes=max_bytes))
-        self.bytes_received += len(preamble) + len(rest)
+        except (asyncio.IncompleteReadError, ConnectionError) as error:
+            raise StreamClosed(_CLOSED) from error
         return frames.decode(preamble + rest, max_bytes=max_bytes)
 
     def close(self) -> None:
         with contextlib.suppress(RuntimeError):  # its event loop may be gone already
             self._writer.close()
-
-
-@contextlib.contextmanager
-def _closed_explained() -> Iterator[None]:
-    try:
-        yield
-    except (asyncio.IncompleteReadError, ConnectionError) as error:
-        raise StreamClosed("the other end closed the stream") from error
 
 
 class Peer:
@@ -148,12 +144,11 @@ class Peer:
                 self._handle(await self.stream.receive())
         except BaseException as error:
             self._has_ended = True
-            reason = error if isinstance(error, StreamClosed) else StreamClosed("the stream was closed here")
-            if isinstance(error, frames.WireError):
-                reason = StreamClosed(f"what the other end sent cannot be read: {error}")
+            is_unreadable = isinstance(error, frames.WireError)
+            reason = f"what the other end sent cannot be read: {error}" if is_unreadable else str(error) or "closed here"
             for answer in list(self._open.values()):
                 if not answer.done():
-                    answer.set_exception(reason)
+                    answer.set_exception(StreamClosed(reason))
                     answer.exception()  # marks it as retrieved, so that asyncio does not warn
             for task in self._answering:
                 task.cancel()
@@ -200,22 +195,18 @@ class Listener:
     """Accepts the streams of a run's processes. Each stream announces its process name and channel."""
 
     def __init__(self, *, token: str, folder: Path | None) -> None:
+        self.address = ""
         self._token, self._folder = token, folder
         self._server: asyncio.Server | None = None
         self._expected: dict[tuple[str, str], tuple[int, asyncio.Future[Stream]]] = {}
-        self._greeting: set[asyncio.Task[Any]] = set()
-        self.address = ""
+        self._greeting: set[asyncio.Task[Any] | None] = set()
 
     @classmethod
     async def on_this_host(cls, *, token: str, prefix: str = "") -> Listener:
         """A Unix socket in a private folder whose name starts with `prefix`."""
         folder = Path(tempfile.mkdtemp(prefix=f"{prefix or f'headrace-{os.getpid()}'}-", dir=socket_place()))
         listener = cls(token=token, folder=folder)
-        try:
-            listener._server = await asyncio.start_unix_server(listener._greet, folder / "s", limit=_READ_AHEAD)
-        except BaseException:
-            listener.close()
-            raise
+        listener._server = await asyncio.start_unix_server(listener._admit, folder / "s", limit=_READ_AHEAD)
         listener.address = f"unix:{folder / 's'}"
         return listener
 
@@ -224,7 +215,7 @@ class Listener:
         """A TCP port; 0 picks a free one."""
         listener = cls(token=token, folder=None)
         try:
-            server = await asyncio.start_server(listener._greet, host, port, limit=_READ_AHEAD)
+            server = await asyncio.start_server(listener._admit, host, port, limit=_READ_AHEAD)
         except OSError as error:
             raise OSError(error.errno, f"port {port} on {host} cannot be used ({error.strerror}); choose another") from error
         listener._server = server
@@ -237,13 +228,10 @@ class Listener:
         self._expected[name, channel] = incarnation, arrived
         return arrived
 
-    def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.get_running_loop().create_task(self._admit(Stream(reader, writer)))
-        self._greeting.add(task)
-        task.add_done_callback(self._greeting.discard)
-
-    async def _admit(self, stream: Stream) -> None:
+    async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Drop peers that are unauthenticated, unexpected or silent."""
+        stream, task, is_admitted = Stream(reader, writer), asyncio.current_task(), False
+        self._greeting.add(task)
         try:
             async with asyncio.timeout(_HELLO_SECONDS):
                 challenge = secrets.token_hex(16)
@@ -258,17 +246,20 @@ class Listener:
             stream.write({"proof": proof(self._token, "server", str(hello["challenge"]))})
             del self._expected[name, channel]
             arrived.set_result(stream)
+            is_admitted = True
         except (OSError, TimeoutError, frames.WireError, LookupError, TypeError, asyncio.InvalidStateError):
-            stream.close()
-        except asyncio.CancelledError:
-            stream.close()
-            raise
+            pass
+        finally:
+            self._greeting.discard(task)
+            if not is_admitted:
+                stream.close()
 
     def close(self) -> None:
         if self._server is not None:
             self._server.close()
         for task in self._greeting:
-            task.cancel()
+            if task is not None:
+                task.cancel()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -110,12 +110,9 @@ def budget_table(budget: Budget, *, brief: bool = False) -> list[str]:
     """Every state of every role, and which role bounds the run. `brief` leaves out states below half a percent."""
     lines = []
     for role, shares in budget.items():
-        if brief:
-            parts = "  ".join(f"{state} {share:.0%}" for state, share in shares.items() if share >= 0.005)
-            lines.append(f"{role:8} {parts}")
-            continue
-        parts = "  ".join(f"{state} {share:5.1%}" for state, share in shares.items())
-        lines.append(f"{role:8} {parts}  = {sum(shares.values()):.0%}")
+        shown = {state: share for state, share in shares.items() if share >= 0.005 or not brief}
+        parts = "  ".join(f"{state} {share:.0%}" if brief else f"{state} {share:5.1%}" for state, share in shown.items())
+        lines.append(f"{role:8} {parts}" + ("" if brief else f"  = {sum(shares.values()):.0%}"))
     role, share = bound_by(budget)
     lines.append(f"bound by {role}: at work {share:.0%} of the time, more than any other role")
     return lines
