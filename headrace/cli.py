@@ -34,16 +34,16 @@ BENCHES = {
     "vllm": "a vLLM server as the engine, against the native one: tokens a second, logprobs, updates in flight",
 }
 """Each is a module of `headrace.bench` with a `run(*, quick, json_file)`."""
-BENCH_OPTIONS = {
-    "seeds": ("learn",),
-    "losses": ("learn",),
-    "model": ("engine", "sync", "vllm"),
-    "device": ("partial",),
-    "only": ("trainer", "step"),
-    "mps": ("step",),
-}
-"""Options that only some benchmarks have."""
 DEVICES = ["auto", "cpu", "cuda"]
+BENCH_OPTIONS: dict[str, dict[str, Any]] = {
+    "seeds": {"type": int, "help": "learn: number of seeds (default: 5, or 3 with --losses)"},
+    "losses": {"help": "learn: losses to try on every seed, such as grpo,cispo,gspo,decoupled_ppo"},
+    "model": {"help": "engine, sync, vllm: a Hugging Face folder to measure with"},
+    "device": {"choices": DEVICES, "help": "partial: where to run (default: auto, a GPU if there is one)"},
+    "only": {"help": "trainer, step: the parts to measure, separated by commas; a wrong name lists them"},
+    "mps": {"action": "store_true", "default": None, "help": "step: share the GPU through NVIDIA MPS"},
+}
+"""Options that only some benchmarks have: those their help begins with."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -113,24 +113,16 @@ def make_parser() -> argparse.ArgumentParser:
     inspect.set_defaults(run=_inspect)
 
     _add_serve(commands)
-    _add_bench(commands)
-    return parser
-
-
-def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     bench = commands.add_parser("bench", help="run a benchmark; prints a table and can write JSON")
     bench.add_argument("name", choices=list(BENCHES), help="; ".join(f"{name}: {text}" for name, text in BENCHES.items()))
     bench.add_argument("--json", type=Path, help="also write the figures to this file")
     bench.add_argument(
         "--quick", action="store_true", help="under a minute on 2 cores: shows that it runs, not what it measures"
     )
-    bench.add_argument("--seeds", type=int, help="learn: number of seeds (default: 5, or 3 with --losses)")
-    bench.add_argument("--losses", help="learn: losses to try on every seed, such as grpo,cispo,gspo,decoupled_ppo")
-    bench.add_argument("--model", help="engine, sync, vllm: a Hugging Face folder to measure with")
-    bench.add_argument("--device", choices=DEVICES, help="partial: where to run (default: auto, a GPU if there is one)")
-    bench.add_argument("--only", help="trainer, step: the parts to measure, separated by commas; a wrong name lists them")
-    bench.add_argument("--mps", action="store_true", default=None, help="step: share the GPU through NVIDIA MPS")
+    for option, how in BENCH_OPTIONS.items():
+        bench.add_argument(f"--{option}", **how)
     bench.set_defaults(run=_bench)
+    return parser
 
 
 def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -229,20 +221,15 @@ def _check_inputs(recipe: Recipe) -> None:
 
 
 def _inspect(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
-    from headrace.observe import InspectError, read_rollouts, render
+    from headrace.observe import read_rollouts, render
 
-    try:
-        step, rollouts = read_rollouts(options.folder, options.step)
-    except InspectError as error:
-        print(f"headrace: {error}", file=sys.stderr)
-        return 2
-    chosen = [rollout for rollout in rollouts if options.rollout in (None, rollout.id)]
-    if options.rollout is None:
-        ordered = sorted(rollouts, key=lambda rollout: rollout.reward or 0.0)
-        chosen = [ordered[-1], ordered[0]]
+    step, rollouts = read_rollouts(options.folder, options.step)
+    ordered = sorted(rollouts, key=lambda rollout: rollout.reward or 0.0)
+    chosen = [ordered[-1], ordered[0]]
+    if options.rollout is not None:
+        chosen = [rollout for rollout in rollouts if rollout.id == options.rollout]
     if not chosen:
-        print(f"headrace: step {step} has no rollout {options.rollout!r}; it has {rollouts[0].id} …", file=sys.stderr)
-        return 2
+        raise ConfigError(f"step {step} has no rollout {options.rollout!r}; it has {rollouts[0].id} …")
     token_text = _token_text(options.folder)
     print(f"step {step}: {len(rollouts)} rollouts")
     for rollout in chosen:
@@ -251,8 +238,6 @@ def _inspect(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
 
 
 def _token_text(folder: Path) -> Any:  # noqa: ANN401  (a function from token id to text)
-    if not any((folder / "checkpoints").glob("step-*")):
-        return str  # without importing anything heavy
     from headrace.model import load_tokenizer
     from headrace.run import checkpoints_in
 
@@ -279,17 +264,8 @@ def _serve(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
 
     from headrace.launch import ServeOptions, serve
 
-    how = ServeOptions(
-        model=options.model,
-        name=options.name or options.model,
-        slots=options.slots,
-        context=options.context,
-        dtype=options.dtype,
-        device=options.device,
-        threads=options.threads,
-        api_token=api_token,
-        control_token=control_token,
-    )
+    given = {name: getattr(options, name) for name in ("model", "slots", "context", "dtype", "device", "threads")}
+    how = ServeOptions(**given, name=options.name or options.model, api_token=api_token, control_token=control_token)
     try:
         return serve(how, listener)
     except RuntimeError as error:
@@ -300,8 +276,9 @@ def _serve(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
 def _bench(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
     given = {name: getattr(options, name) for name in BENCH_OPTIONS if getattr(options, name) is not None}
     for name, value in given.items():
-        if options.name not in BENCH_OPTIONS[name]:
-            raise ConfigError(f"--{name} = {value}: only `headrace bench {' or '.join(BENCH_OPTIONS[name])}` has {name}")
+        benches = BENCH_OPTIONS[name]["help"].partition(":")[0].split(", ")
+        if options.name not in benches:
+            raise ConfigError(f"--{name} = {value}: only `headrace bench {' or '.join(benches)}` has {name}")
     if options.model is not None and not Path(options.model).is_dir():
         raise ConfigError(f"--model = {options.model}: the folder does not exist")
     module = importlib.import_module(f"headrace.bench.{options.name}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from headrace.front_door import front_door
 
 if TYPE_CHECKING:
-    from headrace.observe.inspect import InspectError, read_rollouts, render
+    from headrace.observe.inspect import read_rollouts, render
     from headrace.observe.observer import Observer
     from headrace.observe.process_memory import peak_memory
     from headrace.observe.report import final_report
