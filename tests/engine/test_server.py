@@ -714,7 +714,7 @@ def test_health_follows_the_engine(run):
         assert status == 200 and json.loads(text)["status"] == "ok"
         engines[0].answers.clear()
         status, text = await bench.get("/health")
-        assert status == 503 and "not answered for 0.2 s" in json.loads(text)["reason"]
+        assert status == 503 and "no answer for 0.2 s" in json.loads(text)["reason"]
         assert "headrace_engine_up 0" in (await bench.get("/metrics"))[1]
         engines[0].answers.set()
         assert (await bench.get("/health"))[0] == 200

@@ -19,6 +19,7 @@ from headrace.engine.server.completion import Completion
 from headrace.engine.server.metrics import Metrics
 from headrace.engine.server.requests import MAX_CHOICES, parse_request
 from headrace.engine.server.text import ServedModel
+from headrace.errors import in_words
 from headrace.partial import Interrupt
 from headrace.records import Rollout
 
@@ -103,10 +104,11 @@ class CompletionServer:
             listener.close()
 
     def fail(self, reason: str) -> None:
-        """The engine is lost: end all requests instead of letting them wait."""
-        self.failure = f"the engine failed: {reason}"
-        self._end(ApiError(503, self.failure, code="engine_failed"))
-        self.failed.set()
+        """The engine is lost: end all requests instead of letting them wait. The first reason stands."""
+        if not self.failure:
+            self.failure = f"the engine failed: {reason}"
+            self._end(ApiError(503, self.failure, code="engine_failed"))
+            self.failed.set()
 
     def _end(self, error: ApiError) -> None:
         """End every request in flight, and every later one, with this error."""
@@ -116,15 +118,23 @@ class CompletionServer:
 
     async def _watch(self) -> None:
         """Probes the decode loop every second; if no answer comes, the engine has failed."""
-        while True:
-            try:
-                async with asyncio.timeout(self._stall_deadline):
-                    await self._probe()
-            except Exception as error:  # noqa: BLE001  (the engine's end, whatever its reason)
-                is_late = isinstance(error, TimeoutError)
-                self.fail(f"no answer for {self._stall_deadline:g} s" if is_late else f"{type(error).__name__}: {error}")
-                return
-            await asyncio.sleep(1.0)
+        try:
+            while True:
+                await self._state(self._stall_deadline)
+                await asyncio.sleep(1.0)
+        except Exception as error:  # noqa: BLE001  (the engine's end, whatever its reason)
+            self.fail(in_words(error))
+
+    async def _state(self, deadline: float) -> EngineState:
+        """Raises if the engine has failed, or does not answer in time."""
+        if self.failure:
+            raise RuntimeError(self.failure)
+        try:
+            async with asyncio.timeout(deadline):
+                await self._probe()
+                return await self._engine.state()
+        except TimeoutError as error:
+            raise TimeoutError(f"no answer for {deadline:g} s") from error
 
     @web.middleware
     async def _around(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -224,29 +234,18 @@ class CompletionServer:
 
     async def _health(self, request: web.Request) -> web.StreamResponse:
         try:
-            state = await self._state()
+            state = await self._state(self._health_deadline)
         except Exception as error:  # noqa: BLE001  (the engine's failure is the answer)
-            reason = self.failure or str(error) or type(error).__name__
-            return web.json_response({"status": "failing", "reason": reason}, status=503)
+            return web.json_response({"status": "failing", "reason": self.failure or in_words(error)}, status=503)
         return web.json_response({"status": "ok", "running": state.running, "waiting": state.waiting, "slots": state.slots})
 
     async def _metrics_page(self, request: web.Request) -> web.StreamResponse:
         try:
-            state = await self._state()
+            state = await self._state(self._health_deadline)
         except Exception:  # noqa: BLE001  (the page then says that the engine is not up)
             state = None
         headers = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
         return web.Response(body=self._metrics.render(state).encode(), headers=headers)
-
-    async def _state(self) -> EngineState:
-        if self.failure:
-            raise RuntimeError(self.failure)
-        try:
-            async with asyncio.timeout(self._health_deadline):
-                await self._probe()
-                return await self._engine.state()
-        except TimeoutError as error:
-            raise TimeoutError(f"the engine has not answered for {self._health_deadline:g} s") from error
 
     async def _logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float | None]]:
         """The logprob of each token given those before it, at temperature 1; None for the first."""

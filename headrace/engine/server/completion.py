@@ -69,57 +69,36 @@ class Completion:
         self._head.pop("prompt_token_ids", None)  # only the first has it
         if is_last:
             prompt = sum(len(ids) for ids in self.request.prompts)
-            completion = sum(choice.num_tokens for choice in self._choices)
+            completion = sum(len(choice.token_ids) for choice in self._choices)
             answer["usage"] = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
         elif self.request.include_usage:
             answer["usage"] = None
         return answer
 
     async def _generate(self, engine: Engine, choice: Choice) -> None:
-        """One choice. Waits for the engine's increments; what is put into the queue wakes the reader of `choices`."""
-        request = self.request
-        is_streamed = request.stream or bool(request.stops)
+        """One choice, resumed whenever new weights interrupt it. Waits for the engine's increments; what is put into the queue
+        wakes the reader of `choices`."""
+        is_streamed = self.request.stream or bool(self.request.stops)
         try:
-            if request.is_scored_only:
+            if self.request.is_scored_only:
                 choice.add(Increment((), (), (), FinishReason.LENGTH))
                 self._ready.put_nowait(choice.take())
-                return
-            parts = increments(engine, choice.prompt, choice.sampling, index=choice.index, is_streamed=is_streamed)
-            async with contextlib.aclosing(parts):
-                async for part in parts:
-                    choice.add(part)
-                    if choice.finish_reason is not None or (request.stream and choice.has_news):
-                        self._ready.put_nowait(choice.take())
-                    if choice.finish_reason is not None:
-                        return
+            while choice.finish_reason is None:
+                rollout, sampling = choice.rest()
+                parts = engine.stream(rollout, sampling) if is_streamed else _generated(engine, rollout, sampling)
+                async with contextlib.aclosing(cast("AsyncGenerator[Increment, None]", parts)) as increments:
+                    async for increment in increments:
+                        choice.add(increment)
+                        if choice.finish_reason is not None or (self.request.stream and choice.has_news):
+                            self._ready.put_nowait(choice.take())
+                        if choice.finish_reason is not None:
+                            break
         except Exception as error:  # noqa: BLE001  (raised again where the request is answered)
             self.fail(error)
 
 
-async def increments(
-    engine: Engine, prompt: Sequence[int], sampling: Sampling, *, index: int, is_streamed: bool
-) -> AsyncGenerator[Increment, None]:
-    """A choice's increments; the last has a finish reason. If new weights interrupt it, what it has sampled is part of the next
-    prompt: the numbers that sampling uses depend on the seed and the position alone. Without `is_streamed` the engine sends
-    all tokens in one message."""
-    name = uuid.uuid4().hex
-    done: list[int] = []
-    while True:
-        rollout = Rollout.from_prompt([*prompt, *done], id=f"{name}-{index}", index=index)
-        num_left, min_left = sampling.max_tokens - len(done), max(0, sampling.min_tokens - len(done))
-        left = dataclasses.replace(sampling, max_tokens=num_left, min_tokens=min_left)
-        parts = engine.stream(rollout, left) if is_streamed else _generated(engine, rollout, left)
-        async with contextlib.aclosing(cast("AsyncGenerator[Increment, None]", parts)) as stream:
-            async for part in stream:
-                done += part.token_ids
-                is_aborted = part.finish_reason is FinishReason.ABORT
-                yield dataclasses.replace(part, finish_reason=None) if is_aborted else part
-                if part.finish_reason is not None and not is_aborted:
-                    return
-
-
 async def _generated(engine: Engine, rollout: Rollout, sampling: Sampling) -> AsyncGenerator[Increment, None]:
-    """The whole call as one increment."""
+    """A call as one increment: the engine sends all tokens in one message."""
     longer = await engine.generate(rollout, sampling)
     token_ids, logprobs, versions = (
         tuple(column[len(rollout) :].tolist()) for column in (longer.token_ids, longer.logprobs, longer.versions)
@@ -134,21 +113,20 @@ class Choice:
         self, request: CompletionRequest, served: ServedModel, index: int, prompt_logprobs: Sequence[float | None]
     ) -> None:
         which, sibling = divmod(index, request.num_choices)
-        self.index = index
-        self.prompt = request.prompts[which]
-        self.sampling = request.sampling_of(self.prompt, sibling, served.context)
         self.finish_reason: FinishReason | None = None
-        self.num_tokens = 0
+        self.token_ids: list[int] = []  # sampled so far
+        self._index, self._prompt = index, request.prompts[which]
+        self._sampling = request.sampling_of(self._prompt, sibling, served.context)
         self._num_calls = 0
         self._stop_reason: str | int | None = None  # the stop string or token; None for the model's own stop tokens
         self._request, self._served, self._prompt_logprobs = request, served, prompt_logprobs
         self._reader = TextReader(
             served.tokenizer,
-            self.prompt,
+            self._prompt,
             stops=request.stops,
             include_stop=request.include_stop_str_in_output,
             skip_special=request.skip_special_tokens,
-            min_tokens=self.sampling.min_tokens,
+            min_tokens=self._sampling.min_tokens,
         )
         self._tool_calls = ToolCallReader(max_calls=request.max_tool_calls) if request.max_tool_calls else None
         self._is_first = True
@@ -156,21 +134,29 @@ class Choice:
         self._text = ""  # this and the lists: what came since the last `take`
         if request.echo:
             given = request.prompt_texts[which]
-            self._text = self._decode(self.prompt) if given is None else given
+            self._text = self._decode(self._prompt) if given is None else given
         self._calls: list[dict[str, Any]] = []
         self._tokens: list[tuple[int, float | None, int]] = []  # with their logprobs and versions
+
+    def rest(self) -> tuple[Rollout, Sampling]:
+        """What is left to generate. What was sampled is part of its prompt: the numbers that sampling uses depend on the seed
+        and the position alone."""
+        num_done, sampling = len(self.token_ids), self._sampling
+        rollout = Rollout.from_prompt([*self._prompt, *self.token_ids], id=uuid.uuid4().hex, index=self._index)
+        num_left, min_left = sampling.max_tokens - num_done, max(0, sampling.min_tokens - num_done)
+        return rollout, dataclasses.replace(sampling, max_tokens=num_left, min_tokens=min_left)
 
     def add(self, part: Increment) -> None:
         """The next tokens, up to where a stop string ends the completion. A stop token is one of them, but its text shows only
         if it is asked for."""
         reader, num_used = self._reader, len(part.token_ids)
-        self.finish_reason = part.finish_reason
+        self.finish_reason = None if part.finish_reason is FinishReason.ABORT else part.finish_reason
         by_token = part.token_ids[-1] if part.finish_reason is FinishReason.STOP else None
         self._stop_reason = None if by_token in self._served.stop_ids else by_token
         hides_last = by_token is not None and not self._request.include_stop_str_in_output
         before = reader.num_pushed
         text = reader.push(part.token_ids[:-1] if hides_last else part.token_ids)
-        if part.finish_reason is not None:
+        if self.finish_reason is not None:
             text += reader.finish()
         if reader.stopped_by is not None:
             self.finish_reason, self._stop_reason = FinishReason.STOP, reader.stopped_by
@@ -183,8 +169,8 @@ class Choice:
             self._calls += calls
             self._num_calls += len(calls)
         self._text += text
+        self.token_ids += part.token_ids[:num_used]
         self._tokens += list(zip(part.token_ids, part.logprobs, part.versions, strict=True))[:num_used]
-        self.num_tokens += num_used
 
     @property
     def has_news(self) -> bool:
@@ -195,12 +181,12 @@ class Choice:
     def take(self) -> dict[str, Any]:
         """What came since the last call, as OpenAI's choice."""
         request = self._request
-        choice: dict[str, Any] = {"index": self.index, "finish_reason": self.finish_reason, "stop_reason": self._stop_reason}
+        choice: dict[str, Any] = {"index": self._index, "finish_reason": self.finish_reason, "stop_reason": self._stop_reason}
         if self._num_calls and self.finish_reason is FinishReason.STOP:  # a truncated choice says so, even if it called a tool
             choice["finish_reason"] = "tool_calls"
         if request.return_token_ids:
             if self._is_first:
-                choice["prompt_token_ids"] = list(self.prompt)
+                choice["prompt_token_ids"] = list(self._prompt)
             choice["token_ids"] = [token for token, _, _ in self._tokens]
             choice["versions"] = [version for _, _, version in self._tokens]
         if request.is_chat:
@@ -226,7 +212,7 @@ class Choice:
     def _completion_logprobs(self) -> dict[str, Any]:
         """`top_logprobs` is null: only the sampled token's logprob is recorded."""
         is_echo = self._request.echo and self._is_first
-        prompt = zip(self.prompt, self._prompt_logprobs, strict=True) if is_echo else ()
+        prompt = zip(self._prompt, self._prompt_logprobs, strict=True) if is_echo else ()
         found: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": None, "text_offset": []}
         for token, value in (*prompt, *((token, value) for token, value, _ in self._tokens)):
             found["tokens"].append(self._token_name(token, self._decode([token], skip_special=False)))
