@@ -13,7 +13,6 @@ import itertools
 import os
 import secrets
 import shutil
-import socket
 import tempfile
 import traceback
 from pathlib import Path
@@ -194,32 +193,33 @@ def socket_place() -> Path:
 class Listener:
     """Accepts the streams of a run's processes. Each stream announces its process name and channel."""
 
-    def __init__(self, *, token: str, folder: Path | None) -> None:
-        self.address = ""
-        self._token, self._folder = token, folder
-        self._server: asyncio.Server | None = None
+    address: str
+    _server: asyncio.Server
+    _folder: Path | None = None
+
+    def __init__(self, *, token: str) -> None:
+        self._token = token
         self._expected: dict[tuple[str, str], tuple[int, asyncio.Future[Stream]]] = {}
-        self._greeting: set[asyncio.Task[Any] | None] = set()
+        self._greeting: set[asyncio.Task[Any]] = set()
 
     @classmethod
     async def on_this_host(cls, *, token: str, prefix: str = "") -> Listener:
         """A Unix socket in a private folder whose name starts with `prefix`."""
+        listener = cls(token=token)
         folder = Path(tempfile.mkdtemp(prefix=f"{prefix or f'headrace-{os.getpid()}'}-", dir=socket_place()))
-        listener = cls(token=token, folder=folder)
+        listener._folder, listener.address = folder, f"unix:{folder / 's'}"
         listener._server = await asyncio.start_unix_server(listener._admit, folder / "s", limit=_READ_AHEAD)
-        listener.address = f"unix:{folder / 's'}"
         return listener
 
     @classmethod
     async def between_hosts(cls, host: str, port: int = 0, *, token: str) -> Listener:
         """A TCP port; 0 picks a free one."""
-        listener = cls(token=token, folder=None)
+        listener = cls(token=token)
         try:
-            server = await asyncio.start_server(listener._admit, host, port, limit=_READ_AHEAD)
+            listener._server = await asyncio.start_server(listener._admit, host, port, limit=_READ_AHEAD)
         except OSError as error:
             raise OSError(error.errno, f"port {port} on {host} cannot be used ({error.strerror}); choose another") from error
-        listener._server = server
-        listener.address = f"tcp:{host}:{server.sockets[0].getsockname()[1]}"
+        listener.address = f"tcp:{host}:{listener._server.sockets[0].getsockname()[1]}"
         return listener
 
     def expect(self, name: str, channel: str, *, incarnation: int = 0) -> asyncio.Future[Stream]:
@@ -231,6 +231,7 @@ class Listener:
     async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Drop peers that are unauthenticated, unexpected or silent."""
         stream, task, is_admitted = Stream(reader, writer), asyncio.current_task(), False
+        assert task is not None
         self._greeting.add(task)
         try:
             async with asyncio.timeout(_HELLO_SECONDS):
@@ -238,28 +239,24 @@ class Listener:
                 stream.write({"challenge": challenge})
                 hello = await stream.receive(max_bytes=_HELLO_BYTES)
             name, channel = hello["name"], hello["channel"]
-            if not is_proven(hello["proof"], self._token, "client", challenge, name, channel, hello["incarnation"]):
-                raise PermissionError("wrong token")
             incarnation, arrived = self._expected[name, channel]
-            if hello["incarnation"] != incarnation:
-                raise PermissionError(f"incarnation {hello['incarnation']} of {name}, where {incarnation} is expected")
-            stream.write({"proof": proof(self._token, "server", str(hello["challenge"]))})
-            del self._expected[name, channel]
-            arrived.set_result(stream)
-            is_admitted = True
-        except (OSError, TimeoutError, frames.WireError, LookupError, TypeError, asyncio.InvalidStateError):
-            pass
+            is_it = is_proven(hello["proof"], self._token, "client", challenge, name, channel, incarnation)
+            if is_it and hello["incarnation"] == incarnation and not arrived.done():
+                stream.write({"proof": proof(self._token, "server", str(hello["challenge"]))})
+                del self._expected[name, channel]
+                arrived.set_result(stream)
+                is_admitted = True
+        except (OSError, TimeoutError, frames.WireError, LookupError, TypeError):
+            pass  # closed below
         finally:
             self._greeting.discard(task)
             if not is_admitted:
                 stream.close()
 
     def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
+        self._server.close()
         for task in self._greeting:
-            if task is not None:
-                task.cancel()
+            task.cancel()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -272,7 +269,6 @@ async def connect(address: str, *, token: str, name: str, channel: str, incarnat
     elif kind == "tcp":
         host, _, port = place.rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port), limit=_READ_AHEAD)
-        writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     else:
         raise ValueError(f"address {address!r}: must be unix:PATH or tcp:HOST:PORT")
     stream = Stream(reader, writer)
@@ -286,6 +282,7 @@ async def connect(address: str, *, token: str, name: str, channel: str, incarnat
             answer = await stream.receive(max_bytes=_HELLO_BYTES)
         if not is_proven(answer["proof"], token, "server", challenge):
             raise PermissionError(f"the listener at {address} does not know this run's token")
+        return stream
     except BaseException as error:
         stream.close()
         if isinstance(error, frames.WireError | LookupError | TypeError):
@@ -294,4 +291,3 @@ async def connect(address: str, *, token: str, name: str, channel: str, incarnat
             reason = "another token, or it is not expected"
             raise StreamClosed(f"{address} did not let {name!r} in as {channel!r}: {reason}") from error
         raise
-    return stream

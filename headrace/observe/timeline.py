@@ -60,6 +60,7 @@ class Timeline:
         self._depth: Counter[str] = Counter()
         self._before: dict[str, str] = {}
         self._since = time.perf_counter()
+        self._lock = threading.Lock()  # held while a span is closed, because a process's `report` comes from another thread
 
     def start(self) -> None:
         """Start the window that `shares` covers."""
@@ -69,17 +70,17 @@ class Timeline:
 
     def enter(self, state: str, *, at: float | None = None) -> None:
         """Change to another state, now or as of an earlier moment of the current span."""
-        now = time.perf_counter() if at is None else max(at, self._since)
-        self._close(now)
-        self._state = state
+        with self._lock:
+            self._close(time.perf_counter() if at is None else max(at, self._since))
+            self._state = state
 
     def split(self, state: str, *, share: float) -> None:
         """Give a share of the span so far to another state."""
         if share > 0:
-            now, current = time.perf_counter(), self._state
-            self._state = state
-            self._close(self._since + share * (now - self._since))
-            self._state = current
+            with self._lock:
+                current, self._state = self._state, state
+                self._close(self._since + share * (time.perf_counter() - self._since))
+                self._state = current
 
     @contextlib.contextmanager
     def during(self, state: str) -> Iterator[None]:
@@ -149,7 +150,6 @@ class ProcessTimeline(Timeline):
     def __init__(self, role: str) -> None:
         super().__init__(role)
         self._spans: list[tuple[str, float, float]] = []
-        self._lock = threading.Lock()  # held while a span is closed, because another thread may call `report`
         self._thread = 0
         self._schedstat = -1  # the thread's file of that name
         self._delay = 0  # nanoseconds of waiting that were counted
@@ -164,14 +164,6 @@ class ProcessTimeline(Timeline):
             totals[state] += span - delayed
             spans, self._spans = self._spans, []
             return {"totals": totals, "occupied": self.occupied, "slots": self.slots, "state": state, "spans": spans}
-
-    def enter(self, state: str, *, at: float | None = None) -> None:
-        with self._lock:
-            super().enter(state, at=at)
-
-    def split(self, state: str, *, share: float) -> None:
-        with self._lock:
-            super().split(state, share=share)
 
     def _delayed(self, span: float) -> float:
         """The excess over `span` is left for the next one. Called by the working thread alone."""

@@ -67,14 +67,14 @@ class Body:
             raise bad(name, f"must be between {low} and {high}")
         return kind(value)
 
-    def end(self, *, harmless: Collection[str] = (), neutral: Mapping[str, Collection[Any]] | None = None) -> None:
-        """Refuse the fields that are left, except `harmless` ones, and `neutral` ones with a value that requests nothing."""
+    def end(self, neutral: Mapping[str, Collection[Any]] | None = None) -> None:
+        """Refuse the fields that are left, except `neutral` ones with a value that requests nothing; `...` stands for any."""
         for name, value in self._left.items():
-            if name in harmless:
-                continue
-            if neutral is None or name not in neutral:
+            values = (neutral or {}).get(name)
+            if values is None:
                 raise bad(shown(name), "is not a parameter this server knows", code="unknown_parameter")
-            if not any(value is nothing or (value == nothing and not isinstance(value, bool)) for nothing in neutral[name]):
+            is_neutral = any(value is each or (value == each and not isinstance(value, bool)) for each in values)
+            if not is_neutral and ... not in values:
                 raise unsupported(name)
 
 

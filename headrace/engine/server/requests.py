@@ -20,17 +20,17 @@ MAX_CHOICES = 1024  # prompts times n in one request
 _MAX_STOPS = 16
 _SEEDS = 2**63
 
-_UNUSED = (
+_UNUSED = (  # about the caller's account or caches
     "metadata parallel_tool_calls prompt_cache_key prompt_cache_options prompt_cache_retention request_id safety_identifier "
     "service_tier store user"
 )
-HARMLESS = frozenset(_UNUSED.split())  # about the caller's account or caches: accepted and not used
 _NEVER = (
     "allowed_token_ids audio chat_template guided_choice guided_grammar guided_json guided_regex kv_transfer_params "
     "logits_processors mm_processor_kwargs moderation prediction prompt_embeds prompt_logprobs reasoning_effort "
     "structured_outputs truncate_prompt_tokens verbosity web_search_options"
 )
 NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(_UNUSED.split(), (...,)),
     **dict.fromkeys(_NEVER.split(), ()),
     "bad_words": ([],),
     "documents": ([],),
@@ -49,7 +49,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "use_beam_search": (False,),
 }
-"""Parameters that change what is generated in a way this engine cannot, and the values of each that request nothing."""
+"""Parameters that are not used, and the values of each that request nothing; ... stands for any. With other values they would
+change what is generated in a way this engine cannot."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +138,7 @@ def parse_request(body: Body, served: ServedModel, *, is_chat: bool) -> Completi
         include_stop_str_in_output=body.take("include_stop_str_in_output", bool, False),
         skip_special_tokens=body.take("skip_special_tokens", bool, True) and not hides_markers,
     )
-    body.end(harmless=HARMLESS, neutral=NEUTRAL)
+    body.end(NEUTRAL)
     return request
 
 
@@ -217,5 +218,5 @@ def _include_usage(body: Body, *, stream: bool) -> bool:
         raise bad("stream_options", "is only for stream = true")
     options = Body(check(value, dict, "stream_options"))
     wanted = bool(options.take("include_usage", bool, False))
-    options.end(harmless={"include_obfuscation"})
+    options.end({"include_obfuscation": (...,)})
     return wanted
