@@ -17,7 +17,7 @@ from headrace.engine.protocol import PromptTooLong
 from headrace.engine.server.body import ApiError, Body, bad, check_token_ids
 from headrace.engine.server.completion import Completion
 from headrace.engine.server.metrics import Metrics
-from headrace.engine.server.requests import MAX_CHOICES, parse_request
+from headrace.engine.server.requests import MAX_CHOICES, CompletionRequest
 from headrace.engine.server.text import ServedModel
 from headrace.errors import in_words
 from headrace.partial import Interrupt
@@ -181,7 +181,7 @@ class CompletionServer:
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         is_chat = request.path == "/v1/chat/completions"
-        parsed = parse_request(await read_body(request), self._served, is_chat=is_chat)
+        parsed = CompletionRequest(await read_body(request), self._served, is_chat=is_chat)
         scores = await self._logprobs(parsed.prompts) if parsed.echo and parsed.logprobs else ()
         if self._ended is not None:
             raise self._ended

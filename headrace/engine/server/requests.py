@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from headrace.engine.server.body import ApiError, Body, bad, check, check_token_ids, kind_of, shown, unsupported
@@ -53,93 +52,71 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 change what is generated in a way this engine cannot."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class CompletionRequest:
-    """One request, read and checked. Flags have the names of OpenAI's and vLLM's parameters."""
+    """The body of `/v1/completions` or `/v1/chat/completions`, read and checked. Flags have the names of the parameters."""
 
-    is_chat: bool
-    prompts: tuple[tuple[int, ...], ...]
-    prompt_texts: tuple[str | None, ...]
-    """As given, if they were text."""
-    num_choices: int
-    """Per prompt."""
-    sampling: Sampling
-    """Of choice 0; choice i adds i to the seed. `max_tokens` is lowered to each prompt's room in the context."""
-    is_scored_only: bool
-    """max_tokens was 0: only the prompt's logprobs are wanted."""
-    stops: tuple[str, ...]
-    logprobs: bool
-    include_usage: bool
-    max_tool_calls: int
-    """How many tool calls to parse out of a choice's text; with 0, all of it is content."""
-    echo: bool
-    stream: bool
-    return_token_ids: bool
-    return_tokens_as_token_ids: bool
-    include_stop_str_in_output: bool
-    skip_special_tokens: bool
+    def __init__(self, body: Body, served: ServedModel, *, is_chat: bool) -> None:
+        name = body.take("model", str, served.model_name)
+        if name != served.model_name:
+            message = f"the model {shown(name)!r} is not served here; it is {served.model_name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        self.is_chat = is_chat
+        self.prompt_texts: list[str | None] = []  # as given, if they were text
+        self.max_tool_calls = 0  # how many to parse out of a choice's text; with 0, all of it is content
+        self.echo = False
+        if is_chat:
+            prompt, self.max_tool_calls = read_chat(body, served)
+            self.prompts = [prompt]
+            self.logprobs: bool = body.take("logprobs", bool, False)
+            if body.number("top_logprobs", 0, low=0, high=20):
+                raise unsupported("top_logprobs", "only the sampled token's logprob is recorded: give 0")
+        else:
+            self.prompts, self.prompt_texts = _prompts(body, served)
+            self.echo = body.take("echo", bool, False)
+            logprobs = body.take("logprobs")
+            if logprobs not in (None, 0, 1) or isinstance(logprobs, bool):
+                raise unsupported("logprobs", "must be 0 or 1: only the sampled token's logprob is recorded")
+            self.logprobs = logprobs is not None
+        self.num_choices = body.number("n", 1, low=1, high=MAX_CHOICES)  # per prompt
+        if self.num_choices * len(self.prompts) > MAX_CHOICES:
+            raise bad(
+                "n", f"{len(self.prompts)} prompts × {self.num_choices} choices are more than {MAX_CHOICES} in one request"
+            )
+        if body.number("best_of", self.num_choices, low=1, high=MAX_CHOICES) != self.num_choices:
+            raise unsupported("best_of", "is not supported by this server; ask for n choices")
+        max_tokens = self._max_tokens(body, served)
+        self.is_scored_only = max_tokens == 0  # only the prompt's logprobs are wanted
+        self.sampling = _sampling(body, served, max_tokens=min(max(1, max_tokens), served.context))
+        self.stops = _stops(body.take("stop"))
+        self.stream: bool = body.take("stream", bool, False)
+        self.include_usage = _include_usage(body, stream=self.stream)
+        self.return_token_ids: bool = body.take("return_token_ids", bool, False)
+        self.return_tokens_as_token_ids: bool = body.take("return_tokens_as_token_ids", bool, False)
+        self.include_stop_str_in_output: bool = body.take("include_stop_str_in_output", bool, False)
+        hides_markers = self.max_tool_calls > 0 and has_special_markers(served.tokenizer)
+        self.skip_special_tokens: bool = body.take("skip_special_tokens", bool, True) and not hides_markers
+        body.end(NEUTRAL)
+
+    def _max_tokens(self, body: Body, served: ServedModel) -> int:
+        max_tokens = body.number("max_tokens", served.context if self.is_chat else 16, low=0, high=_SEEDS)
+        max_tokens = body.number("max_completion_tokens", max_tokens, low=0, high=_SEEDS)
+        if max_tokens == 0 and not self.echo:
+            raise bad("max_tokens", "0 generates nothing; it is for echo, to score a prompt")
+        name = "messages" if self.is_chat else "prompt"
+        for length in map(len, self.prompts):
+            if length == 0:
+                raise bad(name, "is empty; it must come to at least one token")
+            if length + min(max_tokens, 1) > served.context:
+                message = f"the prompt has {length} tokens; the context is {served.context}, and one must be left to generate"
+                raise ApiError(400, message, param=name, code="context_length_exceeded")
+        return max_tokens
 
     def sampling_of(self, prompt: tuple[int, ...], sibling: int, context: int) -> Sampling:
-        """The sampling of one choice."""
+        """The sampling of one choice: its own seed, and as many tokens as the context has room for."""
         max_tokens = min(self.sampling.max_tokens, context - len(prompt))
         seed = (self.sampling.seed + sibling + _SEEDS) % (2 * _SEEDS) - _SEEDS
         min_tokens = min(self.sampling.min_tokens, max_tokens)
         return dataclasses.replace(self.sampling, max_tokens=max_tokens, min_tokens=min_tokens, seed=seed)
-
-
-def parse_request(body: Body, served: ServedModel, *, is_chat: bool) -> CompletionRequest:
-    """The body of `/v1/chat/completions` or `/v1/completions`."""
-    name = body.take("model", str, served.model_name)
-    if name != served.model_name:
-        message = f"the model {shown(name)!r} is not served here; it is {served.model_name!r}"
-        raise ApiError(404, message, param="model", code="model_not_found")
-    echo, max_tool_calls, texts = False, 0, list[str | None]()
-    if is_chat:
-        prompt, max_tool_calls = read_chat(body, served)
-        prompts = [prompt]
-        logprobs = body.take("logprobs", bool, False)
-        if body.number("top_logprobs", 0, low=0, high=20):
-            raise unsupported("top_logprobs", "only the sampled token's logprob is recorded: give 0")
-    else:
-        prompts, texts = _prompts(body, served)
-        echo = body.take("echo", bool, False)
-        given = body.take("logprobs")
-        if given not in (None, 0, 1) or isinstance(given, bool):
-            raise unsupported("logprobs", "must be 0 or 1: only the sampled token's logprob is recorded")
-        logprobs = given is not None
-    num_choices = body.number("n", 1, low=1, high=MAX_CHOICES)
-    if num_choices * len(prompts) > MAX_CHOICES:
-        raise bad("n", f"{len(prompts)} prompts × {num_choices} choices are more than {MAX_CHOICES} in one request")
-    if body.number("best_of", num_choices, low=1, high=MAX_CHOICES) != num_choices:
-        raise unsupported("best_of", "is not supported by this server; ask for n choices")
-    max_tokens = body.number("max_tokens", served.context if is_chat else 16, low=0, high=_SEEDS)
-    max_tokens = body.number("max_completion_tokens", max_tokens, low=0, high=_SEEDS)
-    if max_tokens == 0 and not echo:
-        raise bad("max_tokens", "0 generates nothing; it is for echo, to score a prompt")
-    for prompt in prompts:
-        _check_room(len(prompt), max_tokens, served, name="messages" if is_chat else "prompt")
-    stream = body.take("stream", bool, False)
-    hides_markers = max_tool_calls > 0 and has_special_markers(served.tokenizer)
-    request = CompletionRequest(
-        is_chat=is_chat,
-        prompts=tuple(prompts),
-        prompt_texts=tuple(texts),
-        num_choices=num_choices,
-        sampling=_sampling(body, served, max_tokens=min(max(1, max_tokens), served.context)),
-        is_scored_only=max_tokens == 0,
-        stops=_stops(body.take("stop")),
-        logprobs=logprobs,
-        include_usage=_include_usage(body, stream=stream),
-        max_tool_calls=max_tool_calls,
-        echo=echo,
-        stream=stream,
-        return_token_ids=body.take("return_token_ids", bool, False),
-        return_tokens_as_token_ids=body.take("return_tokens_as_token_ids", bool, False),
-        include_stop_str_in_output=body.take("include_stop_str_in_output", bool, False),
-        skip_special_tokens=body.take("skip_special_tokens", bool, True) and not hides_markers,
-    )
-    body.end(NEUTRAL)
-    return request
 
 
 def _prompts(body: Body, served: ServedModel) -> tuple[list[tuple[int, ...]], list[str | None]]:
@@ -163,14 +140,6 @@ def _prompts(body: Body, served: ServedModel) -> tuple[list[tuple[int, ...]], li
         else:
             raise bad("prompt", f"must be text, token ids, or a list of either; the list holds {kind_of(entry)}")
     return prompts, [entry if isinstance(entry, str) else None for entry in entries]
-
-
-def _check_room(length: int, max_tokens: int, served: ServedModel, *, name: str) -> None:
-    if length == 0:
-        raise bad(name, "is empty; it must come to at least one token")
-    if length + min(max_tokens, 1) > served.context:
-        message = f"the prompt has {length} tokens; the context is {served.context}, and one must be left to generate"
-        raise ApiError(400, message, param=name, code="context_length_exceeded")
 
 
 def _sampling(body: Body, served: ServedModel, *, max_tokens: int) -> Sampling:
