@@ -22,6 +22,7 @@ from headrace.engine.native.engine import NativeEngine
 from headrace.engine.server.address import bind, url_of
 from headrace.engine.server.app import MAX_BODY, CompletionServer
 from headrace.engine.server.requests import NEUTRAL
+from headrace.engine.server.text import ServedModel
 from headrace.model.load import load_model, load_tokenizer
 from headrace.model.weights import named_tensors
 from headrace.observe import Timeline
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 CONTEXT = 256
 END = 1
 NAME = "tiny"
+FACTS = {"model_name": NAME, "stop_ids": (END,), "context": CONTEXT, "vocabulary": 102}
 
 
 @contextlib.contextmanager
@@ -112,11 +114,11 @@ def serving(model: str) -> Callable[..., Any]:
             core = EngineCore(load_model(model), name="engine-0", slots=slots, context=CONTEXT)
             tokenizer = options.pop("tokenizer", None) or load_tokenizer(model)
             wrap = options.pop("wrap", lambda engine: engine)
-            settings = {"model_name": NAME, "stop_ids": (END,), "context": CONTEXT, "vocabulary": 102, **options}
+            facts = {name: options.pop(name, value) for name, value in FACTS.items()}
             listener = bind("127.0.0.1", 0, has_token=False)
             url = url_of(listener)
             with decoding(core, sync) as engine:
-                server = CompletionServer(wrap(engine), tokenizer, **settings)
+                server = CompletionServer(wrap(engine), ServedModel(tokenizer, **facts), **options)
                 token = options.get("api_token") or "none"
                 async with (
                     server.listening(listener),
@@ -771,10 +773,9 @@ def test_shutting_down_ends_open_streams(tiny_model):
         core = EngineCore(load_model(tiny_model), name="engine-0", slots=4, context=CONTEXT)
         listener = bind("127.0.0.1", 0, has_token=False)
         url = url_of(listener)
-        options = {"model_name": NAME, "stop_ids": (END,), "context": CONTEXT, "vocabulary": 102}
         with decoding(core, WeightSync(Lineage("life"), MemoryTransport())) as engine:
             client = AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-            server = CompletionServer(engine, load_tokenizer(tiny_model), **options)
+            server = CompletionServer(engine, ServedModel(load_tokenizer(tiny_model), **FACTS))
             async with asyncio.timeout(10), server.listening(listener):
                 extra = {"ignore_eos": True}
                 stream = await client.completions.create(model=NAME, prompt="1", max_tokens=250, stream=True, extra_body=extra)

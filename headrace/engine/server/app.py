@@ -18,7 +18,6 @@ from headrace.engine.server.body import ApiError, Body, bad, check_token_ids
 from headrace.engine.server.completion import Completion
 from headrace.engine.server.metrics import Metrics
 from headrace.engine.server.requests import MAX_CHOICES, CompletionRequest
-from headrace.engine.server.text import ServedModel
 from headrace.errors import in_words
 from headrace.partial import Interrupt
 from headrace.records import Rollout
@@ -27,9 +26,8 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 
-    from transformers import PreTrainedTokenizerBase
-
     from headrace.engine.protocol import Engine, EngineState
+    from headrace.engine.server.text import ServedModel
 
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -49,12 +47,8 @@ class CompletionServer:
     def __init__(
         self,
         engine: Engine,
-        tokenizer: PreTrainedTokenizerBase,
+        served: ServedModel,
         *,
-        model_name: str,
-        stop_ids: tuple[int, ...],
-        context: int,
-        vocabulary: int,
         api_token: str | None = None,
         control_token: str | None = None,
         probe: Callable[[], Awaitable[object]] | None = None,
@@ -63,8 +57,7 @@ class CompletionServer:
     ) -> None:
         self.failed = asyncio.Event()  # set when the engine has failed; its owner then stops the server
         self.failure = ""
-        self._engine, self._probe = engine, probe or engine.state
-        self._served = ServedModel(tokenizer, model_name, context=context, vocabulary=vocabulary, stop_ids=tuple(stop_ids))
+        self._engine, self._served, self._probe = engine, served, probe or engine.state
         self._api_token, self._control_token = api_token, control_token
         self._health_deadline, self._stall_deadline = health_deadline, stall_deadline
         self._in_flight: set[Completion] = set()

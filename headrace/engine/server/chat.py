@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.engine.server.body import ApiError, bad, check, read_json, shown, unsupported
 from headrace.engine.server.text import encode_prompt
-from headrace.engine.server.tool_calls import writes_tool_calls
+from headrace.engine.server.tool_calls import CLOSES, OPENS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,7 +53,8 @@ def read_chat(body: Body, served: ServedModel) -> tuple[tuple[int, ...], int]:
             continue
         if is_dropped:
             raise unsupported(name, f"the model's chat template does not show {what}, so the model would not see them")
-    can_call = bool(tools) and writes_tool_calls(tokenizer.get_chat_template(tools=tools))
+    template = tokenizer.get_chat_template(tools=tools) if tools else ""
+    can_call = OPENS in template and CLOSES in template  # it teaches the form that is parsed; other forms stay content
     return encode_prompt(text, "messages", served, add_special=add_special), max_calls if can_call else 0
 
 

@@ -89,7 +89,12 @@ class CompletionRequest:
         self.sampling = _sampling(body, served, max_tokens=min(max(1, max_tokens), served.context))
         self.stops = _stops(body.take("stop"))
         self.stream: bool = body.take("stream", bool, False)
-        self.include_usage = _include_usage(body, stream=self.stream)
+        options = body.take("stream_options")
+        if options is not None and not self.stream:
+            raise bad("stream_options", "is only for stream = true")
+        stream_options = Body(check(options or {}, dict, "stream_options"))
+        self.include_usage: bool = stream_options.take("include_usage", bool, False)
+        stream_options.end({"include_obfuscation": (...,)})
         self.return_token_ids: bool = body.take("return_token_ids", bool, False)
         self.return_tokens_as_token_ids: bool = body.take("return_tokens_as_token_ids", bool, False)
         self.include_stop_str_in_output: bool = body.take("include_stop_str_in_output", bool, False)
@@ -177,15 +182,3 @@ def _stops(value: Any) -> tuple[str, ...]:  # noqa: ANN401
     if "" in stops:
         raise bad("stop", "an empty stop string would stop before anything is generated")
     return tuple(check(stop, str, "stop") for stop in stops)
-
-
-def _include_usage(body: Body, *, stream: bool) -> bool:
-    value = body.take("stream_options")
-    if value is None:
-        return False
-    if not stream:
-        raise bad("stream_options", "is only for stream = true")
-    options = Body(check(value, dict, "stream_options"))
-    wanted = bool(options.take("include_usage", bool, False))
-    options.end({"include_obfuscation": (...,)})
-    return wanted

@@ -106,11 +106,6 @@ def parse_call(text: str) -> dict[str, Any] | None:
     return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
 
 
-def writes_tool_calls(template: str) -> bool:
-    """Whether a chat template teaches this form. Another form between the same markers is not parsed: it stays content."""
-    return OPENS in template and CLOSES in template
-
-
 def has_special_markers(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether skipping special tokens would drop the markers."""
     return any(token.special and token.content in (OPENS, CLOSES) for token in tokenizer.added_tokens_decoder.values())
