@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from headrace.config import Recipe
 
 STARTED = time.perf_counter()
-DEVICES = ["auto", "cpu", "cuda"]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -109,7 +108,7 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     serve.add_argument("--slots", type=int, default=64, help="completions decoded at once; more wait")
     serve.add_argument("--context", type=int, default=0, help="most tokens of prompt and completion; 0: the model's own limit")
     serve.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of weights and computation")
-    serve.add_argument("--device", choices=DEVICES, default="auto", help="auto: a GPU if there is one")
+    serve.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: a GPU if there is one")
     serve.add_argument("--threads", type=int, default=0, help="CPU threads of torch; 0: one per core")
     serve.add_argument("--name", help="what clients call the model (default: MODEL)")
     serve.add_argument("--api-token", help="clients must send it (default: HEADRACE_API_TOKEN)")

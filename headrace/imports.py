@@ -6,12 +6,9 @@ import importlib
 import importlib.util
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from headrace.settings import ConfigError
-
-if TYPE_CHECKING:
-    from types import ModuleType
 
 
 def import_name(reference: str, *, setting: str) -> Any:  # noqa: ANN401  (whatever the user named)
@@ -31,7 +28,7 @@ def import_name(reference: str, *, setting: str) -> Any:  # noqa: ANN401  (whate
     return getattr(module, name)
 
 
-def _load(place: str) -> ModuleType:
+def _load(place: str) -> Any:  # noqa: ANN401  (a module)
     if not place.endswith(".py"):
         if "" not in sys.path and str(Path.cwd()) not in sys.path:
             sys.path.insert(0, str(Path.cwd()))

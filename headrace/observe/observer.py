@@ -91,7 +91,7 @@ class Observer:
             with path.open("wb") as file:
                 for rollout in rollouts:
                     file.write(encode(pack_rollouts([rollout])))
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001  (as for sinks)
             self.screen.say(f"the rollouts of step {version} are not kept: {error}")
             return None
         return path

@@ -79,9 +79,7 @@ class CompletionRequest:
             self.logprobs = logprobs is not None
         self.num_choices = body.number("n", 1, low=1, high=MAX_CHOICES)  # per prompt
         if self.num_choices * len(self.prompts) > MAX_CHOICES:
-            raise bad(
-                "n", f"{len(self.prompts)} prompts × {self.num_choices} choices are more than {MAX_CHOICES} in one request"
-            )
+            raise bad("n", f"{len(self.prompts)} prompts × {self.num_choices} choices: at most {MAX_CHOICES} in one request")
         if body.number("best_of", self.num_choices, low=1, high=MAX_CHOICES) != self.num_choices:
             raise unsupported("best_of", "is not supported by this server; ask for n choices")
         max_tokens = self._max_tokens(body, served)
