@@ -7,17 +7,21 @@ print(run.summary["bound_by"], run.checkpoint)
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.config import Recipe, load_recipe, make_recipe
 from headrace.errors import is_ours, user_cause
+from headrace.front_door import front_door
 from headrace.records import Batch, Episode, Rollout, WeightUpdate
 from headrace.settings import ConfigError
 
 if TYPE_CHECKING:
     from headrace.envs import Environment
     from headrace.launch import RunResult
+else:
+    __getattr__ = front_door(__name__)
 
 __version__ = "0.1.0"
 __all__ = [
@@ -92,14 +96,4 @@ def reward(function: Any = None, *, name: str = "") -> Any:  # noqa: ANN401  (a 
     """Give a reward function a name of its own in metrics and rollouts: `@headrace.reward(name="exact")`."""
     from headrace.score import RewardFunction
 
-    if function is None:
-        return lambda given: RewardFunction(given, name=name)
-    return RewardFunction(function, name=name)
-
-
-def __getattr__(name: str) -> Any:  # noqa: ANN401
-    if name == "Environment":  # imported on first use
-        from headrace.envs import Environment
-
-        return Environment
-    raise AttributeError(f"module 'headrace' has no attribute {name!r}")
+    return functools.partial(RewardFunction, name=name) if function is None else RewardFunction(function, name=name)

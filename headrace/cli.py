@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import shlex
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace import __version__
+from headrace.bench import add_bench_command
 from headrace.errors import command, in_words, user_frame
 from headrace.settings import ConfigError, describe, parse_override, to_dict, to_toml
 
@@ -22,27 +22,6 @@ if TYPE_CHECKING:
     from headrace.config import Recipe
 
 STARTED = time.perf_counter()
-BENCHES = {
-    "learn": "whether the quickstart learns, over several seeds",
-    "controller": "the launcher's own cost per rollout, with 10,000 in flight",
-    "overlap": "generation and training at the same time, against the slower of the two alone",
-    "sync": "sending new weights to the engines: every transport, full and delta, against a plain copy",
-    "partial": "what each interrupt costs: tokens wasted, time stalled, KV cache recomputed, lag",
-    "engine": "the native engine's tokens a second, against the memory bandwidth's limit, transformers and vLLM",
-    "trainer": "the trainer's tokens a second, FLOPs utilization and memory, against transformers",
-    "step": "whole RL steps, synchronous and asynchronous, against TRL with vLLM",
-    "vllm": "a vLLM server as the engine, against the native one: tokens a second, logprobs, updates in flight",
-}
-"""Each is a module of `headrace.bench` with a `run(*, quick, json_file)`."""
-BENCH_OPTIONS = {
-    "seeds": ("learn",),
-    "losses": ("learn",),
-    "model": ("engine", "sync", "vllm"),
-    "device": ("partial",),
-    "only": ("trainer", "step"),
-}
-"""Options that only some benchmarks have."""
-DEVICES = ["auto", "cpu", "cuda"]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -112,23 +91,8 @@ def make_parser() -> argparse.ArgumentParser:
     inspect.set_defaults(run=_inspect)
 
     _add_serve(commands)
-    _add_bench(commands)
+    add_bench_command(commands)
     return parser
-
-
-def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    bench = commands.add_parser("bench", help="run a benchmark; prints a table and can write JSON")
-    bench.add_argument("name", choices=list(BENCHES), help="; ".join(f"{name}: {text}" for name, text in BENCHES.items()))
-    bench.add_argument("--json", type=Path, help="also write the figures to this file")
-    bench.add_argument(
-        "--quick", action="store_true", help="under a minute on 2 cores: shows that it runs, not what it measures"
-    )
-    bench.add_argument("--seeds", type=int, help="learn: number of seeds (default: 5, or 3 with --losses)")
-    bench.add_argument("--losses", help="learn: losses to try on every seed, such as grpo,cispo,gspo,decoupled_ppo")
-    bench.add_argument("--model", help="engine, sync, vllm: a Hugging Face folder to measure with")
-    bench.add_argument("--device", choices=DEVICES, help="partial: where to run (default: auto, a GPU if there is one)")
-    bench.add_argument("--only", help="trainer, step: the parts to measure, separated by commas; a wrong name lists them")
-    bench.set_defaults(run=_bench)
 
 
 def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -144,7 +108,7 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     serve.add_argument("--slots", type=int, default=64, help="completions decoded at once; more wait")
     serve.add_argument("--context", type=int, default=0, help="most tokens of prompt and completion; 0: the model's own limit")
     serve.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of weights and computation")
-    serve.add_argument("--device", choices=DEVICES, default="auto", help="auto: a GPU if there is one")
+    serve.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: a GPU if there is one")
     serve.add_argument("--threads", type=int, default=0, help="CPU threads of torch; 0: one per core")
     serve.add_argument("--name", help="what clients call the model (default: MODEL)")
     serve.add_argument("--api-token", help="clients must send it (default: HEADRACE_API_TOKEN)")
@@ -227,20 +191,15 @@ def _check_inputs(recipe: Recipe) -> None:
 
 
 def _inspect(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
-    from headrace.observe import InspectError, read_rollouts, render
+    from headrace.observe import read_rollouts, render
 
-    try:
-        step, rollouts = read_rollouts(options.folder, options.step)
-    except InspectError as error:
-        print(f"headrace: {error}", file=sys.stderr)
-        return 2
-    chosen = [rollout for rollout in rollouts if options.rollout in (None, rollout.id)]
-    if options.rollout is None:
-        ordered = sorted(rollouts, key=lambda rollout: rollout.reward or 0.0)
-        chosen = [ordered[-1], ordered[0]]
+    step, rollouts = read_rollouts(options.folder, options.step)
+    ordered = sorted(rollouts, key=lambda rollout: rollout.reward or 0.0)
+    chosen = [ordered[-1], ordered[0]]
+    if options.rollout is not None:
+        chosen = [rollout for rollout in rollouts if rollout.id == options.rollout]
     if not chosen:
-        print(f"headrace: step {step} has no rollout {options.rollout!r}; it has {rollouts[0].id} …", file=sys.stderr)
-        return 2
+        raise ConfigError(f"step {step} has no rollout {options.rollout!r}; it has {rollouts[0].id} …")
     token_text = _token_text(options.folder)
     print(f"step {step}: {len(rollouts)} rollouts")
     for rollout in chosen:
@@ -249,8 +208,6 @@ def _inspect(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
 
 
 def _token_text(folder: Path) -> Any:  # noqa: ANN401  (a function from token id to text)
-    if not any((folder / "checkpoints").glob("step-*")):
-        return str  # without importing anything heavy
     from headrace.model import load_tokenizer
     from headrace.run import checkpoints_in
 
@@ -277,33 +234,13 @@ def _serve(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
 
     from headrace.launch import ServeOptions, serve
 
-    how = ServeOptions(
-        model=options.model,
-        name=options.name or options.model,
-        slots=options.slots,
-        context=options.context,
-        dtype=options.dtype,
-        device=options.device,
-        threads=options.threads,
-        api_token=api_token,
-        control_token=control_token,
-    )
+    given = {name: getattr(options, name) for name in ("model", "slots", "context", "dtype", "device", "threads")}
+    how = ServeOptions(**given, name=options.name or options.model, api_token=api_token, control_token=control_token)
     try:
         return serve(how, listener)
     except RuntimeError as error:
         print(f"headrace: {error}", file=sys.stderr)
         return 1
-
-
-def _bench(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
-    given = {name: getattr(options, name) for name in BENCH_OPTIONS if getattr(options, name) is not None}
-    for name, value in given.items():
-        if options.name not in BENCH_OPTIONS[name]:
-            raise ConfigError(f"--{name} = {value}: only `headrace bench {' or '.join(BENCH_OPTIONS[name])}` has {name}")
-    if options.model is not None and not Path(options.model).is_dir():
-        raise ConfigError(f"--model = {options.model}: the folder does not exist")
-    module = importlib.import_module(f"headrace.bench.{options.name}")
-    return int(module.run(quick=options.quick, json_file=options.json, **given))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ def import_name(reference: str, *, setting: str) -> Any:  # noqa: ANN401  (whate
     if not place or not name:
         raise ConfigError(f"{setting} = {reference!r}: write module:name or file.py:name")
     try:
-        module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
+        module = _load(place)
     except (ImportError, FileNotFoundError) as error:
         raise ConfigError(f"{setting} = {reference!r}: {error}") from error
     except SystemExit as error:
@@ -28,13 +28,12 @@ def import_name(reference: str, *, setting: str) -> Any:  # noqa: ANN401  (whate
     return getattr(module, name)
 
 
-def _load_module(name: str) -> Any:  # noqa: ANN401
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    return importlib.import_module(name)
-
-
-def _load_file(path: Path) -> Any:  # noqa: ANN401
+def _load(place: str) -> Any:  # noqa: ANN401  (a module)
+    if not place.endswith(".py"):
+        if "" not in sys.path and str(Path.cwd()) not in sys.path:
+            sys.path.insert(0, str(Path.cwd()))
+        return importlib.import_module(place)
+    path = Path(place)
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file (paths are relative to {Path.cwd()})")
     name = f"_headrace_user_{path.stem}_{abs(hash(str(path.resolve())))}"

@@ -29,10 +29,17 @@ class Claim:
     def __init__(self, place: Path, prefix: str) -> None:
         self._place, self._prefix = place, prefix
         self._descriptor: int | None = None
+        path = place / f"{prefix}.lock"
         try:
-            self._descriptor = _locked(place / f"{prefix}.lock")
+            while True:
+                self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+                if os.fstat(self._descriptor).st_nlink:
+                    break
+                os.close(self._descriptor)  # another run's sweep removed the file between the two calls
             os.write(self._descriptor, "\n".join(_this_host()).encode())
         except OSError as error:  # a file system without locks
+            path.unlink(missing_ok=True)
             message = "%s cannot be locked (%s): if this run is killed, remove %s-* there by hand"
             logging.getLogger("headrace").warning(message, place, error, prefix)
 
@@ -44,32 +51,12 @@ class Claim:
             self._descriptor = None
 
 
-def _locked(path: Path) -> int:
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        except OSError:
-            os.close(descriptor)
-            path.unlink(missing_ok=True)
-            raise
-        if os.fstat(descriptor).st_nlink:
-            return descriptor
-        os.close(descriptor)  # another run's sweep removed the file between the two calls
-
-
 def _this_host() -> list[str]:
     """The host's name and its boot id, which containers share."""
     names = [platform.node()]
     with contextlib.suppress(OSError):  # only Linux has it
         names.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
     return names
-
-
-def _is_this_host(names: list[str]) -> bool:
-    """Compare boot ids if both are known: hosts that share a file system may have the same name."""
-    ours = _this_host()
-    return names[1:] == ours[1:] if names[1:] and ours[1:] else names[:1] == ours[:1]
 
 
 def orphans(place: Path) -> Iterator[str]:
@@ -82,8 +69,10 @@ def orphans(place: Path) -> Iterator[str]:
             descriptor = os.open(lock, os.O_RDWR | os.O_NOFOLLOW)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                hosts = os.read(descriptor, 4096).decode(errors="replace").splitlines()
-                if os.fstat(descriptor).st_uid == os.geteuid() and _is_this_host(hosts):
+                theirs, ours = os.read(descriptor, 4096).decode(errors="replace").splitlines(), _this_host()
+                # Hosts that share a file system may have the same name, so boot ids are compared if both are known
+                part = slice(1, None) if theirs[1:] and ours[1:] else slice(1)
+                if os.fstat(descriptor).st_uid == os.geteuid() and theirs[part] == ours[part]:
                     yield lock.stem
             finally:
                 os.close(descriptor)

@@ -13,7 +13,6 @@ import itertools
 import os
 import secrets
 import shutil
-import socket
 import tempfile
 import traceback
 from pathlib import Path
@@ -25,7 +24,7 @@ from headrace.records import frames
 from headrace.settings import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator, Mapping
+    from collections.abc import Awaitable, Callable, Mapping
 
     Handler = Callable[..., Awaitable[Any]]
     OnNotice = Callable[[Any], None]
@@ -36,6 +35,7 @@ _LONGEST_UNIX_PATH = 100
 """Bytes; Linux allows 108."""
 _HIGH_WATER = 4 << 20
 _READ_AHEAD = 4 << 20
+_CLOSED = "the other end closed the stream"
 
 
 class StreamClosed(ConnectionError):
@@ -67,7 +67,7 @@ class Stream:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
         writer.transport.set_write_buffer_limits(high=_HIGH_WATER)
-        self.bytes_sent = self.bytes_received = 0
+        self.bytes_sent = 0
 
     @property
     def backlog(self) -> int:
@@ -85,27 +85,22 @@ class Stream:
 
     async def drain(self) -> None:
         """Wait until the OS has accepted most of what was written."""
-        with _closed_explained():
+        try:
             await self._writer.drain()
+        except ConnectionError as error:
+            raise StreamClosed(_CLOSED) from error
 
     async def receive(self, *, max_bytes: int = frames.MAX_FRAME) -> Any:  # noqa: ANN401  (anything that was sent)
-        with _closed_explained():
+        try:
             preamble = await self._reader.readexactly(frames.PREAMBLE_BYTES)
             rest = await self._reader.readexactly(frames.remaining_bytes(preamble, max_bytes=max_bytes))
-        self.bytes_received += len(preamble) + len(rest)
+        except (asyncio.IncompleteReadError, ConnectionError) as error:
+            raise StreamClosed(_CLOSED) from error
         return frames.decode(preamble + rest, max_bytes=max_bytes)
 
     def close(self) -> None:
         with contextlib.suppress(RuntimeError):  # its event loop may be gone already
             self._writer.close()
-
-
-@contextlib.contextmanager
-def _closed_explained() -> Iterator[None]:
-    try:
-        yield
-    except (asyncio.IncompleteReadError, ConnectionError) as error:
-        raise StreamClosed("the other end closed the stream") from error
 
 
 class Peer:
@@ -148,12 +143,11 @@ class Peer:
                 self._handle(await self.stream.receive())
         except BaseException as error:
             self._has_ended = True
-            reason = error if isinstance(error, StreamClosed) else StreamClosed("the stream was closed here")
-            if isinstance(error, frames.WireError):
-                reason = StreamClosed(f"what the other end sent cannot be read: {error}")
+            is_unreadable = isinstance(error, frames.WireError)
+            reason = f"what the other end sent cannot be read: {error}" if is_unreadable else str(error) or "closed here"
             for answer in list(self._open.values()):
                 if not answer.done():
-                    answer.set_exception(reason)
+                    answer.set_exception(StreamClosed(reason))
                     answer.exception()  # marks it as retrieved, so that asyncio does not warn
             for task in self._answering:
                 task.cancel()
@@ -199,36 +193,33 @@ def socket_place() -> Path:
 class Listener:
     """Accepts the streams of a run's processes. Each stream announces its process name and channel."""
 
-    def __init__(self, *, token: str, folder: Path | None) -> None:
-        self._token, self._folder = token, folder
-        self._server: asyncio.Server | None = None
+    address: str
+    _server: asyncio.Server
+    _folder: Path | None = None
+
+    def __init__(self, *, token: str) -> None:
+        self._token = token
         self._expected: dict[tuple[str, str], tuple[int, asyncio.Future[Stream]]] = {}
         self._greeting: set[asyncio.Task[Any]] = set()
-        self.address = ""
 
     @classmethod
     async def on_this_host(cls, *, token: str, prefix: str = "") -> Listener:
         """A Unix socket in a private folder whose name starts with `prefix`."""
+        listener = cls(token=token)
         folder = Path(tempfile.mkdtemp(prefix=f"{prefix or f'headrace-{os.getpid()}'}-", dir=socket_place()))
-        listener = cls(token=token, folder=folder)
-        try:
-            listener._server = await asyncio.start_unix_server(listener._greet, folder / "s", limit=_READ_AHEAD)
-        except BaseException:
-            listener.close()
-            raise
-        listener.address = f"unix:{folder / 's'}"
+        listener._folder, listener.address = folder, f"unix:{folder / 's'}"
+        listener._server = await asyncio.start_unix_server(listener._admit, folder / "s", limit=_READ_AHEAD)
         return listener
 
     @classmethod
     async def between_hosts(cls, host: str, port: int = 0, *, token: str) -> Listener:
         """A TCP port; 0 picks a free one."""
-        listener = cls(token=token, folder=None)
+        listener = cls(token=token)
         try:
-            server = await asyncio.start_server(listener._greet, host, port, limit=_READ_AHEAD)
+            listener._server = await asyncio.start_server(listener._admit, host, port, limit=_READ_AHEAD)
         except OSError as error:
             raise OSError(error.errno, f"port {port} on {host} cannot be used ({error.strerror}); choose another") from error
-        listener._server = server
-        listener.address = f"tcp:{host}:{server.sockets[0].getsockname()[1]}"
+        listener.address = f"tcp:{host}:{listener._server.sockets[0].getsockname()[1]}"
         return listener
 
     def expect(self, name: str, channel: str, *, incarnation: int = 0) -> asyncio.Future[Stream]:
@@ -237,36 +228,33 @@ class Listener:
         self._expected[name, channel] = incarnation, arrived
         return arrived
 
-    def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.get_running_loop().create_task(self._admit(Stream(reader, writer)))
-        self._greeting.add(task)
-        task.add_done_callback(self._greeting.discard)
-
-    async def _admit(self, stream: Stream) -> None:
+    async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Drop peers that are unauthenticated, unexpected or silent."""
+        stream, task, is_admitted = Stream(reader, writer), asyncio.current_task(), False
+        assert task is not None
+        self._greeting.add(task)
         try:
             async with asyncio.timeout(_HELLO_SECONDS):
                 challenge = secrets.token_hex(16)
                 stream.write({"challenge": challenge})
                 hello = await stream.receive(max_bytes=_HELLO_BYTES)
             name, channel = hello["name"], hello["channel"]
-            if not is_proven(hello["proof"], self._token, "client", challenge, name, channel, hello["incarnation"]):
-                raise PermissionError("wrong token")
             incarnation, arrived = self._expected[name, channel]
-            if hello["incarnation"] != incarnation:
-                raise PermissionError(f"incarnation {hello['incarnation']} of {name}, where {incarnation} is expected")
-            stream.write({"proof": proof(self._token, "server", str(hello["challenge"]))})
-            del self._expected[name, channel]
-            arrived.set_result(stream)
-        except (OSError, TimeoutError, frames.WireError, LookupError, TypeError, asyncio.InvalidStateError):
-            stream.close()
-        except asyncio.CancelledError:
-            stream.close()
-            raise
+            is_it = is_proven(hello["proof"], self._token, "client", challenge, name, channel, incarnation)
+            if is_it and hello["incarnation"] == incarnation and not arrived.done():
+                stream.write({"proof": proof(self._token, "server", str(hello["challenge"]))})
+                del self._expected[name, channel]
+                arrived.set_result(stream)
+                is_admitted = True
+        except (OSError, TimeoutError, frames.WireError, LookupError, TypeError):
+            pass  # closed below
+        finally:
+            self._greeting.discard(task)
+            if not is_admitted:
+                stream.close()
 
     def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
+        self._server.close()
         for task in self._greeting:
             task.cancel()
         if self._folder is not None:
@@ -281,7 +269,6 @@ async def connect(address: str, *, token: str, name: str, channel: str, incarnat
     elif kind == "tcp":
         host, _, port = place.rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port), limit=_READ_AHEAD)
-        writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     else:
         raise ValueError(f"address {address!r}: must be unix:PATH or tcp:HOST:PORT")
     stream = Stream(reader, writer)
@@ -295,6 +282,7 @@ async def connect(address: str, *, token: str, name: str, channel: str, incarnat
             answer = await stream.receive(max_bytes=_HELLO_BYTES)
         if not is_proven(answer["proof"], token, "server", challenge):
             raise PermissionError(f"the listener at {address} does not know this run's token")
+        return stream
     except BaseException as error:
         stream.close()
         if isinstance(error, frames.WireError | LookupError | TypeError):
@@ -303,4 +291,3 @@ async def connect(address: str, *, token: str, name: str, channel: str, incarnat
             reason = "another token, or it is not expected"
             raise StreamClosed(f"{address} did not let {name!r} in as {channel!r}: {reason}") from error
         raise
-    return stream

@@ -7,6 +7,7 @@ second. The string under each field is its documentation, also in `--help`.
 from __future__ import annotations
 
 import ast
+import copy
 import dataclasses
 import difflib
 import inspect
@@ -77,12 +78,12 @@ def build(cls: type[T], data: Mapping[str, Any], *, origin: Origin = Origin(), p
     for key, value in data.items():
         path = prefix + key
         if key not in hints:
-            advice = origin.advise(key) or _nearest(path, cls, prefix)
+            advice = origin.advise(key) or _nearest(key, [f.name for f in dataclasses.fields(cls)], prefix)
             raise ConfigError(f"{origin.locate(path)}{path} is not a setting; {advice}")
         values[key] = _convert(hints[key], value, origin=origin, path=path)
-    missing = [f.name for f in dataclasses.fields(cls) if f.name not in values and not _has_default(f)]
-    if missing:
-        raise ConfigError(f"{origin.locate(prefix.rstrip('.'))}{prefix}{missing[0]} is missing and has no default")
+    for f in dataclasses.fields(cls):
+        if f.name not in values and _default(f) is dataclasses.MISSING:
+            raise ConfigError(f"{origin.locate(prefix.rstrip('.'))}{prefix}{f.name} is missing and has no default")
     try:
         return cls(**values)
     except ConfigError as error:
@@ -92,9 +93,8 @@ def build(cls: type[T], data: Mapping[str, Any], *, origin: Origin = Origin(), p
 
 def apply_overrides(data: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of nested `data` with dotted keys set; a number in a path is an index into a list of tables."""
-    result: dict[str, Any] = _copy(data)
-    for path, given in overrides.items():
-        value = _copy(given)
+    result: dict[str, Any] = copy.deepcopy(dict(data))
+    for path, value in copy.deepcopy(dict(overrides)).items():
         *parents, last = path.split(".")
         node: Any = result
         for depth, part in enumerate(parents):
@@ -125,16 +125,14 @@ def parse_override(argument: str) -> tuple[str, Any]:
 
 def to_dict(settings: Any) -> dict[str, Any]:  # noqa: ANN401  (any settings dataclass)
     """Nested plain data that `build` accepts; None is left out."""
+    pairs = {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings)}
+    return {name: _plain(value) for name, value in pairs.items() if value is not None}
 
-    def plain(value: object) -> object:
-        if dataclasses.is_dataclass(value):
-            return to_dict(value)
-        if isinstance(value, tuple):
-            return [plain(item) for item in value]
-        return dict(value) if isinstance(value, dict) else value
 
-    pairs = ((f.name, getattr(settings, f.name)) for f in dataclasses.fields(settings))
-    return {name: plain(value) for name, value in pairs if value is not None}
+def _plain(value: object) -> object:
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return to_dict(value) if dataclasses.is_dataclass(value) else value
 
 
 def identity(settings: Any) -> dict[str, Any]:  # noqa: ANN401  (any settings dataclass)
@@ -163,11 +161,10 @@ def to_toml(data: Mapping[str, Any], *, prefix: str = "") -> str:
     """TOML text of nested plain data: values first, then tables, then lists of tables."""
     lines = [f"{_toml_key(key)} = {_toml_value(value)}" for key, value in data.items() if not _is_table(value)]
     for key, value in data.items():
-        if isinstance(value, dict):
-            lines += ["", f"[{prefix}{_toml_key(key)}]", to_toml(value, prefix=f"{prefix}{_toml_key(key)}.").strip("\n")]
-        elif _is_table(value):
-            for item in value:
-                lines += ["", f"[[{prefix}{_toml_key(key)}]]", to_toml(item, prefix=f"{prefix}{_toml_key(key)}.").strip("\n")]
+        if _is_table(value):
+            name, is_list = prefix + _toml_key(key), isinstance(value, list)
+            for item in value if is_list else [value]:
+                lines += ["", f"[[{name}]]" if is_list else f"[{name}]", to_toml(item, prefix=f"{name}.").strip("\n")]
     return "\n".join(lines) + "\n"
 
 
@@ -180,8 +177,9 @@ def describe(cls: type[Any], *, prefix: str = "") -> Iterator[tuple[str, str, st
         if inner is not None:
             yield from describe(inner, prefix=f"{prefix}{f.name}." if hint is inner else f"{prefix}{f.name}.N.")
         else:
-            default = "" if not _has_default(f) else _toml_value(_default(f))
-            yield prefix + f.name, _type_name(hint), default, docs.get(f.name, "")
+            default = _default(f)
+            shown = "" if default is dataclasses.MISSING else _toml_value(default)
+            yield prefix + f.name, _type_name(hint), shown, docs.get(f.name, "")
 
 
 def _convert(hint: Any, value: Any, *, origin: Origin, path: str) -> Any:  # noqa: ANN401
@@ -215,20 +213,12 @@ def _convert(hint: Any, value: Any, *, origin: Origin, path: str) -> Any:  # noq
     raise ConfigError(f"{origin.locate(path)}{path} = {value!r}: must be {_type_name(hint)}")
 
 
-def _nearest(path: str, cls: type[Any], prefix: str) -> str:
-    names = [f.name for f in dataclasses.fields(cls)]
-    key = path[len(prefix) :]
+def _nearest(key: str, names: list[str], prefix: str) -> str:
     guess = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
-    if guess:
-        return f"did you mean {prefix}{guess[0]}?"
-    return f"there are: {', '.join(prefix + name for name in names)}"
+    return f"did you mean {prefix}{guess[0]}?" if guess else f"there are: {', '.join(prefix + name for name in names)}"
 
 
-def _has_default(f: dataclasses.Field[Any]) -> bool:
-    return f.default is not dataclasses.MISSING or f.default_factory is not dataclasses.MISSING
-
-
-def _default(f: dataclasses.Field[Any]) -> Any:  # noqa: ANN401
+def _default(f: dataclasses.Field[Any]) -> Any:  # noqa: ANN401  (MISSING if it has none)
     factory = f.default_factory
     return f.default if factory is dataclasses.MISSING else factory()
 
@@ -266,12 +256,6 @@ def _index(part: str, items: list[Any], path: str) -> int:
     if not part.isdecimal() or int(part) >= len(items):
         raise ConfigError(f"{path}: {part!r} must be an index below {len(items)}")
     return int(part)
-
-
-def _copy(value: Any) -> Any:  # noqa: ANN401
-    if isinstance(value, dict):
-        return {key: _copy(item) for key, item in value.items()}
-    return [_copy(item) for item in value] if isinstance(value, list) else value
 
 
 def _is_table(value: object) -> bool:

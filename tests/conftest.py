@@ -54,9 +54,8 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Timelines go by this clock, and the system keeps no thread from its processor."""
     clock = Clock()
-    for module in ("timeline", "remote_timeline"):
-        monkeypatch.setattr(f"headrace.observe.{module}.time", clock)
-    monkeypatch.setattr("headrace.observe.remote_timeline._RunDelay._read", lambda _: 0)
+    monkeypatch.setattr("headrace.observe.timeline.time", clock)
+    monkeypatch.setattr("headrace.observe.timeline.ProcessTimeline._read_delay", lambda _: 0)
     return clock
 
 

@@ -5,3 +5,12 @@ rows. `take_turns` interleaves contestants; `child` runs peers and receivers in 
 batches and trainers; `measure` measures time and memory; `drive_loops` and `stubs` run the four loops around stubs. All print a
 table and write the same JSON; figures in the docs name their command.
 """
+
+from typing import TYPE_CHECKING
+
+from headrace.front_door import front_door
+
+if TYPE_CHECKING:
+    from headrace.bench.command import add_bench_command
+else:
+    __getattr__ = front_door(__name__)

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from headrace.engine.remote_engine import RemoteEngine
     from headrace.engine.request import Request
     from headrace.engine.server.address import bind, url_of
-    from headrace.engine.server.app import SERVER, listening, make_app
+    from headrace.engine.server.app import CompletionServer
+    from headrace.engine.server.text import ServedModel
     from headrace.engine.settings import EngineSettings, SamplingSettings
     from headrace.engine.tokenizers import decoder_of, stop_tokens
     from headrace.engine.vllm.engine import VllmEngine

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers.utils import logging as transformers_logging
 
-from headrace.engine import SERVER, EngineCore, NativeEngine, decoder_of, listening, make_app, stop_tokens, url_of
+from headrace.engine import CompletionServer, EngineCore, NativeEngine, ServedModel, decoder_of, stop_tokens, url_of
 from headrace.launch.placement import pick_device
 from headrace.launch.stop import StopRequest
 from headrace.model import ModelSettings, context_limit, load_model, load_tokenizer, tiny
@@ -94,18 +94,20 @@ async def _serve(options: ServeOptions, core: EngineCore, tokenizer: PreTrainedT
     """Waits for a stop signal or an engine failure."""
     loop, stopped, url = asyncio.get_running_loop(), asyncio.Event(), url_of(listener)
     engine = NativeEngine(core, sync=WeightSync(Lineage.new(), MemoryTransport()), timeline=Timeline("engine"))
-    app = make_app(
-        engine,
+    served = ServedModel(
         tokenizer,
         model_name=options.name,
         stop_ids=stop_tokens(core.model.generation_config, tokenizer),
         context=core.context,
         vocabulary=int(core.model.config.get_text_config().vocab_size),
+    )
+    server = CompletionServer(
+        engine,
+        served,
         api_token=options.api_token,
         control_token=options.control_token,
         probe=lambda: engine.between_steps(lambda: None),
     )
-    server = app[SERVER]
 
     def on_died(died: Future[None]) -> None:  # called in the decode thread
         error = died.exception()
@@ -114,7 +116,7 @@ async def _serve(options: ServeOptions, core: EngineCore, tokenizer: PreTrainedT
     engine.died.add_done_callback(on_died)
     engine.start()
     try:
-        async with listening(app, listener):
+        async with server.listening(listener):
             with StopRequest().heard_by(stopped.set):
                 print(f"serving {options.name} on {url}; try: {_example(options, url)}", flush=True)
                 ends = [asyncio.create_task(event.wait()) for event in (stopped, server.failed)]

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING
 from headrace.front_door import front_door
 
 if TYPE_CHECKING:
-    from headrace.observe.inspect import InspectError, read_rollouts, render
+    from headrace.observe.inspect import read_rollouts, render
     from headrace.observe.observer import Observer
     from headrace.observe.process_memory import peak_memory
-    from headrace.observe.remote_timeline import MirroredTimeline, ProcessTimeline
     from headrace.observe.report import final_report
     from headrace.observe.screen import open_screen, share
     from headrace.observe.settings import ObserveSettings
     from headrace.observe.sinks import read_metrics
-    from headrace.observe.timeline import WAITING, Signal, Timeline, bound_by
+    from headrace.observe.timeline import WAITING, MirroredTimeline, ProcessTimeline, Signal, Timeline, bound_by
 else:
     __getattr__ = front_door(__name__)

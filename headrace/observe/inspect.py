@@ -5,16 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from headrace.records import Source, read_frames, unpack_rollouts
+from headrace.settings import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
     from headrace.records import Rollout
-
-
-class InspectError(ValueError):
-    """The rollouts to show were not kept."""
 
 
 def kept_steps(folder: Path) -> list[int]:
@@ -26,10 +23,10 @@ def read_rollouts(folder: Path, step: int | None = None) -> tuple[int, list[Roll
     """(version, its rollouts) of `step`, by default the last whose rollouts were kept."""
     steps = kept_steps(folder)
     if not steps:
-        raise InspectError(f"{folder} holds no rollouts; is it a run folder? (observe.keep_rollouts_every keeps them)")
+        raise ConfigError(f"{folder} holds no rollouts; is it a run folder? (observe.keep_rollouts_every keeps them)")
     step = steps[-1] if step is None else step
     if step not in steps:
-        raise InspectError(f"step {step} was not kept; there are {steps[0]} to {steps[-1]}")
+        raise ConfigError(f"step {step} was not kept; there are {steps[0]} to {steps[-1]}")
     with (folder / "rollouts" / f"step-{step}.wire").open("rb") as file:
         return step, [rollout for columns in read_frames(file) for rollout in unpack_rollouts(columns)]
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from headrace.observe.remote_timeline import MirroredTimeline
 from headrace.observe.screen import Screen
 from headrace.observe.sinks import Sink, open_sinks
-from headrace.observe.timeline import STATES, Timeline
+from headrace.observe.timeline import STATES, MirroredTimeline, Timeline
 from headrace.observe.trace import Trace
 from headrace.records import encode, pack_rollouts
 
@@ -38,10 +37,12 @@ class Observer:
         self._folder = folder
         self._sinks: list[Sink] = open_sinks(sinks, folder, restored=restored, config=config or {}) if folder else []
         self._trace = Trace(folder / "trace.json") if folder and trace else None
+        if self._trace is not None:
+            self._sinks.append(self._trace)
         self._timelines = {
             role: (MirroredTimeline if role in elsewhere else Timeline)(role, on_span=self._on_span) for role in STATES
         }
-        self._before: dict[str, dict[str, float]] = {}
+        self._before: dict[str, float] = {}
 
     def timeline(self, role: str) -> Timeline:
         return self._timelines[role]
@@ -68,11 +69,16 @@ class Observer:
 
     def version(self, version: int, metrics: Mapping[str, Any]) -> None:
         """After a version is trained: write its metrics, and the seconds in each state since the last version."""
-        budget = self.budget()
-        row = {**metrics, **self._seconds()}
-        self._sinks = [sink for sink in self._sinks if self._safely(type(sink).__name__, sink.write, version, row)]
-        if self._trace is not None:
-            self._to_trace(self._trace.mark, f"version {version}")
+        budget = self.budget()  # closes the current spans
+        totals = {
+            f"seconds/{role}/{state}": total
+            for role, timeline in self._timelines.items()
+            for state, total in timeline.totals.items()
+        }
+        seconds = {name: round(total - self._before.get(name, 0.0), 6) for name, total in totals.items()}
+        self._before = totals
+        for sink in self._sinks.copy():
+            self._write(sink, sink.write, version, {**metrics, **seconds})
         self.screen.row({"version": version, **metrics}, budget)
 
     def keep_rollouts(self, version: int, rollouts: Sequence[Rollout]) -> Path | None:
@@ -80,44 +86,29 @@ class Observer:
         if self._folder is None:
             return None
         path = self._folder / "rollouts" / f"step-{version}.wire"
-        return path if self._safely("rollouts", _write, path, rollouts) else None
+        try:
+            path.parent.mkdir(exist_ok=True)
+            with path.open("wb") as file:
+                for rollout in rollouts:
+                    file.write(encode(pack_rollouts([rollout])))
+        except Exception as error:  # noqa: BLE001  (as for sinks)
+            self.screen.say(f"the rollouts of step {version} are not kept: {error}")
+            return None
+        return path
 
     def close(self) -> None:
         self.screen.close()
-        for sink in self._sinks:
-            self._safely(type(sink).__name__, sink.close)
-        if self._trace is not None:
-            self._to_trace(self._trace.close)
-
-    def _seconds(self) -> dict[str, float]:
-        now = {role: dict(timeline.totals) for role, timeline in self._timelines.items()}
-        before, self._before = self._before, now
-        return {
-            f"seconds/{role}/{state}": round(total - before.get(role, {}).get(state, 0.0), 6)
-            for role, totals in now.items()
-            for state, total in totals.items()
-        }
+        for sink in self._sinks.copy():
+            self._write(sink, sink.close)
 
     def _on_span(self, role: str, state: str, start: float, stop: float) -> None:
-        if self._trace is not None:
-            self._to_trace(self._trace.span, role, state, start, stop)
+        if self._trace is not None and self._trace in self._sinks:
+            self._write(self._trace, self._trace.span, role, state, start, stop)
 
-    def _to_trace(self, write: Callable[..., object], *arguments: object) -> None:
-        if not self._safely("trace", write, *arguments):
-            self._trace = None
-
-    def _safely(self, name: str, write: Callable[..., object], *arguments: object) -> bool:
-        """Whether the write succeeded; if not, tell the user and go on."""
+    def _write(self, sink: Sink, write: Callable[..., object], *arguments: object) -> None:
+        """Write to a sink; if it fails, drop it."""
         try:
             write(*arguments)
         except Exception as error:  # noqa: BLE001  (a full disk, or whatever a metrics service raises)
-            self.screen.say(f"{name} is no longer written: {error}; the run goes on")
-            return False
-        return True
-
-
-def _write(path: Path, rollouts: Sequence[Rollout]) -> None:
-    path.parent.mkdir(exist_ok=True)
-    with path.open("wb") as file:
-        for rollout in rollouts:
-            file.write(encode(pack_rollouts([rollout])))
+            self.screen.say(f"{type(sink).__name__} is no longer written: {error}; the run goes on")
+            self._sinks.remove(sink)

@@ -62,7 +62,7 @@ class LiveTable(Screen):
     def __init__(self, console: Console, *, steps: int) -> None:
         self._console, self._steps = console, steps
         self._rows: deque[dict[str, str]] = deque(maxlen=_ROWS)
-        self._live: Live | None = None
+        self._live = Live(console=console, refresh_per_second=4)
         self._held_out = ""
 
     def say(self, text: str) -> None:
@@ -72,9 +72,7 @@ class LiveTable(Screen):
         cells = _cells(row)
         self._held_out = cells["held-out"] = cells["held-out"] or self._held_out
         self._rows.append(cells)
-        if self._live is None:
-            self._live = Live(console=self._console, refresh_per_second=4, transient=False)
-            self._live.start()
+        self._live.start()  # does nothing from the second row on
         table = Table(title=f"{self._steps} steps", title_justify="left")
         names = [name for name in cells if any(each[name] for each in self._rows)]
         for name in names:
@@ -84,8 +82,7 @@ class LiveTable(Screen):
         self._live.update(Group(table, Text("\n".join(budget_table(budget, brief=True)))))
 
     def close(self) -> None:
-        if self._live is not None:
-            self._live.stop()
+        self._live.stop()
 
 
 def _cells(row: Mapping[str, Any]) -> dict[str, str]:
@@ -110,12 +107,9 @@ def budget_table(budget: Budget, *, brief: bool = False) -> list[str]:
     """Every state of every role, and which role bounds the run. `brief` leaves out states below half a percent."""
     lines = []
     for role, shares in budget.items():
-        if brief:
-            parts = "  ".join(f"{state} {share:.0%}" for state, share in shares.items() if share >= 0.005)
-            lines.append(f"{role:8} {parts}")
-            continue
-        parts = "  ".join(f"{state} {share:5.1%}" for state, share in shares.items())
-        lines.append(f"{role:8} {parts}  = {sum(shares.values()):.0%}")
+        shown = {state: share for state, share in shares.items() if share >= 0.005 or not brief}
+        parts = "  ".join(f"{state} {share:.0%}" if brief else f"{state} {share:5.1%}" for state, share in shown.items())
+        lines.append(f"{role:8} {parts}" + ("" if brief else f"  = {sum(shares.values()):.0%}"))
     role, share = bound_by(budget)
     lines.append(f"bound by {role}: at work {share:.0%} of the time, more than any other role")
     return lines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import uuid
@@ -49,9 +50,8 @@ class TensorBoard:
         self._writer: Any = SummaryWriter(str(folder / "tensorboard"))
 
     def write(self, version: int, metrics: Mapping[str, Any]) -> None:
-        for name, value in metrics.items():
-            if isinstance(value, int | float):
-                self._writer.add_scalar(name, value, version)
+        for name, value in _numbers(metrics).items():
+            self._writer.add_scalar(name, value, version)
 
     def close(self) -> None:
         self._writer.close()
@@ -79,21 +79,22 @@ class WeightsAndBiases:
         self._run.define_metric("*", step_metric="version")
 
     def write(self, version: int, metrics: Mapping[str, Any]) -> None:
-        numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
-        self._run.log({"version": version, **numbers})
+        self._run.log({"version": version, **_numbers(metrics)})
 
     def close(self) -> None:
         self._run.finish()
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, int | float]:
+    return {name: value for name, value in metrics.items() if isinstance(value, int | float)}
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The rows of a metrics.jsonl; a line truncated by a crash is skipped."""
     rows = []
     for line in path.read_text(encoding="utf-8").splitlines():
-        try:
+        with contextlib.suppress(json.JSONDecodeError):
             rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
     return rows
 
 

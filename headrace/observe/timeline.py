@@ -1,15 +1,24 @@
-"""Timelines: each role is in exactly one state at any moment, so its shares of time always sum to 1."""
+"""Timelines: each role is in exactly one state at any moment, so its shares of time always sum to 1.
+
+A role in the launcher has a `Timeline`. A role in other processes has a `ProcessTimeline` in each, whose reports the launcher's
+`MirroredTimeline` adds up.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import threading
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, TypeAlias
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    OnSpan = Callable[[str, str, float, float], None]
 
 Budget: TypeAlias = dict[str, dict[str, float]]
 """Role → state → share of time."""
@@ -23,6 +32,8 @@ BESIDE = "beside "
 """Prefix of spans that are not states (`Timeline.beside`)."""
 IDLE = {"engine": "wait-gate", "trainer": "wait-batch", "scorer": "wait"}
 WAITING = frozenset({"wait-gate", "wait-weights", "wait-batch", "wait", "evaluate", "descheduled"})
+_MAX_SPANS = 20_000
+"""Spans kept between two reports. Beyond that the trace has gaps, but not the budget."""
 
 
 class Signal(asyncio.Event):
@@ -39,7 +50,7 @@ class Signal(asyncio.Event):
 class Timeline:
     """The states of one role. `on_span(role, state, start, stop)` is called for every finished span."""
 
-    def __init__(self, role: str, *, on_span: Callable[[str, str, float, float], None] | None = None) -> None:
+    def __init__(self, role: str, *, on_span: OnSpan | None = None) -> None:
         self.role = role
         self.totals = dict.fromkeys(STATES[role], 0.0)
         self.occupied = 0
@@ -49,6 +60,7 @@ class Timeline:
         self._depth: Counter[str] = Counter()
         self._before: dict[str, str] = {}
         self._since = time.perf_counter()
+        self._lock = threading.Lock()  # held while a span is closed, because a process's `report` comes from another thread
 
     def start(self) -> None:
         """Start the window that `shares` covers."""
@@ -58,17 +70,17 @@ class Timeline:
 
     def enter(self, state: str, *, at: float | None = None) -> None:
         """Change to another state, now or as of an earlier moment of the current span."""
-        now = time.perf_counter() if at is None else max(at, self._since)
-        self._close(now)
-        self._state = state
+        with self._lock:
+            self._close(time.perf_counter() if at is None else max(at, self._since))
+            self._state = state
 
     def split(self, state: str, *, share: float) -> None:
         """Give a share of the span so far to another state."""
         if share > 0:
-            now, current = time.perf_counter(), self._state
-            self._state = state
-            self._close(self._since + share * (now - self._since))
-            self._state = current
+            with self._lock:
+                current, self._state = self._state, state
+                self._close(self._since + share * (time.perf_counter() - self._since))
+                self._state = current
 
     @contextlib.contextmanager
     def during(self, state: str) -> Iterator[None]:
@@ -115,14 +127,121 @@ class Timeline:
         return {state: total / window if window else float(state == IDLE[self.role]) for state, total in self.totals.items()}
 
     def _close(self, now: float) -> None:
-        if now > self._since:
-            self.totals[self._state] += now - self._since
+        span = now - self._since
+        if span > 0:
+            delayed = self._delayed(span)
+            self.totals["descheduled"] += delayed
+            self.totals[self._state] += span - delayed
             self._note(self._state, self._since, now)
             self._since = now
+
+    def _delayed(self, span: float) -> float:
+        """Seconds of the span in which the role waited for a processor, if that is known."""
+        return 0.0
 
     def _note(self, name: str, start: float, stop: float) -> None:
         if self._on_span is not None:
             self._on_span(self.role, name, start, stop)
+
+
+class ProcessTimeline(Timeline):
+    """The timeline of a role with its own thread. The kernel reports how long that thread waited for a processor (on Linux)."""
+
+    def __init__(self, role: str) -> None:
+        super().__init__(role)
+        self._spans: list[tuple[str, float, float]] = []
+        self._thread = 0
+        self._schedstat = -1  # the thread's file of that name
+        self._delay = 0  # nanoseconds of waiting that were counted
+
+    def report(self) -> dict[str, Any]:
+        """Totals since the process started, and the spans since the last report. Any thread may call it."""
+        with self._lock:
+            totals, state = dict(self.totals), self._state
+            span = max(0.0, time.perf_counter() - self._since)
+            delayed = min(span, (self._read_delay() - self._delay) / 1e9)
+            totals["descheduled"] += delayed
+            totals[state] += span - delayed
+            spans, self._spans = self._spans, []
+            return {"totals": totals, "occupied": self.occupied, "slots": self.slots, "state": state, "spans": spans}
+
+    def _delayed(self, span: float) -> float:
+        """The excess over `span` is left for the next one. Called by the working thread alone."""
+        thread = threading.get_native_id()
+        if thread != self._thread:  # its first call
+            path = Path(f"/proc/self/task/{thread}/schedstat")
+            self._thread, self._schedstat = thread, os.open(path, os.O_RDONLY) if path.exists() else -1
+            self._delay = self._read_delay()
+            return 0.0
+        delayed = min(int(span * 1e9), self._read_delay() - self._delay)
+        self._delay += delayed
+        return delayed / 1e9
+
+    def _read_delay(self) -> int:
+        if self._schedstat < 0:
+            return 0
+        try:
+            return int(os.pread(self._schedstat, 64, 0).split()[1])
+        except OSError:  # the thread has ended
+            return self._delay
+
+    def _note(self, name: str, start: float, stop: float) -> None:
+        if len(self._spans) < _MAX_SPANS:
+            self._spans.append((name, start, stop))
+
+
+class MirroredTimeline(Timeline):
+    """The sum of the reports of one role's processes. The launcher adds when the trainer waited for an evaluation."""
+
+    def __init__(self, role: str, *, on_span: OnSpan | None = None) -> None:
+        super().__init__(role, on_span=on_span)
+        self._reports: dict[str, dict[str, Any]] = {}
+        self._at_start = self._sums()
+        self._evaluated = 0.0
+
+    def take(self, name: str, report: dict[str, Any]) -> None:
+        """Store a process's newest report."""
+        self._reports[name] = report
+        for span in report["spans"]:
+            self._note(*span)
+        self._update()
+
+    def forget(self, name: str) -> None:
+        """A process has ended: its report still counts, and a restarted process may reuse the name."""
+        if name in self._reports:
+            self._reports[f"{name}, ended ({len(self._reports)})"] = self._reports.pop(name)
+
+    def start(self) -> None:
+        self._at_start, self._evaluated = self._sums(), 0.0
+        self._update()
+
+    @contextlib.contextmanager
+    def during(self, state: str) -> Iterator[None]:
+        """Count evaluations: the process knows only that it is idle. All other states it reports itself."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            if state == "evaluate":
+                self._evaluated += time.perf_counter() - started
+                self._update()
+
+    def _close(self, now: float) -> None:
+        """Do nothing: the process closes its own spans."""
+
+    def _sums(self) -> dict[str, float]:
+        """Seconds in every state, and slot counts, of all processes since they started."""
+        reports = [{**report, **report["totals"]} for report in self._reports.values()]
+        return {name: sum(report[name] for report in reports) for name in (*STATES[self.role], "occupied", "slots")}
+
+    def _update(self) -> None:
+        totals = {name: max(0.0, value - self._at_start[name]) for name, value in self._sums().items()}
+        self.occupied, self.slots = int(totals.pop("occupied")), int(totals.pop("slots"))
+        self.totals = totals
+        if self._evaluated:
+            evaluated = min(self._evaluated, self.totals[IDLE[self.role]])  # only idle time: it may have worked meanwhile
+            self.totals["evaluate"] += evaluated
+            self.totals[IDLE[self.role]] -= evaluated
 
 
 def at_work(budget: Budget) -> dict[str, float]:

@@ -4,60 +4,53 @@ from __future__ import annotations
 
 import json
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headrace.observe.timeline import BESIDE
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
-_THREADS = {"engine": 1, "trainer": 2, "scorer": 3, "engine: weights": 4, "trainer: weights": 5}
+_TRACKS = {"engine": 1, "trainer": 2, "scorer": 3, "engine: weights": 4, "trainer: weights": 5}
 """The track of each role, and of its threads that move weights."""
 _SHORTEST = 50e-6
 """Seconds; shorter spans are counted in the budget but not shown."""
 
 
-def _reopen(path: Path) -> None:
-    """Make a closed or truncated array appendable: whole lines, each ending in a comma."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    whole = [line.rstrip(",") for line in lines[1:] if line.rstrip(",").endswith("}")]
-    path.write_text("[\n" + "".join(f"{line},\n" for line in whole), encoding="utf-8")
-
-
 class Trace:
-    """Writes the spans of every role; a resumed run appends to its trace."""
+    """A sink of the spans of every role, with a mark at each version. A resumed run appends to its trace."""
 
     def __init__(self, path: Path) -> None:
-        is_new = not path.exists() or path.stat().st_size == 0
-        if not is_new:
-            _reopen(path)
-        self._file = path.open("a", encoding="utf-8")
+        kept = []
+        if path.exists():  # a closed or truncated array: whole lines of it are kept, each ending in a comma
+            lines = [line.rstrip(",") for line in path.read_text(encoding="utf-8").splitlines()[1:]]
+            kept = [line for line in lines if line.endswith("}")]
+        self._file = path.open("w", encoding="utf-8")
+        self._file.write("[\n" + "".join(f"{line},\n" for line in kept))
         self._origin = time.time() - time.perf_counter()
-        if is_new:
-            self._file.write("[\n")
-            for role, thread in _THREADS.items():
-                self._event({"name": "thread_name", "ph": "M", "pid": 1, "tid": thread, "args": {"name": role}})
+        if not kept:
+            for role, track in _TRACKS.items():
+                self._event({"name": "thread_name", "ph": "M", "tid": track, "args": {"name": role}})
 
     def span(self, role: str, state: str, start: float, stop: float) -> None:
         """One span, in `perf_counter` seconds."""
         if stop - start >= _SHORTEST and not state.startswith("wait"):
-            at = round((self._origin + start) * 1e6, 1)
-            track = _THREADS[f"{role}: weights" if state.startswith(BESIDE) else role]
-            name = state.removeprefix(BESIDE)
-            self._event({"name": name, "ph": "X", "pid": 1, "tid": track, "ts": at, "dur": round((stop - start) * 1e6, 1)})
+            track = _TRACKS[f"{role}: weights" if state.startswith(BESIDE) else role]
+            times = {"ts": round((self._origin + start) * 1e6, 1), "dur": round((stop - start) * 1e6, 1)}
+            self._event({"name": state.removeprefix(BESIDE), "ph": "X", "tid": track, **times})
 
-    def mark(self, name: str) -> None:
-        """Mark a moment on every track, and flush the file."""
-        self._event(_moment(name))
+    def write(self, version: int, metrics: Mapping[str, Any]) -> None:
+        self._mark(f"version {version}")
         self._file.flush()
 
     def close(self) -> None:
-        self._file.write(json.dumps(_moment("end")) + "\n]\n")
+        self._mark("end", after="\n]\n")
         self._file.close()
 
-    def _event(self, event: dict[str, object]) -> None:
-        self._file.write(json.dumps(event) + ",\n")
+    def _mark(self, name: str, *, after: str = ",\n") -> None:
+        """A moment on every track."""
+        self._event({"name": name, "ph": "i", "s": "g", "tid": 1, "ts": round(time.time() * 1e6, 1)}, after=after)
 
-
-def _moment(name: str) -> dict[str, object]:
-    return {"name": name, "ph": "i", "s": "g", "pid": 1, "tid": 1, "ts": round(time.time() * 1e6, 1)}
+    def _event(self, event: dict[str, object], *, after: str = ",\n") -> None:
+        self._file.write(json.dumps({"pid": 1, **event}) + after)

@@ -14,10 +14,10 @@ import pytest
 from vllm_server import MISSING, VARIABLES, vllm_python
 
 from headrace.bench import engine, partial, step, trainer, vllm
+from headrace.bench.command import BENCHES
 from headrace.bench.learn import LOSSES
 from headrace.bench.overlap import CASES
 from headrace.bench.partial import CHOICES
-from headrace.cli import BENCHES
 
 if TYPE_CHECKING:
     from pathlib import Path

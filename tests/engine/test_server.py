@@ -20,8 +20,9 @@ from test_server_text import byte_tokenizer
 from headrace.engine.native.core import EngineCore
 from headrace.engine.native.engine import NativeEngine
 from headrace.engine.server.address import bind, url_of
-from headrace.engine.server.app import MAX_BODY, listening, make_app
+from headrace.engine.server.app import MAX_BODY, CompletionServer
 from headrace.engine.server.requests import NEUTRAL
+from headrace.engine.server.text import ServedModel
 from headrace.model.load import load_model, load_tokenizer
 from headrace.model.weights import named_tensors
 from headrace.observe import Timeline
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 CONTEXT = 256
 END = 1
 NAME = "tiny"
+FACTS = {"model_name": NAME, "stop_ids": (END,), "context": CONTEXT, "vocabulary": 102}
 
 
 @contextlib.contextmanager
@@ -112,14 +114,14 @@ def serving(model: str) -> Callable[..., Any]:
             core = EngineCore(load_model(model), name="engine-0", slots=slots, context=CONTEXT)
             tokenizer = options.pop("tokenizer", None) or load_tokenizer(model)
             wrap = options.pop("wrap", lambda engine: engine)
-            settings = {"model_name": NAME, "stop_ids": (END,), "context": CONTEXT, "vocabulary": 102, **options}
+            facts = {name: options.pop(name, value) for name, value in FACTS.items()}
             listener = bind("127.0.0.1", 0, has_token=False)
             url = url_of(listener)
             with decoding(core, sync) as engine:
-                app = make_app(wrap(engine), tokenizer, **settings)
+                server = CompletionServer(wrap(engine), ServedModel(tokenizer, **facts), **options)
                 token = options.get("api_token") or "none"
                 async with (
-                    listening(app, listener),
+                    server.listening(listener),
                     AsyncOpenAI(base_url=f"{url}/v1", api_key=token, max_retries=0) as client,
                     aiohttp.ClientSession() as http,
                 ):
@@ -448,7 +450,7 @@ def test_new_weights_interrupt_and_the_answer_goes_on(run, stream, interrupt):
         ({"stop": [""]}, "stop", "empty stop string"),
         ({"stop": 3}, "stop", "must be text"),
         ({"stop_token_ids": [102]}, "stop_token_ids", "outside the vocabulary of 102"),
-        ({"logprobs": 5}, "logprobs", "give 0 or 1"),
+        ({"logprobs": 5}, "logprobs", "must be 0 or 1"),
         ({"best_of": 3}, "best_of", "ask for n"),
         ({"echo": "yes"}, "echo", "true or false"),
         ({"presence_penalty": 0.5}, "presence_penalty", "not supported"),
@@ -714,7 +716,7 @@ def test_health_follows_the_engine(run):
         assert status == 200 and json.loads(text)["status"] == "ok"
         engines[0].answers.clear()
         status, text = await bench.get("/health")
-        assert status == 503 and "not answered for 0.2 s" in json.loads(text)["reason"]
+        assert status == 503 and "no answer for 0.2 s" in json.loads(text)["reason"]
         assert "headrace_engine_up 0" in (await bench.get("/metrics"))[1]
         engines[0].answers.set()
         assert (await bench.get("/health"))[0] == 200
@@ -771,10 +773,10 @@ def test_shutting_down_ends_open_streams(tiny_model):
         core = EngineCore(load_model(tiny_model), name="engine-0", slots=4, context=CONTEXT)
         listener = bind("127.0.0.1", 0, has_token=False)
         url = url_of(listener)
-        options = {"model_name": NAME, "stop_ids": (END,), "context": CONTEXT, "vocabulary": 102}
         with decoding(core, WeightSync(Lineage("life"), MemoryTransport())) as engine:
             client = AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-            async with asyncio.timeout(10), listening(make_app(engine, load_tokenizer(tiny_model), **options), listener):
+            server = CompletionServer(engine, ServedModel(load_tokenizer(tiny_model), **FACTS))
+            async with asyncio.timeout(10), server.listening(listener):
                 extra = {"ignore_eos": True}
                 stream = await client.completions.create(model=NAME, prompt="1", max_tokens=250, stream=True, extra_body=extra)
                 await anext(aiter(stream))

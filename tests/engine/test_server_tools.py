@@ -16,7 +16,7 @@ from test_server import END, NAME, Bench, Broken, serving
 
 from headrace.engine import Increment
 from headrace.engine.append_tokens import append_call
-from headrace.engine.server.tools import ToolCallReader, parse_call
+from headrace.engine.server.tool_calls import ToolCallReader, parse_call
 from headrace.model.tiny import build_tokenizer
 from headrace.records import Call, FinishReason, Rollout, Sampling
 
@@ -124,7 +124,8 @@ def say(tiny_model: str) -> Callable[..., Any]:
 def read(*pieces: str, max_calls: int = 100) -> tuple[str, list[tuple[str, dict[str, Any]]]]:
     reader = ToolCallReader(max_calls=max_calls)
     told = [*(reader.push(piece) for piece in pieces), reader.finish()]
-    calls = [(call.name, json.loads(call.arguments)) for _, calls in told for call in calls]
+    functions = [call["function"] for _, calls in told for call in calls]
+    calls = [(function["name"], json.loads(function["arguments"])) for function in functions]
     assert reader.num_given == len(calls)
     return "".join(content for content, _ in told), calls
 

@@ -10,7 +10,13 @@ from headrace.settings import ConfigError
 
 def bind(host: str, port: int, *, has_token: bool) -> socket.socket:
     """A listening socket, made before the model loads, so that a taken port fails at once. Early connections wait."""
-    family, where = _resolve(host, port)
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"--port {port}: must be between 0 and 65535")
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise ConfigError(f"--host {host}: {error.strerror or error}") from error
+    family, _, _, _, where = found[0]
     if not has_token and not ipaddress.ip_address(str(where[0]).split("%")[0]).is_loopback:
         raise ConfigError(
             f"--host {host}: others could reach it, so it needs a token; set HEADRACE_API_TOKEN, or leave --host at 127.0.0.1"
@@ -28,14 +34,3 @@ def url_of(listener: socket.socket) -> str:
     """The listener's address, to be printed."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, tuple[str, int] | tuple[str, int, int, int]]:
-    if not 0 <= port <= 65535:
-        raise ConfigError(f"--port {port}: must be between 0 and 65535")
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError as error:
-        raise ConfigError(f"--host {host}: {error.strerror or error}") from error
-    family, _, _, _, where = found[0]
-    return family, where  # type: ignore[return-value]  # TCP addresses only, as requested by `type`

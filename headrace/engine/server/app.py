@@ -1,40 +1,33 @@
-"""The engine behind HTTP. The server waits for the engine's increments and never decodes in its own thread.
-
-If an API token is set, everything but `/health` needs it. `/control/` needs the control token, and is closed if none is set.
-"""
+"""The engine behind HTTP. The server waits for the engine's increments and never decodes in its own thread."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import hmac
 import json
 import logging
 import time
-import uuid
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from headrace.engine.protocol import PromptTooLong, UnusablePrompt
-from headrace.engine.server.answers import Answer
-from headrace.engine.server.body import ApiError, Body
-from headrace.engine.server.calls import Calls
-from headrace.engine.server.control import Control
+from headrace.engine.protocol import PromptTooLong
+from headrace.engine.server.body import ApiError, Body, bad, check_token_ids
+from headrace.engine.server.completion import Completion
 from headrace.engine.server.metrics import Metrics
-from headrace.engine.server.requests import parse_chat, parse_completion
-from headrace.engine.server.text import ServedModel
+from headrace.engine.server.requests import MAX_CHOICES, CompletionRequest
+from headrace.errors import in_words
+from headrace.partial import Interrupt
 from headrace.records import Rollout
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-
-    from transformers import PreTrainedTokenizerBase
+    from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 
     from headrace.engine.protocol import Engine, EngineState
-    from headrace.engine.server.calls import Piece
-    from headrace.engine.server.requests import CompletionRequest
+    from headrace.engine.server.text import ServedModel
 
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -44,193 +37,175 @@ _CLIENT_LEFT = 499
 _log = logging.getLogger("headrace.server")
 
 
-def make_app(
-    engine: Engine,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    model_name: str,
-    stop_ids: tuple[int, ...],
-    context: int,
-    vocabulary: int,
-    api_token: str | None = None,
-    control_token: str | None = None,
-    probe: Callable[[], Awaitable[object]] | None = None,
-    health_deadline: float = 10.0,
-    stall_deadline: float = 600.0,
-) -> web.Application:
-    """The application over an engine that is already decoding. `probe` (default: `engine.state`) returns if the decode loop is
-    alive: `/health` waits `health_deadline` seconds for it; after `stall_deadline` seconds the engine has failed and all
-    requests end."""
-    served = ServedModel(tokenizer, model_name=model_name, context=context, vocabulary=vocabulary, stop_ids=tuple(stop_ids))
-    server = Server(engine, served, probe=probe, health_deadline=health_deadline, stall_deadline=stall_deadline)
-    middlewares = [server.observe, _explain, _token_check(api_token, control_token)]
-    app = web.Application(middlewares=middlewares, client_max_size=MAX_BODY)
-    app[SERVER] = server
-    app.cleanup_ctx.append(server.watching)
-    app.on_shutdown.append(server.on_shutdown)
-    app.router.add_post("/v1/completions", server.completions)
-    app.router.add_post("/v1/chat/completions", server.chat)
-    app.router.add_get("/v1/models", server.models)
-    app.router.add_get("/v1/models/{name:.+}", server.model)
-    app.router.add_get("/health", server.health)
-    app.router.add_get("/metrics", server.metrics_page)
-    control = Control(engine, served)
-    for path, answer in control.posts.items():
-        app.router.add_post(path, _json_handler(answer))
-    app.router.add_get("/control/state", _json_handler(control.state))
-    return app
+class CompletionServer:
+    """Serves an engine that is already decoding. `probe` (default: `engine.state`) returns if the decode loop is alive:
+    `/health` waits `health_deadline` seconds for it; after `stall_deadline` seconds the engine has failed and all requests end.
 
-
-@contextlib.asynccontextmanager
-async def listening(app: web.Application, listener: socket.socket) -> AsyncIterator[None]:
-    """Answer requests while the block runs; at its end, end open streams and free the port."""
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_SECONDS)
-    try:
-        await runner.setup()
-        await web.SockSite(runner, listener).start()
-        yield
-    finally:
-        await runner.cleanup()
-        listener.close()
-
-
-class Server:
-    """The handlers and the state they share."""
+    An API token, if set, is needed for everything but `/health`. `/control/` needs the control token; without one it is closed.
+    """
 
     def __init__(
         self,
         engine: Engine,
         served: ServedModel,
         *,
-        probe: Callable[[], Awaitable[object]] | None,
-        health_deadline: float,
-        stall_deadline: float,
+        api_token: str | None = None,
+        control_token: str | None = None,
+        probe: Callable[[], Awaitable[object]] | None = None,
+        health_deadline: float = 10.0,
+        stall_deadline: float = 600.0,
     ) -> None:
         self.failed = asyncio.Event()  # set when the engine has failed; its owner then stops the server
         self.failure = ""
         self._engine, self._served, self._probe = engine, served, probe or engine.state
+        self._api_token, self._control_token = api_token, control_token
         self._health_deadline, self._stall_deadline = health_deadline, stall_deadline
-        self._calls = Calls(engine, served)
+        self._in_flight: set[Completion] = set()
+        self._ended: ApiError | None = None  # why requests are no longer answered
+        self._is_paused = False
         self._metrics = Metrics()
         self._started = int(time.time())
 
-    async def completions(self, request: web.Request) -> web.StreamResponse:
-        ask = parse_completion(await read_body(request), self._served)
-        return await self._answer(request, ask, name=f"cmpl-{uuid.uuid4().hex}")
-
-    async def chat(self, request: web.Request) -> web.StreamResponse:
-        ask = parse_chat(await read_body(request), self._served)
-        return await self._answer(request, ask, name=f"chatcmpl-{uuid.uuid4().hex}")
-
-    async def models(self, request: web.Request) -> web.StreamResponse:
-        return web.json_response({"object": "list", "data": [self._card()]})
-
-    async def model(self, request: web.Request) -> web.StreamResponse:
-        name = request.match_info["name"]
-        if name != self._served.model_name:
-            raise ApiError(404, f"the model {name!r} is not served here", param="model", code="model_not_found")
-        return web.json_response(self._card())
-
-    async def health(self, request: web.Request) -> web.StreamResponse:
+    @contextlib.asynccontextmanager
+    async def listening(self, listener: socket.socket) -> AsyncIterator[None]:
+        """Answer requests while the block runs; at its end, end open streams and free the port."""
+        app = web.Application(middlewares=[self._around], client_max_size=MAX_BODY)
+        app.add_routes(
+            [
+                web.post("/v1/completions", self._completions),
+                web.post("/v1/chat/completions", self._completions),
+                web.get("/v1/models", self._models),
+                web.get("/v1/models/{name:.+}", self._models),
+                web.get("/health", self._health),
+                web.get("/metrics", self._metrics_page),
+                web.post("/control/pause", self._pause),
+                web.post("/control/resume", self._resume),
+                web.post("/control/score", self._score),
+                web.get("/control/state", self._control_state),
+            ]
+        )
+        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_SECONDS)
+        watch = asyncio.create_task(self._watch())
         try:
-            state = await self._state()
-        except Exception as error:  # noqa: BLE001  (the engine's failure is the answer)
-            reason = self.failure or str(error) or type(error).__name__
-            return web.json_response({"status": "failing", "reason": reason}, status=503)
-        return web.json_response({"status": "ok", "running": state.running, "waiting": state.waiting, "slots": state.slots})
+            await runner.setup()
+            await web.SockSite(runner, listener).start()
+            yield
+        finally:
+            watch.cancel()
+            self._end(ApiError(503, "the server is shutting down", code="shutting_down"))
+            await runner.cleanup()
+            listener.close()
 
-    async def metrics_page(self, request: web.Request) -> web.StreamResponse:
+    def fail(self, reason: str) -> None:
+        """The engine is lost: end all requests instead of letting them wait. The first reason stands."""
+        if not self.failure:
+            self.failure = f"the engine failed: {reason}"
+            self._end(ApiError(503, self.failure, code="engine_failed"))
+            self.failed.set()
+
+    def _end(self, error: ApiError) -> None:
+        """End every request in flight, and every later one, with this error."""
+        self._ended = error
+        for completion in self._in_flight:
+            completion.fail(error)
+
+    async def _watch(self) -> None:
+        """Probes the decode loop every second; if no answer comes, the engine has failed."""
         try:
-            state = await self._state()
-        except Exception:  # noqa: BLE001  (the page then says that the engine is not up)
-            state = None
-        headers = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
-        return web.Response(body=self._metrics.render(state).encode(), headers=headers)
+            while True:
+                await self._state(self._stall_deadline)
+                await asyncio.sleep(1.0)
+        except Exception as error:  # noqa: BLE001  (the engine's end, whatever its reason)
+            self.fail(in_words(error))
+
+    async def _state(self, deadline: float) -> EngineState:
+        """Raises if the engine has failed, or does not answer in time."""
+        if self.failure:
+            raise RuntimeError(self.failure)
+        try:
+            async with asyncio.timeout(deadline):
+                await self._probe()
+                return await self._engine.state()
+        except TimeoutError as error:
+            raise TimeoutError(f"no answer for {deadline:g} s") from error
 
     @web.middleware
-    async def observe(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """The outermost middleware: counts every request by its status."""
+    async def _around(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Around every request: checks its token, tells the client of a failure as OpenAI does, and counts it by its status."""
         started = time.perf_counter()
         resource = request.match_info.route.resource
         endpoint = "other" if resource is None else resource.canonical
-        status = _CLIENT_LEFT  # unless the handler answers
+        status = _CLIENT_LEFT  # unless there is an answer
         try:
+            self._check_token(request)
             response = await handler(request)
             status = response.failed_with if isinstance(response, Events) else response.status
             return response
+        except ConnectionError:
+            raise
+        except Exception as error:  # noqa: BLE001  (the client is told, the log has the traceback)
+            told = explain(error)
+            status = told.status
+            headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
+            if isinstance(error, web.HTTPMethodNotAllowed):
+                headers["Allow"] = error.headers["Allow"]
+            if isinstance(error, web.RequestPayloadError):  # the rest cannot be read, so the connection takes no more requests
+                headers["Connection"] = "close"
+            return web.json_response(told.body(), status=status, headers=headers)
         finally:
             self._metrics.requests[endpoint, status] += 1
             if endpoint.endswith("/completions"):
                 self._metrics.request.observe(time.perf_counter() - started)
 
-    async def watching(self, app: web.Application) -> AsyncIterator[None]:
-        """Watch the engine while the application runs."""
-        watch = asyncio.create_task(self._watch())
-        yield
-        watch.cancel()
-        await asyncio.gather(watch, return_exceptions=True)
+    def _check_token(self, request: web.Request) -> None:
+        is_control = request.path.startswith("/control")
+        token, what = (self._control_token, "control") if is_control else (self._api_token, "API")
+        if is_control and not token:
+            message = "control is closed: no control token is set; start the server with HEADRACE_CONTROL_TOKEN"
+            raise ApiError(403, message, code="control_closed")
+        if not token or request.path == "/health":
+            return
+        kind, _, given = request.headers.get("Authorization", "").partition(" ")
+        is_right = hmac.compare_digest(given.strip().encode(errors="surrogateescape"), token.encode())
+        if kind.lower() != "bearer" or not is_right:
+            raise ApiError(401, f"send the {what} token as `Authorization: Bearer …`", code="invalid_api_key")
 
-    async def on_shutdown(self, app: web.Application) -> None:
-        self._calls.end(ApiError(503, "the server is shutting down", code="shutting_down"))
+    # What everyone may ask
 
-    def fail(self, reason: str) -> None:
-        """The engine is lost: end all requests instead of letting them wait."""
-        self.failure = f"the engine failed: {reason}"
-        self._calls.end(ApiError(503, self.failure, code="engine_failed"))
-        self.failed.set()
-
-    async def _watch(self) -> None:
-        """Probes the decode loop every second; if no answer comes, the engine has failed."""
-        while True:
-            try:
-                async with asyncio.timeout(self._stall_deadline):
-                    await self._probe()
-            except Exception as error:  # noqa: BLE001  (the engine's end, whatever its reason)
-                is_late = isinstance(error, TimeoutError)
-                self.fail(f"no answer for {self._stall_deadline:g} s" if is_late else f"{type(error).__name__}: {error}")
-                return
-            await asyncio.sleep(1.0)
-
-    async def _state(self) -> EngineState:
-        if self.failure:
-            raise RuntimeError(self.failure)
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        is_chat = request.path == "/v1/chat/completions"
+        parsed = CompletionRequest(await read_body(request), self._served, is_chat=is_chat)
+        scores = await self._logprobs(parsed.prompts) if parsed.echo and parsed.logprobs else ()
+        if self._ended is not None:
+            raise self._ended
+        completion = Completion(parsed, self._served, prompt_logprobs=scores)
+        self._in_flight.add(completion)
         try:
-            async with asyncio.timeout(self._health_deadline):
-                await self._probe()
-                return await self._engine.state()
-        except TimeoutError as error:
-            raise TimeoutError(f"the engine has not answered for {self._health_deadline:g} s") from error
+            async with contextlib.aclosing(completion.choices(self._engine)) as choices:
+                if parsed.stream:
+                    return await self._stream(request, completion, choices)
+                found = [choice async for choice in choices]
+                found.sort(key=lambda choice: choice["index"])
+                return web.json_response(completion.answer(found, is_last=True))
+        finally:
+            self._in_flight.discard(completion)
 
-    def _card(self) -> dict[str, Any]:
-        name, context = self._served.model_name, self._served.context
-        return {"id": name, "object": "model", "created": self._started, "owned_by": "headrace", "max_model_len": context}
-
-    async def _answer(self, request: web.Request, ask: CompletionRequest, *, name: str) -> web.StreamResponse:
-        prompt_logprobs = await self._score_prompts(ask) if ask.echo and ask.logprobs else []
-        answer = Answer(ask, self._served, id=name, prompt_logprobs=prompt_logprobs)
-        async with contextlib.aclosing(self._calls.pieces(ask, name=name)) as pieces:
-            if ask.stream:
-                return await self._stream(request, answer, pieces)
-            return web.json_response(answer.whole([piece async for piece in pieces]))
-
-    async def _score_prompts(self, ask: CompletionRequest) -> list[list[float | None]]:
-        rollouts = [Rollout.from_prompt(list(ids), id=f"echo-{index}") for index, ids in enumerate(ask.prompts)]
-        return [[None, *values[1:].tolist()] for values in await self._engine.score(rollouts)]
-
-    async def _stream(self, request: web.Request, answer: Answer, pieces: AsyncGenerator[Piece, None]) -> web.StreamResponse:
-        """Server-sent events. A failure before the first piece still gets its own status."""
+    async def _stream(
+        self, request: web.Request, completion: Completion, choices: AsyncGenerator[dict[str, Any], None]
+    ) -> web.StreamResponse:
+        """Server-sent events. A failure before the first of them still gets its own status."""
         started = time.perf_counter()
-        first = await anext(pieces)
+        first = await anext(choices)
         self._metrics.first_token.observe(time.perf_counter() - started)
         response = Events(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
         try:
-            await _send(response, answer.chunk(first))
-            async for piece in pieces:
-                await _send(response, answer.chunk(piece))
-            if answer.ask.include_usage:
-                await _send(response, answer.last_chunk())
-        except (ConnectionError, asyncio.CancelledError):
+            await _send(response, completion.answer([first]))
+            async for choice in choices:
+                await _send(response, completion.answer([choice]))
+            if completion.request.include_usage:
+                await _send(response, completion.answer([], is_last=True))
+        except ConnectionError:
             raise
         except Exception as error:  # noqa: BLE001  (reported inside the stream: it is too late for a status)
             told = explain(error)
@@ -240,6 +215,77 @@ class Server:
         await response.write_eof()
         return response
 
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        """A list of the one model there is, or that model by its name."""
+        name, context = self._served.model_name, self._served.context
+        card = {"id": name, "object": "model", "created": self._started, "owned_by": "headrace", "max_model_len": context}
+        if "name" not in request.match_info:
+            return web.json_response({"object": "list", "data": [card]})
+        if request.match_info["name"] != name:
+            raise ApiError(404, "this model is not served here", param="model", code="model_not_found")
+        return web.json_response(card)
+
+    async def _health(self, request: web.Request) -> web.StreamResponse:
+        try:
+            state = await self._state(self._health_deadline)
+        except Exception as error:  # noqa: BLE001  (the engine's failure is the answer)
+            return web.json_response({"status": "failing", "reason": self.failure or in_words(error)}, status=503)
+        return web.json_response({"status": "ok", "running": state.running, "waiting": state.waiting, "slots": state.slots})
+
+    async def _metrics_page(self, request: web.Request) -> web.StreamResponse:
+        try:
+            state = await self._state(self._health_deadline)
+        except Exception:  # noqa: BLE001  (the page then says that the engine is not up)
+            state = None
+        headers = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+        return web.Response(body=self._metrics.render(state).encode(), headers=headers)
+
+    async def _logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float | None]]:
+        """The logprob of each token given those before it, at temperature 1; None for the first."""
+        rollouts = [Rollout.from_prompt(list(ids), id=f"score-{index}") for index, ids in enumerate(sequences)]
+        return [[None, *values[1:].tolist()] for values in await self._engine.score(rollouts)]
+
+    # What only the holder of the control token may ask
+
+    async def _control_state(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response({**dataclasses.asdict(await self._engine.state()), "paused": self._is_paused})
+
+    async def _pause(self, request: web.Request) -> web.StreamResponse:
+        """Stop decoding; with `drain`, answers once rollouts in flight have finished."""
+        body = await read_body(request)
+        interrupt, choices = body.take("interrupt", default="keep"), [choice.value for choice in Interrupt]
+        body.end()
+        if interrupt not in choices:
+            raise bad("interrupt", f"must be one of {', '.join(choices)}")
+        await self._engine.pause(Interrupt(interrupt))
+        self._is_paused = True
+        return await self._control_state(request)
+
+    async def _resume(self, request: web.Request) -> web.StreamResponse:
+        (await read_body(request)).end()
+        await self._engine.resume()
+        self._is_paused = False
+        return await self._control_state(request)
+
+    async def _score(self, request: web.Request) -> web.StreamResponse:
+        """The version is null if new weights came meanwhile."""
+        body = await read_body(request)
+        given = body.take("token_ids")
+        body.end()
+        if not isinstance(given, list) or not given:
+            raise bad("token_ids", "must be a list of token ids or a list of such lists, and not empty")
+        lists = given if isinstance(given[0], list) else [given]
+        if len(lists) > MAX_CHOICES:
+            raise bad("token_ids", f"{len(lists)} sequences are more than {MAX_CHOICES} in one request")
+        for ids in lists:
+            num_tokens = len(check_token_ids(ids, "token_ids", vocabulary=self._served.vocabulary))
+            if not 0 < num_tokens <= self._served.context:
+                raise bad("token_ids", f"a sequence of {num_tokens} tokens; it must have 1 to {self._served.context}")
+        before = (await self._engine.state()).version
+        logprobs = await self._logprobs(lists)
+        after = (await self._engine.state()).version
+        return web.json_response({"version": before if before == after else None, "logprobs": logprobs})
+
 
 class Events(web.StreamResponse):
     """A stream, which starts with status 200 and may still fail."""
@@ -247,60 +293,16 @@ class Events(web.StreamResponse):
     failed_with = 200
 
 
-SERVER: web.AppKey[Server] = web.AppKey("server", Server)
-
-
-def _token_check(api_token: str | None, control_token: str | None) -> Any:  # noqa: ANN401  (aiohttp's type of a middleware)
-    @web.middleware
-    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.path.startswith("/control"):
-            if not control_token:
-                message = "control is closed: no control token is set; start the server with HEADRACE_CONTROL_TOKEN"
-                raise ApiError(403, message, code="control_closed")
-            _require(request, control_token, "the control token")
-        elif api_token and request.path != "/health":
-            _require(request, api_token, "the API token")
-        return await handler(request)
-
-    return check
-
-
-def _require(request: web.Request, token: str, what: str) -> None:
-    kind, _, given = request.headers.get("Authorization", "").partition(" ")
-    is_right = hmac.compare_digest(given.strip().encode(errors="surrogateescape"), token.encode())
-    if kind.lower() != "bearer" or not is_right:
-        raise ApiError(401, f"send {what} as `Authorization: Bearer …`", code="invalid_api_key")
-
-
-@web.middleware
-async def _explain(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turns every failure into OpenAI's error object."""
-    headers: dict[str, str] = {}
-    try:
-        return await handler(request)
-    except ConnectionError:
-        raise
-    except web.HTTPException as error:
-        if "Allow" in error.headers:
-            headers["Allow"] = error.headers["Allow"]
-        told = ApiError(error.status, f"{request.method} {request.path}: {error.text or error.reason}")
-    except web.RequestPayloadError:  # the rest cannot be read either, so the connection takes no more requests
-        headers["Connection"] = "close"
-        told = ApiError(400, "the body cannot be read: it is not what its Content-Encoding or Transfer-Encoding says")
-    except Exception as error:  # noqa: BLE001  (the client is told, the log has the traceback)
-        told = explain(error)
-    if told.status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
-    return web.json_response(told.body(), status=told.status, headers=headers)
-
-
 def explain(error: Exception) -> ApiError:
     """What a client is told about a failure."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, UnusablePrompt):
-        code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
-        return ApiError(400, str(error), param="prompt", code=code)
+    if isinstance(error, web.HTTPException):
+        return ApiError(error.status, error.text or error.reason)
+    if isinstance(error, web.RequestPayloadError):
+        return ApiError(400, "the body cannot be read: it is not what its Content-Encoding or Transfer-Encoding says")
+    if isinstance(error, PromptTooLong):
+        return ApiError(400, str(error), param="prompt", code="context_length_exceeded")
     _log.error("a request failed", exc_info=error)
     return ApiError(500, f"the server failed: {type(error).__name__}")
 
@@ -313,13 +315,5 @@ async def read_body(request: web.Request) -> Body:
     return Body.parse(raw)
 
 
-def _json_handler(answer: Callable[[Body], Awaitable[dict[str, Any]]]) -> Handler:
-    async def handler(request: web.Request) -> web.StreamResponse:
-        return web.json_response(await answer(await read_body(request)))
-
-    return handler
-
-
-async def _send(response: web.StreamResponse, event: dict[str, Any] | None) -> None:
-    if event is not None:
-        await response.write(f"data: {json.dumps(event)}\n\n".encode())
+async def _send(response: web.StreamResponse, event: dict[str, Any]) -> None:
+    await response.write(f"data: {json.dumps(event)}\n\n".encode())

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
+N = TypeVar("N", int, float)
 _MAX_DEPTH = 100  # of nested lists and objects: deeper ones could overflow the stack of code that walks them
 _MAX_SHOWN = 100  # characters of a client's own value that an error repeats
+_KINDS = {dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a whole number", float: "a number"}
 
 
 class ApiError(Exception):
@@ -18,12 +20,12 @@ class ApiError(Exception):
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.status, self.param, self.code = status, param, code
 
     def body(self) -> dict[str, Any]:
         """The error object OpenAI's clients read."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
 def bad(param: str, message: str, *, code: str | None = None) -> ApiError:
@@ -52,118 +54,80 @@ class Body:
             raise ApiError(400, f"the body must be a JSON object, not {kind_of(content)}", code="invalid_json")
         return cls(content)
 
-    def take(self, name: str) -> Any:  # noqa: ANN401  (any JSON value; the caller checks)
-        return self._left.pop(name, None)
+    def take(self, name: str, kind: type = object, default: Any = None, what: str = "") -> Any:  # noqa: ANN401  (any JSON value)
+        """A field's value, which must be of this type; the default if it is absent."""
+        value = self._left.pop(name, None)
+        return default if value is None else check(value, kind, name, what)
 
-    def whole(self, name: str, default: int, *, low: int, high: int) -> int:
-        value: int = self._typed(name, default, int, "a whole number")
+    def number(self, name: str, default: N, *, low: int, high: int) -> N:
+        """A field's value, which must be a number of the default's type."""
+        kind = type(default)
+        value = self.take(name, kind, default)
         if not low <= value <= high:
             raise bad(name, f"must be between {low} and {high}")
-        return value
+        return kind(value)
 
-    def number(self, name: str, default: float, *, low: float, high: float) -> float:
-        value: float = self._typed(name, default, int | float, "a number")
-        if not (low <= value <= high and math.isfinite(value)):
-            raise bad(name, f"must be between {low:g} and {high:g}")
-        return float(value)
-
-    def flag(self, name: str, default: bool) -> bool:
-        return bool(self._typed(name, default, bool, "true or false"))
-
-    def one_of(self, name: str, default: str, choices: Collection[str]) -> str:
-        value = self.take(name)
-        if value is not None and value not in choices:
-            raise bad(name, f"must be one of {', '.join(choices)}")
-        return default if value is None else str(value)
-
-    def token_ids(self, name: str, *, vocabulary: int) -> tuple[int, ...]:
-        value = self.take(name)
-        return () if value is None else check_token_ids(value, name, vocabulary=vocabulary)
-
-    def end(self, *, harmless: Collection[str] = (), neutral: Mapping[str, Collection[Any]] | None = None) -> None:
-        """Refuse the fields that are left, except `harmless` ones, and `neutral` ones with a value that requests nothing."""
+    def end(self, neutral: Mapping[str, Collection[Any]] | None = None) -> None:
+        """Refuse the fields that are left, except `neutral` ones with a value that requests nothing; `...` stands for any."""
         for name, value in self._left.items():
-            if name in harmless:
-                continue
-            if neutral is None or name not in neutral:
+            values = (neutral or {}).get(name)
+            if values is None:
                 raise bad(shown(name), "is not a parameter this server knows", code="unknown_parameter")
-            if not any(value is nothing or (value == nothing and not isinstance(value, bool)) for nothing in neutral[name]):
+            is_neutral = any(value is each or (value == each and not isinstance(value, bool)) for each in values)
+            if not is_neutral and ... not in values:
                 raise unsupported(name)
-
-    def _typed(self, name: str, default: Any, kind: Any, what: str) -> Any:  # noqa: ANN401
-        value = self.take(name)
-        if value is None:
-            return default
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise bad(name, f"must be {what}, not {kind_of(value)}")
-        return value
 
 
 def read_json(raw: bytes, name: str) -> Any:  # noqa: ANN401
     """The JSON of the parameter `name`, or of the body, whose name is empty. Raises ValueError if it is not JSON, and a 400
-    that names the place of NaN, Infinity or 1e999, which Python would accept."""
-    not_finite: list[float] = []
+    that names the place of NaN, Infinity or 1e999, which Python would accept, and of values nested too deep."""
+    has_odd_numbers = False
 
     def read_number(text: str) -> float:
+        nonlocal has_odd_numbers
         value = float(text)
-        if not math.isfinite(value):
-            not_finite.append(value)
+        has_odd_numbers |= not math.isfinite(value)
         return value
 
     content = json.loads(raw, parse_float=read_number, parse_constant=read_number)
-    if isinstance(content, dict) and (not_finite or raw.count(b"[") + raw.count(b"{") > _MAX_DEPTH):
-        _check_values(content, name)
-    return content
-
-
-def _check_values(content: Any, name: str) -> None:  # noqa: ANN401
-    """Refuse values nested too deep or not finite, naming their place, such as `tools[0].function`."""
-    left = [(content, name, 1)]
+    if not has_odd_numbers and raw.count(b"[") + raw.count(b"{") <= _MAX_DEPTH:
+        return content  # nothing to look for: bodies may be large
+    left = [(content, name, 1)] if isinstance(content, dict) else []
     while left:
         value, place, depth = left.pop()
         if isinstance(value, float) and not math.isfinite(value):
             raise bad(shown(place), f"{value} is not a number; JSON has only finite ones")
-        if not isinstance(value, list | dict):
-            continue
-        if depth > _MAX_DEPTH:
+        if isinstance(value, list | dict) and depth > _MAX_DEPTH:
             raise bad(shown(place), f"is nested more than {_MAX_DEPTH} deep")
         if isinstance(value, list):
             left += [(entry, f"{place}[{index}]", depth + 1) for index, entry in enumerate(value)]
-        else:
+        elif isinstance(value, dict):
             left += [(entry, f"{place}.{key}" if place else key, depth + 1) for key, entry in value.items()]
+    return content
+
+
+def check(value: Any, kind: type, name: str, what: str = "") -> Any:  # noqa: ANN401
+    """The value, if it is of this type; the error says that it must be `what`. Text must be encodable: JSON allows half of a
+    surrogate pair, UTF-8 does not."""
+    is_kind = isinstance(value, int | float if kind is float else kind)
+    if not is_kind or (isinstance(value, bool) and kind in (int, float)):
+        raise bad(name, f"must be {what or _KINDS[kind]}, not {kind_of(value)}")
+    if kind is str:
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise bad(name, "holds half of a surrogate pair") from error
+    return value
 
 
 def check_token_ids(value: Any, name: str, *, vocabulary: int) -> tuple[int, ...]:  # noqa: ANN401
     """Token ids the model has an embedding for; any other would crash the engine."""
-    for token in check_list(value, name, "token ids"):
+    for token in check(value, list, name, "a list of token ids"):
         if not isinstance(token, int) or isinstance(token, bool):
             raise bad(name, f"must be a list of token ids, which are whole numbers; it holds {kind_of(token)}")
         if not 0 <= token < vocabulary:
             raise bad(name, f"token id {shown(token)} is outside the vocabulary of {vocabulary}")
     return tuple(value)
-
-
-def check_text(value: Any, name: str) -> str:  # noqa: ANN401
-    """Text that can be encoded: JSON allows half of a surrogate pair, UTF-8 does not."""
-    if not isinstance(value, str):
-        raise bad(name, f"must be text, not {kind_of(value)}")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise bad(name, "holds half of a surrogate pair") from error
-    return value
-
-
-def check_object(value: Any, name: str, what: str = "an object") -> dict[str, Any]:  # noqa: ANN401
-    if not isinstance(value, dict):
-        raise bad(name, f"must be {what}, not {kind_of(value)}")
-    return value
-
-
-def check_list(value: Any, name: str, of: str) -> list[Any]:  # noqa: ANN401
-    if not isinstance(value, list):
-        raise bad(name, f"must be a list of {of}, not {kind_of(value)}")
-    return value
 
 
 def shown(value: object) -> str:
@@ -174,5 +138,4 @@ def shown(value: object) -> str:
 
 def kind_of(value: object) -> str:
     """A JSON value's type, in words."""
-    names = {dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}
-    return names.get(type(value), "null")
+    return "a number" if type(value) is int else _KINDS.get(type(value), "null")

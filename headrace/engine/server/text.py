@@ -44,11 +44,18 @@ def encode_prompt(text: str, name: str, served: ServedModel, *, add_special: boo
         message = f"{name}: a text of {len(text)} characters is longer than the context of {served.context} tokens can be"
         raise ApiError(400, message, param=name, code="context_length_exceeded")
     encoded: Any = served.tokenizer(text, add_special_tokens=add_special, verbose=False)["input_ids"]
-    ids = tuple(int(token) for token in encoded)
-    if ids and max(ids) >= served.vocabulary:
-        message = f"the tokenizer gives token id {max(ids)}, which is outside the model's vocabulary of {served.vocabulary}"
-        raise bad(name, message)
-    return ids
+    highest = max(encoded, default=0)
+    if highest >= served.vocabulary:
+        raise bad(
+            name, f"the tokenizer gives token id {highest}, which is outside the model's vocabulary of {served.vocabulary}"
+        )
+    return tuple(encoded)
+
+
+def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], *, skip_special: bool) -> str:
+    """The exact text of the tokens. Spaces are not tidied, since that would depend on what comes after."""
+    options = {"skip_special_tokens": skip_special, "clean_up_tokenization_spaces": False}
+    return str(tokenizer.decode(list(token_ids), **options))
 
 
 class TextReader:
@@ -64,12 +71,12 @@ class TextReader:
         skip_special: bool = True,
         min_tokens: int = 0,
     ) -> None:
-        self.stopped_by: str | None = None  # the stop string that ended it; tokens pushed later are not part of the completion
-        self._tokenizer, self._skip_special = tokenizer, skip_special
-        self._stops, self._include_stop, self._min_tokens = tuple(stops), include_stop, min_tokens
+        self.stopped_by: str | None = None  # the stop string that ended it
+        self.num_pushed = 0  # tokens of the completion; those pushed after a stop string do not count
+        self._text = functools.partial(decode, tokenizer, skip_special=skip_special)
+        self._stops, self._include_stop, self._min_tokens = stops, include_stop, min_tokens
         self._ids = list(prompt_ids[-_BEFORE:])
         self._given = len(self._ids)  # tokens of `_ids` whose text was returned, kept because the next ones decode after them
-        self._num_pushed = 0
         self._held = ""  # text that could be the start of a stop string
         self._exempt = 0  # a stop string that ends in this many characters of `_held` came before min_tokens, and is ignored
 
@@ -77,25 +84,25 @@ class TextReader:
         """The text that is certain after these tokens. They are pushed one by one if there are stop strings, or if some are not
         whole characters: the decoder may then change the text of earlier tokens."""
         if len(token_ids) > _SINGLY and not self._stops and _UNFINISHED not in self._text([*self._ids, *token_ids]):
-            before = self._ids.copy(), self._given, self._num_pushed
+            before = self._ids.copy(), self._given, self.num_pushed
             text = self._push(token_ids[:-_SINGLY])
             last = [self._push([token]) for token in token_ids[-_SINGLY:]]
             if sum(map(bool, last)) >= _FORGOTTEN:
                 return text + "".join(last)
-            self._ids, self._given, self._num_pushed = before
-        return "".join(self._push([token]) for token in token_ids)
-
-    def _push(self, token_ids: Sequence[int]) -> str:
-        self._ids.extend(token_ids)
-        self._num_pushed += len(token_ids)
-        return self._cut(self._decode(is_last=False), is_exempt=self._num_pushed <= self._min_tokens)
+            self._ids, self._given, self.num_pushed = before
+        return "".join(self._push([token]) for token in token_ids if self.stopped_by is None)
 
     def finish(self) -> str:
         """The text that was held back, once no more tokens will come."""
         if self.stopped_by is not None:
             return ""
-        text = self._cut(self._decode(is_last=True), is_exempt=self._num_pushed <= self._min_tokens)
+        text = self._cut(self._decode(is_last=True))
         return text if self.stopped_by is not None else text + self._held
+
+    def _push(self, token_ids: Sequence[int]) -> str:
+        self._ids.extend(token_ids)
+        self.num_pushed += len(token_ids)
+        return self._cut(self._decode(is_last=False))
 
     def _decode(self, *, is_last: bool) -> str:
         given = self._text(self._ids[: self._given])
@@ -108,14 +115,11 @@ class TextReader:
         self._given = len(self._ids)
         return whole[len(before) :]
 
-    def _text(self, token_ids: Sequence[int]) -> str:
-        return decode(self._tokenizer, token_ids, skip_special=self._skip_special)
-
-    def _cut(self, fresh: str, *, is_exempt: bool) -> str:
+    def _cut(self, fresh: str) -> str:
         if not self._stops:
             return fresh
         text = self._held + fresh
-        if is_exempt:
+        if self.num_pushed <= self._min_tokens:
             self._exempt = len(text)
         found = first_stop(text, self._stops, after=self._exempt)
         if found is not None:
@@ -130,16 +134,7 @@ def first_stop(text: str, stops: Sequence[str], *, after: int = 0) -> tuple[int,
     """(start, stop string) of the one that ends first, past `after`, so that the result does not depend on token boundaries."""
     found = [(text.find(stop, max(0, after - len(stop) + 1)), stop) for stop in stops]
     complete = [(start + len(stop), start, stop) for start, stop in found if start >= 0]
-    if not complete:
-        return None
-    _, start, stop = min(complete)
-    return start, stop
-
-
-def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], *, skip_special: bool) -> str:
-    """The exact text of the tokens. Spaces are not tidied, since that would depend on what comes after."""
-    options = {"skip_special_tokens": skip_special, "clean_up_tokenization_spaces": False}
-    return str(tokenizer.decode(list(token_ids), **options))
+    return min(complete)[1:] if complete else None
 
 
 def could_begin(text: str, stops: Sequence[str]) -> int:

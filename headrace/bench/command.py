@@ -1,0 +1,58 @@
+"""The command `headrace bench`. Imports a benchmark, and what it needs, only when it runs."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headrace.settings import ConfigError
+
+if TYPE_CHECKING:
+    import argparse
+
+BENCHES = {
+    "learn": "whether the quickstart learns, over several seeds",
+    "controller": "the launcher's own cost per rollout, with 10,000 in flight",
+    "overlap": "generation and training at the same time, against the slower of the two alone",
+    "sync": "sending new weights to the engines: every transport, full and delta, against a plain copy",
+    "partial": "what each interrupt costs: tokens wasted, time stalled, KV cache recomputed, lag",
+    "engine": "the native engine's tokens a second, against the memory bandwidth's limit, transformers and vLLM",
+    "trainer": "the trainer's tokens a second, FLOPs utilization and memory, against transformers",
+    "step": "whole RL steps, synchronous and asynchronous, against TRL with vLLM",
+    "vllm": "a vLLM server as the engine, against the native one: tokens a second, logprobs, updates in flight",
+}
+"""Each is a module of `headrace.bench` with a `run(*, quick, json_file)`."""
+BENCH_OPTIONS: dict[str, dict[str, Any]] = {
+    "seeds": {"type": int, "help": "learn: number of seeds (default: 5, or 3 with --losses)"},
+    "losses": {"help": "learn: losses to try on every seed, such as grpo,cispo,gspo,decoupled_ppo"},
+    "model": {"help": "engine, sync, vllm: a Hugging Face folder to measure with"},
+    "device": {"choices": ["auto", "cpu", "cuda"], "help": "partial: where to run (default: auto, a GPU if there is one)"},
+    "only": {"help": "trainer, step: the parts to measure, separated by commas; a wrong name lists them"},
+    "mps": {"action": "store_true", "default": None, "help": "step: share the GPU through NVIDIA MPS"},
+}
+"""Options that only some benchmarks have: those their help begins with."""
+
+
+def add_bench_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    bench = commands.add_parser("bench", help="run a benchmark; prints a table and can write JSON")
+    bench.add_argument("name", choices=list(BENCHES), help="; ".join(f"{name}: {text}" for name, text in BENCHES.items()))
+    bench.add_argument("--json", type=Path, help="also write the figures to this file")
+    bench.add_argument(
+        "--quick", action="store_true", help="under a minute on 2 cores: shows that it runs, not what it measures"
+    )
+    for option, how in BENCH_OPTIONS.items():
+        bench.add_argument(f"--{option}", **how)
+    bench.set_defaults(run=_bench)
+
+
+def _bench(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
+    given = {name: getattr(options, name) for name in BENCH_OPTIONS if getattr(options, name) is not None}
+    for name, value in given.items():
+        benches = BENCH_OPTIONS[name]["help"].partition(":")[0].split(", ")
+        if options.name not in benches:
+            raise ConfigError(f"--{name} = {value}: only `headrace bench {' or '.join(benches)}` has {name}")
+    if options.model is not None and not Path(options.model).is_dir():
+        raise ConfigError(f"--model = {options.model}: the folder does not exist")
+    module = importlib.import_module(f"headrace.bench.{options.name}")
+    return int(module.run(quick=options.quick, json_file=options.json, **given))

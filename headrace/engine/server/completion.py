@@ -1,0 +1,239 @@
+"""Generates the choices of one request side by side, and builds OpenAI's objects with vLLM's additions, as plain data."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+import uuid
+from typing import TYPE_CHECKING, Any, cast
+
+from headrace.engine.protocol import Increment
+from headrace.engine.server.text import TextReader, decode
+from headrace.engine.server.tool_calls import ToolCallReader
+from headrace.records import FinishReason, Rollout
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Sequence
+
+    from headrace.engine.protocol import Engine
+    from headrace.engine.server.requests import CompletionRequest
+    from headrace.engine.server.text import ServedModel
+    from headrace.records import Sampling
+
+
+class Completion:
+    """The answer to one request. `prompt_logprobs` are those of each prompt, if it is echoed with logprobs."""
+
+    def __init__(
+        self, request: CompletionRequest, served: ServedModel, *, prompt_logprobs: Sequence[Sequence[float | None]] = ()
+    ) -> None:
+        self.request = request
+        self._choices = [
+            Choice(request, served, index, prompt_logprobs[index // request.num_choices] if prompt_logprobs else ())
+            for index in range(len(request.prompts) * request.num_choices)
+        ]
+        self._ready: asyncio.Queue[dict[str, Any] | Exception] = asyncio.Queue()
+        kind = "text_completion"
+        if request.is_chat:
+            kind = "chat.completion.chunk" if request.stream else "chat.completion"
+        name = f"{'chatcmpl' if request.is_chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self._head = {"id": name, "object": kind, "created": int(time.time()), "model": served.model_name}
+        if request.is_chat and request.return_token_ids:
+            self._head["prompt_token_ids"] = list(request.prompts[0])
+
+    def fail(self, error: Exception) -> None:
+        """End the request with this error."""
+        self._ready.put_nowait(error)
+
+    async def choices(self, engine: Engine) -> AsyncGenerator[dict[str, Any], None]:
+        """OpenAI's choices as they end; of a stream, what is added to each. Closing the generator cancels the rest."""
+        tasks = [asyncio.create_task(self._generate(engine, choice)) for choice in self._choices]
+        try:
+            left = len(tasks)
+            while left:
+                ready = await self._ready.get()
+                if isinstance(ready, Exception):
+                    raise ready
+                yield ready
+                left -= ready["finish_reason"] is not None
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def answer(self, choices: Sequence[dict[str, Any]], *, is_last: bool = False) -> dict[str, Any]:
+        """The whole answer or one event of a stream; the last has the usage."""
+        answer = {**self._head, "choices": choices}
+        self._head.pop("prompt_token_ids", None)  # only the first has it
+        if is_last:
+            prompt = sum(len(ids) for ids in self.request.prompts)
+            completion = sum(len(choice.token_ids) for choice in self._choices)
+            answer["usage"] = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+        elif self.request.include_usage:
+            answer["usage"] = None
+        return answer
+
+    async def _generate(self, engine: Engine, choice: Choice) -> None:
+        """One choice, resumed whenever new weights interrupt it. Waits for the engine's increments; what is put into the queue
+        wakes the reader of `choices`."""
+        is_streamed = self.request.stream or bool(self.request.stops)
+        try:
+            if self.request.is_scored_only:
+                choice.add(Increment((), (), (), FinishReason.LENGTH))
+                self._ready.put_nowait(choice.take())
+            while choice.finish_reason is None:
+                rollout, sampling = choice.rest()
+                parts = engine.stream(rollout, sampling) if is_streamed else _generated(engine, rollout, sampling)
+                async with contextlib.aclosing(cast("AsyncGenerator[Increment, None]", parts)) as increments:
+                    async for increment in increments:
+                        choice.add(increment)
+                        if choice.finish_reason is not None or (self.request.stream and choice.has_news):
+                            self._ready.put_nowait(choice.take())
+                        if choice.finish_reason is not None:
+                            break
+        except Exception as error:  # noqa: BLE001  (raised again where the request is answered)
+            self.fail(error)
+
+
+async def _generated(engine: Engine, rollout: Rollout, sampling: Sampling) -> AsyncGenerator[Increment, None]:
+    """A call as one increment: the engine sends all tokens in one message."""
+    longer = await engine.generate(rollout, sampling)
+    token_ids, logprobs, versions = (
+        tuple(column[len(rollout) :].tolist()) for column in (longer.token_ids, longer.logprobs, longer.versions)
+    )
+    yield Increment(token_ids, logprobs, versions, longer.finish_reason)
+
+
+class Choice:
+    """One completion: `add` takes the engine's tokens, `take` returns what they add to the answer."""
+
+    def __init__(
+        self, request: CompletionRequest, served: ServedModel, index: int, prompt_logprobs: Sequence[float | None]
+    ) -> None:
+        which, sibling = divmod(index, request.num_choices)
+        self.finish_reason: FinishReason | None = None
+        self.token_ids: list[int] = []  # sampled so far
+        self._index, self._prompt = index, request.prompts[which]
+        self._sampling = request.sampling_of(self._prompt, sibling, served.context)
+        self._num_calls = 0
+        self._stop_reason: str | int | None = None  # the stop string or token; None for the model's own stop tokens
+        self._request, self._served, self._prompt_logprobs = request, served, prompt_logprobs
+        self._reader = TextReader(
+            served.tokenizer,
+            self._prompt,
+            stops=request.stops,
+            include_stop=request.include_stop_str_in_output,
+            skip_special=request.skip_special_tokens,
+            min_tokens=self._sampling.min_tokens,
+        )
+        self._tool_calls = ToolCallReader(max_calls=request.max_tool_calls) if request.max_tool_calls else None
+        self._is_first = True
+        self._offset = 0  # characters of the tokens so far
+        self._text = ""  # this and the lists: what came since the last `take`
+        if request.echo:
+            given = request.prompt_texts[which]
+            self._text = self._decode(self._prompt) if given is None else given
+        self._calls: list[dict[str, Any]] = []
+        self._tokens: list[tuple[int, float | None, int]] = []  # with their logprobs and versions
+
+    def rest(self) -> tuple[Rollout, Sampling]:
+        """What is left to generate. What was sampled is part of its prompt: the numbers that sampling uses depend on the seed
+        and the position alone."""
+        num_done, sampling = len(self.token_ids), self._sampling
+        rollout = Rollout.from_prompt([*self._prompt, *self.token_ids], id=uuid.uuid4().hex, index=self._index)
+        num_left, min_left = sampling.max_tokens - num_done, max(0, sampling.min_tokens - num_done)
+        return rollout, dataclasses.replace(sampling, max_tokens=num_left, min_tokens=min_left)
+
+    def add(self, part: Increment) -> None:
+        """The next tokens, up to where a stop string ends the completion. A stop token is one of them, but its text shows only
+        if it is asked for."""
+        reader, num_used = self._reader, len(part.token_ids)
+        self.finish_reason = None if part.finish_reason is FinishReason.ABORT else part.finish_reason
+        by_token = part.token_ids[-1] if part.finish_reason is FinishReason.STOP else None
+        self._stop_reason = None if by_token in self._served.stop_ids else by_token
+        hides_last = by_token is not None and not self._request.include_stop_str_in_output
+        before = reader.num_pushed
+        text = reader.push(part.token_ids[:-1] if hides_last else part.token_ids)
+        if self.finish_reason is not None:
+            text += reader.finish()
+        if reader.stopped_by is not None:
+            self.finish_reason, self._stop_reason = FinishReason.STOP, reader.stopped_by
+            num_used = reader.num_pushed - before
+        if self._tool_calls is not None:
+            text, calls = self._tool_calls.push(text)
+            if self.finish_reason is not None:
+                last_text, last_calls = self._tool_calls.finish()
+                text, calls = text + last_text, calls + last_calls
+            self._calls += calls
+            self._num_calls += len(calls)
+        self._text += text
+        self.token_ids += part.token_ids[:num_used]
+        self._tokens += list(zip(part.token_ids, part.logprobs, part.versions, strict=True))[:num_used]
+
+    @property
+    def has_news(self) -> bool:
+        """Whether a stream has something to send."""
+        shows_tokens = self._request.logprobs or self._request.return_token_ids
+        return bool(self._is_first or self._text or self._calls or (shows_tokens and self._tokens))
+
+    def take(self) -> dict[str, Any]:
+        """What came since the last call, as OpenAI's choice."""
+        request = self._request
+        choice: dict[str, Any] = {"index": self._index, "finish_reason": self.finish_reason, "stop_reason": self._stop_reason}
+        if self._num_calls and self.finish_reason is FinishReason.STOP:  # a truncated choice says so, even if it called a tool
+            choice["finish_reason"] = "tool_calls"
+        if request.return_token_ids:
+            if self._is_first:
+                choice["prompt_token_ids"] = list(self._prompt)
+            choice["token_ids"] = [token for token, _, _ in self._tokens]
+            choice["versions"] = [version for _, _, version in self._tokens]
+        if request.is_chat:
+            choice["delta" if request.stream else "message"] = self._message()
+            choice["logprobs"] = {"content": self._chat_logprobs()} if request.logprobs else None
+        else:
+            choice["text"] = self._text
+            choice["logprobs"] = self._completion_logprobs() if request.logprobs else None
+        self._is_first, self._text, self._calls, self._tokens = False, "", [], []
+        return choice
+
+    def _message(self) -> dict[str, Any]:
+        """OpenAI's message, or what a stream adds to it; its content is null if it only calls tools."""
+        message: dict[str, Any] = {"role": "assistant"} if self._is_first else {}
+        message["content"] = self._text or (None if self._calls else "")
+        if self._calls and self._request.stream:
+            first = self._num_calls - len(self._calls)
+            message["tool_calls"] = [{"index": first + offset, **call} for offset, call in enumerate(self._calls)]
+        elif self._calls:
+            message["tool_calls"] = self._calls
+        return message
+
+    def _completion_logprobs(self) -> dict[str, Any]:
+        """`top_logprobs` is null: only the sampled token's logprob is recorded."""
+        is_echo = self._request.echo and self._is_first
+        prompt = zip(self._prompt, self._prompt_logprobs, strict=True) if is_echo else ()
+        found: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": None, "text_offset": []}
+        for token, value in (*prompt, *((token, value) for token, value, _ in self._tokens)):
+            found["tokens"].append(self._token_name(token, self._decode([token], skip_special=False)))
+            found["token_logprobs"].append(value)
+            found["text_offset"].append(self._offset)
+            self._offset += len(self._decode([token]))
+        return found
+
+    def _chat_logprobs(self) -> list[dict[str, Any]]:
+        entries = []
+        for token, value, _ in self._tokens:
+            text = self._decode([token], skip_special=False)
+            # Part of a character has no text of its own
+            characters = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
+            name = self._token_name(token, text)
+            entries.append({"token": name, "logprob": value, "bytes": characters, "top_logprobs": []})
+        return entries
+
+    def _token_name(self, token: int, text: str) -> str:
+        return f"token_id:{token}" if self._request.return_tokens_as_token_ids else text
+
+    def _decode(self, token_ids: Sequence[int], *, skip_special: bool | None = None) -> str:
+        skip_special = self._request.skip_special_tokens if skip_special is None else skip_special
+        return decode(self._served.tokenizer, token_ids, skip_special=skip_special)
