@@ -9,24 +9,25 @@ for one engine: the one that has its KV cache.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 from collections import Counter, deque
 from typing import TYPE_CHECKING, Any
 
-from headrace.engine.protocol import EngineState, Increment
+from headrace.engine.protocol import EngineState
 from headrace.engine.remote_engine import PoolRequest
+from headrace.engine.request import generate, stream
 from headrace.engine.weight_delivery import WeightDelivery
 from headrace.partial import Interrupt
-from headrace.records import FinishReason, Rollout, pack_rollouts
+from headrace.records import FinishReason, pack_rollouts
 from headrace.rpc import StreamClosed
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
 
-    from headrace.engine.protocol import InFlight
+    from headrace.engine.protocol import Increment, InFlight
     from headrace.engine.remote_engine import RemoteEngine
-    from headrace.records import Array, Sampling, WeightUpdate
+    from headrace.engine.request import Request
+    from headrace.records import Array, Rollout, Sampling, WeightUpdate
 
 
 class EnginePool:
@@ -69,16 +70,16 @@ class EnginePool:
         self._on_available()
 
     def lose(self, engine: RemoteEngine) -> None:
-        """An engine is lost. Streams and calls with known tokens end, for the caller to resume; the others wait again."""
+        """An engine is lost. Calls with known tokens end, for the caller to resume; the others wait again."""
         engine.is_lost = True
         if engine in self.engines:
             self.engines.remove(engine)
         self._interrupted.extend(engine.bound)
         engine.bound.clear()
         for request in [each for each in self.requests.values() if each.engine is engine]:
-            if request.parts or request.is_streamed:
+            if request.parts:
                 del self.requests[request.key]
-                request.abort()
+                request.on_done(request.partial())
             else:
                 request.engine = None
                 self._interrupted.append(request.key)
@@ -93,36 +94,30 @@ class EnginePool:
     # Generation
 
     async def generate(self, rollout: Rollout, sampling: Sampling) -> Rollout:
-        with self._submitted(rollout, sampling, is_streamed=False) as request:
-            news = await request.next_news()
-            assert isinstance(news, Rollout)
-            return news
+        return await generate(self, rollout, sampling, make_request=PoolRequest)
 
-    async def stream(self, rollout: Rollout, sampling: Sampling) -> AsyncIterator[Increment]:
-        with self._submitted(rollout, sampling, is_streamed=True) as request:
-            while True:
-                increment = await request.next_news()
-                assert isinstance(increment, Increment)
-                yield increment
-                if increment.finish_reason is not None:
-                    return
+    def stream(self, rollout: Rollout, sampling: Sampling) -> AsyncIterator[Increment]:
+        return stream(self, rollout, sampling, make_request=PoolRequest)
 
-    @contextlib.contextmanager
-    def _submitted(self, rollout: Rollout, sampling: Sampling, *, is_streamed: bool) -> Iterator[PoolRequest]:
-        """A request in the table and in a queue; leaving the block cancels it if it has not ended."""
-        request = PoolRequest(next(self._keys), rollout, sampling, is_streamed)
-        self.requests[request.key] = request
-        self._queue_of(rollout).append(request.key)
-        self.num_waiting += 1
+    def submit(self, requests: Sequence[Request], on_refused: Callable[[Request, ValueError], None]) -> None:
+        """Queue requests. An engine refuses one later, through `on_failed`."""
+        for request in requests:
+            assert isinstance(request, PoolRequest)
+            request.key = next(self._keys)
+            self.requests[request.key] = request
+            self._queue_of(request.rollout).append(request.key)
+        self.num_waiting += len(requests)
         self.send_soon()
-        try:
-            yield request
-        finally:
-            if self.requests.pop(request.key, None) is not None:
-                if request.engine is None:
-                    self.num_waiting -= 1  # its key is skipped when its turn comes
-                else:
-                    request.engine.cancel(request.key)
+
+    def cancel(self, requests: Sequence[Request]) -> None:
+        for each in requests:
+            request = self.requests.pop(each.key, None)
+            if request is None:
+                continue  # it has ended
+            if request.engine is None:
+                self.num_waiting -= 1  # its key is skipped when its turn comes
+            else:
+                request.engine.cancel(request.key)
 
     def _queue_of(self, rollout: Rollout) -> deque[int]:
         home = None if rollout.parent is None else self._pinned.get(rollout.parent[0])

@@ -1,37 +1,41 @@
-"""One generate call inside an engine, and how `generate` and `stream` wait for it."""
+"""One generate call inside an engine or a pool of them, and how `generate` and `stream` wait for it."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
+import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from headrace.engine.append_tokens import append_call
 from headrace.engine.protocol import Increment, PromptTooLong, UnusablePrompt
-from headrace.records import FinishReason, Rollout
+from headrace.records import Call, FinishReason, Rollout
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Iterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Sequence
 
     from headrace.records import Array, Sampling
 
     PrefixKey = tuple[tuple[str, int] | None, bytes]
     """Where a rollout was forked, if it was, and its token ids: requests for which both are equal share their KV blocks."""
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """Tokens sampled so far in a call."""
+    """Tokens that a call has sampled, all of them or those of one report."""
 
     token_ids: Array
     logprobs: Array
     versions: Array
+    masks: list[Array] = field(default_factory=list)
 
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """One generate call. The fields below `is_streamed` are the native engine's bookkeeping."""
+    """One generate call. The fields below `started` are the native engine's bookkeeping."""
 
     rollout: Rollout
     sampling: Sampling
@@ -43,6 +47,11 @@ class Request:
     """Called once instead of `on_done` if it cannot be generated; without it the engine itself fails."""
     is_streamed: bool = False
     """A client in another process waits for each of its tokens."""
+    key: int = -1
+    """Its name between the pool and an engine process."""
+    lineage: str | None = None
+    """The lineage that sampled its first token, once the engine runs another; None until then."""
+    started: float = 0.0
     slot: int = -1
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
@@ -58,12 +67,9 @@ class Request:
     """The key under which others find the prompt it computes, to follow it."""
     saved: SampledTokens | None = None
     """What it had sampled when its blocks were taken away."""
-    started: float = 0.0
     masks: list[Array] = field(default_factory=list)
     num_reported: int = 0
     """Sampled tokens that `growth` has reported."""
-    lineage: str | None = None
-    """The lineage that sampled its first token, once the engine runs another; None until then."""
 
     def check(self, *, context: int, vocabulary: int, has_tokenizer: bool) -> None:
         """Raise if no engine with this context and vocabulary can generate it."""
@@ -77,6 +83,38 @@ class Request:
             raise UnusablePrompt(f"rollout {rollout.id!r} holds token {highest}; the vocabulary has {vocabulary}")
         if self.sampling.stop and not has_tokenizer:
             raise UnusablePrompt(f"rollout {rollout.id!r} has stop strings; this engine was given no tokenizer")
+
+    def extended(
+        self,
+        sampled: SampledTokens,
+        reason: FinishReason,
+        *,
+        engine: str,
+        policy: str,
+        lineage: str,
+        expert_routing: Array | None = None,
+    ) -> Rollout:
+        """Its rollout with the tokens that the call sampled."""
+        call = Call(
+            start=len(self.rollout),
+            stop=len(self.rollout) + len(sampled.token_ids),
+            engine=engine,
+            sampling=self.sampling,
+            finish_reason=reason,
+            started=self.started,
+            finished=time.time(),
+        )
+        return append_call(
+            self.rollout,
+            call,
+            token_ids=sampled.token_ids,
+            logprobs=sampled.logprobs,
+            versions=sampled.versions,
+            masks=sampled.masks,
+            policy=policy,
+            lineage=lineage,
+            expert_routing=expert_routing,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,54 +140,65 @@ class RequestQueue(Protocol):
         """Free what they hold; requests that have ended are ignored."""
 
 
-async def generate(engine: RequestQueue, rollout: Rollout, sampling: Sampling) -> Rollout:
+async def generate(
+    engine: RequestQueue, rollout: Rollout, sampling: Sampling, *, make_request: type[Request] = Request
+) -> Rollout:
     """The rollout with one more call's tokens; cancelling the await cancels the call."""
-    with _submitted(engine, rollout, sampling, is_streamed=False) as answers:
-        answer = await answers.get()
-        if isinstance(answer, Rollout):
-            return answer
-        assert isinstance(answer, Exception)
-        raise answer
+    done: asyncio.Future[Rollout] = asyncio.get_running_loop().create_future()
+
+    def settle(answer: Rollout | Exception) -> None:
+        if done.done():  # the await was cancelled
+            return
+        if isinstance(answer, Exception):
+            done.set_exception(answer)
+        else:
+            done.set_result(answer)
+
+    tell = _from_any_thread(settle)
+    request = make_request(rollout, sampling, on_done=tell, on_failed=tell)
+    engine.submit([request], lambda _, error: tell(error))
+    try:
+        return await done
+    except asyncio.CancelledError:
+        engine.cancel([request])
+        raise
 
 
-async def stream(engine: RequestQueue, rollout: Rollout, sampling: Sampling) -> AsyncIterator[Increment]:
+async def stream(
+    engine: RequestQueue, rollout: Rollout, sampling: Sampling, *, make_request: type[Request] = Request
+) -> AsyncIterator[Increment]:
     """The same call, token by token; closing the iterator cancels the call."""
-    with _submitted(engine, rollout, sampling, is_streamed=True) as answers:
+    answers: asyncio.Queue[Increment | Rollout | Exception] = asyncio.Queue()
+    answer: Increment | Rollout | Exception = Increment((), (), (), None)
+    tell = _from_any_thread(answers.put_nowait)
+    request = make_request(rollout, sampling, on_done=tell, on_failed=tell, on_tokens=tell)
+    engine.submit([request], lambda _, error: tell(error))
+    try:
         while True:
-            answer = await answers.get()
+            before, answer = answer, await answers.get()
             if isinstance(answer, Exception):
                 raise answer
             if isinstance(answer, Rollout):  # the reason came with its last token, unless it was aborted between two
-                if answer.finish_reason is FinishReason.ABORT:
-                    yield Increment((), (), (), FinishReason.ABORT)
+                if isinstance(before, Increment) and before.finish_reason is None:
+                    yield Increment((), (), (), answer.finish_reason)
                 return
             yield answer
-
-
-@contextlib.contextmanager
-def _submitted(
-    engine: RequestQueue, rollout: Rollout, sampling: Sampling, *, is_streamed: bool
-) -> Iterator[asyncio.Queue[Increment | Rollout | Exception]]:
-    """The queue of a call's results: increments of a stream, then the rollout or an error. Leaving early cancels the call."""
-    loop, thread = asyncio.get_running_loop(), threading.get_ident()
-    answers: asyncio.Queue[Increment | Rollout | Exception] = asyncio.Queue()
-    is_over = False
-
-    def tell(answer: Increment | Rollout | Exception) -> None:
-        nonlocal is_over
-        is_over = is_over or not isinstance(answer, Increment)
-        if threading.get_ident() == thread:
-            answers.put_nowait(answer)
-        else:
-            loop.call_soon_threadsafe(answers.put_nowait, answer)
-
-    request = Request(rollout, sampling, on_done=tell, on_failed=tell, on_tokens=tell if is_streamed else None)
-    engine.submit([request], lambda _, error: tell(error))
-    try:
-        yield answers
     finally:
-        if not is_over:
+        if isinstance(answer, Increment):
             engine.cancel([request])
+
+
+def _from_any_thread(tell: Callable[[T], None]) -> Callable[[T], None]:
+    """Calls `tell` on this event loop: at once, or through the loop if called in another thread."""
+    loop, thread = asyncio.get_running_loop(), threading.get_ident()
+
+    def call(value: T) -> None:
+        if threading.get_ident() == thread:
+            tell(value)
+        else:
+            loop.call_soon_threadsafe(tell, value)
+
+    return call
 
 
 async def run_to_the_end(work: Coroutine[Any, Any, None], *, on_cancel: Callable[[], None]) -> None:

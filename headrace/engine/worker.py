@@ -42,7 +42,6 @@ class EngineWorker:
         self._loop = asyncio.get_running_loop()
         self._data: Peer | None = None
         self._requests: dict[int, Request] = {}
-        self._keys: dict[Request, int] = {}
         self._streamed: set[Request] = set()
         self._finished: deque[tuple[Request, Rollout]] = deque()
         self._sampled: deque[SampledSince] = deque()
@@ -66,10 +65,10 @@ class EngineWorker:
         rollouts, samplings = unpack_rollouts(value["rollouts"]), unpack_samplings(value["samplings"])
         requests, streamed = [], set(value["streamed"])
         for key, rollout, sampling in zip(value["keys"].tolist(), rollouts, samplings, strict=True):
-            request = Request(rollout, sampling, on_done=lambda _: None, is_streamed=key in streamed)
+            request = Request(rollout, sampling, on_done=lambda _: None, is_streamed=key in streamed, key=key)
             request.on_done = partial(self._on_done, request)
             request.on_failed = partial(self._on_refused, request)
-            self._requests[key], self._keys[request] = request, key
+            self._requests[key] = request
             requests.append(request)
         self._streamed.update(request for request in requests if request.is_streamed)
         self._engine.submit(requests, self._on_refused)
@@ -105,15 +104,15 @@ class EngineWorker:
     def _flush(self) -> None:
         if self._data is None or not (self._finished or self._sampled or self._refused):
             return
-        sampled = [each for each in _take_all(self._sampled) if each.request in self._keys]
+        sampled = [each for each in _take_all(self._sampled) if each.request.key in self._requests]
         if sampled:
             self._tell_sampled(self._data, sampled)
-        finished = [pair for pair in _take_all(self._finished) if pair[0] in self._keys]
+        finished = [pair for pair in _take_all(self._finished) if pair[0].key in self._requests]
         if finished:
             keys = [self._forget(request) for request, _ in finished]
             packed = pack_rollouts([rollout for _, rollout in finished])
             self._data.notify("done", {"keys": np.asarray(keys, dtype=np.int64), "rollouts": packed})
-        refused = [pair for pair in _take_all(self._refused) if pair[0] in self._keys]
+        refused = [pair for pair in _take_all(self._refused) if pair[0].key in self._requests]
         if refused:
             told = [[self._forget(request), type(error).__name__, str(error)] for request, error in refused]
             self._data.notify("refused", told)
@@ -124,27 +123,25 @@ class EngineWorker:
             self._data.notify("report", self._timeline.report())
 
     def _tell_sampled(self, data: Peer, sampled: list[SampledSince]) -> None:
-        masks = {str(place): SamplingMask.from_rows(each.masks) for place, each in enumerate(sampled) if each.masks}
         data.notify(
             "sampled",
             {
-                "keys": np.asarray([self._keys[each.request] for each in sampled], dtype=np.int64),
+                "keys": np.asarray([each.request.key for each in sampled], dtype=np.int64),
                 "counts": np.asarray([len(each.token_ids) for each in sampled], dtype=np.int64),
                 "token_ids": np.concatenate([each.token_ids for each in sampled]),
                 "logprobs": np.concatenate([each.logprobs for each in sampled]),
                 "versions": np.concatenate([each.versions for each in sampled]),
                 "started": np.asarray([each.request.started for each in sampled]),
-                "masks": masks,
+                "masks": {str(place): SamplingMask.from_rows(each.masks) for place, each in enumerate(sampled) if each.masks},
                 "policy": self._engine.policy,
                 "lineages": [each.lineage for each in sampled],
             },
         )
 
     def _forget(self, request: Request) -> int:
-        key = self._keys.pop(request)
-        del self._requests[key]
+        del self._requests[request.key]
         self._streamed.discard(request)
-        return key
+        return request.key
 
     # The control stream
 

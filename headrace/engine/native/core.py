@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import time
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from headrace.engine import stop_strings
-from headrace.engine.append_tokens import append_call
 from headrace.engine.native.kv_cache import CacheShape, PagedCache
 from headrace.engine.native.plain_runner import PlainRunner
 from headrace.engine.native.releasable_memory import ReleasableMemory, make_memory
@@ -26,7 +25,7 @@ from headrace.engine.native.step import Step
 from headrace.engine.protocol import EngineAsleep, Increment, InFlight, NotFinite, PromptTooLong
 from headrace.engine.request import SampledSince
 from headrace.model import Arena, Head, ModelError, WeightError, find_readable_routers
-from headrace.records import Call, FinishReason, Rollout, unknown_routing
+from headrace.records import FinishReason, unknown_routing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from headrace.engine.native.step import Runner, StepOutput
-    from headrace.engine.request import Request, SampledTokens
+    from headrace.engine.request import Request
     from headrace.model import Routers, StagedWeights
     from headrace.records import Array
 
@@ -180,12 +179,11 @@ class EngineCore:
         """What these requests (default: all running) have sampled since their last report."""
         grown = []
         for request in list(self.scheduler.running.values() if requests is None else requests):
-            start = len(request.rollout) + request.num_reported
-            if request.slot < 0 or self._slots.length[request.slot] <= start:
-                continue
-            new, masks = self.scheduler.sampled_tokens(request, start=start), request.masks[request.num_reported :]
-            request.num_reported += len(new.token_ids)
-            grown.append(SampledSince(request, new.token_ids, new.logprobs, new.versions, masks, self._lineage_of(request)))
+            told = request.num_reported
+            if request.slot >= 0 and self._slots.length[request.slot] > len(request.rollout) + told:
+                new, lineage = self.scheduler.sampled_tokens(request, skip=told), self._lineage_of(request)
+                request.num_reported += len(new.token_ids)
+                grown.append(SampledSince(request, new.token_ids, new.logprobs, new.versions, new.masks, lineage))
         return grown
 
     def in_flight(self) -> list[InFlight]:
@@ -193,15 +191,11 @@ class EngineCore:
         return [self._in_flight(each) for each in (*self.scheduler.started(), *self.scheduler.waiting())]
 
     def _in_flight(self, request: Request) -> InFlight:
-        sampled, masks = self.scheduler.sampled_tokens(request), list(request.masks)
-        policy, lineage = self.policy, self._lineage_of(request)
-
-        def partial() -> Rollout:
-            """From this snapshot, in any thread. Without expert routing, which is recorded again when the rollout resumes."""
-            return self._extended(request, sampled, masks, FinishReason.ABORT, policy=policy, lineage=lineage)
-
+        """A snapshot: `partial` may be called in any thread. It has no expert routing, which is recorded again on a resume."""
+        sampled = self.scheduler.sampled_tokens(request)
+        extended = partial(request.extended, sampled, FinishReason.ABORT, **self._names(request))
         first = int(sampled.versions[0]) if len(sampled.versions) else -1
-        return InFlight.of(request.rollout, num_sampled=len(sampled.versions), first=first, partial=partial)
+        return InFlight.of(request.rollout, num_sampled=len(sampled.versions), first=first, partial=extended)
 
     # Interrupting and sleeping
 
@@ -277,6 +271,9 @@ class EngineCore:
 
     def _lineage_of(self, request: Request) -> str:
         return self.lineage if request.lineage is None else request.lineage
+
+    def _names(self, request: Request) -> dict[str, Any]:
+        return {"engine": self.name, "policy": self.policy, "lineage": self._lineage_of(request)}
 
     # Steps
 
@@ -360,50 +357,15 @@ class EngineCore:
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         sampled = self.scheduler.sampled_tokens(request)
-        names = {"policy": self.policy, "lineage": self._lineage_of(request)}
         routing = self._routing(request, len(request.rollout) + len(sampled.token_ids))
-        extended = self._extended(request, sampled, request.masks, reason, routing=routing, **names)
         self.cancel(request)
-        request.on_done(extended)
+        request.on_done(request.extended(sampled, reason, **self._names(request), expert_routing=routing))
 
     def _fail(self, request: Request, error: Exception) -> None:
         self.cancel(request)
         if request.on_failed is None:
             raise error
         request.on_failed(error)
-
-    def _extended(
-        self,
-        request: Request,
-        sampled: SampledTokens,
-        masks: list[Array],
-        reason: FinishReason,
-        *,
-        policy: str,
-        lineage: str,
-        routing: Array | None = None,
-    ) -> Rollout:
-        start = len(request.rollout)
-        call = Call(
-            start=start,
-            stop=start + len(sampled.token_ids),
-            engine=self.name,
-            sampling=request.sampling,
-            finish_reason=reason,
-            started=request.started,
-            finished=time.time(),
-        )
-        return append_call(
-            request.rollout,
-            call,
-            token_ids=sampled.token_ids,
-            logprobs=sampled.logprobs,
-            versions=sampled.versions,
-            masks=masks,
-            policy=policy,
-            lineage=lineage,
-            expert_routing=routing,
-        )
 
     def _routing(self, request: Request, length: int) -> Array | None:
         """[tokens, MoE layers, top k] as kept with a request's blocks; unknown where nothing was computed."""

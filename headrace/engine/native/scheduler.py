@@ -329,14 +329,14 @@ class Scheduler:
             if request.slot >= 0:  # a follower was retracted with its leader
                 self.retract(request)
 
-    def sampled_tokens(self, request: Request, *, start: int | None = None) -> SampledTokens:
-        """What a request has sampled in this call, whether it runs or waits; `start` applies to running ones only."""
+    def sampled_tokens(self, request: Request, *, skip: int = 0) -> SampledTokens:
+        """What a request has sampled in this call, whether it runs or waits; `skip` applies to running ones only."""
         if request.saved is not None:
             return request.saved
         slots, slot = self.slots, request.slot
-        stop = int(slots.length[slot]) if slot >= 0 else 0
-        part = slot, slice(len(request.rollout) if start is None else start, stop)
-        return SampledTokens(slots.tokens[part].copy(), slots.logprobs[part].copy(), slots.versions[part].copy())
+        part = slot, slice(len(request.rollout) + skip, int(slots.length[slot]) if slot >= 0 else 0)
+        arrays = (slots.tokens[part].copy(), slots.logprobs[part].copy(), slots.versions[part].copy())
+        return SampledTokens(*arrays, request.masks[skip:])
 
     def computed(self, request: Request) -> int:
         """How many tokens' keys and values are in its blocks: while decoding, all but the last sampled."""
