@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from headrace.engine.native.engine_memory import EngineMemory, blocks_for
     from headrace.engine.native.kind import build_core
     from headrace.engine.native.kv_cache import free_memory
-    from headrace.engine.native.step import Runner, Step, StepPlan
+    from headrace.engine.native.step import Runner, StepPlan
     from headrace.engine.pool import EnginePool
     from headrace.engine.protocol import Engine, EngineState, Increment, InFlight, PromptTooLong, SleepingEngine, UnusablePrompt
     from headrace.engine.remote_engine import RemoteEngine

@@ -17,9 +17,6 @@ if TYPE_CHECKING:
 
     from headrace.records import Array, Sampling
 
-    PrefixKey = tuple[tuple[str, int] | None, bytes]
-    """Where a rollout was forked, if it was, and its token ids: requests for which both are equal share their KV blocks."""
-
 T = TypeVar("T")
 
 
@@ -63,8 +60,6 @@ class Request:
     leader: Request | None = None
     """The sibling that computes the prompt both share."""
     followers: list[Request] = field(default_factory=list)
-    leading: PrefixKey | None = None
-    """The key under which others find the prompt it computes, to follow it."""
     saved: SampledTokens | None = None
     """What it had sampled when its blocks were taken away."""
     masks: list[Array] = field(default_factory=list)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
     from contextlib import AbstractAsyncContextManager
 
-    from headrace.engine.native.step import Step
+    from headrace.engine.native.step import StepPlan
 
     Decode = Callable[[list[int]], str]
 
@@ -660,7 +660,7 @@ def count_prompt_rows(core: EngineCore) -> list[int]:
     rows: list[int] = []
     step = core.step
 
-    def counted() -> Step:
+    def counted() -> StepPlan:
         done = step()
         rows.append(done.prompt_rows)
         return done

@@ -9,9 +9,8 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections import deque
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -21,7 +20,6 @@ from headrace.engine.native.plain_runner import PlainRunner
 from headrace.engine.native.releasable_memory import ReleasableMemory, make_memory
 from headrace.engine.native.scheduler import Scheduler
 from headrace.engine.native.slots import Slots
-from headrace.engine.native.step import Step
 from headrace.engine.protocol import EngineAsleep, Increment, InFlight, NotFinite, PromptTooLong
 from headrace.engine.request import SampledSince
 from headrace.model import Arena, Head, ModelError, WeightError, find_readable_routers
@@ -34,16 +32,15 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from headrace.engine.native.step import Runner, StepOutput
+    from headrace.engine.native.step import Runner, StepOutput, StepPlan
     from headrace.engine.request import Request
-    from headrace.model import Routers, StagedWeights
+    from headrace.model import StagedWeights
     from headrace.records import Array
 
 _NO_IDS = np.zeros(0, dtype=np.int32)
 
 
-@dataclass(frozen=True, slots=True)
-class _LaunchedStep:
+class _LaunchedStep(NamedTuple):
     """A step in flight, with its slots' epochs at the launch."""
 
     launched: object
@@ -82,15 +79,12 @@ class EngineCore:
         self._decode = decode
         self._weights: list[ReleasableMemory] = []  # the weights' memory on a GPU
         self._sleeping_weights: Tensor | None = None  # the weights in host memory, while they sleep
+        self._launched: deque[_LaunchedStep] = deque()
         device = next(model.parameters()).device
         self.arena = Arena.adopt(model, allocate=self._allocate if device.type == "cuda" else None)
         self.head = Head(model, exact=exact)
-        twin = None
-        if kernels if kernels is not None else device.type == "cuda" and not exact:
-            _check_triton(device)
-            from headrace.engine.native.cuda.compiled import make_twin
-
-            twin = make_twin(model, self.arena)  # before anything is hooked to the model
+        has_kernels = kernels if kernels is not None else device.type == "cuda" and not exact
+        twin = self._make_twin() if has_kernels else None  # before anything is hooked to the model
         routers = find_readable_routers(model)
         shape = CacheShape.of(model)
         num_blocks = num_blocks or shape.choose_num_blocks(
@@ -98,7 +92,15 @@ class EngineCore:
         )
         self.cache = PagedCache(shape, num_blocks=num_blocks, block_size=block_size, routers=routers)
         self._slots = Slots(slots=slots, context=context, blocks=math.ceil(context / block_size))
-        self.runner = self._make_runner(twin, routers, graphs=graphs)
+        self.runner: Runner
+        if twin is None:
+            self.runner = PlainRunner(model, self.head, self.cache, self._slots, exact=exact, routers=routers)
+        else:
+            from headrace.engine.native.cuda.runner import CudaRunner
+
+            self.runner = runner = CudaRunner(model, twin, self.head, self.cache, self._slots, routers=routers)
+            if graphs and device.type == "cuda":
+                runner.graphs.start()
         self.scheduler = Scheduler(
             self._slots,
             block_size=block_size,
@@ -106,17 +108,16 @@ class EngineCore:
             max_sampled=self.runner.max_sampled,
             max_prompt_tokens=self.runner.max_prompt_tokens,
         )
-        self._launched: deque[_LaunchedStep] = deque()
 
-    def _make_runner(self, twin: PreTrainedModel | None, routers: Routers | None, *, graphs: bool) -> Runner:
-        if twin is None:
-            return PlainRunner(self.model, self.head, self.cache, self._slots, exact=self.exact, routers=routers)
-        from headrace.engine.native.cuda.runner import CudaRunner
+    def _make_twin(self) -> PreTrainedModel:
+        if importlib.util.find_spec("triton") is None:
+            raise ModelError(
+                f"the native engine on {self.arena.device} needs the package triton, which is not installed: "
+                f"`pip install triton`, or run its engines on the CPU"
+            )
+        from headrace.engine.native.cuda.compiled import make_twin
 
-        runner = CudaRunner(self.model, twin, self.head, self.cache, self._slots, routers=routers)
-        if graphs and self.cache.keys[0].is_cuda:
-            runner.graphs.start()
-        return runner
+        return make_twin(self.model, self.arena)
 
     def _allocate(self, num_bytes: int, device: torch.device) -> Tensor:
         self._weights.append(make_memory(num_bytes, device))
@@ -277,19 +278,16 @@ class EngineCore:
 
     # Steps
 
-    def step(self) -> Step:
-        """Launch the next step, and collect the one launched `runner.ahead` steps ago."""
+    def step(self) -> StepPlan:
+        """Launch the next step, if any, and collect the one launched `runner.ahead` steps ago."""
         plan = self.scheduler.plan(self.runner)
-        if plan is None:
-            if self._launched:
-                self._collect()
-            return Step(0, 0)
-        slots = plan.slots
-        self._launched.append(_LaunchedStep(self.runner.launch(plan), slots, self._slots.epoch[slots].copy(), self.version))
-        self._slots.in_flight[slots] += 1
-        if len(self._launched) > self.runner.ahead:
+        if not plan.is_empty:
+            slots = plan.slots
+            self._launched.append(_LaunchedStep(self.runner.launch(plan), slots, self._slots.epoch[slots].copy(), self.version))
+            self._slots.in_flight[slots] += 1
+        if self._launched and (plan.is_empty or len(self._launched) > self.runner.ahead):
             self._collect()
-        return Step(prompt_rows=plan.prompt_rows, decode_rows=len(plan.decoding))
+        return plan
 
     def settle(self) -> None:
         """Collect every step in flight."""
@@ -317,9 +315,7 @@ class EngineCore:
         slots, state = step.slots[rows], self._slots
         token_ids, logprobs = output.token_ids[rows], output.logprobs[rows]
         at = state.length[slots]
-        state.tokens[slots, at] = token_ids
-        state.logprobs[slots, at] = logprobs
-        state.versions[slots, at] = step.version
+        state.tokens[slots, at], state.logprobs[slots, at], state.versions[slots, at] = token_ids, logprobs, step.version
         state.length[slots] = at + 1
         self.num_sampled += len(slots)
         is_stop = (state.stops[slots] == token_ids[:, None]).any(axis=1)
@@ -334,11 +330,9 @@ class EngineCore:
             if is_lost[index]:
                 self._fail(request, NotFinite(f"rollout {request.rollout.id!r}: the model's logits are not finite"))
                 continue
-            reason = None
+            reason = FinishReason.LENGTH if is_full[index] else None
             if is_stop[index] or (request.sampling.stop and self._ends_in_stop_string(request)):
                 reason = FinishReason.STOP
-            elif is_full[index]:
-                reason = FinishReason.LENGTH
             if request.on_tokens is not None:
                 request.on_tokens(Increment((int(token_ids[index]),), (float(logprobs[index]),), (step.version,), reason))
             if reason is not None:
@@ -352,8 +346,6 @@ class EngineCore:
             return False
         token_ids = self._slots.tokens[request.slot, first:length].tolist()
         return stop_strings.completes(request.sampling.stop, token_ids, self._decode)
-
-    # Ends
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         sampled = self.scheduler.sampled_tokens(request)
@@ -376,11 +368,3 @@ class EngineCore:
         known = self.runner.routing(self._slots.table[request.slot, at // size] * size + at % size)
         unknown = unknown_routing(length - computed, num_layers=known.shape[1], top_k=known.shape[2], dtype=known.dtype)
         return np.concatenate([known, unknown])
-
-
-def _check_triton(device: torch.device) -> None:
-    if importlib.util.find_spec("triton") is None:
-        raise ModelError(
-            f"the native engine on {device} needs the package triton, which is not installed: `pip install triton`, or run "
-            f"its engines on the CPU"
-        )

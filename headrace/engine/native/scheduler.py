@@ -25,9 +25,11 @@ if TYPE_CHECKING:
 
     from headrace.engine.native.slots import Slots
     from headrace.engine.native.step import Runner
-    from headrace.engine.request import PrefixKey, Request
+    from headrace.engine.request import Request
     from headrace.records import Array
 
+    PrefixKey = tuple[tuple[str, int] | None, bytes]
+    """Where a rollout was forked, if it was, and its token ids: requests for which both are equal share their KV blocks."""
 
 _KEEP_SECONDS = 0.25  # slots are kept this long for aborted rollouts: many times their round trip to the launcher
 
@@ -37,7 +39,7 @@ class Scheduler:
 
     def __init__(self, slots: Slots, *, block_size: int, num_blocks: int, max_sampled: int, max_prompt_tokens: int) -> None:
         self.slots, self.block_size = slots, block_size
-        num_slots, self.context = slots.tokens.shape
+        num_slots = len(slots.length)
         self.pool = BlockPool(num_blocks)
         self.pins = Pins(self.pool)
         self._new: OrderedDict[Request, None] = OrderedDict()
@@ -48,8 +50,8 @@ class Scheduler:
         self.num_retractions = 0
         self._root: Hashable = ("", 0)
         self._max_sampled, self._max_prompt_tokens = max_sampled, max_prompt_tokens
-        self._computing: OrderedDict[Request, None] = OrderedDict()  # prompts in progress; followers wait for theirs
-        self._leaders: dict[PrefixKey, Request] = {}
+        self._computing: dict[Request, PrefixKey] = {}  # prompts in progress; followers wait for theirs
+        self._leaders: dict[PrefixKey, Request] = {}  # those that others with the same key follow
         self._copies_before: list[tuple[int, int]] = []
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._num_blocks_of = np.zeros(num_slots, dtype=np.int64)
@@ -95,13 +97,11 @@ class Scheduler:
 
     # One step
 
-    def plan(self, runner: Runner) -> StepPlan | None:
-        """The next step, or None if there is nothing to compute before an earlier one is collected."""
+    def plan(self, runner: Runner) -> StepPlan:
+        """The next step; empty if nothing can be computed before an earlier one is collected."""
         decoding = self._add_blocks(runner)
         self._admit(runner)
         chunks, copies_after = self._plan_chunks()
-        if not chunks and not len(decoding):
-            return None
         copies_before, self._copies_before = self._copies_before, []
         return StepPlan(chunks, decoding, copies_before, copies_after)
 
@@ -151,36 +151,22 @@ class Scheduler:
 
     def _place(self, request: Request, runner: Runner) -> bool:
         """Give a request a slot, and blocks for its tokens; False if too few are free."""
-        rollout, sampling, saved = request.rollout, request.sampling, request.saved
+        rollout, saved = request.rollout, request.saved
         token_ids = rollout.token_ids if saved is None else np.concatenate([rollout.token_ids, saved.token_ids])
-        length = len(token_ids)
         reserve = len(self.running) // 4 + 1 if self.running else 0  # running rollouts will soon need more
         key = rollout.parent, token_ids.tobytes()  # a fork may reuse KV blocks of older weights, so its parent counts
         leader = self._leaders.get(key)
-        if leader is not None and len(leader.followers) + 1 >= self._max_sampled:
-            leader = None
-        is_placed = (
-            self._lead(request, token_ids, reserve) if leader is None else self._follow(request, leader, length, reserve)
-        )
+        if leader is not None and len(leader.followers) + 1 < self._max_sampled:
+            is_placed = self._follow(request, leader, len(token_ids), reserve)
+        elif is_placed := self._lead(request, token_ids, reserve):
+            self._computing[request], self._leaders[key] = key, request
         if not is_placed:
             return False
         slot = request.slot = self._free_slots.pop()
         self.running[slot] = request
         self._turn[slot], self._num_blocks_of[slot] = next(self._turns), len(request.blocks)
-        slots = self.slots
-        slots.epoch[slot] += 1
-        slots.tokens[slot, :length] = token_ids
-        if saved is not None:
-            sampled = slice(len(rollout), length)
-            slots.logprobs[slot, sampled], slots.versions[slot, sampled] = saved.logprobs, saved.versions
-            request.saved = None
-        limit = min(self.context, len(rollout) + sampling.max_tokens)
-        slots.is_watched[slot] = request.on_tokens is not None or sampling.is_truncated or bool(sampling.stop)
-        slots.start(slot, sampling, length=length, start=len(rollout), limit=limit, blocks=request.blocks)
-        request.started = request.started or time.time()
-        if leader is None:
-            self._computing[request] = None
-            self._leaders[key], request.leading = request, key
+        self.slots.start(request, token_ids)
+        request.saved, request.started = None, request.started or time.time()
         runner.start_slot(slot)
         return True
 
@@ -268,15 +254,13 @@ class Scheduler:
             self._is_decoding[follower.slot] = True
         request.followers = []
         self._is_decoding[request.slot] = True
-        self._stop_leading(request)
+        self._stop_computing(request)
         return copies
 
-    def _stop_leading(self, request: Request) -> None:
-        self._computing.pop(request, None)
-        if request.leading is not None:
-            if self._leaders.get(request.leading) is request:
-                del self._leaders[request.leading]
-            request.leading = None
+    def _stop_computing(self, request: Request) -> None:
+        key = self._computing.pop(request, None)
+        if key is not None and self._leaders.get(key) is request:
+            del self._leaders[key]
 
     def _cache_blocks(self, request: Request, computed: int) -> None:
         """Put the full blocks of the first `computed` tokens into the prefix cache."""
@@ -305,7 +289,7 @@ class Scheduler:
         if request.rollout.id in self.pins.by_id and computed > 0:
             blocks = request.blocks[: math.ceil(computed / self.block_size)]
             self.pins.keep(request.rollout.id, Computed(self.slots.tokens[slot, :computed].copy(), blocks, computed))
-        self._stop_leading(request)
+        self._stop_computing(request)
         del self.running[slot]
         self._is_decoding[slot] = False
         self.slots.epoch[slot] += 1

@@ -9,9 +9,8 @@ import numpy as np
 from headrace.engine.native.blocks import SCRATCH
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from headrace.records import Array, Sampling
+    from headrace.engine.request import Request
+    from headrace.records import Array
 
 
 class Slots:
@@ -39,18 +38,23 @@ class Slots:
         is_restricted: Array = self.is_truncated[slots] | is_early
         return is_restricted
 
-    def start(self, slot: int, sampling: Sampling, *, length: int, start: int, limit: int, blocks: Sequence[int]) -> None:
-        """Fill a rollout's row; its tokens are already in place. `start` is its length before this call."""
-        self.length[slot], self.limit[slot] = length, limit
+    def start(self, request: Request, token_ids: Array) -> None:
+        """Fill a rollout's row. `token_ids` are those it has, including what this call had sampled before a retraction."""
+        slot, sampling, saved = request.slot, request.sampling, request.saved
+        start, length = len(request.rollout), len(token_ids)
+        self.tokens[slot, :length] = token_ids
+        if saved is not None:
+            self.logprobs[slot, start:length], self.versions[slot, start:length] = saved.logprobs, saved.versions
+        self.length[slot], self.limit[slot] = length, min(self.tokens.shape[1], start + sampling.max_tokens)
         self.floor[slot] = start + sampling.min_tokens if sampling.stop_ids else 0
         self.seed[slot], self.in_flight[slot] = sampling.seed, 0
+        self.epoch[slot] += 1
         self.sampling[slot] = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
         self.is_truncated[slot] = sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0)
+        self.is_watched[slot] = request.on_tokens is not None or sampling.is_truncated or bool(sampling.stop)
         self.table[slot] = SCRATCH
-        self.table[slot, : len(blocks)] = blocks
+        self.table[slot, : len(request.blocks)] = request.blocks
         if len(sampling.stop_ids) > self.stops.shape[1]:
-            wider = np.full((len(self.stops), len(sampling.stop_ids)), -1, dtype=np.int64)
-            wider[:, : self.stops.shape[1]] = self.stops
-            self.stops = wider
+            self.stops = np.pad(self.stops, ((0, 0), (0, len(sampling.stop_ids) - self.stops.shape[1])), constant_values=-1)
         self.stops[slot] = -1
         self.stops[slot, : len(sampling.stop_ids)] = sampling.stop_ids

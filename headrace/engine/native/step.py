@@ -45,6 +45,15 @@ class StepPlan:
     def prompt_rows(self) -> int:
         return sum(map(len, self.chunks))
 
+    @property
+    def decode_rows(self) -> int:
+        return len(self.decoding)
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing can be computed before an earlier step is collected."""
+        return not self.chunks and not len(self.decoding)
+
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
@@ -53,14 +62,6 @@ class StepOutput:
     token_ids: Array  # -1 where the rollout had already ended
     logprobs: Array
     allowed: list[Array] | None  # the token ids each row could have sampled, if some row was restricted
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What a step computed, for the timeline."""
-
-    prompt_rows: int
-    decode_rows: int
 
 
 class Runner:
