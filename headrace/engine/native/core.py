@@ -244,7 +244,6 @@ class EngineCore:
             self.arena.memory.copy_(self._sleeping_weights)
             self._sleeping_weights = None
         self.cache.memory.restore()
-        self.runner.synchronize()
         self.runner.resume()
         self.is_asleep = False
 
@@ -259,7 +258,8 @@ class EngineCore:
         """Swap in the received weights; the next step runs them."""
         if self.has_sleeping_weights:
             raise WeightError("the engine's weights are asleep; wake it before it is given others")
-        self.runner.run_in_order(spare.exchange)
+        with self.runner.in_order():
+            spare.exchange()
 
     def changed_weights(self, *, policy: str, lineage: str, version: int) -> None:
         """Called after a swap. A request that has sampled keeps the lineage of its first token: `append_call` says why."""
@@ -365,6 +365,7 @@ class EngineCore:
             return None
         size, computed = self.cache.block_size, self.scheduler.computed(request)
         at = np.arange(computed)
-        known = self.runner.routing(self._slots.table[request.slot, at // size] * size + at % size)
+        with self.runner.in_order():
+            known = self.cache.read_routing(self._slots.table[request.slot, at // size] * size + at % size)
         unknown = unknown_routing(length - computed, num_layers=known.shape[1], top_k=known.shape[2], dtype=known.dtype)
         return np.concatenate([known, unknown])

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from headrace.engine.native.sampling import SamplingRows, sample, uniform
+from headrace.engine.native.sampling import sample, uniform
 from headrace.engine.native.step import Runner, StepOutput
 from headrace.model import EXACT_ROWS, AttentionSpec, PackedContext, attend, causal, hidden_states, layer_of
 
@@ -100,11 +100,6 @@ class PlainRunner(Runner):
         assert isinstance(launched, StepOutput)
         return launched
 
-    def routing(self, places: Array) -> Array:
-        assert self.cache.routing is not None
-        rows: Array = self.cache.routing.index_select(0, self._to_device(places)).cpu().numpy()
-        return rows
-
     def _forward(self, plan: StepPlan) -> StepOutput:
         slots, size = self._slots, self.cache.block_size
         chunks = sorted(plan.chunks, key=lambda chunk: chunk.start > 0)  # whole prompts first
@@ -131,9 +126,16 @@ class PlainRunner(Runner):
 
     def _sample(self, hidden: Tensor, sampling: Array) -> StepOutput:
         """One token for each row of `hidden`; `sampling` holds their slots."""
-        slots = self._slots
-        numbers = torch.from_numpy(uniform(slots.seed[sampling], slots.length[sampling])).to(self._device)
-        sampled = sample(self._head.logits(hidden), self._sampling_rows(sampling), numbers)
+        slots, vocabulary = self._slots, range(self._head.vocabulary)  # a tokenizer may have more ids than the head
+        too_early = np.flatnonzero(slots.length[sampling] < slots.floor[sampling]).tolist()
+        forbidden = [(row, stop) for row in too_early for stop in slots.stops[sampling[row]].tolist() if stop in vocabulary]
+        sampled = sample(
+            self._head.logits(hidden),
+            self._to_device(slots.sampling[sampling]),
+            self._to_device(uniform(slots.seed[sampling], slots.length[sampling])),
+            forbidden=forbidden,
+            is_restricted=bool(forbidden) or bool(slots.is_truncated[sampling].any()),
+        )
         allowed = None
         if sampled.allowed is not None:
             # An unrestricted row next to restricted ones records no ids rather than all.
@@ -156,17 +158,6 @@ class PlainRunner(Runner):
             places = np.where(np.arange(blocks * size) <= positions[:, -1:], places, places[:, :1])
             rows.append(CachedRows(self._to_device(positions), self._to_device(places)))
         return rows
-
-    def _sampling_rows(self, sampling: Array) -> SamplingRows:
-        slots = self._slots
-        temperature, top_k, top_p, min_p = self._to_device(slots.sampling[sampling]).unbind(dim=1)
-        too_early = np.flatnonzero(slots.length[sampling] < slots.floor[sampling])
-        vocabulary = range(self._head.vocabulary)  # a tokenizer may have more ids than the head
-        forbidden = [
-            (int(row), int(stop)) for row in too_early for stop in slots.stops[sampling[row]] if int(stop) in vocabulary
-        ]
-        is_restricted = bool(forbidden) or bool(slots.is_truncated[sampling].any())
-        return SamplingRows(temperature, top_k, top_p, min_p, forbidden, is_restricted)
 
     def _to_device(self, array: Array) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)

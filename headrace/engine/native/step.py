@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from headrace.records import Array
 
 
@@ -85,16 +84,9 @@ class Runner:
         """Wait for a step; returns what it sampled."""
         raise NotImplementedError
 
-    def routing(self, places: Array) -> Array:
-        """[places, MoE layers, top k] expert ids kept at these flat places of an MoE model's cache."""
-        raise NotImplementedError
-
-    def run_in_order(self, action: Callable[[], None]) -> None:
-        """Run `action` after all steps launched so far and before the next."""
-        action()
-
-    def synchronize(self) -> None:
-        """Wait until nothing is being computed."""
+    def in_order(self) -> contextlib.AbstractContextManager[object]:
+        """Within it, work is done after all steps launched so far and before the next."""
+        return contextlib.nullcontext()
 
     def suspend(self) -> None:
         """Wait until nothing reads the cache or the weights; until `resume` nothing will, and no step is launched."""

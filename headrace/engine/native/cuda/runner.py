@@ -23,7 +23,7 @@ from headrace.engine.native.step import Runner, StepOutput
 from headrace.model import find_readable_routers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
     from transformers import PreTrainedModel
@@ -168,25 +168,15 @@ class CudaRunner(Runner):
             self._stream.give_back(buffer)
         return StepOutput(np.concatenate(tokens), np.concatenate(logprobs), allowed if is_restricted else None)
 
-    def routing(self, places: Array) -> Array:
-        assert self.cache.routing is not None
-        with self._stream.entered():
-            index = torch.from_numpy(np.ascontiguousarray(places)).to(self._device)
-            rows: Array = self.cache.routing.index_select(0, index).cpu().numpy()
-        return rows
-
-    def run_in_order(self, action: Callable[[], None]) -> None:
-        with self._stream.entered():
-            action()
-
-    def synchronize(self) -> None:
-        self._stream.synchronize()
+    def in_order(self) -> contextlib.AbstractContextManager[object]:
+        return self._stream.entered()
 
     def suspend(self) -> None:
         self.graphs.suspend()
         self._stream.synchronize()
 
     def resume(self) -> None:
+        self._stream.synchronize()
         self.graphs.resume()
 
     def wait_warm(self) -> None:
