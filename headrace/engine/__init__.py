@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from headrace.engine.server.address import bind, url_of
     from headrace.engine.server.app import SERVER, listening, make_app
     from headrace.engine.settings import EngineSettings, SamplingSettings, check_engine_kind, engine_kind
-    from headrace.engine.tokenizers import decoder_of, stop_tokens
+    from headrace.engine.stop_strings import decoder_of, stop_tokens
     from headrace.engine.vllm.engine import VllmEngine
     from headrace.engine.vllm.server import choose_python, find_vllm
     from headrace.engine.vllm.settings import VllmSettings

@@ -1,16 +1,16 @@
 """Engines in other processes, as one `Engine`.
 
-Requests wait here, and each engine pulls as many as it has room for, so that fast engines do more and none hoards. One table
-holds every generate call in flight with the tokens known so far: it serves streams, cancelling, checkpoints (`in_flight`) and
-recovery. When an engine is lost, its calls continue on the others from their known tokens. Only forks of a pinned rollout wait
-for one engine: the one that has its KV cache.
+Requests wait here, and each engine pulls as many as it has room for, so that fast engines do more and none hoards. An engine's
+requests stay in its table with the tokens known so far: for streams, cancelling, checkpoints (`in_flight`) and recovery. When
+an engine is lost, its calls continue on the others from their known tokens. Only forks of a pinned rollout wait for one engine:
+the one that has its KV cache.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections import Counter, deque
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 from headrace.engine.protocol import EngineState
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
     from headrace.engine.protocol import Increment, InFlight
-    from headrace.engine.remote_engine import RemoteEngine
+    from headrace.engine.remote_engine import RemoteEngine, WaitingQueue
     from headrace.engine.request import Request
     from headrace.records import Array, Rollout, Sampling, WeightUpdate
 
@@ -35,11 +35,9 @@ class EnginePool:
 
     def __init__(self) -> None:
         self.engines: list[RemoteEngine] = []
-        self.requests: dict[int, PoolRequest] = {}  # every generate call in flight, waiting or sent, by key
         self.delivery = WeightDelivery(on_lost=self.lose, on_caught_up=self._on_available)
-        self._interrupted: deque[int] = deque()  # keys of waiting requests that were interrupted: they go before new ones
-        self._new: deque[int] = deque()
-        self.num_waiting = 0
+        self._interrupted: WaitingQueue = OrderedDict()  # requests that were interrupted: they go before new ones
+        self._new: WaitingQueue = OrderedDict()
         self._pinned: dict[str, RemoteEngine | None] = {}  # pinned rollouts, each with the engine it was last sent to
         self._keys = itertools.count()
         self._available = asyncio.Event()
@@ -74,16 +72,15 @@ class EnginePool:
         engine.is_lost = True
         if engine in self.engines:
             self.engines.remove(engine)
-        self._interrupted.extend(engine.bound)
+        requests = [*engine.bound, *engine.requests.values()]
         engine.bound.clear()
-        for request in [each for each in self.requests.values() if each.engine is engine]:
+        engine.requests.clear()
+        for request in requests:
             if request.parts:
-                del self.requests[request.key]
                 request.on_done(request.partial())
             else:
                 request.engine = None
-                self._interrupted.append(request.key)
-                self.num_waiting += 1
+                self._interrupted[request] = None
         self.send_soon()
 
     def _on_available(self) -> None:
@@ -104,30 +101,33 @@ class EnginePool:
         for request in requests:
             assert isinstance(request, PoolRequest)
             request.key = next(self._keys)
-            self.requests[request.key] = request
-            self._queue_of(request.rollout).append(request.key)
-        self.num_waiting += len(requests)
+            self._queue_of(request.rollout)[request] = None
         self.send_soon()
 
     def cancel(self, requests: Sequence[Request]) -> None:
-        for each in requests:
-            request = self.requests.pop(each.key, None)
-            if request is None:
-                continue  # it has ended
-            if request.engine is None:
-                self.num_waiting -= 1  # its key is skipped when its turn comes
-            else:
-                request.engine.cancel(request.key)
+        for request in requests:
+            assert isinstance(request, PoolRequest)
+            if request.engine is not None:
+                request.engine.cancel(request)
+            for queue in self._queues():
+                queue.pop(request, None)
 
-    def _queue_of(self, rollout: Rollout) -> deque[int]:
+    def _queue_of(self, rollout: Rollout) -> WaitingQueue:
         home = None if rollout.parent is None else self._pinned.get(rollout.parent[0])
         if home is not None and not home.is_lost:
             return home.bound
         return self._interrupted if rollout.finish_reason is FinishReason.ABORT else self._new
 
+    def _queues(self) -> list[WaitingQueue]:
+        return [self._interrupted, self._new, *(engine.bound for engine in self.engines)]
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(map(len, self._queues()))
+
     def send_soon(self) -> None:
         """Send in the next turn of the event loop, so that requests submitted together are sent together."""
-        if not self._is_flush_due and self.num_waiting and self.engines:
+        if not self._is_flush_due and self.engines:
             self._is_flush_due = True
             asyncio.get_running_loop().call_soon(self._flush)
 
@@ -136,20 +136,11 @@ class EnginePool:
         takers = [engine for engine in self.engines if engine.takes_work]
         for place, engine in enumerate(takers):
             share = -(-self.num_waiting // (len(takers) - place))
-            requests = self._take(engine.bound, most=engine.credit)
+            requests = _take(engine.bound, most=engine.credit)
             for queue in (self._interrupted, self._new):
-                requests += self._take(queue, most=min(share, engine.credit) - len(requests))
+                requests += _take(queue, most=min(share, engine.credit) - len(requests))
             if requests:
                 self._send(engine, requests)
-
-    def _take(self, queue: deque[int], *, most: int) -> list[PoolRequest]:
-        taken: list[PoolRequest] = []
-        while queue and len(taken) < most:
-            request = self.requests.get(queue.popleft())
-            if request is not None:  # otherwise it was cancelled
-                taken.append(request)
-        self.num_waiting -= len(taken)
-        return taken
 
     def _send(self, engine: RemoteEngine, requests: list[PoolRequest]) -> None:
         for request in requests:
@@ -162,7 +153,8 @@ class EnginePool:
 
     async def in_flight(self) -> list[InFlight]:
         """As of the engines' last reports, which come every second."""
-        return [request.in_flight() for request in self.requests.values()]
+        sent = (request for engine in self.engines for request in engine.requests.values())
+        return [request.in_flight() for request in itertools.chain(sent, *self._queues())]
 
     # The rest of the protocol: calls to one engine or to all
 
@@ -204,7 +196,7 @@ class EnginePool:
 
     async def pin(self, rollout_id: str) -> None:
         """On every engine, since any of them may generate it."""
-        running = (each.engine for each in self.requests.values() if each.engine and each.rollout.id == rollout_id)
+        running = (each for each in self.engines if any(r.rollout.id == rollout_id for r in each.requests.values()))
         self._pinned.setdefault(rollout_id, next(running, None))
         await self._all("pin", rollout_id=rollout_id)
 
@@ -248,5 +240,8 @@ class EnginePool:
         while not (current := [engine for engine in self.engines if not engine.is_behind]):
             self._available.clear()
             await self._available.wait()
-        busy = Counter(request.engine for request in self.requests.values())
-        return min(current, key=lambda engine: busy[engine])
+        return min(current, key=lambda engine: len(engine.requests))
+
+
+def _take(queue: WaitingQueue, *, most: int) -> list[PoolRequest]:
+    return [queue.popitem(last=False)[0] for _ in range(min(most, len(queue)))]

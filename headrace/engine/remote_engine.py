@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ _REFUSALS = {"PromptTooLong": PromptTooLong, "UnusablePrompt": UnusablePrompt, "
 
 @dataclass(eq=False, slots=True)
 class PoolRequest(Request):
-    """A generate call in flight: an entry of the pool's table. `rollout` stays as submitted."""
+    """A generate call in flight, waiting or sent. `rollout` stays as submitted."""
 
     engine: RemoteEngine | None = None
     """Where it was sent; None while it waits."""
@@ -58,6 +58,9 @@ class PoolRequest(Request):
         return InFlight.of(self.rollout, num_sampled=self.num_sampled, first=first, partial=self.partial)
 
 
+WaitingQueue = OrderedDict[PoolRequest, None]
+
+
 class RemoteEngine:
     """One engine process."""
 
@@ -73,7 +76,8 @@ class RemoteEngine:
         self.name, self.control, self._log = name, control, log
         self.data: Peer | None = None
         self.credit = 0  # calls it may still be sent: it pulls as many as it has room for
-        self.bound: deque[int] = deque()  # keys of waiting requests that only this engine should run: forks of its rollouts
+        self.requests: dict[int, PoolRequest] = {}  # those sent to it that have not ended, by key
+        self.bound: WaitingQueue = OrderedDict()  # requests that only this engine should run: forks of its rollouts
         self.update: WeightUpdate | None = None  # the weights it holds
         self.is_behind = False  # others hold newer weights: it finishes its calls, and gets no new ones until it catches up
         self.is_lost = False
@@ -117,6 +121,7 @@ class RemoteEngine:
         assert self.data is not None
         for request in requests:
             request.engine = self
+            self.requests[request.key] = request
         self.credit -= len(requests)
         self.data.notify(
             "work",
@@ -128,11 +133,13 @@ class RemoteEngine:
             },
         )
 
-    def cancel(self, key: int) -> None:
+    def cancel(self, request: PoolRequest) -> None:
         """Tell it in the next turn of the event loop, so that calls cancelled together go in one message."""
+        if self.requests.pop(request.key, None) is None:
+            return  # it has ended
         if not self._cancelled:
             asyncio.get_running_loop().call_soon(self._tell_cancelled)
-        self._cancelled.append(key)
+        self._cancelled.append(request.key)
 
     def _tell_cancelled(self) -> None:
         assert self.data is not None
@@ -142,20 +149,15 @@ class RemoteEngine:
         except StreamClosed:
             self._pool.lose(self)
 
-    def _own(self, key: int) -> PoolRequest | None:
-        """The request; None if it was cancelled, or moved to another engine because this one is lost."""
-        request = self._pool.requests.get(key)
-        return request if request is not None and request.engine is self else None
-
     def _take_pull(self, count: int) -> None:
         self.credit += int(count)
         self._pool.send_soon()
 
     def _take_done(self, value: Any) -> None:  # noqa: ANN401
         for key, rollout in zip(value["keys"].tolist(), unpack_rollouts(value["rollouts"]), strict=True):
-            if (request := self._own(key)) is None:
-                continue
-            del self._pool.requests[key]
+            request = self.requests.pop(key, None)
+            if request is None:
+                continue  # it was cancelled, or moved to another engine because this one is lost
             if request.on_tokens is not None:
                 told = len(request.rollout) + request.num_sampled
                 new = SampledTokens(rollout.token_ids[told:], rollout.logprobs[told:], rollout.versions[told:])
@@ -165,7 +167,8 @@ class RemoteEngine:
     def _take_sampled(self, value: Any) -> None:  # noqa: ANN401
         ends = np.cumsum(value["counts"])
         for place, key in enumerate(value["keys"].tolist()):
-            if (request := self._own(key)) is None:
+            request = self.requests.get(key)
+            if request is None:
                 continue
             new = slice(int(ends[place] - value["counts"][place]), int(ends[place]))
             mask = value["masks"].get(str(place))
@@ -180,8 +183,8 @@ class RemoteEngine:
 
     def _take_refused(self, value: Any) -> None:  # noqa: ANN401
         for key, kind, message in value:
-            if (request := self._own(key)) is not None:
-                del self._pool.requests[key]
+            request = self.requests.pop(key, None)
+            if request is not None:
                 assert request.on_failed is not None
                 request.on_failed(_REFUSALS.get(kind, WireError)(message))
 

@@ -6,18 +6,21 @@ import asyncio
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from headrace.engine.append_tokens import append_call
+import numpy as np
+
 from headrace.engine.protocol import Increment, PromptTooLong, UnusablePrompt
-from headrace.records import Call, FinishReason, Rollout
+from headrace.records import Call, FinishReason, Rollout, SamplingMask
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Sequence
 
+    from headrace.engine.protocol import RequestQueue
     from headrace.records import Array, Sampling
 
 T = TypeVar("T")
+_NOTHING = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,14 +128,43 @@ class SampledSince:
     """The lineage that sampled its first token."""
 
 
-class RequestQueue(Protocol):
-    """What `generate` and `stream` need of an engine."""
+def append_call(
+    rollout: Rollout,
+    call: Call,
+    *,
+    token_ids: Array,
+    logprobs: Array,
+    versions: Array,
+    masks: Sequence[Array] = (),
+    policy: str,
+    lineage: str,
+    expert_routing: Array | None = None,
+) -> Rollout:
+    """The rollout with a call's tokens. `masks` has a row for each of them, or none at all; `expert_routing` has a row for
+    every token of the longer rollout, unknown where nothing was recorded.
 
-    def submit(self, requests: Sequence[Request], on_refused: Callable[[Request, ValueError], None]) -> None:
-        """Queue requests; those that cannot be generated go to `on_refused`."""
-
-    def cancel(self, requests: Sequence[Request]) -> None:
-        """Free what they hold; requests that have ended are ignored."""
+    A rollout carries one lineage: that of its first sampled token. Say lineage B started from version 40 of lineage A. A's
+    tokens up to 40 belong to B's history too; a token of A's version 41 comes from weights that no longer exist, and must not
+    pass for one of B's. An engine cannot tell these apart, so a rollout continued in B stays under A's name, and is rejected as
+    soon as it holds a token past 40: this may over-reject, never under-reject. A caller that knows the history truncates such a
+    rollout before it resumes it, and may rename it (`headrace.partial.surviving_part`).
+    """
+    if any(each.stop > each.start for each in rollout.calls):
+        lineage = rollout.lineage
+    mask = rollout.sampling_mask
+    if mask is not None or masks:
+        old = [_NOTHING] * call.start if mask is None else [mask.row(index) for index in range(call.start)]
+        mask = SamplingMask.from_rows([*old, *(masks or [_NOTHING] * len(token_ids))])
+    return rollout.extend(
+        call,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        versions=versions,
+        policy=policy,
+        lineage=lineage,
+        sampling_mask=mask,
+        expert_routing=expert_routing,
+    )
 
 
 async def generate(

@@ -20,7 +20,7 @@ from headrace.engine import Engine, EngineState, PromptTooLong, UnusablePrompt
 from headrace.engine.native.core import EngineCore
 from headrace.engine.native.engine import NativeEngine
 from headrace.engine.protocol import EngineAsleep, NotFinite
-from headrace.engine.tokenizers import decoder_of
+from headrace.engine.stop_strings import decoder_of
 from headrace.engine.vllm.handover import saved_form
 from headrace.errors import SyncError
 from headrace.model.arena import Arena, lay_out

@@ -14,7 +14,7 @@ import torch
 from pooled import Far, Pooled, pooled
 
 from headrace.engine import PromptTooLong, worker
-from headrace.engine.append_tokens import append_call
+from headrace.engine.request import append_call
 from headrace.errors import SyncError
 from headrace.model.load import load_model
 from headrace.model.weights import named_tensors

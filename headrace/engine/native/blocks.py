@@ -115,7 +115,7 @@ class Computed:
 
 class Pins:
     """Rollouts whose blocks are kept after they leave their slot, until memory runs short: a fork continues from any of their
-    tokens without computing them again. No run pins anything yet; `ForkingEngine` promises it."""
+    tokens without computing them again. No run pins anything yet; the engine protocol promises it."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from headrace.engine.append_tokens import append_call
 from headrace.engine.protocol import Increment
+from headrace.engine.request import append_call
 from headrace.engine.server.text import TextReader
 from headrace.records import Call, FinishReason, Rollout
 

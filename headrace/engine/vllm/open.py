@@ -11,7 +11,7 @@ import torch
 
 from headrace.engine.kind import OpenedEngine
 from headrace.engine.settings import EngineSettings
-from headrace.engine.tokenizers import decoder_of, stop_tokens
+from headrace.engine.stop_strings import decoder_of, stop_tokens
 from headrace.engine.vllm.abilities import TRANSFER, check_abilities
 from headrace.engine.vllm.api import VllmApi, VllmError
 from headrace.engine.vllm.call_queue import Limits

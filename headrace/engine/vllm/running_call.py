@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from headrace.engine import stop_strings
-from headrace.engine.append_tokens import append_call
 from headrace.engine.protocol import Increment, InFlight, NotFinite, UnusablePrompt
-from headrace.engine.request import SampledSince
+from headrace.engine.request import SampledSince, append_call
 from headrace.records import Call, FinishReason, unknown_routing
 
 if TYPE_CHECKING:
