@@ -22,7 +22,7 @@ from headrace.records import FinishReason, pack_rollouts
 from headrace.rpc import StreamClosed
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 
     from headrace.engine.protocol import Increment, InFlight
     from headrace.engine.remote_engine import RemoteEngine, WaitingQueue
@@ -90,8 +90,8 @@ class EnginePool:
 
     # Generation
 
-    async def generate(self, rollout: Rollout, sampling: Sampling) -> Rollout:
-        return await generate(self, rollout, sampling, make_request=PoolRequest)
+    def generate(self, rollout: Rollout, sampling: Sampling) -> Coroutine[Any, Any, Rollout]:
+        return generate(self, rollout, sampling, make_request=PoolRequest)
 
     def stream(self, rollout: Rollout, sampling: Sampling) -> AsyncIterator[Increment]:
         return stream(self, rollout, sampling, make_request=PoolRequest)

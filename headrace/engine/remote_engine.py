@@ -45,12 +45,9 @@ class PoolRequest(Request):
     def partial(self) -> Rollout:
         """The rollout with the known tokens and `ABORT`."""
         assert self.engine is not None and self.lineage is not None
-        known = SampledTokens(
-            token_ids=np.concatenate([part.token_ids for part in self.parts]),
-            logprobs=np.concatenate([part.logprobs for part in self.parts]),
-            versions=np.concatenate([part.versions for part in self.parts]),
-            masks=[row for part in self.parts for row in part.masks],
-        )
+        token_ids, logprobs, versions, masks = zip(*self.parts, strict=True)
+        arrays = np.concatenate(token_ids), np.concatenate(logprobs), np.concatenate(versions)
+        known = SampledTokens(*arrays, [row for rows in masks for row in rows])
         return self.extended(known, FinishReason.ABORT, engine=self.engine.name, policy=self.policy, lineage=self.lineage)
 
     def in_flight(self) -> InFlight:
@@ -172,7 +169,7 @@ class RemoteEngine:
                 continue
             new = slice(int(ends[place] - value["counts"][place]), int(ends[place]))
             mask = value["masks"].get(str(place))
-            rows = [] if mask is None else [mask.row(row) for row in range(len(mask.offsets) - 1)]
+            rows = () if mask is None else [mask.row(row) for row in range(len(mask.offsets) - 1)]
             part = SampledTokens(value["token_ids"][new], value["logprobs"][new], value["versions"][new], rows)
             if not request.parts:
                 request.started, request.lineage = float(value["started"][place]), value["lineages"][place]

@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -23,14 +23,13 @@ T = TypeVar("T")
 _NOTHING = np.zeros(0, np.int32)
 
 
-@dataclass(frozen=True, slots=True)
-class SampledTokens:
+class SampledTokens(NamedTuple):
     """Tokens that a call has sampled, all of them or those of one report."""
 
     token_ids: Array
     logprobs: Array
     versions: Array
-    masks: list[Array] = field(default_factory=list)
+    masks: Sequence[Array] = ()
 
 
 @dataclass(eq=False, slots=True)
@@ -83,47 +82,30 @@ class Request:
             raise UnusablePrompt(f"rollout {rollout.id!r} has stop strings; this engine was given no tokenizer")
 
     def extended(
-        self,
-        sampled: SampledTokens,
-        reason: FinishReason,
-        *,
-        engine: str,
-        policy: str,
-        lineage: str,
-        expert_routing: Array | None = None,
+        self, new: SampledTokens, reason: FinishReason, *, engine: str, policy: str, lineage: str, routing: Array | None = None
     ) -> Rollout:
         """Its rollout with the tokens that the call sampled."""
         call = Call(
             start=len(self.rollout),
-            stop=len(self.rollout) + len(sampled.token_ids),
+            stop=len(self.rollout) + len(new.token_ids),
             engine=engine,
             sampling=self.sampling,
             finish_reason=reason,
             started=self.started,
             finished=time.time(),
         )
-        return append_call(
-            self.rollout,
-            call,
-            token_ids=sampled.token_ids,
-            logprobs=sampled.logprobs,
-            versions=sampled.versions,
-            masks=sampled.masks,
-            policy=policy,
-            lineage=lineage,
-            expert_routing=expert_routing,
-        )
+        tokens: dict[str, Any] = new._asdict()
+        return append_call(self.rollout, call, **tokens, policy=policy, lineage=lineage, expert_routing=routing)
 
 
-@dataclass(frozen=True, slots=True)
-class SampledSince:
+class SampledSince(NamedTuple):
     """What a running request has sampled since the last report."""
 
     request: Request
     token_ids: Array
     logprobs: Array
     versions: Array
-    masks: list[Array]
+    masks: Sequence[Array]
     lineage: str
     """The lineage that sampled its first token."""
 

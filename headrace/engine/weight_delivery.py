@@ -127,10 +127,10 @@ class WeightDelivery:
             for task in (*loading.values(), *sending):
                 task.cancel()
             raise
-        refusal = next((error for load in loading.values() if load.done() and (error := load.exception())), None)
-        if refusal is not None:
-            ended = (task for task in sending if task.done() and not task.cancelled())
-            raise refusal from next((error for task in ended if (error := task.exception())), refusal.__cause__)
+        for load in loading.values():
+            if load.done() and (refusal := load.exception()):
+                causes = [task.exception() for task in sending if task.done() and not task.cancelled()]
+                raise refusal from next(filter(None, causes), refusal.__cause__)
         return {engine: load for engine, load in loading.items() if not load.done()}
 
     async def _settled(self, update: WeightUpdate, loading: Mapping[RemoteEngine, asyncio.Future[None]]) -> None:

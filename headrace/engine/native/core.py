@@ -296,11 +296,13 @@ class EngineCore:
 
     def wait_warm(self) -> None:
         """Wait until steps run at full speed: on a GPU, until their graphs are captured."""
-        self.runner.wait_warm()
+        if self.runner.graphs is not None:
+            self.runner.graphs.wait()
 
     def close(self) -> None:
-        """End the runner's threads."""
-        self.runner.close()
+        """Stop compiling and capturing."""
+        if self.runner.graphs is not None:
+            self.runner.graphs.close()
 
     def _collect(self) -> None:
         step = self._launched.popleft()
@@ -351,7 +353,7 @@ class EngineCore:
         sampled = self.scheduler.sampled_tokens(request)
         routing = self._routing(request, len(request.rollout) + len(sampled.token_ids))
         self.cancel(request)
-        request.on_done(request.extended(sampled, reason, **self._names(request), expert_routing=routing))
+        request.on_done(request.extended(sampled, reason, **self._names(request), routing=routing))
 
     def _fail(self, request: Request, error: Exception) -> None:
         self.cancel(request)

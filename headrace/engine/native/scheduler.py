@@ -201,23 +201,22 @@ class Scheduler:
     def _cached_prefix(self, request: Request, token_ids: Array) -> tuple[list[int], int, int | None, Hashable]:
         """(blocks to share, tokens they and the block to copy cover, block to copy, number of the last in the cache)."""
         size, most = self.block_size, len(token_ids) - 1  # the last token is computed again: it predicts the next
-        parent = request.rollout.parent
-        computed = None if parent is None else self._computed_tokens(parent[0])
-        if parent is not None and computed is not None:
-            covered = min(most, parent[1], computed.num_tokens)
+        if request.rollout.parent is not None:
+            parent, at = request.rollout.parent
+            computed = self._computed_tokens(parent)
+            covered = min(most, at, computed.num_tokens)
             if covered > 0 and np.array_equal(computed.token_ids[:covered], token_ids[:covered]):
                 source = computed.blocks[covered // size] if covered % size else None
                 return computed.blocks[: covered // size], covered, source, None
-        found = self.pool.find(self._root, self._pieces(token_ids, 0, most // size))
-        chain = found[-1].number if found else self._root
-        return [prefix.block for prefix in found], len(found) * size, None, chain
+        found, chain = self.pool.find(self._root, self._pieces(token_ids, 0, most // size))
+        return found, len(found) * size, None, chain
 
-    def _computed_tokens(self, rollout_id: str) -> Computed | None:
+    def _computed_tokens(self, rollout_id: str) -> Computed:
         """Of a running rollout, else of its pin, which may be older: it was kept when the rollout was last retracted."""
         for request in self.running.values():
             if request.rollout.id == rollout_id and self.computed(request) > 0:
                 return Computed(self.slots.tokens[request.slot], request.blocks, self.computed(request))
-        return self.pins.by_id.get(rollout_id)
+        return self.pins.get(rollout_id)
 
     def _pieces(self, token_ids: Array, start: int, stop: int) -> Iterator[bytes]:
         """The tokens of blocks `start` to `stop`."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
+    from headrace.engine.native.cuda.graphs import GraphCapture
     from headrace.records import Array
 
 
@@ -69,6 +70,7 @@ class Runner:
     ahead = 0  # steps that may be in flight when another is launched
     max_sampled = 1 << 30  # tokens that the chunks of one step may sample
     max_prompt_tokens = 8192  # prompt tokens computed in one step
+    graphs: GraphCapture | None = None  # compiles and captures steps beside serving
 
     def start_slot(self, slot: int) -> None:
         """Called when a slot has a new rollout, before its first step."""
@@ -93,9 +95,3 @@ class Runner:
 
     def resume(self) -> None:
         """Called when cache and weights are in place again."""
-
-    def wait_warm(self) -> None:
-        """Wait until nothing is being compiled or captured."""
-
-    def close(self) -> None:
-        """Stop compiling and capturing."""
