@@ -109,6 +109,7 @@ class EnginePool:
             assert isinstance(request, PoolRequest)
             if request.engine is not None:
                 request.engine.cancel(request)
+                continue
             for queue in self._queues():
                 queue.pop(request, None)
 

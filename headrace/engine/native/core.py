@@ -19,7 +19,7 @@ from headrace.engine.native.kv_cache import CacheShape, PagedCache
 from headrace.engine.native.plain_runner import PlainRunner
 from headrace.engine.native.releasable_memory import ReleasableMemory, make_memory
 from headrace.engine.native.scheduler import Scheduler
-from headrace.engine.native.slots import Slots
+from headrace.engine.native.step import Slots
 from headrace.engine.protocol import EngineAsleep, Increment, InFlight, NotFinite, PromptTooLong
 from headrace.engine.request import SampledSince
 from headrace.model import Arena, Head, ModelError, WeightError, find_readable_routers

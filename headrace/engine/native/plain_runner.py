@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from headrace.engine.native.kv_cache import PagedCache
-    from headrace.engine.native.slots import Slots
-    from headrace.engine.native.step import StepPlan
+    from headrace.engine.native.step import Slots, StepPlan
     from headrace.model import Head, Routers
     from headrace.records import Array
 

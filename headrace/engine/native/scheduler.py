@@ -23,8 +23,7 @@ from headrace.records import FinishReason
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator
 
-    from headrace.engine.native.slots import Slots
-    from headrace.engine.native.step import Runner
+    from headrace.engine.native.step import Runner, Slots
     from headrace.engine.request import Request
     from headrace.records import Array
 

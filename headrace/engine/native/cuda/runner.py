@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
     from headrace.engine.native.cuda.buckets import Bucket
     from headrace.engine.native.kv_cache import PagedCache
-    from headrace.engine.native.slots import Slots
-    from headrace.engine.native.step import Chunk, StepPlan
+    from headrace.engine.native.step import Chunk, Slots, StepPlan
     from headrace.model import Head, Routers
     from headrace.records import Array
 
