@@ -51,7 +51,7 @@ class Far:
     @property
     def requests(self) -> list[PoolRequest]:
         """The pool's requests that were sent to it."""
-        return [each for each in self.remote._pool.requests.values() if each.engine is self.remote]
+        return list(self.remote.requests.values())
 
     def kill(self) -> None:
         """Its sockets close as those of a killed process do: at once, whatever is under way."""

@@ -15,7 +15,7 @@ from headrace.engine.request import Request
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from headrace.engine.native.step import Step
+    from headrace.engine.native.step import StepPlan
     from headrace.records import Rollout, Sampling
 
 
@@ -74,7 +74,7 @@ def ask(core: EngineCore, rollout: Rollout, sampling: Sampling) -> Asked:
     return asked
 
 
-def run(core: EngineCore, *, most_steps: int = 10_000) -> list[Step]:
+def run(core: EngineCore, *, most_steps: int = 10_000) -> list[StepPlan]:
     """Step until there is nothing to do; what each step did."""
     steps = []
     while core.has_work:
@@ -83,7 +83,7 @@ def run(core: EngineCore, *, most_steps: int = 10_000) -> list[Step]:
     return steps
 
 
-def prompt_rows(steps: list[Step]) -> int:
+def prompt_rows(steps: list[StepPlan]) -> int:
     """Prompt tokens that were computed."""
     return sum(step.prompt_rows for step in steps)
 

@@ -14,7 +14,7 @@ from headrace.algorithms.losses import LOSSES
 from headrace.algorithms.traits import ADVANTAGES, CORRECTIONS_WITH_TRAITS, LOSSES_WITH_TRAITS
 from headrace.buffer.kinds import POLICIES
 from headrace.config import Recipe
-from headrace.engine.kinds import KINDS
+from headrace.engine.settings import KINDS
 from headrace.partial import Interrupt
 from headrace.sync.table import PAYLOADS, TRANSPORTS
 

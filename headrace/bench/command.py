@@ -29,7 +29,6 @@ BENCH_OPTIONS: dict[str, dict[str, Any]] = {
     "model": {"help": "engine, sync, vllm: a Hugging Face folder to measure with"},
     "device": {"choices": ["auto", "cpu", "cuda"], "help": "partial: where to run (default: auto, a GPU if there is one)"},
     "only": {"help": "trainer, step: the parts to measure, separated by commas; a wrong name lists them"},
-    "mps": {"action": "store_true", "default": None, "help": "step: share the GPU through NVIDIA MPS"},
 }
 """Options that only some benchmarks have: those their help begins with."""
 

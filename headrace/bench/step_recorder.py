@@ -14,7 +14,7 @@ from headrace.records import FinishReason
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from headrace.engine import EngineCore, Request, Runner, Step, StepPlan
+    from headrace.engine import EngineCore, Request, Runner, StepPlan
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,10 @@ class EngineWatch:
         usual = usual_step(steps)
         return stalls_of(steps, usual=usual), exchanges_of(steps), usual, self._recomputed
 
-    def _step(self) -> Step:
+    def _step(self) -> StepPlan:
         is_admitting, updates, away = self._scheduler.is_admitting, self._updates, len(self._away)
         started = time.perf_counter()
-        step: Step = self._inner["step"]()
+        step: StepPlan = self._inner["step"]()
         if self._is_on:
             back = 1.0 - len(self._away) / away if away else 1.0
             rows = (step.decode_rows, step.prompt_rows)
@@ -86,9 +86,9 @@ class EngineWatch:
         self._inner["changed_weights"](**names)
         self._ready = time.perf_counter()
 
-    def _plan(self, runner: Runner) -> StepPlan | None:
-        work: StepPlan | None = self._inner["plan"](runner)
-        if work is None or not self._is_on:
+    def _plan(self, runner: Runner) -> StepPlan:
+        work: StepPlan = self._inner["plan"](runner)
+        if work.is_empty or not self._is_on:
             return work
         running, slots = self._scheduler.running, self._scheduler.slots
         self._decoding = {running[slot].rollout.id for slot in work.decoding.tolist()}

@@ -3,7 +3,7 @@
 Generation makes a rollout longer: tokens go in and tokens come out, each with its logprob under the distribution it was sampled
 from and the version of the weights that sampled it. Only the engine writes these two.
 
-`kinds` is the table of the choices of `engine.kind`, `kind` what each says about itself. `native/` is the embedded engine,
+`settings` has the table of the choices of `engine.kind`, `kind` what each says about itself. `native/` is the embedded engine,
 `vllm/` a stock vLLM server. When engines run in other processes, `pool` makes them one engine: it has a `remote_engine` for
 each, which talks to the `worker` there, and delivers new weights (`weight_delivery`). `server/` is `headrace serve`.
 """
@@ -14,13 +14,14 @@ from headrace.front_door import front_door
 
 if TYPE_CHECKING:
     from headrace.engine.kind import EnginePlace
-    from headrace.engine.kinds import check_engine_kind, engine_kind
+    from headrace.engine.settings import check_engine_kind, engine_kind
+    from headrace.engine.kind import EnginePlace, OpenedEngine
     from headrace.engine.native.core import EngineCore
     from headrace.engine.native.engine import NativeEngine
     from headrace.engine.native.engine_memory import EngineMemory, blocks_for
     from headrace.engine.native.kind import build_core
     from headrace.engine.native.kv_cache import free_memory
-    from headrace.engine.native.step import Runner, Step, StepPlan
+    from headrace.engine.native.step import Runner, StepPlan
     from headrace.engine.pool import EnginePool
     from headrace.engine.protocol import Engine, EngineState, Increment, InFlight, PromptTooLong, SleepingEngine, UnusablePrompt
     from headrace.engine.remote_engine import RemoteEngine
@@ -29,7 +30,10 @@ if TYPE_CHECKING:
     from headrace.engine.server.app import CompletionServer
     from headrace.engine.server.text import ServedModel
     from headrace.engine.settings import EngineSettings, SamplingSettings
-    from headrace.engine.tokenizers import decoder_of, stop_tokens
+    from headrace.engine.stop_strings import decoder_of, stop_tokens
+    from headrace.engine.server.app import SERVER, listening, make_app
+    from headrace.engine.settings import EngineSettings, SamplingSettings, check_engine_kind, engine_kind
+    from headrace.engine.stop_strings import decoder_of, stop_tokens
     from headrace.engine.vllm.engine import VllmEngine
     from headrace.engine.vllm.server import choose_python, find_vllm
     from headrace.engine.vllm.settings import VllmSettings

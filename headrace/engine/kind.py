@@ -75,12 +75,8 @@ class EngineKind:
         return settings.count
 
     def identity(self, settings: EngineSettings, given: dict[str, Any]) -> dict[str, Any]:
-        """Of the settings as a dict, those that decide what is generated; others may change when a run is resumed."""
-        from headrace.engine.kinds import KINDS
-
-        sections = {kind.section for kind in KINDS.values()}
-        kept = {name: value for name, value in given.items() if name not in sections}
-        return {**kept, "count": self.num_engines(settings)}
+        """The settings that decide what is generated; others may change when a run is resumed. `given`: those of all kinds."""
+        return {**given, "count": self.num_engines(settings)}
 
     def check(self, recipe: Recipe) -> None:
         """Raise `ConfigError` for settings this engine cannot follow."""

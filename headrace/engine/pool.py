@@ -1,32 +1,33 @@
 """Engines in other processes, as one `Engine`.
 
-Requests wait here, and each engine pulls as many as it has room for, so that fast engines do more and none hoards. One table
-holds every generate call in flight with the tokens known so far: it serves streams, cancelling, checkpoints (`in_flight`) and
-recovery. When an engine is lost, its calls continue on the others from their known tokens. Only forks of a pinned rollout wait
-for one engine: the one that has its KV cache.
+Requests wait here, and each engine pulls as many as it has room for, so that fast engines do more and none hoards. An engine's
+requests stay in its table with the tokens known so far: for streams, cancelling, checkpoints (`in_flight`) and recovery. When
+an engine is lost, its calls continue on the others from their known tokens. Only forks of a pinned rollout wait for one engine:
+the one that has its KV cache.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
-from collections import Counter, deque
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
-from headrace.engine.protocol import EngineState, Increment
+from headrace.engine.protocol import EngineState
 from headrace.engine.remote_engine import PoolRequest
+from headrace.engine.request import generate, stream
 from headrace.engine.weight_delivery import WeightDelivery
 from headrace.partial import Interrupt
-from headrace.records import FinishReason, Rollout, pack_rollouts
+from headrace.records import FinishReason, pack_rollouts
 from headrace.rpc import StreamClosed
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 
-    from headrace.engine.protocol import InFlight
-    from headrace.engine.remote_engine import RemoteEngine
-    from headrace.records import Array, Sampling, WeightUpdate
+    from headrace.engine.protocol import Increment, InFlight
+    from headrace.engine.remote_engine import RemoteEngine, WaitingQueue
+    from headrace.engine.request import Request
+    from headrace.records import Array, Rollout, Sampling, WeightUpdate
 
 
 class EnginePool:
@@ -34,11 +35,9 @@ class EnginePool:
 
     def __init__(self) -> None:
         self.engines: list[RemoteEngine] = []
-        self.requests: dict[int, PoolRequest] = {}  # every generate call in flight, waiting or sent, by key
         self.delivery = WeightDelivery(on_lost=self.lose, on_caught_up=self._on_available)
-        self._interrupted: deque[int] = deque()  # keys of waiting requests that were interrupted: they go before new ones
-        self._new: deque[int] = deque()
-        self.num_waiting = 0
+        self._interrupted: WaitingQueue = OrderedDict()  # requests that were interrupted: they go before new ones
+        self._new: WaitingQueue = OrderedDict()
         self._pinned: dict[str, RemoteEngine | None] = {}  # pinned rollouts, each with the engine it was last sent to
         self._keys = itertools.count()
         self._available = asyncio.Event()
@@ -69,20 +68,19 @@ class EnginePool:
         self._on_available()
 
     def lose(self, engine: RemoteEngine) -> None:
-        """An engine is lost. Streams and calls with known tokens end, for the caller to resume; the others wait again."""
+        """An engine is lost. Calls with known tokens end, for the caller to resume; the others wait again."""
         engine.is_lost = True
         if engine in self.engines:
             self.engines.remove(engine)
-        self._interrupted.extend(engine.bound)
+        requests = [*engine.bound, *engine.requests.values()]
         engine.bound.clear()
-        for request in [each for each in self.requests.values() if each.engine is engine]:
-            if request.parts or request.is_streamed:
-                del self.requests[request.key]
-                request.abort()
+        engine.requests.clear()
+        for request in requests:
+            if request.parts:
+                request.on_done(request.partial())
             else:
                 request.engine = None
-                self._interrupted.append(request.key)
-                self.num_waiting += 1
+                self._interrupted[request] = None
         self.send_soon()
 
     def _on_available(self) -> None:
@@ -92,47 +90,45 @@ class EnginePool:
 
     # Generation
 
-    async def generate(self, rollout: Rollout, sampling: Sampling) -> Rollout:
-        with self._submitted(rollout, sampling, is_streamed=False) as request:
-            news = await request.next_news()
-            assert isinstance(news, Rollout)
-            return news
+    def generate(self, rollout: Rollout, sampling: Sampling) -> Coroutine[Any, Any, Rollout]:
+        return generate(self, rollout, sampling, make_request=PoolRequest)
 
-    async def stream(self, rollout: Rollout, sampling: Sampling) -> AsyncIterator[Increment]:
-        with self._submitted(rollout, sampling, is_streamed=True) as request:
-            while True:
-                increment = await request.next_news()
-                assert isinstance(increment, Increment)
-                yield increment
-                if increment.finish_reason is not None:
-                    return
+    def stream(self, rollout: Rollout, sampling: Sampling) -> AsyncIterator[Increment]:
+        return stream(self, rollout, sampling, make_request=PoolRequest)
 
-    @contextlib.contextmanager
-    def _submitted(self, rollout: Rollout, sampling: Sampling, *, is_streamed: bool) -> Iterator[PoolRequest]:
-        """A request in the table and in a queue; leaving the block cancels it if it has not ended."""
-        request = PoolRequest(next(self._keys), rollout, sampling, is_streamed)
-        self.requests[request.key] = request
-        self._queue_of(rollout).append(request.key)
-        self.num_waiting += 1
+    def submit(self, requests: Sequence[Request], on_refused: Callable[[Request, ValueError], None]) -> None:
+        """Queue requests. An engine refuses one later, through `on_failed`."""
+        for request in requests:
+            assert isinstance(request, PoolRequest)
+            request.key = next(self._keys)
+            self._queue_of(request.rollout)[request] = None
         self.send_soon()
-        try:
-            yield request
-        finally:
-            if self.requests.pop(request.key, None) is not None:
-                if request.engine is None:
-                    self.num_waiting -= 1  # its key is skipped when its turn comes
-                else:
-                    request.engine.cancel(request.key)
 
-    def _queue_of(self, rollout: Rollout) -> deque[int]:
+    def cancel(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            assert isinstance(request, PoolRequest)
+            if request.engine is not None:
+                request.engine.cancel(request)
+                continue
+            for queue in self._queues():
+                queue.pop(request, None)
+
+    def _queue_of(self, rollout: Rollout) -> WaitingQueue:
         home = None if rollout.parent is None else self._pinned.get(rollout.parent[0])
         if home is not None and not home.is_lost:
             return home.bound
         return self._interrupted if rollout.finish_reason is FinishReason.ABORT else self._new
 
+    def _queues(self) -> list[WaitingQueue]:
+        return [self._interrupted, self._new, *(engine.bound for engine in self.engines)]
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(map(len, self._queues()))
+
     def send_soon(self) -> None:
         """Send in the next turn of the event loop, so that requests submitted together are sent together."""
-        if not self._is_flush_due and self.num_waiting and self.engines:
+        if not self._is_flush_due and self.engines:
             self._is_flush_due = True
             asyncio.get_running_loop().call_soon(self._flush)
 
@@ -141,20 +137,11 @@ class EnginePool:
         takers = [engine for engine in self.engines if engine.takes_work]
         for place, engine in enumerate(takers):
             share = -(-self.num_waiting // (len(takers) - place))
-            requests = self._take(engine.bound, most=engine.credit)
+            requests = _take(engine.bound, most=engine.credit)
             for queue in (self._interrupted, self._new):
-                requests += self._take(queue, most=min(share, engine.credit) - len(requests))
+                requests += _take(queue, most=min(share, engine.credit) - len(requests))
             if requests:
                 self._send(engine, requests)
-
-    def _take(self, queue: deque[int], *, most: int) -> list[PoolRequest]:
-        taken: list[PoolRequest] = []
-        while queue and len(taken) < most:
-            request = self.requests.get(queue.popleft())
-            if request is not None:  # otherwise it was cancelled
-                taken.append(request)
-        self.num_waiting -= len(taken)
-        return taken
 
     def _send(self, engine: RemoteEngine, requests: list[PoolRequest]) -> None:
         for request in requests:
@@ -167,7 +154,8 @@ class EnginePool:
 
     async def in_flight(self) -> list[InFlight]:
         """As of the engines' last reports, which come every second."""
-        return [request.in_flight() for request in self.requests.values()]
+        sent = (request for engine in self.engines for request in engine.requests.values())
+        return [request.in_flight() for request in itertools.chain(sent, *self._queues())]
 
     # The rest of the protocol: calls to one engine or to all
 
@@ -209,7 +197,7 @@ class EnginePool:
 
     async def pin(self, rollout_id: str) -> None:
         """On every engine, since any of them may generate it."""
-        running = (each.engine for each in self.requests.values() if each.engine and each.rollout.id == rollout_id)
+        running = (each for each in self.engines if any(r.rollout.id == rollout_id for r in each.requests.values()))
         self._pinned.setdefault(rollout_id, next(running, None))
         await self._all("pin", rollout_id=rollout_id)
 
@@ -253,5 +241,8 @@ class EnginePool:
         while not (current := [engine for engine in self.engines if not engine.is_behind]):
             self._available.clear()
             await self._available.wait()
-        busy = Counter(request.engine for request in self.requests.values())
-        return min(current, key=lambda engine: busy[engine])
+        return min(current, key=lambda engine: len(engine.requests))
+
+
+def _take(queue: WaitingQueue, *, most: int) -> list[PoolRequest]:
+    return [queue.popitem(last=False)[0] for _ in range(min(most, len(queue)))]

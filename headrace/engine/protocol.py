@@ -151,20 +151,17 @@ class SleepingEngine(Engine, Protocol):
         """Take the memory back, with the weights as they were; no effect if awake. Called before new weights are loaded."""
 
 
-class ForkingEngine(Engine, Protocol):
-    """An engine that can continue from the middle of a rollout without recomputing its KV cache."""
+class RequestQueue(Protocol):
+    """What `generate` and `stream` (`request`) need of an engine."""
 
-    async def fork(self, rollout: Rollout, at: int, *, id: str) -> Rollout:
-        """The first `at` tokens of a rollout as a new one, ready to generate."""
+    def submit(self, requests: Sequence[Request], on_refused: Callable[[Request, ValueError], None]) -> None:
+        """Queue many at once; `on_refused` gets those that cannot be generated."""
 
-    async def pin(self, rollout_id: str) -> None:
-        """Keep the KV cache of a rollout, running or yet to run, after it ends."""
-
-    async def unpin(self, rollout_id: str) -> None:
-        """Keep it no longer."""
+    def cancel(self, requests: Sequence[Request]) -> None:
+        """Cancel many at once and free what they hold; requests that have ended are ignored."""
 
 
-class ProcessEngine(SleepingEngine, ForkingEngine, Protocol):
+class ProcessEngine(SleepingEngine, RequestQueue, Protocol):
     """An engine in its own process: it takes requests in batches, and reports what they have sampled so far."""
 
     after_step: Callable[[], None]
@@ -181,11 +178,14 @@ class ProcessEngine(SleepingEngine, ForkingEngine, Protocol):
     def start(self) -> None:
         """Start decoding, or start to watch the server that does."""
 
-    def submit(self, requests: Sequence[Request], on_refused: Callable[[Request, ValueError], None]) -> None:
-        """Queue many at once; `on_refused` gets those that cannot be generated."""
-
-    def cancel(self, requests: Sequence[Request]) -> None:
-        """Cancel many at once."""
-
     def growth(self, requests: Iterable[Request] | None = None) -> list[SampledSince]:
         """The tokens that these requests (default: all running) sampled since the last call. Called within `after_step`."""
+
+    async def fork(self, rollout: Rollout, at: int, *, id: str) -> Rollout:
+        """The first `at` tokens of a rollout as a new one, ready to generate without recomputing its KV cache."""
+
+    async def pin(self, rollout_id: str) -> None:
+        """Keep the KV cache of a rollout, running or yet to run, after it ends."""
+
+    async def unpin(self, rollout_id: str) -> None:
+        """Keep it no longer."""

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections import deque
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headrace.engine.append_tokens import append_call
 from headrace.engine.protocol import Increment, InFlight, NotFinite, PromptTooLong, UnusablePrompt
+from headrace.engine.request import Request, SampledTokens
 from headrace.errors import SyncError
-from headrace.records import Call, FinishReason, WireError, pack_rollouts, pack_samplings, unpack_rollouts
+from headrace.records import FinishReason, WireError, pack_rollouts, pack_samplings, unpack_rollouts
 from headrace.rpc import RemoteError, StreamClosed
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
     from headrace.engine.pool import EnginePool
     from headrace.partial import Interrupt
-    from headrace.records import Array, Rollout, Sampling, WeightUpdate
+    from headrace.records import Rollout, WeightUpdate
     from headrace.rpc import Peer
 
 _MOST_BACKLOG = 8 << 20  # unread bytes at which an engine is sent no more
@@ -29,89 +28,34 @@ _REFUSED_UPDATES = {"SyncError", "WeightError"}
 _REFUSALS = {"PromptTooLong": PromptTooLong, "UnusablePrompt": UnusablePrompt, "NotFinite": NotFinite}
 
 
-@dataclass(frozen=True, slots=True)
-class SampledPart:
-    """Tokens of a running call, as reported by its engine."""
-
-    token_ids: Array
-    logprobs: Array
-    versions: Array
-    masks: list[Array]
-    started: float
-    policy: str
-    lineage: str
-
-
 @dataclass(eq=False, slots=True)
-class PoolRequest:
-    """A generate call in flight: an entry of the pool's table."""
+class PoolRequest(Request):
+    """A generate call in flight, waiting or sent. `rollout` stays as submitted."""
 
-    key: int
-    rollout: Rollout
-    """As submitted."""
-    sampling: Sampling
-    is_streamed: bool
     engine: RemoteEngine | None = None
     """Where it was sent; None while it waits."""
-    parts: list[SampledPart] = field(default_factory=list)
-    news: asyncio.Queue[Increment | Rollout | Exception] = field(default_factory=asyncio.Queue)
-    """For the caller: increments of a stream, or the finished rollout; an exception if the call was refused."""
+    parts: list[SampledTokens] = field(default_factory=list)
+    """What its engine has reported."""
+    policy: str = ""
 
     @property
     def num_sampled(self) -> int:
         return sum(len(part.token_ids) for part in self.parts)
 
-    async def next_news(self) -> Increment | Rollout:
-        news = await self.news.get()
-        if isinstance(news, Exception):
-            raise news
-        return news
-
-    def add(self, part: SampledPart) -> None:
-        self.parts.append(part)
-        if self.is_streamed:
-            self.news.put_nowait(_increment(part.token_ids, part.logprobs, part.versions))
-
-    def finish(self, rollout: Rollout) -> None:
-        if self.is_streamed:
-            told = len(self.rollout) + self.num_sampled
-            new = (rollout.token_ids[told:], rollout.logprobs[told:], rollout.versions[told:])
-            self.news.put_nowait(_increment(*new, finish_reason=rollout.finish_reason))
-        else:
-            self.news.put_nowait(rollout)
-
-    def abort(self) -> None:
-        """End it with the known tokens, because its engine is lost."""
-        self.news.put_nowait(Increment((), (), (), FinishReason.ABORT) if self.is_streamed else self.partial())
-
     def partial(self) -> Rollout:
         """The rollout with the known tokens and `ABORT`."""
-        assert self.engine is not None
-        first, last = self.parts[0], self.parts[-1]
-        start = len(self.rollout)
-        call = Call(
-            start=start,
-            stop=start + self.num_sampled,
-            engine=self.engine.name,
-            sampling=self.sampling,
-            finish_reason=FinishReason.ABORT,
-            started=first.started,
-            finished=time.time(),
-        )
-        return append_call(
-            self.rollout,
-            call,
-            token_ids=np.concatenate([part.token_ids for part in self.parts]),
-            logprobs=np.concatenate([part.logprobs for part in self.parts]),
-            versions=np.concatenate([part.versions for part in self.parts]),
-            masks=[row for part in self.parts for row in part.masks],
-            policy=last.policy,
-            lineage=first.lineage,
-        )
+        assert self.engine is not None and self.lineage is not None
+        token_ids, logprobs, versions, masks = zip(*self.parts, strict=True)
+        arrays = np.concatenate(token_ids), np.concatenate(logprobs), np.concatenate(versions)
+        known = SampledTokens(*arrays, [row for rows in masks for row in rows])
+        return self.extended(known, FinishReason.ABORT, engine=self.engine.name, policy=self.policy, lineage=self.lineage)
 
     def in_flight(self) -> InFlight:
         first = int(self.parts[0].versions[0]) if self.parts else -1
         return InFlight.of(self.rollout, num_sampled=self.num_sampled, first=first, partial=self.partial)
+
+
+WaitingQueue = OrderedDict[PoolRequest, None]
 
 
 class RemoteEngine:
@@ -129,7 +73,8 @@ class RemoteEngine:
         self.name, self.control, self._log = name, control, log
         self.data: Peer | None = None
         self.credit = 0  # calls it may still be sent: it pulls as many as it has room for
-        self.bound: deque[int] = deque()  # keys of waiting requests that only this engine should run: forks of its rollouts
+        self.requests: dict[int, PoolRequest] = {}  # those sent to it that have not ended, by key
+        self.bound: WaitingQueue = OrderedDict()  # requests that only this engine should run: forks of its rollouts
         self.update: WeightUpdate | None = None  # the weights it holds
         self.is_behind = False  # others hold newer weights: it finishes its calls, and gets no new ones until it catches up
         self.is_lost = False
@@ -173,6 +118,7 @@ class RemoteEngine:
         assert self.data is not None
         for request in requests:
             request.engine = self
+            self.requests[request.key] = request
         self.credit -= len(requests)
         self.data.notify(
             "work",
@@ -180,15 +126,17 @@ class RemoteEngine:
                 "keys": np.asarray([request.key for request in requests], dtype=np.int64),
                 "rollouts": pack_rollouts([request.rollout for request in requests]),
                 "samplings": pack_samplings([request.sampling for request in requests]),
-                "streamed": [request.key for request in requests if request.is_streamed],
+                "streamed": [request.key for request in requests if request.on_tokens is not None],
             },
         )
 
-    def cancel(self, key: int) -> None:
+    def cancel(self, request: PoolRequest) -> None:
         """Tell it in the next turn of the event loop, so that calls cancelled together go in one message."""
+        if self.requests.pop(request.key, None) is None:
+            return  # it has ended
         if not self._cancelled:
             asyncio.get_running_loop().call_soon(self._tell_cancelled)
-        self._cancelled.append(key)
+        self._cancelled.append(request.key)
 
     def _tell_cancelled(self) -> None:
         assert self.data is not None
@@ -198,53 +146,49 @@ class RemoteEngine:
         except StreamClosed:
             self._pool.lose(self)
 
-    def _own(self, key: int) -> PoolRequest | None:
-        """The request; None if it was cancelled, or moved to another engine because this one is lost."""
-        request = self._pool.requests.get(key)
-        return request if request is not None and request.engine is self else None
-
     def _take_pull(self, count: int) -> None:
         self.credit += int(count)
         self._pool.send_soon()
 
     def _take_done(self, value: Any) -> None:  # noqa: ANN401
         for key, rollout in zip(value["keys"].tolist(), unpack_rollouts(value["rollouts"]), strict=True):
-            request = self._own(key)
-            if request is not None:
-                del self._pool.requests[key]
-                request.finish(rollout)
+            request = self.requests.pop(key, None)
+            if request is None:
+                continue  # it was cancelled, or moved to another engine because this one is lost
+            if request.on_tokens is not None:
+                told = len(request.rollout) + request.num_sampled
+                new = SampledTokens(rollout.token_ids[told:], rollout.logprobs[told:], rollout.versions[told:])
+                request.on_tokens(_increment(new, rollout.finish_reason))
+            request.on_done(rollout)
 
     def _take_sampled(self, value: Any) -> None:  # noqa: ANN401
         ends = np.cumsum(value["counts"])
         for place, key in enumerate(value["keys"].tolist()):
-            request = self._own(key)
+            request = self.requests.get(key)
             if request is None:
                 continue
             new = slice(int(ends[place] - value["counts"][place]), int(ends[place]))
             mask = value["masks"].get(str(place))
-            request.add(
-                SampledPart(
-                    token_ids=value["token_ids"][new],
-                    logprobs=value["logprobs"][new],
-                    versions=value["versions"][new],
-                    masks=[] if mask is None else [mask.row(row) for row in range(len(mask.offsets) - 1)],
-                    started=float(value["started"][place]),
-                    policy=value["policy"],
-                    lineage=value["lineages"][place],
-                )
-            )
+            rows = () if mask is None else [mask.row(row) for row in range(len(mask.offsets) - 1)]
+            part = SampledTokens(value["token_ids"][new], value["logprobs"][new], value["versions"][new], rows)
+            if not request.parts:
+                request.started, request.lineage = float(value["started"][place]), value["lineages"][place]
+            request.policy = value["policy"]
+            request.parts.append(part)
+            if request.on_tokens is not None:
+                request.on_tokens(_increment(part))
 
     def _take_refused(self, value: Any) -> None:  # noqa: ANN401
         for key, kind, message in value:
-            request = self._own(key)
+            request = self.requests.pop(key, None)
             if request is not None:
-                del self._pool.requests[key]
-                request.news.put_nowait(_REFUSALS.get(kind, WireError)(message))
+                assert request.on_failed is not None
+                request.on_failed(_REFUSALS.get(kind, WireError)(message))
 
     def _take_report(self, report: dict[str, Any]) -> None:
         if not self.is_lost:  # otherwise it is a last, late report, which has been counted already
             self._on_report(self.name, report)
 
 
-def _increment(token_ids: Array, logprobs: Array, versions: Array, *, finish_reason: FinishReason | None = None) -> Increment:
-    return Increment(tuple(token_ids.tolist()), tuple(logprobs.tolist()), tuple(versions.tolist()), finish_reason)
+def _increment(new: SampledTokens, reason: FinishReason | None = None) -> Increment:
+    return Increment(tuple(new.token_ids.tolist()), tuple(new.logprobs.tolist()), tuple(new.versions.tolist()), reason)

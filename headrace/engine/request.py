@@ -1,37 +1,40 @@
-"""One generate call inside an engine, and how `generate` and `stream` wait for it."""
+"""One generate call inside an engine or a pool of them, and how `generate` and `stream` wait for it."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
+import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import numpy as np
 
 from headrace.engine.protocol import Increment, PromptTooLong, UnusablePrompt
-from headrace.records import FinishReason, Rollout
+from headrace.records import Call, FinishReason, Rollout, SamplingMask
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Iterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Sequence
 
+    from headrace.engine.protocol import RequestQueue
     from headrace.records import Array, Sampling
 
-    PrefixKey = tuple[tuple[str, int] | None, bytes]
-    """Where a rollout was forked, if it was, and its token ids: requests for which both are equal share their KV blocks."""
+T = TypeVar("T")
+_NOTHING = np.zeros(0, np.int32)
 
 
-@dataclass(frozen=True, slots=True)
-class SampledTokens:
-    """Tokens sampled so far in a call."""
+class SampledTokens(NamedTuple):
+    """Tokens that a call has sampled, all of them or those of one report."""
 
     token_ids: Array
     logprobs: Array
     versions: Array
+    masks: Sequence[Array] = ()
 
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """One generate call. The fields below `is_streamed` are the native engine's bookkeeping."""
+    """One generate call. The fields below `started` are the native engine's bookkeeping."""
 
     rollout: Rollout
     sampling: Sampling
@@ -43,6 +46,11 @@ class Request:
     """Called once instead of `on_done` if it cannot be generated; without it the engine itself fails."""
     is_streamed: bool = False
     """A client in another process waits for each of its tokens."""
+    key: int = -1
+    """Its name between the pool and an engine process."""
+    lineage: str | None = None
+    """The lineage that sampled its first token, once the engine runs another; None until then."""
+    started: float = 0.0
     slot: int = -1
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
@@ -54,16 +62,11 @@ class Request:
     leader: Request | None = None
     """The sibling that computes the prompt both share."""
     followers: list[Request] = field(default_factory=list)
-    leading: PrefixKey | None = None
-    """The key under which others find the prompt it computes, to follow it."""
     saved: SampledTokens | None = None
     """What it had sampled when its blocks were taken away."""
-    started: float = 0.0
     masks: list[Array] = field(default_factory=list)
     num_reported: int = 0
     """Sampled tokens that `growth` has reported."""
-    lineage: str | None = None
-    """The lineage that sampled its first token, once the engine runs another; None until then."""
 
     def check(self, *, context: int, vocabulary: int, has_tokenizer: bool) -> None:
         """Raise if no engine with this context and vocabulary can generate it."""
@@ -78,78 +81,133 @@ class Request:
         if self.sampling.stop and not has_tokenizer:
             raise UnusablePrompt(f"rollout {rollout.id!r} has stop strings; this engine was given no tokenizer")
 
+    def extended(
+        self, new: SampledTokens, reason: FinishReason, *, engine: str, policy: str, lineage: str, routing: Array | None = None
+    ) -> Rollout:
+        """Its rollout with the tokens that the call sampled."""
+        call = Call(
+            start=len(self.rollout),
+            stop=len(self.rollout) + len(new.token_ids),
+            engine=engine,
+            sampling=self.sampling,
+            finish_reason=reason,
+            started=self.started,
+            finished=time.time(),
+        )
+        tokens: dict[str, Any] = new._asdict()
+        return append_call(self.rollout, call, **tokens, policy=policy, lineage=lineage, expert_routing=routing)
 
-@dataclass(frozen=True, slots=True)
-class SampledSince:
+
+class SampledSince(NamedTuple):
     """What a running request has sampled since the last report."""
 
     request: Request
     token_ids: Array
     logprobs: Array
     versions: Array
-    masks: list[Array]
+    masks: Sequence[Array]
     lineage: str
     """The lineage that sampled its first token."""
 
 
-class RequestQueue(Protocol):
-    """What `generate` and `stream` need of an engine."""
+def append_call(
+    rollout: Rollout,
+    call: Call,
+    *,
+    token_ids: Array,
+    logprobs: Array,
+    versions: Array,
+    masks: Sequence[Array] = (),
+    policy: str,
+    lineage: str,
+    expert_routing: Array | None = None,
+) -> Rollout:
+    """The rollout with a call's tokens. `masks` has a row for each of them, or none at all; `expert_routing` has a row for
+    every token of the longer rollout, unknown where nothing was recorded.
 
-    def submit(self, requests: Sequence[Request], on_refused: Callable[[Request, ValueError], None]) -> None:
-        """Queue requests; those that cannot be generated go to `on_refused`."""
+    A rollout carries one lineage: that of its first sampled token. Say lineage B started from version 40 of lineage A. A's
+    tokens up to 40 belong to B's history too; a token of A's version 41 comes from weights that no longer exist, and must not
+    pass for one of B's. An engine cannot tell these apart, so a rollout continued in B stays under A's name, and is rejected as
+    soon as it holds a token past 40: this may over-reject, never under-reject. A caller that knows the history truncates such a
+    rollout before it resumes it, and may rename it (`headrace.partial.surviving_part`).
+    """
+    if any(each.stop > each.start for each in rollout.calls):
+        lineage = rollout.lineage
+    mask = rollout.sampling_mask
+    if mask is not None or masks:
+        old = [_NOTHING] * call.start if mask is None else [mask.row(index) for index in range(call.start)]
+        mask = SamplingMask.from_rows([*old, *(masks or [_NOTHING] * len(token_ids))])
+    return rollout.extend(
+        call,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        versions=versions,
+        policy=policy,
+        lineage=lineage,
+        sampling_mask=mask,
+        expert_routing=expert_routing,
+    )
 
-    def cancel(self, requests: Sequence[Request]) -> None:
-        """Free what they hold; requests that have ended are ignored."""
 
-
-async def generate(engine: RequestQueue, rollout: Rollout, sampling: Sampling) -> Rollout:
+async def generate(
+    engine: RequestQueue, rollout: Rollout, sampling: Sampling, *, make_request: type[Request] = Request
+) -> Rollout:
     """The rollout with one more call's tokens; cancelling the await cancels the call."""
-    with _submitted(engine, rollout, sampling, is_streamed=False) as answers:
-        answer = await answers.get()
-        if isinstance(answer, Rollout):
-            return answer
-        assert isinstance(answer, Exception)
-        raise answer
+    done: asyncio.Future[Rollout] = asyncio.get_running_loop().create_future()
+
+    def settle(answer: Rollout | Exception) -> None:
+        if done.done():  # the await was cancelled
+            return
+        if isinstance(answer, Exception):
+            done.set_exception(answer)
+        else:
+            done.set_result(answer)
+
+    tell = _from_any_thread(settle)
+    request = make_request(rollout, sampling, on_done=tell, on_failed=tell)
+    engine.submit([request], lambda _, error: tell(error))
+    try:
+        return await done
+    except asyncio.CancelledError:
+        engine.cancel([request])
+        raise
 
 
-async def stream(engine: RequestQueue, rollout: Rollout, sampling: Sampling) -> AsyncIterator[Increment]:
+async def stream(
+    engine: RequestQueue, rollout: Rollout, sampling: Sampling, *, make_request: type[Request] = Request
+) -> AsyncIterator[Increment]:
     """The same call, token by token; closing the iterator cancels the call."""
-    with _submitted(engine, rollout, sampling, is_streamed=True) as answers:
+    answers: asyncio.Queue[Increment | Rollout | Exception] = asyncio.Queue()
+    answer: Increment | Rollout | Exception = Increment((), (), (), None)
+    tell = _from_any_thread(answers.put_nowait)
+    request = make_request(rollout, sampling, on_done=tell, on_failed=tell, on_tokens=tell)
+    engine.submit([request], lambda _, error: tell(error))
+    try:
         while True:
-            answer = await answers.get()
+            before, answer = answer, await answers.get()
             if isinstance(answer, Exception):
                 raise answer
             if isinstance(answer, Rollout):  # the reason came with its last token, unless it was aborted between two
-                if answer.finish_reason is FinishReason.ABORT:
-                    yield Increment((), (), (), FinishReason.ABORT)
+                if isinstance(before, Increment) and before.finish_reason is None:
+                    yield Increment((), (), (), answer.finish_reason)
                 return
             yield answer
-
-
-@contextlib.contextmanager
-def _submitted(
-    engine: RequestQueue, rollout: Rollout, sampling: Sampling, *, is_streamed: bool
-) -> Iterator[asyncio.Queue[Increment | Rollout | Exception]]:
-    """The queue of a call's results: increments of a stream, then the rollout or an error. Leaving early cancels the call."""
-    loop, thread = asyncio.get_running_loop(), threading.get_ident()
-    answers: asyncio.Queue[Increment | Rollout | Exception] = asyncio.Queue()
-    is_over = False
-
-    def tell(answer: Increment | Rollout | Exception) -> None:
-        nonlocal is_over
-        is_over = is_over or not isinstance(answer, Increment)
-        if threading.get_ident() == thread:
-            answers.put_nowait(answer)
-        else:
-            loop.call_soon_threadsafe(answers.put_nowait, answer)
-
-    request = Request(rollout, sampling, on_done=tell, on_failed=tell, on_tokens=tell if is_streamed else None)
-    engine.submit([request], lambda _, error: tell(error))
-    try:
-        yield answers
     finally:
-        if not is_over:
+        if isinstance(answer, Increment):
             engine.cancel([request])
+
+
+def _from_any_thread(tell: Callable[[T], None]) -> Callable[[T], None]:
+    """Calls `tell` on this event loop: at once, or through the loop if called in another thread."""
+    loop, thread = asyncio.get_running_loop(), threading.get_ident()
+
+    def call(value: T) -> None:
+        if threading.get_ident() == thread:
+            tell(value)
+        else:
+            loop.call_soon_threadsafe(tell, value)
+
+    return call
 
 
 async def run_to_the_end(work: Coroutine[Any, Any, None], *, on_cancel: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""The recipe's `[sampling]` and `[engine]`."""
+"""The recipe's `[sampling]` and `[engine]`, and the table of engine kinds."""
 
 from __future__ import annotations
 
@@ -6,13 +6,19 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from headrace.engine.kinds import KINDS
+from headrace.engine.native.kind import NativeKind
+from headrace.engine.vllm.kind import VllmKind
 from headrace.engine.vllm.settings import VllmSettings
-from headrace.settings import ConfigError, check
+from headrace.settings import ConfigError, check, to_dict
 
 if TYPE_CHECKING:
+    from headrace.config import Recipe
     from headrace.engine.kind import EngineKind
 
+KINDS: dict[str, EngineKind] = {kind.name: kind for kind in (NativeKind(), VllmKind())}
+"""The choices of `engine.kind`: to add one, write its `EngineKind` and name it here."""
+
+if TYPE_CHECKING:
     KindName: TypeAlias = str
 else:
     KindName = Literal[tuple(KINDS)]
@@ -89,7 +95,7 @@ class EngineSettings:
 
     @property
     def num_engines(self) -> int:
-        return self._kind.num_engines(self)
+        return engine_kind(self).num_engines(self)
 
     @property
     def sleeps(self) -> bool:
@@ -103,14 +109,42 @@ class EngineSettings:
 
     def identity(self, settings: dict[str, Any]) -> dict[str, Any]:
         """The settings that decide a run's result, out of all of them."""
-        return self._kind.identity(self, settings)
+        sections = {kind.section for kind in KINDS.values()}
+        return engine_kind(self).identity(self, {name: value for name, value in settings.items() if name not in sections})
 
     def describe(self, *, max_tokens: int) -> list[str]:
         """How much is generated at once, and where, for the summary of a recipe."""
-        return self._kind.describe(self, max_tokens=max_tokens)
+        return engine_kind(self).describe(self, max_tokens=max_tokens)
 
-    @property
-    def _kind(self) -> EngineKind:
-        from headrace.engine.kinds import engine_kind
 
-        return engine_kind(self)
+def engine_kind(settings: EngineSettings) -> EngineKind:
+    """The kind that `engine.kind` names."""
+    return KINDS[settings.kind]
+
+
+def check_engine_kind(recipe: Recipe) -> None:
+    """Refuse what the chosen engine cannot do, and settings that only another engine reads."""
+    engine, kind = recipe.engine, engine_kind(recipe.engine)
+    named = f"engine.kind = '{kind.name}'"
+    if recipe.exact and not kind.is_exact:
+        raise ConfigError(f"{named}: exact = true needs the embedded engine; set it to 'native'")
+    if engine.sleeps and not kind.can_sleep:
+        raise ConfigError(f"engine.sleep = '{engine.sleep}': {named} cannot sleep; leave it 'never'")
+    if recipe.is_inline and not kind.runs_inline:
+        raise ConfigError(f"{named}: a server is a process of its own; set orchestrate = 'local'")
+    for name, value, can in (
+        ("partial.interrupt", recipe.partial.interrupt, kind.interrupts),
+        ("sync.payload", recipe.sync.payload, kind.payloads),
+    ):
+        if can is not None and value not in can:
+            raise ConfigError(f"{name} = '{value}': {named} cannot do that; set it to one of {', '.join(sorted(can))}")
+    for other in KINDS.values():
+        if other.section and other is not kind:
+            given, usual = (to_dict(each)[other.section] for each in (engine, EngineSettings()))
+            for name, value in given.items():
+                if value != usual[name]:
+                    raise ConfigError(
+                        f"engine.{other.section}.{name} = {value!r}: {named} does not look at it; "
+                        f"set engine.kind = '{other.name}'"
+                    )
+    kind.check(recipe)

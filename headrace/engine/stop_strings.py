@@ -1,4 +1,4 @@
-"""Stop strings: whether the last token of a call completes one."""
+"""What ends a call besides its length: the model's stop tokens, and stop strings that its last token may complete."""
 
 from __future__ import annotations
 
@@ -9,9 +9,27 @@ from headrace.records import FinishReason
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from transformers import GenerationConfig, PreTrainedTokenizerBase
+
     from headrace.records import Rollout, Sampling
 
 _SPARE_TOKENS = 8  # decoded beyond one token per character of the stop string: a token may hold less than a character
+
+
+def stop_tokens(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Every token that ends a turn: the tokenizer's, and those of the model's generation config."""
+    named = getattr(generation, "eos_token_id", None)
+    listed = named if isinstance(named, list) else [named]
+    return tuple(sorted({int(token) for token in [tokenizer.eos_token_id, *listed] if token is not None}))
+
+
+def decoder_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
+    """Turns tokens into the text that stop strings are searched in: the same that rewards see and vLLM searches."""
+
+    def decode(token_ids: list[int]) -> str:
+        return str(tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    return decode
 
 
 def window(rollout: Rollout, sampling: Sampling, length: int) -> int | None:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import math
-import time
 from typing import TYPE_CHECKING
 
 from headrace.errors import SyncError
@@ -32,10 +31,9 @@ class WeightDelivery:
         on_caught_up: Callable[[], None] = lambda: None,
         *,
         source: WeightSource | None = None,
-        patience: float = math.inf,
     ) -> None:
         self.source = source  # the trainer's side; None if engines simply fetch weights
-        self.patience = patience  # seconds that updated engines wait for slow ones
+        self.patience = math.inf  # seconds that updated engines wait for slow ones
         self.wanted: WeightUpdate | None = None  # the newest update, which every engine should hold
         self.catching_up: dict[RemoteEngine, asyncio.Future[None]] = {}  # engines that fell behind
         self._on_lost, self._on_caught_up = on_lost, on_caught_up
@@ -129,22 +127,21 @@ class WeightDelivery:
             for task in (*loading.values(), *sending):
                 task.cancel()
             raise
-        refusal = next((error for load in loading.values() if load.done() and (error := load.exception())), None)
-        if refusal is not None:
-            ended = (task for task in sending if task.done() and not task.cancelled())
-            raise refusal from next((error for task in ended if (error := task.exception())), refusal.__cause__)
+        for load in loading.values():
+            if load.done() and (refusal := load.exception()):
+                causes = [task.exception() for task in sending if task.done() and not task.cancelled()]
+                raise refusal from next(filter(None, causes), refusal.__cause__)
         return {engine: load for engine, load in loading.items() if not load.done()}
 
     async def _settled(self, update: WeightUpdate, loading: Mapping[RemoteEngine, asyncio.Future[None]]) -> None:
         """Waits until all are done, or for `patience` seconds after one holds or refuses the update."""
-        waiting, until = set(loading.values()), math.inf
+        waiting = set(loading.values())
         while waiting:
-            left = None if until == math.inf else max(0.0, until - time.monotonic())
-            done, waiting = await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-            if not done:
-                return
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             if any(holds(engine, update) for engine in loading) or any(task.exception() for task in done):
-                until = min(until, time.monotonic() + self.patience)
+                break
+        if waiting:
+            await asyncio.wait(waiting, timeout=self.patience)
 
     async def _load(self, engine: RemoteEngine, update: WeightUpdate, route: WeightUpdate, interrupt: Interrupt) -> None:
         try:

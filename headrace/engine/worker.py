@@ -17,17 +17,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headrace.engine.protocol import EngineDied
-from headrace.engine.request import Request
+from headrace.engine.request import Request, SampledSince
 from headrace.partial import Interrupt
-from headrace.records import SamplingMask, pack_rollouts, unpack_rollouts, unpack_samplings
+from headrace.records import Rollout, SamplingMask, pack_rollouts, unpack_rollouts, unpack_samplings
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from headrace.engine.protocol import ProcessEngine
-    from headrace.engine.request import SampledSince
     from headrace.observe import ProcessTimeline
-    from headrace.records import Array, Rollout, WeightUpdate
+    from headrace.records import Array, WeightUpdate
     from headrace.rpc import Peer
 
 TELL_SECONDS = 1.0  # between two reports of the tokens sampled so far
@@ -42,11 +41,8 @@ class EngineWorker:
         self._loop = asyncio.get_running_loop()
         self._data: Peer | None = None
         self._requests: dict[int, Request] = {}
-        self._keys: dict[Request, int] = {}
         self._streamed: set[Request] = set()
-        self._finished: deque[tuple[Request, Rollout]] = deque()
-        self._sampled: deque[SampledSince] = deque()
-        self._refused: deque[tuple[Request, Exception]] = deque()
+        self._news: deque[tuple[Request, SampledSince | Rollout | Exception]] = deque()  # to report; from the engine's thread
         self._told_at = self._reported_at = time.monotonic()
         engine.after_step = self._after_step
 
@@ -66,13 +62,12 @@ class EngineWorker:
         rollouts, samplings = unpack_rollouts(value["rollouts"]), unpack_samplings(value["samplings"])
         requests, streamed = [], set(value["streamed"])
         for key, rollout, sampling in zip(value["keys"].tolist(), rollouts, samplings, strict=True):
-            request = Request(rollout, sampling, on_done=lambda _: None, is_streamed=key in streamed)
-            request.on_done = partial(self._on_done, request)
-            request.on_failed = partial(self._on_refused, request)
-            self._requests[key], self._keys[request] = request, key
+            request = Request(rollout, sampling, on_done=lambda _: None, is_streamed=key in streamed, key=key)
+            request.on_done = request.on_failed = partial(self._on_end, request)
+            self._requests[key] = request
             requests.append(request)
         self._streamed.update(request for request in requests if request.is_streamed)
-        self._engine.submit(requests, self._on_refused)
+        self._engine.submit(requests, self._on_end)
 
     def _take_cancel(self, keys: list[int]) -> None:
         requests = [self._requests[key] for key in keys if key in self._requests]
@@ -82,15 +77,13 @@ class EngineWorker:
             self._engine.cancel(requests)
             self._data.notify("pull", len(requests))
 
-    def _on_done(self, request: Request, result: Rollout) -> None:
-        self._finished.append((request, result))
-
-    def _on_refused(self, request: Request, error: Exception) -> None:
-        if isinstance(error, EngineDied):  # the pool continues the call elsewhere, from the tokens reported
-            self._sampled.extend(self._engine.growth())
+    def _on_end(self, request: Request, result: Rollout | Exception) -> None:
+        if isinstance(result, EngineDied):  # the pool continues the call elsewhere, from the tokens reported
+            self._news.extend((each.request, each) for each in self._engine.growth())
         else:
-            self._refused.append((request, error))
-        self._loop.call_soon_threadsafe(self._flush)
+            self._news.append((request, result))
+        if isinstance(result, Exception):
+            self._loop.call_soon_threadsafe(self._flush)
 
     def _after_step(self) -> None:
         """In the engine's thread: collect what there is to report, and wake the event loop if there is anything."""
@@ -98,24 +91,25 @@ class EngineWorker:
         if is_due:
             self._told_at = time.monotonic()
         if is_due or self._streamed:
-            self._sampled.extend(self._engine.growth(None if is_due else self._streamed))
-        if self._finished or self._sampled:
+            self._news.extend((each.request, each) for each in self._engine.growth(None if is_due else self._streamed))
+        if self._news:
             self._loop.call_soon_threadsafe(self._flush)
 
     def _flush(self) -> None:
-        if self._data is None or not (self._finished or self._sampled or self._refused):
+        if self._data is None or not self._news:
             return
-        sampled = [each for each in _take_all(self._sampled) if each.request in self._keys]
+        news = [self._news.popleft() for _ in range(len(self._news))]  # the engine's thread may append at the same time
+        news = [(request, each) for request, each in news if request.key in self._requests]  # not cancelled
+        sampled = [each for _, each in news if isinstance(each, SampledSince)]
         if sampled:
             self._tell_sampled(self._data, sampled)
-        finished = [pair for pair in _take_all(self._finished) if pair[0] in self._keys]
+        finished = {request: each for request, each in news if isinstance(each, Rollout)}
         if finished:
-            keys = [self._forget(request) for request, _ in finished]
-            packed = pack_rollouts([rollout for _, rollout in finished])
-            self._data.notify("done", {"keys": np.asarray(keys, dtype=np.int64), "rollouts": packed})
-        refused = [pair for pair in _take_all(self._refused) if pair[0] in self._keys]
+            keys = np.asarray([self._forget(request) for request in finished], dtype=np.int64)
+            self._data.notify("done", {"keys": keys, "rollouts": pack_rollouts(list(finished.values()))})
+        refused = {request: each for request, each in news if isinstance(each, Exception)}
         if refused:
-            told = [[self._forget(request), type(error).__name__, str(error)] for request, error in refused]
+            told = [[self._forget(request), type(error).__name__, str(error)] for request, error in refused.items()]
             self._data.notify("refused", told)
         if finished or refused:
             self._data.notify("pull", len(finished) + len(refused))
@@ -124,11 +118,11 @@ class EngineWorker:
             self._data.notify("report", self._timeline.report())
 
     def _tell_sampled(self, data: Peer, sampled: list[SampledSince]) -> None:
-        masks = {str(place): SamplingMask.from_rows(each.masks) for place, each in enumerate(sampled) if each.masks}
+        masks = {str(place): SamplingMask.from_rows(list(each.masks)) for place, each in enumerate(sampled) if each.masks}
         data.notify(
             "sampled",
             {
-                "keys": np.asarray([self._keys[each.request] for each in sampled], dtype=np.int64),
+                "keys": np.asarray([each.request.key for each in sampled], dtype=np.int64),
                 "counts": np.asarray([len(each.token_ids) for each in sampled], dtype=np.int64),
                 "token_ids": np.concatenate([each.token_ids for each in sampled]),
                 "logprobs": np.concatenate([each.logprobs for each in sampled]),
@@ -141,10 +135,9 @@ class EngineWorker:
         )
 
     def _forget(self, request: Request) -> int:
-        key = self._keys.pop(request)
-        del self._requests[key]
+        del self._requests[request.key]
         self._streamed.discard(request)
-        return key
+        return request.key
 
     # The control stream
 
@@ -172,8 +165,3 @@ class EngineWorker:
 
     async def _score(self, rollouts: Any) -> list[Array]:  # noqa: ANN401
         return await self._engine.score(unpack_rollouts(rollouts))
-
-
-def _take_all(queue: deque[Any]) -> list[Any]:
-    """Everything queued so far; the engine's thread may append at the same time."""
-    return [queue.popleft() for _ in range(len(queue))]

@@ -21,7 +21,7 @@ from headrace.engine import Engine, EngineState, PromptTooLong, UnusablePrompt
 from headrace.engine.native.core import EngineCore
 from headrace.engine.native.engine import NativeEngine
 from headrace.engine.protocol import EngineAsleep, NotFinite
-from headrace.engine.tokenizers import decoder_of
+from headrace.engine.stop_strings import decoder_of
 from headrace.engine.vllm.handover import saved_form
 from headrace.errors import SyncError
 from headrace.model.arena import Arena, lay_out
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
     from contextlib import AbstractAsyncContextManager
 
-    from headrace.engine.native.step import Step
+    from headrace.engine.native.step import StepPlan
 
     Decode = Callable[[list[int]], str]
 
@@ -661,7 +661,7 @@ def count_prompt_rows(core: EngineCore) -> list[int]:
     rows: list[int] = []
     step = core.step
 
-    def counted() -> Step:
+    def counted() -> StepPlan:
         done = step()
         rows.append(done.prompt_rows)
         return done

@@ -14,12 +14,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from headrace.config import make_recipe
-from headrace.engine.append_tokens import append_call
 from headrace.engine.kind import EngineKind
-from headrace.engine.kinds import KINDS, engine_kind
 from headrace.engine.protocol import EngineState
-from headrace.engine.settings import EngineSettings
-from headrace.engine.tokenizers import stop_tokens
+from headrace.engine.request import append_call
+from headrace.engine.settings import KINDS, EngineSettings, engine_kind
+from headrace.engine.stop_strings import stop_tokens
 from headrace.launch.inputs import UserInputs
 from headrace.launch.launcher import Launch, launch
 from headrace.model import StagedWeights, load_tokenizer

@@ -15,7 +15,7 @@ from hypothesis import given, strategies as st
 from test_server import END, NAME, Bench, Broken, serving
 
 from headrace.engine import Increment
-from headrace.engine.append_tokens import append_call
+from headrace.engine.request import append_call
 from headrace.engine.server.tool_calls import ToolCallReader, parse_call
 from headrace.model.tiny import build_tokenizer
 from headrace.records import Call, FinishReason, Rollout, Sampling

@@ -127,7 +127,7 @@ class Storm:
             self.fork(ended[self.random.integers(max(0, len(ended) - 20), len(ended))], "fork of one finished")
 
     def fork_pinned(self) -> None:
-        names = [name for name, pinned in self.core.scheduler.pins.by_id.items() if pinned is not None]
+        names = [name for name, pinned in self.core.scheduler.pins.by_id.items() if pinned.blocks]
         if names:
             rollout = self.told[names[self.random.integers(len(names))]].asked.rollout
             if rollout is not None:
@@ -246,7 +246,7 @@ class Storm:
             assert table[: len(request.blocks)].tolist() == request.blocks
             assert (table[len(request.blocks) :] == SCRATCH).all()
         for pinned in scheduler.pins.by_id.values():
-            holders.update(pinned.blocks if pinned is not None else [])
+            holders.update(pinned.blocks)
         assert SCRATCH not in holders
         assert scheduler.pool._references == [holders[block] for block in range(scheduler.pool.num_blocks)]
         for slot in np.flatnonzero(scheduler._is_decoding).tolist():
@@ -375,10 +375,9 @@ def test_blocks_are_counted_and_prefixes_are_found_under_their_root(data: st.Dat
         if action == "begin":
             root = f"{data.draw(st.sampled_from('ab'))} {epoch}"
             pieces = data.draw(st.lists(st.sampled_from([b"x", b"y"]), min_size=1, max_size=4))
-            found = pool.find(root, pieces)
-            for depth, prefix in enumerate(found, start=1):
-                assert content[prefix.block] == (root, tuple(pieces[:depth]))
-            shared = [prefix.block for prefix in found]
+            shared, number = pool.find(root, pieces)
+            for depth, block in enumerate(shared, start=1):
+                assert content[block] == (root, tuple(pieces[:depth]))
             pool.share(shared)
             needed = len(pieces) - len(shared)
             if needed > len(pool):
@@ -388,7 +387,7 @@ def test_blocks_are_counted_and_prefixes_are_found_under_their_root(data: st.Dat
             assert len(set(taken)) == needed and not set(taken) & (counts.keys() | set(shared) | {SCRATCH})
             for block in taken:
                 content.pop(block, None)
-            held.append(Held(root, shared + taken, pieces, len(shared), found[-1].number if found else root))
+            held.append(Held(root, shared + taken, pieces, len(shared), number))
         elif action == "forget":
             pool.forget_all()
             epoch += 1
@@ -413,7 +412,7 @@ def test_blocks_are_counted_and_prefixes_are_found_under_their_root(data: st.Dat
     assert len(pool) == pool.num_blocks - 1
     everything = pool.take(len(pool))
     assert sorted(everything) == list(range(1, pool.num_blocks))
-    assert not any(pool.find(f"{root} {epoch}", [piece]) for root in "ab" for piece in (b"x", b"y"))
+    assert not any(pool.find(f"{root} {epoch}", [piece])[0] for root in "ab" for piece in (b"x", b"y"))
 
 
 def test_a_block_given_back_too_often_is_noticed() -> None:
@@ -436,6 +435,6 @@ def test_the_longest_unused_prefix_is_forgotten_first_and_its_end_before_its_beg
     pool.give_back(old)
     pool.give_back(new)
     assert pool.take(1) == [old[1]]
-    assert len(pool.find("old", [b"x", b"x"])) == 1 and len(pool.find("new", [b"x", b"x"])) == 2
+    assert len(pool.find("old", [b"x", b"x"])[0]) == 1 and len(pool.find("new", [b"x", b"x"])[0]) == 2
     assert pool.take(1) == [old[0]]
-    assert not pool.find("old", [b"x"]) and len(pool.find("new", [b"x", b"x"])) == 2
+    assert not pool.find("old", [b"x"])[0] and len(pool.find("new", [b"x", b"x"])[0]) == 2

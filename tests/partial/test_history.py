@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from headrace.engine.append_tokens import append_call
+from headrace.engine.request import append_call
 from headrace.partial import is_continuation, is_over_age, is_resumable, surviving_part
 from headrace.records import Call, Episode, FinishReason, Rollout, Sampling, Source
 from headrace.staleness import too_old

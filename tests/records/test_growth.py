@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, strategies as st
 from strategies import quick, rollouts, samplings, seeds
 
-from headrace.engine.append_tokens import append_call
+from headrace.engine.request import append_call
 from headrace.records import (
     Call,
     FinishReason,

@@ -10,8 +10,7 @@ import pytest
 from helpers import TASKS, length_reward, same_weights, small_run, weights
 
 import headrace
-from headrace.engine.stop_strings import completes
-from headrace.engine.tokenizers import decoder_of
+from headrace.engine.stop_strings import completes, decoder_of
 from headrace.launch.build import special_stops
 from headrace.model.load import load_tokenizer
 from headrace.model.tiny import build_tokenizer

@@ -10,7 +10,9 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable
@@ -18,13 +20,6 @@ if TYPE_CHECKING:
     from headrace.records import Array
 
 SCRATCH = 0  # rows without a rollout write to this block; it is never handed out
-
-
-class Prefix(NamedTuple):
-    """A cached block, and its number in the key of the block after it."""
-
-    block: int
-    number: int
 
 
 class BlockPool:
@@ -35,7 +30,7 @@ class BlockPool:
         self._free = list(range(num_blocks - 1, SCRATCH, -1))
         self._references = [0] * num_blocks
         self._numbers = itertools.count(1)
-        self._cached: dict[tuple[Hashable, bytes], Prefix] = {}
+        self._cached: dict[tuple[Hashable, bytes], tuple[int, int]] = {}  # (block, its number in the key of the one after it)
         self._key_of: dict[int, tuple[Hashable, bytes]] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # cached blocks that nobody references
 
@@ -75,26 +70,25 @@ class BlockPool:
                 else:
                     self._free.append(block)
 
-    def find(self, root: Hashable, pieces: Iterable[bytes]) -> list[Prefix]:
-        """The longest cached prefix of a sequence of full blocks."""
-        found: list[Prefix] = []
+    def find(self, root: Hashable, pieces: Iterable[bytes]) -> tuple[list[int], Hashable]:
+        """(blocks of the longest cached prefix of a sequence of full blocks, number of the last or `root`)."""
+        found: list[int] = []
         number = root
         for piece in pieces:
-            prefix = self._cached.get((number, piece))
-            if prefix is None:
+            cached = self._cached.get((number, piece))
+            if cached is None:
                 break
-            found.append(prefix)
-            number = prefix.number
-        return found
+            block, number = cached
+            found.append(block)
+        return found, number
 
     def remember(self, block: int, after: Hashable, piece: bytes) -> int:
         """Cache a full block by its tokens and the number of the block before it; returns its own number."""
         key = (after, piece)
-        prefix = self._cached.get(key)
-        if prefix is None:
-            prefix = self._cached[key] = Prefix(block, next(self._numbers))
+        if key not in self._cached:
+            self._cached[key] = block, next(self._numbers)
             self._key_of[block] = key
-        return prefix.number
+        return self._cached[key][1]
 
     def forget_all(self) -> None:
         """Empty the prefix cache; referenced blocks stay with their holders."""
@@ -113,24 +107,31 @@ class Computed:
     num_tokens: int
 
 
+_NOTHING = Computed(np.zeros(0, dtype=np.int32), [], 0)
+
+
 class Pins:
     """Rollouts whose blocks are kept after they leave their slot, until memory runs short: a fork continues from any of their
-    tokens without computing them again. No run pins anything yet; `ForkingEngine` promises it."""
+    tokens without computing them again. No run pins anything yet; the engine protocol promises it."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
-        self.by_id: OrderedDict[str, Computed | None] = OrderedDict()  # None: has no blocks yet, or they were dropped
+        self.by_id: OrderedDict[str, Computed] = OrderedDict()
 
     @property
     def num_blocks(self) -> int:
-        return sum(len(computed.blocks) for computed in self.by_id.values() if computed is not None)
+        return sum(len(computed.blocks) for computed in self.by_id.values())
+
+    def get(self, rollout_id: str) -> Computed:
+        """What is kept of a rollout, perhaps nothing."""
+        return self.by_id.get(rollout_id, _NOTHING)
 
     def pin(self, rollout_id: str) -> None:
         """Keep a rollout's blocks when it leaves its slot, until it is unpinned or memory runs short."""
-        self.by_id.setdefault(rollout_id, None)
+        self.by_id.setdefault(rollout_id, _NOTHING)
 
     def unpin(self, rollout_id: str) -> None:
-        self._give_back(self.by_id.pop(rollout_id, None))
+        self._pool.give_back(self.by_id.pop(rollout_id, _NOTHING).blocks)
 
     def clear(self) -> None:
         for rollout_id in list(self.by_id):
@@ -139,19 +140,14 @@ class Pins:
     def keep(self, rollout_id: str, computed: Computed) -> None:
         """Called when a pinned rollout leaves its slot."""
         self._pool.share(computed.blocks)
-        self._give_back(self.by_id[rollout_id])
+        self._pool.give_back(self.by_id[rollout_id].blocks)
         self.by_id[rollout_id] = computed
 
     def drop_one(self) -> bool:
         """Free the blocks of one pin; its forks compute them again. False if no pin holds any."""
         for rollout_id, computed in self.by_id.items():
-            if computed is not None:
-                self._give_back(computed)
-                self.by_id[rollout_id] = None
-                self.by_id.move_to_end(rollout_id)
+            if computed.blocks:
+                self.unpin(rollout_id)
+                self.pin(rollout_id)  # the last in line
                 return True
         return False
-
-    def _give_back(self, computed: Computed | None) -> None:
-        if computed is not None:
-            self._pool.give_back(computed.blocks)

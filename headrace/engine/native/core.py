@@ -8,25 +8,22 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import time
 from collections import deque
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from headrace.engine import stop_strings
-from headrace.engine.append_tokens import append_call
 from headrace.engine.native.kv_cache import CacheShape, PagedCache
 from headrace.engine.native.plain_runner import PlainRunner
 from headrace.engine.native.releasable_memory import ReleasableMemory, make_memory
 from headrace.engine.native.scheduler import Scheduler
-from headrace.engine.native.slots import Slots
-from headrace.engine.native.step import Step
+from headrace.engine.native.step import Slots
 from headrace.engine.protocol import EngineAsleep, Increment, InFlight, NotFinite, PromptTooLong
 from headrace.engine.request import SampledSince
 from headrace.model import Arena, Head, ModelError, WeightError, find_readable_routers
-from headrace.records import Call, FinishReason, Rollout, unknown_routing
+from headrace.records import FinishReason, unknown_routing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -35,16 +32,15 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from headrace.engine.native.step import Runner, StepOutput
-    from headrace.engine.request import Request, SampledTokens
-    from headrace.model import Routers, StagedWeights
+    from headrace.engine.native.step import Runner, StepOutput, StepPlan
+    from headrace.engine.request import Request
+    from headrace.model import StagedWeights
     from headrace.records import Array
 
 _NO_IDS = np.zeros(0, dtype=np.int32)
 
 
-@dataclass(frozen=True, slots=True)
-class _LaunchedStep:
+class _LaunchedStep(NamedTuple):
     """A step in flight, with its slots' epochs at the launch."""
 
     launched: object
@@ -83,15 +79,12 @@ class EngineCore:
         self._decode = decode
         self._weights: list[ReleasableMemory] = []  # the weights' memory on a GPU
         self._sleeping_weights: Tensor | None = None  # the weights in host memory, while they sleep
+        self._launched: deque[_LaunchedStep] = deque()
         device = next(model.parameters()).device
         self.arena = Arena.adopt(model, allocate=self._allocate if device.type == "cuda" else None)
         self.head = Head(model, exact=exact)
-        twin = None
-        if kernels if kernels is not None else device.type == "cuda" and not exact:
-            _check_triton(device)
-            from headrace.engine.native.cuda.compiled import make_twin
-
-            twin = make_twin(model, self.arena)  # before anything is hooked to the model
+        has_kernels = kernels if kernels is not None else device.type == "cuda" and not exact
+        twin = self._make_twin() if has_kernels else None  # before anything is hooked to the model
         routers = find_readable_routers(model)
         shape = CacheShape.of(model)
         num_blocks = num_blocks or shape.choose_num_blocks(
@@ -99,7 +92,15 @@ class EngineCore:
         )
         self.cache = PagedCache(shape, num_blocks=num_blocks, block_size=block_size, routers=routers)
         self._slots = Slots(slots=slots, context=context, blocks=math.ceil(context / block_size))
-        self.runner = self._make_runner(twin, routers, graphs=graphs)
+        self.runner: Runner
+        if twin is None:
+            self.runner = PlainRunner(model, self.head, self.cache, self._slots, exact=exact, routers=routers)
+        else:
+            from headrace.engine.native.cuda.runner import CudaRunner
+
+            self.runner = runner = CudaRunner(model, twin, self.head, self.cache, self._slots, routers=routers)
+            if graphs and device.type == "cuda":
+                runner.graphs.start()
         self.scheduler = Scheduler(
             self._slots,
             block_size=block_size,
@@ -107,17 +108,16 @@ class EngineCore:
             max_sampled=self.runner.max_sampled,
             max_prompt_tokens=self.runner.max_prompt_tokens,
         )
-        self._launched: deque[_LaunchedStep] = deque()
 
-    def _make_runner(self, twin: PreTrainedModel | None, routers: Routers | None, *, graphs: bool) -> Runner:
-        if twin is None:
-            return PlainRunner(self.model, self.head, self.cache, self._slots, exact=self.exact, routers=routers)
-        from headrace.engine.native.cuda.runner import CudaRunner
+    def _make_twin(self) -> PreTrainedModel:
+        if importlib.util.find_spec("triton") is None:
+            raise ModelError(
+                f"the native engine on {self.arena.device} needs the package triton, which is not installed: "
+                f"`pip install triton`, or run its engines on the CPU"
+            )
+        from headrace.engine.native.cuda.compiled import make_twin
 
-        runner = CudaRunner(self.model, twin, self.head, self.cache, self._slots, routers=routers)
-        if graphs and self.cache.keys[0].is_cuda:
-            runner.graphs.start()
-        return runner
+        return make_twin(self.model, self.arena)
 
     def _allocate(self, num_bytes: int, device: torch.device) -> Tensor:
         self._weights.append(make_memory(num_bytes, device))
@@ -180,12 +180,11 @@ class EngineCore:
         """What these requests (default: all running) have sampled since their last report."""
         grown = []
         for request in list(self.scheduler.running.values() if requests is None else requests):
-            start = len(request.rollout) + request.num_reported
-            if request.slot < 0 or self._slots.length[request.slot] <= start:
-                continue
-            new, masks = self.scheduler.sampled_tokens(request, start=start), request.masks[request.num_reported :]
-            request.num_reported += len(new.token_ids)
-            grown.append(SampledSince(request, new.token_ids, new.logprobs, new.versions, masks, self._lineage_of(request)))
+            told = request.num_reported
+            if request.slot >= 0 and self._slots.length[request.slot] > len(request.rollout) + told:
+                new, lineage = self.scheduler.sampled_tokens(request, skip=told), self._lineage_of(request)
+                request.num_reported += len(new.token_ids)
+                grown.append(SampledSince(request, new.token_ids, new.logprobs, new.versions, new.masks, lineage))
         return grown
 
     def in_flight(self) -> list[InFlight]:
@@ -193,15 +192,11 @@ class EngineCore:
         return [self._in_flight(each) for each in (*self.scheduler.started(), *self.scheduler.waiting())]
 
     def _in_flight(self, request: Request) -> InFlight:
-        sampled, masks = self.scheduler.sampled_tokens(request), list(request.masks)
-        policy, lineage = self.policy, self._lineage_of(request)
-
-        def partial() -> Rollout:
-            """From this snapshot, in any thread. Without expert routing, which is recorded again when the rollout resumes."""
-            return self._extended(request, sampled, masks, FinishReason.ABORT, policy=policy, lineage=lineage)
-
+        """A snapshot: `partial` may be called in any thread. It has no expert routing, which is recorded again on a resume."""
+        sampled = self.scheduler.sampled_tokens(request)
+        extended = partial(request.extended, sampled, FinishReason.ABORT, **self._names(request))
         first = int(sampled.versions[0]) if len(sampled.versions) else -1
-        return InFlight.of(request.rollout, num_sampled=len(sampled.versions), first=first, partial=partial)
+        return InFlight.of(request.rollout, num_sampled=len(sampled.versions), first=first, partial=extended)
 
     # Interrupting and sleeping
 
@@ -249,7 +244,6 @@ class EngineCore:
             self.arena.memory.copy_(self._sleeping_weights)
             self._sleeping_weights = None
         self.cache.memory.restore()
-        self.runner.synchronize()
         self.runner.resume()
         self.is_asleep = False
 
@@ -264,7 +258,8 @@ class EngineCore:
         """Swap in the received weights; the next step runs them."""
         if self.has_sleeping_weights:
             raise WeightError("the engine's weights are asleep; wake it before it is given others")
-        self.runner.run_in_order(spare.exchange)
+        with self.runner.in_order():
+            spare.exchange()
 
     def changed_weights(self, *, policy: str, lineage: str, version: int) -> None:
         """Called after a swap. A request that has sampled keeps the lineage of its first token: `append_call` says why."""
@@ -278,21 +273,21 @@ class EngineCore:
     def _lineage_of(self, request: Request) -> str:
         return self.lineage if request.lineage is None else request.lineage
 
+    def _names(self, request: Request) -> dict[str, Any]:
+        return {"engine": self.name, "policy": self.policy, "lineage": self._lineage_of(request)}
+
     # Steps
 
-    def step(self) -> Step:
-        """Launch the next step, and collect the one launched `runner.ahead` steps ago."""
+    def step(self) -> StepPlan:
+        """Launch the next step, if any, and collect the one launched `runner.ahead` steps ago."""
         plan = self.scheduler.plan(self.runner)
-        if plan is None:
-            if self._launched:
-                self._collect()
-            return Step(0, 0)
-        slots = plan.slots
-        self._launched.append(_LaunchedStep(self.runner.launch(plan), slots, self._slots.epoch[slots].copy(), self.version))
-        self._slots.in_flight[slots] += 1
-        if len(self._launched) > self.runner.ahead:
+        if not plan.is_empty:
+            slots = plan.slots
+            self._launched.append(_LaunchedStep(self.runner.launch(plan), slots, self._slots.epoch[slots].copy(), self.version))
+            self._slots.in_flight[slots] += 1
+        if self._launched and (plan.is_empty or len(self._launched) > self.runner.ahead):
             self._collect()
-        return Step(prompt_rows=plan.prompt_rows, decode_rows=len(plan.decoding))
+        return plan
 
     def settle(self) -> None:
         """Collect every step in flight."""
@@ -301,11 +296,13 @@ class EngineCore:
 
     def wait_warm(self) -> None:
         """Wait until steps run at full speed: on a GPU, until their graphs are captured."""
-        self.runner.wait_warm()
+        if self.runner.graphs is not None:
+            self.runner.graphs.wait()
 
     def close(self) -> None:
-        """End the runner's threads."""
-        self.runner.close()
+        """Stop compiling and capturing."""
+        if self.runner.graphs is not None:
+            self.runner.graphs.close()
 
     def _collect(self) -> None:
         step = self._launched.popleft()
@@ -320,9 +317,7 @@ class EngineCore:
         slots, state = step.slots[rows], self._slots
         token_ids, logprobs = output.token_ids[rows], output.logprobs[rows]
         at = state.length[slots]
-        state.tokens[slots, at] = token_ids
-        state.logprobs[slots, at] = logprobs
-        state.versions[slots, at] = step.version
+        state.tokens[slots, at], state.logprobs[slots, at], state.versions[slots, at] = token_ids, logprobs, step.version
         state.length[slots] = at + 1
         self.num_sampled += len(slots)
         is_stop = (state.stops[slots] == token_ids[:, None]).any(axis=1)
@@ -337,11 +332,9 @@ class EngineCore:
             if is_lost[index]:
                 self._fail(request, NotFinite(f"rollout {request.rollout.id!r}: the model's logits are not finite"))
                 continue
-            reason = None
+            reason = FinishReason.LENGTH if is_full[index] else None
             if is_stop[index] or (request.sampling.stop and self._ends_in_stop_string(request)):
                 reason = FinishReason.STOP
-            elif is_full[index]:
-                reason = FinishReason.LENGTH
             if request.on_tokens is not None:
                 request.on_tokens(Increment((int(token_ids[index]),), (float(logprobs[index]),), (step.version,), reason))
             if reason is not None:
@@ -356,15 +349,11 @@ class EngineCore:
         token_ids = self._slots.tokens[request.slot, first:length].tolist()
         return stop_strings.completes(request.sampling.stop, token_ids, self._decode)
 
-    # Ends
-
     def _finish(self, request: Request, reason: FinishReason) -> None:
         sampled = self.scheduler.sampled_tokens(request)
-        names = {"policy": self.policy, "lineage": self._lineage_of(request)}
         routing = self._routing(request, len(request.rollout) + len(sampled.token_ids))
-        extended = self._extended(request, sampled, request.masks, reason, routing=routing, **names)
         self.cancel(request)
-        request.on_done(extended)
+        request.on_done(request.extended(sampled, reason, **self._names(request), routing=routing))
 
     def _fail(self, request: Request, error: Exception) -> None:
         self.cancel(request)
@@ -372,53 +361,13 @@ class EngineCore:
             raise error
         request.on_failed(error)
 
-    def _extended(
-        self,
-        request: Request,
-        sampled: SampledTokens,
-        masks: list[Array],
-        reason: FinishReason,
-        *,
-        policy: str,
-        lineage: str,
-        routing: Array | None = None,
-    ) -> Rollout:
-        start = len(request.rollout)
-        call = Call(
-            start=start,
-            stop=start + len(sampled.token_ids),
-            engine=self.name,
-            sampling=request.sampling,
-            finish_reason=reason,
-            started=request.started,
-            finished=time.time(),
-        )
-        return append_call(
-            request.rollout,
-            call,
-            token_ids=sampled.token_ids,
-            logprobs=sampled.logprobs,
-            versions=sampled.versions,
-            masks=masks,
-            policy=policy,
-            lineage=lineage,
-            expert_routing=routing,
-        )
-
     def _routing(self, request: Request, length: int) -> Array | None:
         """[tokens, MoE layers, top k] as kept with a request's blocks; unknown where nothing was computed."""
         if self.cache.routing is None:
             return None
         size, computed = self.cache.block_size, self.scheduler.computed(request)
         at = np.arange(computed)
-        known = self.runner.routing(self._slots.table[request.slot, at // size] * size + at % size)
+        with self.runner.in_order():
+            known = self.cache.read_routing(self._slots.table[request.slot, at // size] * size + at % size)
         unknown = unknown_routing(length - computed, num_layers=known.shape[1], top_k=known.shape[2], dtype=known.dtype)
         return np.concatenate([known, unknown])
-
-
-def _check_triton(device: torch.device) -> None:
-    if importlib.util.find_spec("triton") is None:
-        raise ModelError(
-            f"the native engine on {device} needs the package triton, which is not installed: `pip install triton`, or run "
-            f"its engines on the CPU"
-        )

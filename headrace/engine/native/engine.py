@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
     from headrace.engine.native.core import EngineCore
+    from headrace.engine.native.step import StepPlan
     from headrace.engine.protocol import Increment, InFlight
     from headrace.engine.request import Request, SampledSince
     from headrace.observe import Timeline
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _SCORE_TOKENS = 8192  # in one forward pass
-_RETURN_SECONDS = 0.001  # the decode thread sleeps this long while slots are kept for aborted rollouts
+_RETURN_SECONDS = 0.001  # between two looks at what may have ended or come back
 
 
 class NativeEngine:
@@ -45,7 +46,6 @@ class NativeEngine:
         self._sync, self._timeline = sync, timeline
         self._spare = StagedWeights(core.model, arena=core.arena)
         self._is_paused = self._is_closing = False
-        self._when_idle: list[Future[None]] = []
         self._loading = asyncio.Lock()  # held from an update's first byte to its swap: all updates share the staging memory
         self._work = Signal()
         self._thread: threading.Thread | None = None
@@ -59,7 +59,6 @@ class NativeEngine:
     async def serve(self) -> NoReturn:
         """Decode on this event loop; cancel the task that runs this to stop the engine. Woken by actions."""
         while True:
-            self._tell_if_idle()
             if idle_state := self._idle_state:
                 await self._timeline.wait(idle_state, self._work)
                 self._work.clear()
@@ -85,15 +84,14 @@ class NativeEngine:
         try:
             while not self._is_closing:
                 self._run_actions()
-                self._tell_if_idle()
                 if idle_state := self._idle_state:
                     self._timeline.enter(idle_state)
                     self._bell.wait()
                     self._bell.clear()
                     continue
-                num_rows = self._step()
+                step = self._step()
                 self.after_step()
-                if not num_rows and self.core.scheduler.is_keeping_slots:
+                if step.is_empty and self.core.scheduler.is_keeping_slots:
                     self._bell.wait(_RETURN_SECONDS)  # for the rollouts just aborted; resubmitting one rings the bell
                     self._bell.clear()
         except BaseException as error:  # noqa: BLE001  (reported through `died`; a thread has nobody to raise to)
@@ -106,20 +104,12 @@ class NativeEngine:
             return "wait-weights"
         return None if self.core.has_work else "wait-gate"
 
-    def _step(self) -> int:
+    def _step(self) -> StepPlan:
         self._timeline.enter("decode")
         step = self.core.step()
-        num_rows = step.prompt_rows + step.decode_rows
-        self._timeline.split("prefill", share=step.prompt_rows / max(num_rows, 1))
+        self._timeline.split("prefill", share=step.prompt_rows / max(step.prompt_rows + step.decode_rows, 1))
         self._timeline.count(occupied=step.decode_rows, slots=self.core.num_slots)
-        return num_rows
-
-    def _tell_if_idle(self) -> None:
-        if self._when_idle and not self.core.num_started:
-            waiting, self._when_idle = self._when_idle, []
-            for future in waiting:
-                if future.set_running_or_notify_cancel():
-                    future.set_result(None)
+        return step
 
     # Actions, between two steps
 
@@ -230,17 +220,16 @@ class NativeEngine:
         await self.between_steps(act)
 
     async def _drain(self) -> None:
-        """Start nothing new, and wait until everything in flight has ended. Woken by the decode loop."""
-        idle: Future[None] = Future()
+        """Start nothing new, and wait until everything in flight has ended."""
 
         def act() -> None:
             self.core.stop_admitting()
             self._is_paused = False  # paused rollouts have to end too
-            self._when_idle.append(idle)
 
         try:
             await self.between_steps(act)
-            await asyncio.wrap_future(idle)
+            while await self.between_steps(lambda: self.core.num_started):  # noqa: ASYNC110  (it changes in another thread)
+                await asyncio.sleep(_RETURN_SECONDS)
         except asyncio.CancelledError:
             self.post(lambda: setattr(self.core.scheduler, "is_admitting", True))
             raise
@@ -272,11 +261,11 @@ class NativeEngine:
         self._timeline.enter("wait-weights")  # the decode loop may not run again before the trainer computes
 
     async def wake(self) -> None:
-        await self.between_steps(self._wake)
+        def act() -> None:
+            with self._timeline.during("swap"):
+                self.core.wake()
 
-    def _wake(self) -> None:
-        with self._timeline.during("swap"):
-            self.core.wake()
+        await self.between_steps(act)
 
     # New weights
 

@@ -44,7 +44,7 @@ def build_core(
 ) -> tuple[EngineCore, tuple[int, ...]]:
     """(the engine's core, the model's stop tokens). `most_blocks`: KV blocks that can be in use at once, 0 if unknown."""
     from headrace.engine.native.core import EngineCore
-    from headrace.engine.tokenizers import decoder_of, stop_tokens
+    from headrace.engine.stop_strings import decoder_of, stop_tokens
     from headrace.model import context_limit, load_model, load_tokenizer
 
     model = load_model(model_path, dtype=recipe.model.dtype, device=device, exact=recipe.exact)

@@ -12,7 +12,7 @@ import torch
 
 from headrace.engine.native.engine_memory import MEMORY_SHARE
 from headrace.engine.native.releasable_memory import make_memory
-from headrace.model import AttentionSpec, PackedContext, attend, hidden_states, layer_of
+from headrace.model import AttentionSpec, attend, hidden_states, layer_of
 from headrace.settings import ConfigError
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from headrace.model import Routers
+    from headrace.records import Array
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,10 @@ class CacheShape:
     @classmethod
     def of(cls, model: PreTrainedModel) -> CacheShape:
         device = next(model.parameters()).device
-        meter = _ShapeRecorder(device)
+        recorder = _ShapeRecorder()
         with torch.no_grad():
-            hidden_states(model, torch.tensor([1], device=device), torch.tensor([0], device=device), meter)
-        keys, values = (tuple(shapes[layer] for layer in range(len(shapes))) for shapes in (meter.keys, meter.values))
+            hidden_states(model, torch.tensor([1], device=device), torch.tensor([0], device=device), recorder)
+        keys, values = zip(*(shapes for _, shapes in sorted(recorder.shapes.items())), strict=True)
         return cls(keys, values, dtype=next(model.parameters()).dtype, device=device)
 
     def blocks_that_fit(self, block_size: int) -> int:
@@ -73,18 +74,14 @@ def free_memory(device: torch.device) -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-class _ShapeRecorder(PackedContext):
-    """Records the shape of what one token stores in each layer."""
+class _ShapeRecorder:
+    """An attention context that records the shapes of the key and the value that one token stores in each layer."""
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__([1], device=device)
-        self.keys: dict[int, tuple[int, int]] = {}
-        self.values: dict[int, tuple[int, int]] = {}
+    def __init__(self) -> None:
+        self.shapes: dict[int, tuple[tuple[int, int], tuple[int, int]]] = {}
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        layer = layer_of(module)
-        self.keys[layer] = (key.shape[1], key.shape[2])
-        self.values[layer] = (value.shape[1], value.shape[2])
+        self.shapes[layer_of(module)] = (key.shape[1], key.shape[2]), (value.shape[1], value.shape[2])
         return attend(query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0), spec, allowed=None)[0]
 
 
@@ -129,6 +126,12 @@ class PagedCache:
             keys.index_select(0, flat).reshape(*shape, *keys.shape[1:]),
             values.index_select(0, flat).reshape(*shape, *values.shape[1:]),
         )
+
+    def read_routing(self, places: Array) -> Array:
+        """[places, MoE layers, top k]: the expert ids of an MoE model at flat places."""
+        assert self.routing is not None
+        rows: Array = self.routing.index_select(0, torch.from_numpy(places).to(self.routing.device)).cpu().numpy()
+        return rows
 
     def recording(self, routers: Routers | None, places: Tensor) -> contextlib.AbstractContextManager[object]:
         """Within it, a forward pass stores the experts of its tokens at these places."""

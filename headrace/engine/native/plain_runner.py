@@ -4,13 +4,12 @@ Slow and obvious: the GPU kernels are checked against it."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
-from headrace.engine.native.sampling import SamplingRows, sample, uniform
+from headrace.engine.native.sampling import sample, uniform
 from headrace.engine.native.step import Runner, StepOutput
 from headrace.model import EXACT_ROWS, AttentionSpec, PackedContext, attend, causal, hidden_states, layer_of
 
@@ -19,14 +18,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from headrace.engine.native.kv_cache import PagedCache
-    from headrace.engine.native.slots import Slots
-    from headrace.engine.native.step import Chunk, StepPlan
+    from headrace.engine.native.step import Slots, StepPlan
     from headrace.model import Head, Routers
     from headrace.records import Array
 
 
-@dataclass(frozen=True)
-class CachedRows:
+class CachedRows(NamedTuple):
     """Rows that attend to the KV cache, equally many of each of `batch` rollouts."""
 
     positions: Tensor  # [batch, rows] of the tokens in their rollouts
@@ -37,21 +34,13 @@ class StepContext:
     """Writes the step's keys and values to the cache, then attends."""
 
     def __init__(
-        self,
-        cache: PagedCache,
-        *,
-        places: Tensor,
-        prompt_lengths: list[int],
-        cached: list[CachedRows],
-        device: torch.device,
-        exact: bool,
+        self, cache: PagedCache, *, places: Tensor, prompt_lengths: list[int], cached: list[CachedRows], exact: bool
     ) -> None:
-        self._cache = cache
+        """The step's rows are whole prompts of `prompt_lengths`, then those of `cached`, then padding."""
         self.places = places
+        self._cache, self._cached, self._exact = cache, cached, exact
         self._num_prompt_rows = sum(prompt_lengths)
-        self._prompts = PackedContext(prompt_lengths, device=device, exact=exact) if prompt_lengths else None
-        self._cached = cached
-        self._exact = exact
+        self._prompts = PackedContext(prompt_lengths, device=places.device, exact=exact) if prompt_lengths else None
         self._allowed: dict[tuple[int, int | None], Tensor] = {}
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
@@ -100,18 +89,15 @@ class PlainRunner(Runner):
         assert isinstance(launched, StepOutput)
         return launched
 
-    def routing(self, places: Array) -> Array:
-        assert self.cache.routing is not None
-        rows: Array = self.cache.routing.index_select(0, self._to_device(places)).cpu().numpy()
-        return rows
-
     def _forward(self, plan: StepPlan) -> StepOutput:
         slots, size = self._slots, self.cache.block_size
-        chunks = sorted(plan.chunks, key=lambda chunk: chunk.start > 0)  # whole prompts first
-        spans = [np.arange(chunk.start, chunk.stop) for chunk in chunks]
-        owner = np.concatenate([np.repeat([chunk.slot for chunk in chunks], [len(c) for c in chunks]), plan.decoding])
-        owner = owner.astype(np.int64)
-        position = np.concatenate([*spans, slots.length[plan.decoding] - 1]).astype(np.int64)
+        whole = [chunk for chunk in plan.chunks if chunk.start == 0]
+        chunks = whole + [chunk for chunk in plan.chunks if chunk.start > 0]
+        groups = [(np.asarray([chunk.slot]), np.arange(chunk.start, chunk.stop).reshape(1, -1)) for chunk in chunks]
+        if len(plan.decoding):
+            groups.append((plan.decoding, slots.length[plan.decoding].reshape(-1, 1) - 1))
+        owner = np.concatenate([np.repeat(owners, positions.shape[1]) for owners, positions in groups])
+        position = np.concatenate([positions.reshape(-1) for _, positions in groups])
         tokens = slots.tokens[owner, position].astype(np.int64)
         places = slots.table[owner, position // size] * size + position % size
         if self._exact:
@@ -120,61 +106,43 @@ class PlainRunner(Runner):
         context = StepContext(
             self.cache,
             places=self._to_device(places),
-            prompt_lengths=[len(chunk) for chunk in chunks if chunk.start == 0],
-            cached=self._cached_rows([chunk for chunk in chunks if chunk.start > 0], plan.decoding),
-            device=self._device,
+            prompt_lengths=[len(chunk) for chunk in whole],
+            cached=[self._cached_rows(*group) for group in groups[len(whole) :]],
             exact=self._exact,
         )
         with self.cache.recording(self._routers, context.places):
             hidden = hidden_states(self._model, self._to_device(tokens), self._to_device(position), context)
-        return self._sample(hidden.index_select(0, self._to_device(_last_rows(chunks, plan))), plan.slots)
+        ends = np.cumsum([len(chunk) for chunk in chunks], dtype=np.int64).tolist()
+        last = {chunk.slot: end - 1 for chunk, end in zip(chunks, ends, strict=True)}
+        rows = [last[chunk.slot] for chunk in plan.chunks for _ in chunk.sampling_slots]
+        rows += range(plan.prompt_rows, plan.prompt_rows + plan.decode_rows)
+        return self._sample(hidden.index_select(0, self._to_device(np.asarray(rows, dtype=np.int64))), plan.slots)
+
+    def _cached_rows(self, owners: Array, positions: Array) -> CachedRows:
+        size = self.cache.block_size
+        blocks = math.ceil((int(positions.max()) + 1) / size)
+        places = (self._slots.table[owners, :blocks, None] * size + np.arange(size)).reshape(len(owners), blocks * size)
+        # What follows a rollout's last token is not its own and may be NaN; a mask does not help: 0 × NaN is NaN.
+        places = np.where(np.arange(blocks * size) <= positions[:, -1:], places, places[:, :1])
+        return CachedRows(self._to_device(positions), self._to_device(places))
 
     def _sample(self, hidden: Tensor, sampling: Array) -> StepOutput:
         """One token for each row of `hidden`; `sampling` holds their slots."""
-        slots = self._slots
-        numbers = torch.from_numpy(uniform(slots.seed[sampling], slots.length[sampling])).to(self._device)
-        sampled = sample(self._head.logits(hidden), self._sampling_rows(sampling), numbers)
+        slots, vocabulary = self._slots, range(self._head.vocabulary)  # a tokenizer may have more ids than the head
+        too_early = np.flatnonzero(slots.length[sampling] < slots.floor[sampling]).tolist()
+        forbidden = [(row, stop) for row in too_early for stop in slots.stops[sampling[row]].tolist() if stop in vocabulary]
+        sampled = sample(
+            self._head.logits(hidden),
+            self._to_device(slots.sampling[sampling]),
+            self._to_device(uniform(slots.seed[sampling], slots.length[sampling])),
+            forbidden=forbidden,
+            is_restricted=bool(forbidden) or bool(slots.is_truncated[sampling].any()),
+        )
         allowed = None
         if sampled.allowed is not None:
             # An unrestricted row next to restricted ones records no ids rather than all.
             allowed = [np.flatnonzero(row & ~row.all()).astype(np.int32) for row in sampled.allowed.cpu().numpy()]
         return StepOutput(sampled.token_ids.cpu().numpy(), sampled.logprobs.cpu().numpy(), allowed)
 
-    def _cached_rows(self, chunks: list[Chunk], decoding: Array) -> list[CachedRows]:
-        slots = self._slots
-        groups = [
-            (np.asarray([chunk.slot], dtype=np.int64), np.arange(chunk.start, chunk.stop).reshape(1, -1)) for chunk in chunks
-        ]
-        if len(decoding):
-            groups.append((decoding, (slots.length[decoding] - 1).reshape(-1, 1)))
-        size = self.cache.block_size
-        rows = []
-        for owners, positions in groups:
-            blocks = math.ceil((int(positions.max()) + 1) / size)
-            places = (slots.table[owners, :blocks, None] * size + np.arange(size)).reshape(len(owners), blocks * size)
-            # What follows a rollout's last token is not its own and may be NaN; a mask does not help: 0 × NaN is NaN.
-            places = np.where(np.arange(blocks * size) <= positions[:, -1:], places, places[:, :1])
-            rows.append(CachedRows(self._to_device(positions), self._to_device(places)))
-        return rows
-
-    def _sampling_rows(self, sampling: Array) -> SamplingRows:
-        slots = self._slots
-        temperature, top_k, top_p, min_p = self._to_device(slots.sampling[sampling]).unbind(dim=1)
-        too_early = np.flatnonzero(slots.length[sampling] < slots.floor[sampling])
-        vocabulary = range(self._head.vocabulary)  # a tokenizer may have more ids than the head
-        forbidden = [
-            (int(row), int(stop)) for row in too_early for stop in slots.stops[sampling[row]] if int(stop) in vocabulary
-        ]
-        is_restricted = bool(forbidden) or bool(slots.is_truncated[sampling].any())
-        return SamplingRows(temperature, top_k, top_p, min_p, forbidden, is_restricted)
-
     def _to_device(self, array: Array) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
-
-
-def _last_rows(chunks: list[Chunk], plan: StepPlan) -> Array:
-    """The row that each of `plan.slots` samples from, in a forward pass over `chunks` and then the decoding slots."""
-    ends = np.cumsum([len(chunk) for chunk in chunks], dtype=np.int64).tolist()
-    last = {chunk.slot: end - 1 for chunk, end in zip(chunks, ends, strict=True)}
-    rows = [last[chunk.slot] for chunk in plan.chunks for _ in chunk.sampling_slots]
-    return np.concatenate([np.asarray(rows, dtype=np.int64), plan.prompt_rows + np.arange(len(plan.decoding))])

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -14,20 +13,7 @@ if TYPE_CHECKING:
     from headrace.records import Array
 
 
-@dataclass(frozen=True)
-class SamplingRows:
-    """The sampling parameters of a step, one entry per row."""
-
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    forbidden: list[tuple[int, int]]  # (row, token id) that cannot be sampled: stop tokens before min_tokens
-    is_restricted: bool  # some row has top-k, top-p, min-p or a forbidden token
-
-
-@dataclass(frozen=True)
-class Sampled:
+class Sampled(NamedTuple):
     token_ids: Tensor
     logprobs: Tensor  # under the distribution sampled from; 0 where the choice was greedy
     allowed: Tensor | None  # [rows, vocabulary] bool, if some row was restricted
@@ -44,13 +30,17 @@ def uniform(seeds: Array, positions: Array) -> Array:
     return numbers
 
 
-def sample(logits: Tensor, rows: SamplingRows, numbers: Tensor) -> Sampled:
-    """Invert the cumulative distribution of each row at its number."""
-    is_greedy = rows.temperature == 0
-    logits = logits / torch.where(is_greedy, 1.0, rows.temperature).unsqueeze(1)
+def sample(
+    logits: Tensor, parameters: Tensor, numbers: Tensor, *, forbidden: list[tuple[int, int]], is_restricted: bool
+) -> Sampled:
+    """Invert the cumulative distribution of each row at its number. `parameters` [rows, 4]: temperature, top-k, top-p, min-p;
+    `forbidden`: (row, token id) that cannot be sampled; `is_restricted`: whether some row cannot sample every token."""
+    temperature, top_k, top_p, min_p = parameters.unsqueeze(2).unbind(dim=1)
+    is_greedy = temperature[:, 0] == 0
+    logits = logits / torch.where(temperature == 0, 1.0, temperature)
     allowed = None
-    if rows.is_restricted:
-        allowed = _allowed(logits, rows)
+    if is_restricted:
+        allowed = _allowed(logits, top_k, top_p, min_p, forbidden)
         logits = logits.masked_fill(~allowed, float("-inf"))
     logprobs = torch.log_softmax(logits, dim=-1)
     cumulative = logprobs.double().exp().cumsum(dim=-1)
@@ -59,21 +49,20 @@ def sample(logits: Tensor, rows: SamplingRows, numbers: Tensor) -> Sampled:
     token_ids = torch.where(is_greedy, logits.argmax(dim=-1), sampled)
     chosen = logprobs.gather(1, token_ids.unsqueeze(1)).squeeze(1)
     is_certain = is_greedy & ~chosen.isnan()  # a NaN stays one: it fails the rollout
-    return Sampled(token_ids=token_ids, logprobs=torch.where(is_certain, 0.0, chosen), allowed=allowed)
+    return Sampled(token_ids, torch.where(is_certain, 0.0, chosen), allowed)
 
 
-def _allowed(logits: Tensor, rows: SamplingRows) -> Tensor:
+def _allowed(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, forbidden: list[tuple[int, int]]) -> Tensor:
     """Restricts in the order other libraries use: forbidden tokens, top-k, top-p of what is left, min-p."""
-    if rows.forbidden:
-        index = torch.tensor(rows.forbidden, device=logits.device)
+    if forbidden:
+        index = torch.tensor(forbidden, device=logits.device)
         logits = logits.index_put((index[:, 0], index[:, 1]), logits.new_tensor(float("-inf")))
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     ranks = torch.arange(logits.shape[1], device=logits.device)
-    limit = torch.where(rows.top_k > 0, rows.top_k, logits.shape[1]).unsqueeze(1)
-    keep = (ranks < limit) & (ordered > float("-inf"))
+    keep = (ranks < torch.where(top_k > 0, top_k, logits.shape[1])) & (ordered > float("-inf"))
     probabilities = torch.softmax(ordered.masked_fill(~keep, float("-inf")), dim=-1)
     before = probabilities.cumsum(dim=-1) - probabilities
-    keep &= (before < rows.top_p.unsqueeze(1)) | (rows.top_p >= 1).unsqueeze(1)
-    keep &= probabilities >= rows.min_p.unsqueeze(1) * probabilities[:, :1]
+    keep &= (before < top_p) | (top_p >= 1)
+    keep &= probabilities >= min_p * probabilities[:, :1]
     keep[:, 0] = True
     return torch.zeros_like(keep).scatter(1, order, keep)

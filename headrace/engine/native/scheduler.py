@@ -23,11 +23,12 @@ from headrace.records import FinishReason
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator
 
-    from headrace.engine.native.slots import Slots
-    from headrace.engine.native.step import Runner
-    from headrace.engine.request import PrefixKey, Request
+    from headrace.engine.native.step import Runner, Slots
+    from headrace.engine.request import Request
     from headrace.records import Array
 
+    PrefixKey = tuple[tuple[str, int] | None, bytes]
+    """Where a rollout was forked, if it was, and its token ids: requests for which both are equal share their KV blocks."""
 
 _KEEP_SECONDS = 0.25  # slots are kept this long for aborted rollouts: many times their round trip to the launcher
 
@@ -37,7 +38,7 @@ class Scheduler:
 
     def __init__(self, slots: Slots, *, block_size: int, num_blocks: int, max_sampled: int, max_prompt_tokens: int) -> None:
         self.slots, self.block_size = slots, block_size
-        num_slots, self.context = slots.tokens.shape
+        num_slots = len(slots.length)
         self.pool = BlockPool(num_blocks)
         self.pins = Pins(self.pool)
         self._new: OrderedDict[Request, None] = OrderedDict()
@@ -48,8 +49,8 @@ class Scheduler:
         self.num_retractions = 0
         self._root: Hashable = ("", 0)
         self._max_sampled, self._max_prompt_tokens = max_sampled, max_prompt_tokens
-        self._computing: OrderedDict[Request, None] = OrderedDict()  # prompts in progress; followers wait for theirs
-        self._leaders: dict[PrefixKey, Request] = {}
+        self._computing: dict[Request, PrefixKey] = {}  # prompts in progress; followers wait for theirs
+        self._leaders: dict[PrefixKey, Request] = {}  # those that others with the same key follow
         self._copies_before: list[tuple[int, int]] = []
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._num_blocks_of = np.zeros(num_slots, dtype=np.int64)
@@ -95,13 +96,11 @@ class Scheduler:
 
     # One step
 
-    def plan(self, runner: Runner) -> StepPlan | None:
-        """The next step, or None if there is nothing to compute before an earlier one is collected."""
+    def plan(self, runner: Runner) -> StepPlan:
+        """The next step; empty if nothing can be computed before an earlier one is collected."""
         decoding = self._add_blocks(runner)
         self._admit(runner)
         chunks, copies_after = self._plan_chunks()
-        if not chunks and not len(decoding):
-            return None
         copies_before, self._copies_before = self._copies_before, []
         return StepPlan(chunks, decoding, copies_before, copies_after)
 
@@ -151,36 +150,22 @@ class Scheduler:
 
     def _place(self, request: Request, runner: Runner) -> bool:
         """Give a request a slot, and blocks for its tokens; False if too few are free."""
-        rollout, sampling, saved = request.rollout, request.sampling, request.saved
+        rollout, saved = request.rollout, request.saved
         token_ids = rollout.token_ids if saved is None else np.concatenate([rollout.token_ids, saved.token_ids])
-        length = len(token_ids)
         reserve = len(self.running) // 4 + 1 if self.running else 0  # running rollouts will soon need more
         key = rollout.parent, token_ids.tobytes()  # a fork may reuse KV blocks of older weights, so its parent counts
         leader = self._leaders.get(key)
-        if leader is not None and len(leader.followers) + 1 >= self._max_sampled:
-            leader = None
-        is_placed = (
-            self._lead(request, token_ids, reserve) if leader is None else self._follow(request, leader, length, reserve)
-        )
+        if leader is not None and len(leader.followers) + 1 < self._max_sampled:
+            is_placed = self._follow(request, leader, len(token_ids), reserve)
+        elif is_placed := self._lead(request, token_ids, reserve):
+            self._computing[request], self._leaders[key] = key, request
         if not is_placed:
             return False
         slot = request.slot = self._free_slots.pop()
         self.running[slot] = request
         self._turn[slot], self._num_blocks_of[slot] = next(self._turns), len(request.blocks)
-        slots = self.slots
-        slots.epoch[slot] += 1
-        slots.tokens[slot, :length] = token_ids
-        if saved is not None:
-            sampled = slice(len(rollout), length)
-            slots.logprobs[slot, sampled], slots.versions[slot, sampled] = saved.logprobs, saved.versions
-            request.saved = None
-        limit = min(self.context, len(rollout) + sampling.max_tokens)
-        slots.is_watched[slot] = request.on_tokens is not None or sampling.is_truncated or bool(sampling.stop)
-        slots.start(slot, sampling, length=length, start=len(rollout), limit=limit, blocks=request.blocks)
-        request.started = request.started or time.time()
-        if leader is None:
-            self._computing[request] = None
-            self._leaders[key], request.leading = request, key
+        self.slots.start(request, token_ids)
+        request.saved, request.started = None, request.started or time.time()
         runner.start_slot(slot)
         return True
 
@@ -215,23 +200,22 @@ class Scheduler:
     def _cached_prefix(self, request: Request, token_ids: Array) -> tuple[list[int], int, int | None, Hashable]:
         """(blocks to share, tokens they and the block to copy cover, block to copy, number of the last in the cache)."""
         size, most = self.block_size, len(token_ids) - 1  # the last token is computed again: it predicts the next
-        parent = request.rollout.parent
-        computed = None if parent is None else self._computed_tokens(parent[0])
-        if parent is not None and computed is not None:
-            covered = min(most, parent[1], computed.num_tokens)
+        if request.rollout.parent is not None:
+            parent, at = request.rollout.parent
+            computed = self._computed_tokens(parent)
+            covered = min(most, at, computed.num_tokens)
             if covered > 0 and np.array_equal(computed.token_ids[:covered], token_ids[:covered]):
                 source = computed.blocks[covered // size] if covered % size else None
                 return computed.blocks[: covered // size], covered, source, None
-        found = self.pool.find(self._root, self._pieces(token_ids, 0, most // size))
-        chain = found[-1].number if found else self._root
-        return [prefix.block for prefix in found], len(found) * size, None, chain
+        found, chain = self.pool.find(self._root, self._pieces(token_ids, 0, most // size))
+        return found, len(found) * size, None, chain
 
-    def _computed_tokens(self, rollout_id: str) -> Computed | None:
+    def _computed_tokens(self, rollout_id: str) -> Computed:
         """Of a running rollout, else of its pin, which may be older: it was kept when the rollout was last retracted."""
         for request in self.running.values():
             if request.rollout.id == rollout_id and self.computed(request) > 0:
                 return Computed(self.slots.tokens[request.slot], request.blocks, self.computed(request))
-        return self.pins.by_id.get(rollout_id)
+        return self.pins.get(rollout_id)
 
     def _pieces(self, token_ids: Array, start: int, stop: int) -> Iterator[bytes]:
         """The tokens of blocks `start` to `stop`."""
@@ -268,15 +252,13 @@ class Scheduler:
             self._is_decoding[follower.slot] = True
         request.followers = []
         self._is_decoding[request.slot] = True
-        self._stop_leading(request)
+        self._stop_computing(request)
         return copies
 
-    def _stop_leading(self, request: Request) -> None:
-        self._computing.pop(request, None)
-        if request.leading is not None:
-            if self._leaders.get(request.leading) is request:
-                del self._leaders[request.leading]
-            request.leading = None
+    def _stop_computing(self, request: Request) -> None:
+        key = self._computing.pop(request, None)
+        if key is not None and self._leaders.get(key) is request:
+            del self._leaders[key]
 
     def _cache_blocks(self, request: Request, computed: int) -> None:
         """Put the full blocks of the first `computed` tokens into the prefix cache."""
@@ -305,7 +287,7 @@ class Scheduler:
         if request.rollout.id in self.pins.by_id and computed > 0:
             blocks = request.blocks[: math.ceil(computed / self.block_size)]
             self.pins.keep(request.rollout.id, Computed(self.slots.tokens[slot, :computed].copy(), blocks, computed))
-        self._stop_leading(request)
+        self._stop_computing(request)
         del self.running[slot]
         self._is_decoding[slot] = False
         self.slots.epoch[slot] += 1
@@ -329,14 +311,14 @@ class Scheduler:
             if request.slot >= 0:  # a follower was retracted with its leader
                 self.retract(request)
 
-    def sampled_tokens(self, request: Request, *, start: int | None = None) -> SampledTokens:
-        """What a request has sampled in this call, whether it runs or waits; `start` applies to running ones only."""
+    def sampled_tokens(self, request: Request, *, skip: int = 0) -> SampledTokens:
+        """What a request has sampled in this call, whether it runs or waits; `skip` applies to running ones only."""
         if request.saved is not None:
             return request.saved
         slots, slot = self.slots, request.slot
-        stop = int(slots.length[slot]) if slot >= 0 else 0
-        part = slot, slice(len(request.rollout) if start is None else start, stop)
-        return SampledTokens(slots.tokens[part].copy(), slots.logprobs[part].copy(), slots.versions[part].copy())
+        part = slot, slice(len(request.rollout) + skip, int(slots.length[slot]) if slot >= 0 else 0)
+        arrays = (slots.tokens[part].copy(), slots.logprobs[part].copy(), slots.versions[part].copy())
+        return SampledTokens(*arrays, request.masks[skip:])
 
     def computed(self, request: Request) -> int:
         """How many tokens' keys and values are in its blocks: while decoding, all but the last sampled."""

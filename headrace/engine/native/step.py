@@ -1,15 +1,18 @@
-"""One step: what the scheduler plans and a runner computes. One runner is plain torch, the other CUDA graphs."""
+"""What the scheduler, the core and the runners share: a step's plan and output, the state of the slots, what a runner does."""
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from headrace.engine.native.blocks import SCRATCH
 
+if TYPE_CHECKING:
+    from headrace.engine.native.cuda.graphs import GraphCapture
+    from headrace.engine.request import Request
     from headrace.records import Array
 
 
@@ -45,6 +48,15 @@ class StepPlan:
     def prompt_rows(self) -> int:
         return sum(map(len, self.chunks))
 
+    @property
+    def decode_rows(self) -> int:
+        return len(self.decoding)
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing can be computed before an earlier step is collected."""
+        return not self.chunks and not len(self.decoding)
+
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
@@ -55,12 +67,51 @@ class StepOutput:
     allowed: list[Array] | None  # the token ids each row could have sampled, if some row was restricted
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What a step computed, for the timeline."""
+class Slots:
+    """One row per rollout being generated, in flat arrays: a step's bookkeeping is a few vector operations."""
 
-    prompt_rows: int
-    decode_rows: int
+    def __init__(self, *, slots: int, context: int, blocks: int) -> None:
+        self.tokens = np.zeros((slots, context), dtype=np.int32)
+        self.logprobs = np.zeros((slots, context), dtype=np.float32)
+        self.versions = np.zeros((slots, context), dtype=np.int32)
+        self.length = np.zeros(slots, dtype=np.int64)
+        self.limit = np.zeros(slots, dtype=np.int64)  # the length at which the call ends
+        self.floor = np.zeros(slots, dtype=np.int64)  # the length below which no stop token may be sampled
+        self.seed = np.zeros(slots, dtype=np.int64)
+        self.sampling = np.zeros((slots, 4), dtype=np.float32)  # temperature, top-k, top-p, min-p
+        self.stops = np.full((slots, 1), -1, dtype=np.int64)
+        self.table = np.full((slots, blocks), SCRATCH, dtype=np.int64)
+        self.is_watched = np.zeros(slots, dtype=bool)  # every token is looked at: for a stream, a sampling mask or stop strings
+        self.is_truncated = np.zeros(slots, dtype=bool)  # by top-k, top-p or min-p
+        self.in_flight = np.zeros(slots, dtype=np.int64)  # tokens of steps launched and not yet collected
+        self.epoch = np.zeros(slots, dtype=np.int64)  # counts a slot's rollouts: tokens sampled for an earlier one are dropped
+
+    def is_restricted(self, slots: Array) -> Array:
+        """Which slots cannot sample every token next: truncated, or too early for a stop token."""
+        is_early = self.length[slots] + self.in_flight[slots] < self.floor[slots]
+        is_restricted: Array = self.is_truncated[slots] | is_early
+        return is_restricted
+
+    def start(self, request: Request, token_ids: Array) -> None:
+        """Fill a rollout's row. `token_ids` are those it has, including what this call had sampled before a retraction."""
+        slot, sampling, saved = request.slot, request.sampling, request.saved
+        start, length = len(request.rollout), len(token_ids)
+        self.tokens[slot, :length] = token_ids
+        if saved is not None:
+            self.logprobs[slot, start:length], self.versions[slot, start:length] = saved.logprobs, saved.versions
+        self.length[slot], self.limit[slot] = length, min(self.tokens.shape[1], start + sampling.max_tokens)
+        self.floor[slot] = start + sampling.min_tokens if sampling.stop_ids else 0
+        self.seed[slot], self.in_flight[slot] = sampling.seed, 0
+        self.epoch[slot] += 1
+        self.sampling[slot] = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+        self.is_truncated[slot] = sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0)
+        self.is_watched[slot] = request.on_tokens is not None or sampling.is_truncated or bool(sampling.stop)
+        self.table[slot] = SCRATCH
+        self.table[slot, : len(request.blocks)] = request.blocks
+        if len(sampling.stop_ids) > self.stops.shape[1]:
+            self.stops = np.pad(self.stops, ((0, 0), (0, len(sampling.stop_ids) - self.stops.shape[1])), constant_values=-1)
+        self.stops[slot] = -1
+        self.stops[slot, : len(sampling.stop_ids)] = sampling.stop_ids
 
 
 class Runner:
@@ -69,6 +120,7 @@ class Runner:
     ahead = 0  # steps that may be in flight when another is launched
     max_sampled = 1 << 30  # tokens that the chunks of one step may sample
     max_prompt_tokens = 8192  # prompt tokens computed in one step
+    graphs: GraphCapture | None = None  # compiles and captures steps beside serving
 
     def start_slot(self, slot: int) -> None:
         """Called when a slot has a new rollout, before its first step."""
@@ -84,25 +136,12 @@ class Runner:
         """Wait for a step; returns what it sampled."""
         raise NotImplementedError
 
-    def routing(self, places: Array) -> Array:
-        """[places, MoE layers, top k] expert ids kept at these flat places of an MoE model's cache."""
-        raise NotImplementedError
-
-    def run_in_order(self, action: Callable[[], None]) -> None:
-        """Run `action` after all steps launched so far and before the next."""
-        action()
-
-    def synchronize(self) -> None:
-        """Wait until nothing is being computed."""
+    def in_order(self) -> contextlib.AbstractContextManager[object]:
+        """Within it, work is done after all steps launched so far and before the next."""
+        return contextlib.nullcontext()
 
     def suspend(self) -> None:
         """Wait until nothing reads the cache or the weights; until `resume` nothing will, and no step is launched."""
 
     def resume(self) -> None:
         """Called when cache and weights are in place again."""
-
-    def wait_warm(self) -> None:
-        """Wait until nothing is being compiled or captured."""
-
-    def close(self) -> None:
-        """Stop compiling and capturing."""

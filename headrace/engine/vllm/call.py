@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from headrace.engine import stop_strings
-from headrace.engine.append_tokens import append_call
+from headrace.engine.request import append_call
 from headrace.engine.protocol import Increment, InFlight, NotFinite
 from headrace.engine.request import SampledSince
 from headrace.engine.vllm.api import VllmGone

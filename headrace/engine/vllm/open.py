@@ -12,7 +12,7 @@ import torch
 
 from headrace.engine.kind import OpenedEngine
 from headrace.engine.settings import EngineSettings
-from headrace.engine.tokenizers import decoder_of, stop_tokens
+from headrace.engine.stop_strings import decoder_of, stop_tokens
 from headrace.engine.vllm.api import VllmApi
 from headrace.engine.vllm.call import TOGETHER
 from headrace.engine.vllm.engine import VllmEngine

@@ -58,7 +58,6 @@ def cut_rows(logits: torch.Tensor, state: SlotState, slots: list[int], *, scalin
 def by_sampler(logits: torch.Tensor, state: SlotState, slots: list[int], *, is_restricted: bool) -> plain.Sampled:
     lengths = state.lengths[slots].cpu().numpy()
     numbers = torch.from_numpy(plain.uniform(state.seeds[slots].cpu().numpy(), lengths)).to(DEVICE)
-    temperature, top_k, top_p, min_p = state.sampling[slots].unbind(dim=1)
     forbidden = [
         (row, int(stop))
         for row, slot in enumerate(slots)
@@ -66,10 +65,7 @@ def by_sampler(logits: torch.Tensor, state: SlotState, slots: list[int], *, is_r
         for stop in state.stops[slot]
         if stop >= 0
     ]
-    rows = plain.SamplingRows(
-        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, forbidden=forbidden, is_restricted=is_restricted
-    )
-    return plain.sample(logits.float(), rows, numbers)
+    return plain.sample(logits.float(), state.sampling[slots], numbers, forbidden=forbidden, is_restricted=is_restricted)
 
 
 # Random numbers

@@ -9,8 +9,7 @@ A step runs in the smallest bucket that holds it: as a CUDA graph of the twin or
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -23,15 +22,14 @@ from headrace.engine.native.step import Runner, StepOutput
 from headrace.model import find_readable_routers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
     from transformers import PreTrainedModel
 
     from headrace.engine.native.cuda.buckets import Bucket
     from headrace.engine.native.kv_cache import PagedCache
-    from headrace.engine.native.slots import Slots
-    from headrace.engine.native.step import Chunk, StepPlan
+    from headrace.engine.native.step import Chunk, Slots, StepPlan
     from headrace.model import Head, Routers
     from headrace.records import Array
 
@@ -39,8 +37,7 @@ _STOPS = 16
 _NO_IDS = np.zeros(0, dtype=np.int32)
 
 
-@dataclass(eq=False)
-class _Part:
+class _Part(NamedTuple):
     """One graph's share of a step."""
 
     host: Tensor  # [2 × bucket] int32: a copy of the bucket's `out`, in borrowed memory
@@ -49,8 +46,7 @@ class _Part:
     allowed: list[Array] | None
 
 
-@dataclass(eq=False)
-class _StepInFlight:
+class _StepInFlight(NamedTuple):
     """A step in flight, and the host memory lent to it."""
 
     parts: list[_Part]
@@ -122,7 +118,7 @@ class CudaRunner(Runner):
         self._state = SlotState.make(slots=self._nobody, blocks=slots.table.shape[1], stops=_STOPS, device=self._device)
         by_model = {model: routers, twin: find_readable_routers(twin)}
         self.buckets = Buckets(self._state, head, cache, routers=by_model, prompt_buckets=prompt_buckets, device=self._device)
-        self.graphs = GraphCapture(self.buckets, self._state, twin, compiles=routers is None, device=self._device)
+        self.graphs: GraphCapture = GraphCapture(self.buckets, self._state, twin, compiles=routers is None, device=self._device)
         most = self.buckets.prompt_shapes[-1]
         self.max_prompt_tokens, self.max_sampled = most.tokens, most.sampled
         self._stream = _Stream(self._device)
@@ -154,46 +150,26 @@ class CudaRunner(Runner):
     def collect(self, launched: object) -> StepOutput:
         assert isinstance(launched, _StepInFlight)
         self._stream.wait(launched.done)
-        tokens: list[Array] = []
-        logprobs: list[Array] = []
-        allowed: list[Array] = []
-        is_restricted = False
-        for part in launched.parts:
-            numbers = part.host.numpy()[: 2 * part.size].reshape(2, part.size)[:, : part.rows].copy()
-            tokens.append(numbers[0])
-            logprobs.append(numbers[1].view(np.float32))
-            is_restricted |= part.allowed is not None
-            allowed += part.allowed if part.allowed is not None else [_NO_IDS] * part.rows
+        parts = launched.parts
+        outputs = [part.host.numpy()[: 2 * part.size].reshape(2, part.size)[:, : part.rows] for part in parts]
+        tokens, logprobs = np.concatenate(outputs, axis=1)
+        allowed = None
+        if any(part.allowed is not None for part in parts):
+            allowed = [row for part in parts for row in part.allowed or [_NO_IDS] * part.rows]
         for buffer in launched.lent:
             self._stream.give_back(buffer)
-        return StepOutput(np.concatenate(tokens), np.concatenate(logprobs), allowed if is_restricted else None)
+        return StepOutput(tokens, logprobs.view(np.float32), allowed)
 
-    def routing(self, places: Array) -> Array:
-        assert self.cache.routing is not None
-        with self._stream.entered():
-            index = torch.from_numpy(np.ascontiguousarray(places)).to(self._device)
-            rows: Array = self.cache.routing.index_select(0, index).cpu().numpy()
-        return rows
-
-    def run_in_order(self, action: Callable[[], None]) -> None:
-        with self._stream.entered():
-            action()
-
-    def synchronize(self) -> None:
-        self._stream.synchronize()
+    def in_order(self) -> contextlib.AbstractContextManager[object]:
+        return self._stream.entered()
 
     def suspend(self) -> None:
         self.graphs.suspend()
         self._stream.synchronize()
 
     def resume(self) -> None:
+        self._stream.synchronize()
         self.graphs.resume()
-
-    def wait_warm(self) -> None:
-        self.graphs.wait()
-
-    def close(self) -> None:
-        self.graphs.close()
 
     def _borrow(self, numbers: int) -> Tensor:
         """Host memory for the step being launched."""
