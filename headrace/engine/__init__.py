@@ -14,8 +14,6 @@ from headrace.front_door import front_door
 
 if TYPE_CHECKING:
     from headrace.engine.kind import EnginePlace
-    from headrace.engine.settings import check_engine_kind, engine_kind
-    from headrace.engine.kind import EnginePlace, OpenedEngine
     from headrace.engine.native.core import EngineCore
     from headrace.engine.native.engine import NativeEngine
     from headrace.engine.native.engine_memory import EngineMemory, blocks_for
@@ -29,9 +27,6 @@ if TYPE_CHECKING:
     from headrace.engine.server.address import bind, url_of
     from headrace.engine.server.app import CompletionServer
     from headrace.engine.server.text import ServedModel
-    from headrace.engine.settings import EngineSettings, SamplingSettings
-    from headrace.engine.stop_strings import decoder_of, stop_tokens
-    from headrace.engine.server.app import SERVER, listening, make_app
     from headrace.engine.settings import EngineSettings, SamplingSettings, check_engine_kind, engine_kind
     from headrace.engine.stop_strings import decoder_of, stop_tokens
     from headrace.engine.vllm.engine import VllmEngine

@@ -13,15 +13,12 @@ from typing import TYPE_CHECKING
 from headrace.front_door import front_door
 
 if TYPE_CHECKING:
-    from headrace.sync.collective.transport import CollectiveTransport
-    from headrace.sync.http.transport import PIECE_BYTES, HttpTransport
     from headrace.sync.lineage import Lineage
     from headrace.sync.memory import MemoryTransport
     from headrace.sync.settings import SyncSettings
     from headrace.sync.shared_memory import SharedMemoryTransport
     from headrace.sync.table import is_pushed, make_transport, resolve_transport, routed, transport_class
-    from headrace.sync.transport import TransportConfig, check_host, shared_folder
-    from headrace.sync.transport import TransportConfig, TransportMemory, check_host
+    from headrace.sync.transport import TransportConfig, TransportMemory, check_host, shared_folder
     from headrace.sync.weight_sync import WeightSync
 else:
     __getattr__ = front_door(__name__)

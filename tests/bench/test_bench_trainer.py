@@ -29,8 +29,8 @@ from headrace.bench.trainer_peers import PaddedLoop
 from headrace.bench.trainer_speed import Speed, Turn, compare, flops_of, packing_fill, speed_rows
 from headrace.cli import main
 from headrace.model.head import Head
-from headrace.model.layout import Unit
 from headrace.model.load import load_tokenizer
+from headrace.model.pass_planning import Unit
 
 SHAPE = {
     **MEDIUM,

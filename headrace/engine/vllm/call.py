@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from headrace.engine import stop_strings
-from headrace.engine.request import append_call
 from headrace.engine.protocol import Increment, InFlight, NotFinite
-from headrace.engine.request import SampledSince
+from headrace.engine.request import SampledSince, append_call
 from headrace.engine.vllm.api import VllmGone
 from headrace.records import Call, FinishReason
 
