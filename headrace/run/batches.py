@@ -8,6 +8,7 @@ version, so that batch statistics do not depend on the number of optimizer steps
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,11 +31,28 @@ from headrace.records import Batch
 from headrace.staleness import correction_constants, correction_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Sequence
 
     from headrace.buffer import Group
     from headrace.config import Recipe
     from headrace.records import Array, Rollout
+    from headrace.trainer import Published
+
+
+@dataclass(eq=False)
+class StartedBatch:
+    """The groups taken from the buffer to train one version."""
+
+    version: int
+    """The version trained from; the result is `version + 1`."""
+    groups: list[Group]
+    steps_before: int
+    """Optimizer steps the trainer had made before."""
+    batches: list[Batch] = field(default_factory=list)
+    steps: list[Awaitable[dict[str, float]]] = field(default_factory=list)
+    """Metrics of each optimizer step; empty until the steps are requested from the trainer."""
+    publishing: Awaitable[Published] | None = None
+    """The publication of the next version, if it was requested together with the steps."""
 
 
 def make_batches(groups: Sequence[Group], recipe: Recipe, *, version: int) -> list[Batch]:

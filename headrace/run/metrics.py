@@ -11,9 +11,9 @@ from headrace.observe import bound_by
 
 if TYPE_CHECKING:
     from headrace.observe import Observer
+    from headrace.run.batches import StartedBatch
     from headrace.run.evaluate import Evaluation
     from headrace.run.policy import PolicyState
-    from headrace.run.work import StartedBatch
 
 
 @dataclass
@@ -24,8 +24,6 @@ class TrainedVersion:
     seen: list[dict[str, float]]
     at: float
     """When it was trained, by `time.perf_counter`."""
-    rejected: float
-    """rejected / (trained + rejected), in rollouts since the previous version."""
     evaluation: Evaluation | None = None
     is_complete: bool = False
     """Any evaluation that was due is done."""
@@ -50,11 +48,11 @@ class Progress:
     reward_last: float | None = None
     skipped_steps: int = 0
 
-    def count(self, trained: TrainedVersion, *, seconds: float) -> dict[str, Any]:
+    def count(self, started: StartedBatch, *, seconds: float) -> dict[str, Any]:
         """Add a version that took `seconds` to the totals and return its metrics."""
-        batches, groups = trained.started.batches, trained.started.groups
+        batches, groups = started.batches, started.groups
         versions = np.concatenate([rollout.versions for batch in batches for rollout in batch.rollouts])
-        lags = trained.started.version - versions[versions >= 0]
+        lags = started.version - versions[versions >= 0]
         rewards = [episode.reward for group in groups for episode in group.episodes if episode.reward is not None]
         tokens, most = len(lags), int(lags.max(initial=0))
         self.seconds_rl += seconds
@@ -71,7 +69,6 @@ class Progress:
             "lag_mean": float(lags.mean()) if tokens else 0.0,
             "lag_max": most,
             "seconds": seconds,
-            "rejected": trained.rejected,
             "tied_groups": sum(group.is_tied for group in groups),
         }
 

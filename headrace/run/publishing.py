@@ -35,10 +35,10 @@ async def publish(run: Run, policy: PolicyState, publishing: Awaitable[Published
     trainer, timeline = policy.trainer, run.observer.timeline("trainer")
     if not trainer.is_inline:
         publishing = publishing or trainer.publish(policy.version, canary=policy.canary)
-        policy.publication = run.spawn(_deliver(run, policy, publishing, run.interrupt))
+        policy.publication = run.spawn(_deliver, run, policy, publishing, policy.recipe.partial.pausing)
         return
     with timeline.during("wait-batch"):  # while the engine drains, the trainer idles
-        await run.roles.engine.pause(run.interrupt)
+        await run.roles.engine.pause(policy.recipe.partial.pausing)
     with timeline.during("publish"):
         try:
             await _deliver(run, policy, trainer.publish(policy.version, canary=policy.canary), Interrupt.KEEP)

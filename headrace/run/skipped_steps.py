@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from headrace.observe import Observer
-    from headrace.run.work import StartedBatch
+    from headrace.run.batches import StartedBatch
 
 
 class NotFiniteGradient(RuntimeError):
@@ -24,34 +24,29 @@ class SkippedSteps:
     def __init__(self, *, limit: int, observer: Observer) -> None:
         self._limit, self._observer = limit, observer
         self._in_a_row = 0
-        self._failure: NotFiniteGradient | None = None
 
-    def note(self, started: StartedBatch, seen: Sequence[dict[str, float]]) -> None:
-        """Take the metrics of a version's steps, in order of versions. `check` raises later, once the version is settled."""
+    def check(self, started: StartedBatch, seen: Sequence[dict[str, float]]) -> None:
+        """Take the metrics of a version's steps, in order of versions; raise if too many in a row were skipped."""
         was_skipped = [bool(step.get("skipped", 0.0)) for step in seen]
         if not any(was_skipped):
             self._in_a_row = 0
             return
-        version = started.version + 1
+        version, is_limit_reached = started.version + 1, False
+        for is_skipped in was_skipped:
+            self._in_a_row = self._in_a_row + 1 if is_skipped else 0
+            is_limit_reached |= self._in_a_row == self._limit > 0
         offending = [batch for batch, is_skipped in zip(started.batches, was_skipped, strict=True) if is_skipped]
         kept = self._observer.keep_rollouts(version, [rollout for batch in offending for rollout in batch.rollouts])
         where = "could not be kept" if kept is None else f"are in {kept}"
-        for is_skipped in was_skipped:
-            self._in_a_row = self._in_a_row + 1 if is_skipped else 0
-            if self._failure is None and self._in_a_row == self._limit > 0:
-                look = f"`{command()} inspect {kept.parents[1]} --step {version}` shows them; " if kept is not None else ""
-                self._failure = NotFiniteGradient(
-                    f"the gradient was not finite in {self._limit} optimizer steps in a row, the last of version {version} "
-                    f"(train.max_skipped = {self._limit}). Weights and optimizer are as they were before the first of them. "
-                    f"The last rollouts {where}; {look}look for a loss that divides by zero or overflows, or lower "
-                    f"train.learning_rate"
-                )
         steps = f"{len(offending)} of {len(seen)} steps" if len(seen) > 1 else "the step"
         self._observer.screen.say(
             f"version {version}: the gradient is not finite, {steps} skipped, {self._in_a_row} in a row; rollouts {where}"
         )
-
-    def check(self) -> None:
-        """Raise if too many steps in a row were skipped."""
-        if self._failure is not None:
-            raise self._failure
+        if is_limit_reached:
+            look = f"`{command()} inspect {kept.parents[1]} --step {version}` shows them; " if kept is not None else ""
+            raise NotFiniteGradient(
+                f"the gradient was not finite in {self._limit} optimizer steps in a row, the last of version {version} "
+                f"(train.max_skipped = {self._limit}). Weights and optimizer are as they were before the first of them. "
+                f"The last rollouts {where}; {look}look for a loss that divides by zero or overflows, or lower "
+                f"train.learning_rate"
+            )

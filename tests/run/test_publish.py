@@ -14,7 +14,6 @@ from headrace.config import make_recipe
 from headrace.errors import SyncError
 from headrace.observe import Observer
 from headrace.observe.sinks import read_metrics
-from headrace.partial import Interrupt
 from headrace.run.publishing import make_canary, publish
 from headrace.sync import WeightSync
 from headrace.trainer import Published
@@ -100,8 +99,8 @@ def test_a_version_is_held_only_when_the_engines_have_loaded_and_scored_it(num_r
         recipe=make_recipe({}),
     )  # fmt: skip
     run = SimpleNamespace(
-        roles=SimpleNamespace(engine=Engine()), room=asyncio.Event(), interrupt=Interrupt.KEEP,
-        spawn=asyncio.ensure_future, wake_engines=nothing, observer=Observer(),
+        roles=SimpleNamespace(engine=Engine()), room=asyncio.Event(),
+        spawn=lambda function, *given: asyncio.ensure_future(function(*given)), wake_engines=nothing, observer=Observer(),
     )  # fmt: skip
     if num_refusals < 3:
         asyncio.run(main())
