@@ -176,8 +176,8 @@ class Clock:
         moves: Any = session.run
         policy: Any = session.policy
         scorer: Any = session.roles.scorer
-        moves.submit = self.timed("submit", moves.submit)
-        moves.collect = self.timed("collect", moves.collect)
+        policy.submit = self.timed("submit", policy.submit)
+        policy.collect = self.timed("collect", policy.collect)
         scorer.score = self.timed_async("score", scorer.score)
         policy.reject_stale = self.timed("batch", policy.reject_stale)
         policy.start_batch = self.timed_async("batch", policy.start_batch)

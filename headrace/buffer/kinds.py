@@ -63,7 +63,7 @@ def check_buffer(recipe: Recipe) -> None:
         kinds = " or ".join(f"'{name}'" for name in with_depth)
         raise ConfigError(f"buffer.depth = {settings.depth}: only buffer.kind = {kinds} has a depth, not '{settings.kind}'")
     depth, lag = policy.max_batches, recipe.staleness.max_lag if recipe.staleness.is_bounded else None
-    if policy.has_depth and not depth:
+    if policy.has_depth and (depth or 0) < 1:
         raise ConfigError(f"buffer.depth = {depth}: a {policy.name} buffer holds at least 1 batch")
     if lag is None:
         return

@@ -134,12 +134,10 @@ class InFlightTable:
         for record in self.episodes():  # new dicts: cancelled clients remove their rollouts from the old ones
             record.partials = {rollout.id: rollout for rollout in partials[record.id]}
 
-    def reopen(self) -> tuple[list[EpisodeInFlight], list[tuple[EpisodeInFlight, Episode]]]:
-        """(Episodes to run again, those with partial rollouts first; ended ones to score). Ids and random numbers stay."""
+    def reopen(self) -> list[EpisodeInFlight]:
+        """A leg starts: the episodes to run again or to score, those with partial rollouts first."""
         self._is_closed = False
-        queued = sorted((each for each in self.episodes() if each.ended is None), key=lambda each: not each.partials)
-        ended = [(each, each.ended) for each in self.episodes() if each.ended is not None and each.ended.outcome is None]
-        return queued, ended
+        return sorted(self.episodes(), key=lambda record: not record.partials)
 
     async def entries(self) -> list[dict[str, Any]]:
         """The groups for a checkpoint: ended episodes, and the partial rollouts of the others."""

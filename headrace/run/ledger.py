@@ -37,7 +37,8 @@ class Ledger:
         self.submitted = 0
         self.evaluation = 0
         self._settled: Counter[str] = Counter()
-        self._reasons: Counter[str] = Counter()
+        self.reasons: Counter[str] = Counter()
+        """Why rollouts were not trained."""
         self._kinds: dict[str, str] = {}
         """Kind -> the first reason of that kind, shown for all of them."""
 
@@ -54,7 +55,7 @@ class Ledger:
         kind = re.sub(r"\b\d[\d.,]*\b", "…", reason)[:_MAX_KIND]  # numbers differ from rollout to rollout
         if kind not in self._kinds and len(self._kinds) >= _MAX_KINDS:
             kind = reason = f"{reason.partition(': ')[0]}: {_OTHER}"
-        self._reasons[self._kinds.setdefault(kind, reason)] += count
+        self.reasons[self._kinds.setdefault(kind, reason)] += count
 
     def close(self) -> None:
         """The run is over: all open rollouts are unused."""
@@ -66,11 +67,6 @@ class Ledger:
         settled = {state: self._settled[state] for state in SETTLED}
         still_open = dict(zip(_OPEN, self._count_open(), strict=True))
         return {"submitted": self.submitted, **settled, **still_open, "evaluation": self.evaluation}
-
-    @property
-    def reasons(self) -> dict[str, int]:
-        """Why rollouts were not trained."""
-        return dict(self._reasons)
 
     def check(self) -> None:
         """Raise unless the equation closes."""
@@ -85,11 +81,11 @@ class Ledger:
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint."""
-        settled, reasons = dict(self._settled), dict(self._reasons)
+        settled, reasons = dict(self._settled), dict(self.reasons)
         return {"submitted": self.submitted, "evaluation": self.evaluation, "settled": settled, "reasons": reasons}
 
     def restore(self, state: dict[str, Any]) -> None:
         self.submitted, self.evaluation = int(state["submitted"]), int(state["evaluation"])
-        self._settled, self._reasons, self._kinds = Counter(state["settled"]), Counter(), {}
+        self._settled, self.reasons, self._kinds = Counter(state["settled"]), Counter(), {}
         for reason, count in state["reasons"].items():
             self._count_reason(reason, count)

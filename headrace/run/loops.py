@@ -37,8 +37,9 @@ async def feed(run: Run) -> NoReturn:
     """
     while True:
         for policy in run.policies.values():
-            while run.may_submit(policy):
-                run.submit(policy, run.roles.tasks.next())
+            while policy.version < run.leg_end and not run.is_stopping and policy.has_room():
+                for record in policy.submit(run.roles.tasks.next()):
+                    run.queued.put_nowait(record)
         run.room.clear()
         await run.room.wait()
 
@@ -79,7 +80,15 @@ async def _score(run: Run, finished: list[tuple[EpisodeInFlight, Episode]]) -> N
         scored = iter(await run.roles.scorer.score(unscored) if unscored else ())
     run.num_scoring -= len(unscored)
     for record, episode in finished:
-        run.collect(record, next(scored) if episode.outcome is None else episode)
+        if episode.outcome is None:
+            episode = next(scored)
+        if record.group.is_cancelled:
+            continue
+        policy = run.policies[record.group.policy]
+        if policy.is_retried(record, episode):
+            run.queued.put_nowait(record)
+        else:
+            policy.collect(record, episode)
     run.note_progress()
 
 
@@ -95,9 +104,9 @@ async def train(run: Run, policy: PolicyState) -> None:
         while started is not None:
             following = started.version + 1
             ahead = run.spawn(_start_batch, run, policy, following) if run.may_run_ahead(policy, following) else None
-            seen = [await step for step in started.steps]
-            run.settle_trained(policy, started, seen)
-            policy.skipped.check(started, seen)
+            started.seen = [await step for step in started.steps]
+            run.settle_trained(policy, started)
+            policy.skipped.check(started)
             await publish(run, policy, started.publishing)
             await run.resume_engines(policy)
             run.room.set()

@@ -12,14 +12,14 @@ from headrace.records import InfraAbort, Invalid, Scored
 from headrace.run.batches import StartedBatch, columns_first, make_batches, with_column, with_token_advantages
 from headrace.run.in_flight import EpisodeInFlight, GroupInFlight, InFlightTable, num_sampled
 from headrace.run.ledger import Ledger
-from headrace.run.skipped_steps import NotFiniteGradient, SkippedSteps
+from headrace.run.metrics import NotFiniteGradient, SkippedSteps
 from headrace.staleness import make_gate, too_old
 from headrace.trainer import learning_rate
 
 if TYPE_CHECKING:
     from headrace.config import Recipe
     from headrace.observe import Observer, Signal
-    from headrace.records import Episode, Plain, WeightUpdate
+    from headrace.records import Episode, Plain
     from headrace.run.checkpoint import Checkpoint
     from headrace.run.state import Roles
     from headrace.sync import Lineage
@@ -51,11 +51,9 @@ class PolicyState:
         """The newest version held by every engine; the gate counts from it."""
         self.publication: asyncio.Task[None] | None = None
         """The delivery of the newest version to the engines."""
-        self.last_update: WeightUpdate | None = None
-        self.failed_updates = 0
-        """Updates that an engine rejected and that were sent again."""
-        self.canary_difference = 0.0
-        """Mean |Δ logprob| between engine and trainer at the last update."""
+        self.sync_metrics: dict[str, float] = {"canary": 0.0, "failed_syncs": 0}
+        """Of the last update: mean |Δ logprob| between engine and trainer, bytes sent, bytes of all the weights. `failed_syncs`
+        counts updates that an engine rejected and that were sent again."""
         self.started: list[StartedBatch] = []
         """Batches in training, oldest first."""
         self.has_whole_version = True
@@ -65,7 +63,7 @@ class PolicyState:
         self.in_flight = InFlightTable(roles.engine)
         self.buffer = make_buffer(recipe, oldest_in_flight=lambda: self.in_flight.oldest)
         enough = max(recipe.train.groups_per_batch, max_generate_calls(recipe) // recipe.train.group_size)
-        self._max_in_flight = None if self.gate.has_depth else enough
+        self._max_in_flight = enough if self.gate.depth is None else None
         """Limit on groups in flight where no gate sets one: enough to keep every slot busy."""
         self._max_lag = recipe.staleness.max_lag if recipe.staleness.reject else None
         self.ledger = Ledger(self._count_open)

@@ -9,11 +9,12 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from headrace.observe import share
+from headrace.observe import bound_by, share
 from headrace.run.checkpoint import CheckpointError, random_state, restore_random_state
 from headrace.run.evaluate import Evaluator
+from headrace.run.in_flight import num_sampled
 from headrace.run.loops import leg, run_loops
-from headrace.run.metrics import Progress, TrainedVersion, sync_metrics, trainer_metrics
+from headrace.run.metrics import Progress, trainer_metrics
 from headrace.run.policy import POLICY
 from headrace.run.state import Run
 
@@ -69,7 +70,7 @@ class Session:
         """The ledger's, when metrics were last written."""
         self._trainer_peak = 0
         self._is_all_tied = False
-        self._unwritten: deque[TrainedVersion] = deque()
+        self._unwritten: deque[StartedBatch] = deque()
         self._last_moment = time.perf_counter()
 
     # Legs
@@ -88,7 +89,7 @@ class Session:
                     run.leg_end = min(recipe.steps, (policy.version // every + 1) * every)
                 async with leg(run):
                     if policy.version == 0 and self.progress.held_out_before is None:
-                        await self._evaluate_first()
+                        await self._evaluate()
                     await run_loops(run)
                     await policy.published()
                     await self._write_metrics()
@@ -98,20 +99,20 @@ class Session:
                     await self.save()
         self.progress.seconds_rl += time.perf_counter() - self._last_moment
 
-    def _on_trained(self, policy: PolicyState, started: StartedBatch, seen: list[dict[str, float]]) -> None:
-        self.progress.skipped_steps += sum(bool(step.get("skipped", 0.0)) for step in seen)
-        self._trainer_peak = max(self._trainer_peak, *(int(step.get("memory_peak", 0.0)) for step in seen))
-        self._unwritten.append(TrainedVersion(started, seen, time.perf_counter()))
+    def _on_trained(self, policy: PolicyState, started: StartedBatch) -> None:
+        self.progress.skipped_steps += sum(bool(step.get("skipped", 0.0)) for step in started.seen)
+        self._trainer_peak = max(self._trainer_peak, *(int(step.get("memory_peak", 0.0)) for step in started.seen))
+        self._unwritten.append(started)
 
     async def _after_version(self, policy: PolicyState) -> None:
         """Called by the `train` loop after each version. The trainer waits for evaluation and checkpoints; if it has its own
         process, metrics are written during its next step."""
-        trained, version = self._unwritten[-1], policy.version
+        started, version = self._unwritten[-1], policy.version
         if not self.progress.first_step:
             self.progress.first_step = time.perf_counter() - self.command_started
         if self._is_evaluated(version):
-            trained.evaluation = await self._evaluate()
-        trained.is_complete, trained.at = True, time.perf_counter()
+            started.evaluation = await self._evaluate()
+        started.completed = time.perf_counter()
         if policy.trainer.is_inline or version == self.recipe.steps:
             await self._write_metrics()
         else:
@@ -131,14 +132,6 @@ class Session:
 
     # Evaluation
 
-    async def _evaluate_first(self) -> None:
-        evaluation = await self._evaluate()
-        if evaluation is not None:
-            found = self.progress.held_out_before = evaluation.metrics
-            self.observer.screen.say(
-                f"held-out   {share(found, 'success')} solved at temperature 1, greedy {share(found, 'greedy')}, before RL"
-            )
-
     async def _evaluate(self) -> Evaluation | None:
         if not self.held_out:
             return None
@@ -148,7 +141,11 @@ class Session:
             evaluation = await Evaluator(self.recipe, self.roles).run(self.held_out, name="eval0")
         self.policy.ledger.evaluation += evaluation.count
         self.samples = evaluation.episodes[:3]
-        self.progress.held_out_after = evaluation.metrics
+        found = self.progress.held_out_after = evaluation.metrics
+        if self.policy.version == 0:
+            self.progress.held_out_before = found
+            solved, greedy = share(found, "success"), share(found, "greedy")
+            self.observer.screen.say(f"held-out   {solved} solved at temperature 1, greedy {greedy}, before RL")
         failed = int(evaluation.metrics["held_out_failed"])
         if failed:
             self.observer.screen.say(
@@ -162,24 +159,24 @@ class Session:
         """Write the metrics of all trained versions, except one still being evaluated."""
         if self._unwritten:
             await self.roles.refresh()
-        while self._unwritten and self._unwritten[0].is_complete:
-            self._write_version(self._unwritten.popleft())
+        while self._unwritten and (completed := self._unwritten[0].completed) is not None:
+            seconds, self._last_moment = completed - self._last_moment, completed
+            self._write_version(self._unwritten.popleft(), seconds)
 
-    def _write_version(self, trained: TrainedVersion) -> None:
-        started, version = trained.started, trained.started.version + 1
-        seconds, self._last_moment = trained.at - self._last_moment, trained.at
+    def _write_version(self, started: StartedBatch, seconds: float) -> None:
+        version = started.version + 1
         before, self._counts = self._counts, self.policy.ledger.counts()
         new = {state: self._counts[state] - before[state] for state in ("trained", "rejected")}
         metrics = {
             **self.progress.count(started, seconds=seconds),
             "rejected": new["rejected"] / max(sum(new.values()), 1),
             "occupancy": self.observer.occupancy,
-            **sync_metrics(self.policy),
+            **self.policy.sync_metrics,
             **{f"held/{name}": held for name, held in self.roles.versions().items()},
             "engine/memory_peak": self.roles.engine_peak(),
-            **trainer_metrics(trained.seen, memory_peak=self._trainer_peak),
+            **trainer_metrics(started.seen, memory_peak=self._trainer_peak),
             **{f"rollouts/{name}": count for name, count in self._counts.items()},
-            **({} if trained.evaluation is None else trained.evaluation.metrics),
+            **({} if started.evaluation is None else started.evaluation.metrics),
         }
         self._warn_if_tied(version, int(metrics["tied_groups"]), len(started.groups))
         keep = self.recipe.observe.keep_rollouts_every
@@ -199,14 +196,39 @@ class Session:
     def summary(self, status: str, *, seconds: dict[str, float]) -> dict[str, Any]:
         """The contents of summary.json. `memory` has peak bytes so far; in `inline` mode both are of the one process. An
         engine that reports no peak is left out."""
-        forecast, engine_peak = self.forecast, self.roles.engine_peak()
+        progress, policy, forecast, budget = self.progress, self.policy, self.forecast, self.observer.budget()
         memory = {"trainer": {"predicted": forecast and forecast.trainer_process, "peak": self._trainer_peak}}
-        if engine_peak:
+        if engine_peak := self.roles.engine_peak():
             memory["engine"] = {"predicted": forecast and forecast.engine_process, "peak": engine_peak}
+        before, after = progress.held_out_before or {}, progress.held_out_after
+        untrained = policy.wasted_tokens + sum(num_sampled(group.episodes) for group in policy.buffer.groups())
+        role, share_of_time = bound_by(budget)
         return {
             "status": status,
             "config_hash": self.identity,
-            **self.progress.summary(self.policy, self.observer, seconds=seconds),
+            "steps": self.recipe.steps,
+            "version": policy.version,
+            "success_before": before.get("success"),
+            "success_after": after.get("success"),
+            "greedy_before": before.get("greedy"),
+            "greedy_after": after.get("greedy"),
+            "held_out": {"before": before, "after": after},
+            "reward_first": progress.reward_first,
+            "reward_last": progress.reward_last,
+            "seconds": {**seconds, "first_step": progress.first_step, "rl": progress.seconds_rl},
+            "tokens": {
+                "sampled": progress.trained_tokens + untrained,
+                "trained": progress.trained_tokens,
+                "wasted": policy.wasted_tokens,
+            },
+            "lag": {"mean": progress.lag_sum / max(progress.trained_tokens, 1), "max": progress.lag_max},
+            "skipped_steps": progress.skipped_steps,
+            "accounting": policy.ledger.counts(),
+            "dropped_because": dict(policy.ledger.reasons),
+            "time_budget": budget,
+            "occupancy": self.observer.occupancy,
+            "bound_by": role,
+            "bound_share": share_of_time,
             "memory": memory,
             "checkpoint": None if self.checkpoint_folder is None else str(self.checkpoint_folder),
         }
@@ -258,8 +280,8 @@ class Session:
         if not self.policy.trainer.is_inline:
             await self.run.finish_started(self.policy)
         if self.policy.version and not self.recipe.exact:
-            for trained in self._unwritten:
-                trained.is_complete = True  # no evaluation will follow
+            for started in self._unwritten:
+                started.completed = started.completed or time.perf_counter()  # no evaluation will follow
             await self.save()
 
     @property

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from headrace.engine import Engine, SleepingEngine
     from headrace.envs import Environment, PromptEncoder
     from headrace.observe import Observer
-    from headrace.records import Batch, Episode, Plain
+    from headrace.records import Batch, Episode
     from headrace.run.batches import StartedBatch
     from headrace.run.in_flight import EpisodeInFlight
     from headrace.score import Scorer
@@ -90,12 +90,12 @@ class Run:
         *,
         lineage: Lineage,
         observer: Observer,
-        on_trained: Callable[[PolicyState, StartedBatch, list[dict[str, float]]], None],
+        on_trained: Callable[[PolicyState, StartedBatch], None],
         after_version: Callable[[PolicyState], Awaitable[None]],
         rests_at: Callable[[int], bool] = lambda _: False,
     ) -> None:
-        """`on_trained` gets the metrics of a version's steps; `after_version` is called once it is being published. Training
-        does not run ahead of a version that is evaluated or saved (`rests_at`)."""
+        """`on_trained` is called when a version is trained, `after_version` once it is being published. Training does not run
+        ahead of a version that is evaluated or saved (`rests_at`)."""
         self.recipe, self.roles, self.observer = recipe, roles, observer
         self.on_trained, self.after_version, self.rests_at = on_trained, after_version, rests_at
         self.room = Signal()
@@ -127,10 +127,11 @@ class Run:
         self.queued, self.finished, self.num_scoring = asyncio.Queue(), [], 0
         for policy in self.policies.values():
             policy.publication = None
-            queued, ended = policy.in_flight.reopen()
-            for record in queued:
-                self.queued.put_nowait(record)
-            self.finished += ended
+            for record in policy.in_flight.reopen():
+                if record.ended is None:
+                    self.queued.put_nowait(record)
+                elif record.ended.outcome is None:
+                    self.finished.append((record, record.ended))
         if self.finished:
             self.has_finished.set()
         self.note_progress()
@@ -189,14 +190,7 @@ class Run:
                     f"groups waiting of {self.recipe.train.groups_per_batch} a batch takes{self.roles.describe()}"
                 )
 
-    # Called by feed, generate and score
-
-    def may_submit(self, policy: PolicyState) -> bool:
-        return policy.version < self.leg_end and not self.is_stopping and policy.has_room()
-
-    def submit(self, policy: PolicyState, task: dict[str, Plain]) -> None:
-        for record in policy.submit(task):
-            self.queued.put_nowait(record)
+    # Called by generate and score
 
     def client(self, record: EpisodeInFlight) -> EngineClient:
         return EngineClient(
@@ -228,16 +222,6 @@ class Run:
         self.has_finished.set()
         self.note_progress()
 
-    def collect(self, record: EpisodeInFlight, episode: Episode) -> None:
-        """Retry an episode that has an outcome, or add it to its group."""
-        policy = self.policies[record.group.policy]
-        if record.group.is_cancelled:
-            return
-        if policy.is_retried(record, episode):
-            self.queued.put_nowait(record)
-        else:
-            policy.collect(record, episode)
-
     # Called by train
 
     def may_run_ahead(self, policy: PolicyState, version: int) -> bool:
@@ -245,11 +229,11 @@ class Run:
         is_in_turn = policy.trainer.is_inline or engines_take_turns(self.recipe)
         return not is_in_turn and version < self.leg_end and not self.rests_at(version)
 
-    def settle_trained(self, policy: PolicyState, started: StartedBatch, seen: list[dict[str, float]]) -> None:
-        """The next version is trained; `seen` holds the metrics of its steps."""
+    def settle_trained(self, policy: PolicyState, started: StartedBatch) -> None:
+        """The next version is trained."""
         policy.settle_trained(started)
         self.note_progress()
-        self.on_trained(policy, started, seen)
+        self.on_trained(policy, started)
 
     async def finish_started(self, policy: PolicyState) -> None:
         """After a failure elsewhere: wait for the steps already sent to the trainer's process, and count them."""
@@ -258,7 +242,8 @@ class Run:
             async with asyncio.timeout(self.recipe.deadline):
                 while policy.started:
                     started = policy.started[0]
-                    self.settle_trained(policy, started, [await step for step in started.steps])
+                    started.seen = [await step for step in started.steps]
+                    self.settle_trained(policy, started)
         except BaseException:
             policy.return_groups()
             raise

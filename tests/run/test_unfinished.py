@@ -289,7 +289,7 @@ def note_generated(monkeypatch) -> list[str]:
     generate = EngineClient.generate
 
     async def noting(self, rollout):
-        if rollout.id not in self._partials:
+        if rollout.id not in self.partials:
             begun.append(rollout.id)
         return await generate(self, rollout)
 
