@@ -29,7 +29,7 @@ def make_run(
     *,
     versions: int,
     after_version: Callable[[PolicyState], Awaitable[None]],
-    on_trained: Callable[[PolicyState, StartedBatch, object], None] = lambda *_: None,
+    on_trained: Callable[[PolicyState, StartedBatch], None] = lambda *_: None,
     first_version: int = 0,
 ) -> AnyRun:
     """A run of `versions` versions after `first_version`."""

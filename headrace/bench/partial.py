@@ -188,7 +188,7 @@ class LongTail(Run):
     def client(self, record: EpisodeInFlight) -> EngineClient:
         client = super().client(record)
         place = (record.group.number * self.recipe.train.group_size + record.index + 977 * self.turn) % len(self.lengths)
-        client.limit(self.lengths[place])
+        client.sampling = dataclasses.replace(client.sampling, max_tokens=self.lengths[place])
         return client
 
     async def lost_tokens(self) -> int:
@@ -253,7 +253,7 @@ class _Rig:
         lags: list[Array] = []
         start: list[tuple[float, int]] = []
 
-        def on_trained(_: PolicyState, started: StartedBatch, __: object) -> None:
+        def on_trained(_: PolicyState, started: StartedBatch) -> None:
             if start:
                 versions = np.concatenate([rollout.versions for batch in started.batches for rollout in batch.rollouts])
                 lags.append(started.version - versions[versions >= 0])

@@ -1,8 +1,8 @@
 """Where scored groups wait for the trainer.
 
-Each kind of buffer is a file with a `BufferPolicy`: how many batches may wait before submission stops (one, `buffer.depth`,
-or any number), whether generation and training take turns, and which staleness settings it works with. `kinds.POLICIES` lists
-them, `buffer_policy(recipe)` is the recipe's choice, and `make_buffer(recipe)` builds the buffer.
+Each kind of buffer is a `BufferPolicy` in the table `kinds.POLICIES`: how many batches may wait before submission stops (one,
+`buffer.depth`, or any number), whether generation and training take turns, and which staleness settings it works with.
+`buffer_policy(recipe)` is the recipe's choice, and `make_buffer(recipe)` builds the buffer.
 
 `put` never blocks, so a full buffer cannot deadlock a run: it only stops submission, and still accepts the groups in flight,
 which are bounded. Groups leave in completion order or, if batches must not depend on timing, in submission order.

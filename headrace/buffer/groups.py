@@ -11,6 +11,8 @@ import numpy as np
 from headrace.observe import Signal
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from headrace.records import Episode
 
 
@@ -21,11 +23,6 @@ class Group:
     number: int
     """In the order of submission, from 0."""
     episodes: tuple[Episode, ...]
-
-    @property
-    def ids(self) -> list[str]:
-        """The ids of its episodes, which the ledger counts."""
-        return [episode.id for episode in self.episodes]
 
     @property
     def is_tied(self) -> bool:
@@ -49,13 +46,11 @@ class Group:
 class GroupBuffer:
     """`put` never waits; `ready` is set while a whole batch can be taken."""
 
-    def __init__(self, *, batch: int, capacity: int | None, in_order: bool) -> None:
-        self._batch = batch
-        self._capacity = capacity
-        self._in_order = in_order
-        self._next = 0
+    def __init__(self, *, batch: int, capacity: int | None, waits_for: Callable[[], int | None] | None = None) -> None:
+        """With `waits_for`, groups leave in the order of their numbers and none before the group in flight that it names,
+        which must have left the table of groups in flight when it is put or dropped."""
+        self._batch, self._capacity, self._waits_for = batch, capacity, waits_for
         self._groups: dict[int, Group] = {}
-        self._skipped: set[int] = set()
         self.ready = Signal()
 
     def __len__(self) -> int:
@@ -71,15 +66,13 @@ class GroupBuffer:
         return sum(len(group.episodes) for group in self._groups.values())
 
     def put(self, group: Group) -> None:
-        assert group.number not in self._groups and group.number >= self._next * self._in_order
+        assert group.number not in self._groups
         self._groups[group.number] = group
         self._update()
 
-    def skip(self, number: int) -> None:
-        """That group will never be trained: it failed, or was filtered or rejected."""
+    def drop(self, number: int) -> None:
+        """That group, waiting or in flight until now, will never be trained: it failed, or was filtered or rejected."""
         self._groups.pop(number, None)
-        if self._in_order:
-            self._skipped.add(number)
         self._update()
 
     def take(self) -> list[Group]:
@@ -87,49 +80,26 @@ class GroupBuffer:
         numbers = self._available()[: self._batch]
         assert len(numbers) == self._batch
         taken = [self._groups.pop(number) for number in numbers]
-        if self._in_order:
-            self._next = numbers[-1] + 1
-            self._skipped = {number for number in self._skipped if number >= self._next}
         self._update()
         return taken
 
     def put_back(self, groups: list[Group]) -> None:
         """Undo a `take`: the groups leave next, in the order they had."""
         self._groups = {group.number: group for group in groups} | self._groups
-        if self._in_order:
-            first, taken = groups[0].number, {group.number for group in groups}
-            self._skipped |= {number for number in range(first, self._next) if number not in taken}
-            self._next = first
         self._update()
 
     def groups(self) -> list[Group]:
         """The waiting groups, in the order they were put."""
         return list(self._groups.values())
 
-    def state(self) -> dict[str, object]:
-        """For a checkpoint, which stores the groups themselves too."""
-        return {"next": self._next, "skipped": sorted(self._skipped)}
-
-    def restore(self, *, next_number: int, skipped: list[int], groups: list[Group]) -> None:
-        self._next, self._skipped = next_number, set(skipped)
-        self._groups = {group.number: group for group in groups}
-        self._update()
-
     def _available(self) -> list[int]:
         """Numbers of the groups that may leave now, in order."""
-        if not self._in_order:
+        if self._waits_for is None:
             return list(self._groups)
-        numbers, number = [], self._next
-        while number in self._groups or number in self._skipped:
-            if number in self._groups:
-                numbers.append(number)
-            number += 1
-        return numbers
+        first = self._waits_for()
+        return sorted(number for number in self._groups if first is None or number < first)
 
     def _update(self) -> None:
-        while self._next in self._skipped:
-            self._skipped.remove(self._next)
-            self._next += 1
         if len(self._available()) >= self._batch:
             self.ready.set()
         else:

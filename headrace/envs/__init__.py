@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from headrace.front_door import front_door
 
 if TYPE_CHECKING:
-    from headrace.envs.call_limit import CallLimit
-    from headrace.envs.client import Client, EngineClient, PromptEncoder
-    from headrace.envs.single_turn import Environment, SingleTurn
+    from headrace.envs.client import CallLimit, Client, EngineClient, PromptEncoder
+    from headrace.envs.single_turn import Environment, SingleTurn, run_episode
 else:
     __getattr__ = front_door(__name__)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import hashlib
 import json
+from collections import deque
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from headrace.partial import is_continuation
@@ -17,7 +20,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from headrace.engine import Engine
-    from headrace.envs.call_limit import CallLimit
     from headrace.records import Array, Plain, Sampling
 
 _MAX_CACHED = 4096
@@ -99,76 +101,99 @@ def _decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
     return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True))
 
 
+class CallLimit:
+    """A semaphore for generate calls. An episode holds a place during a call, not while it waits for a tool. Its later calls
+    go before the first calls of other episodes, so that started episodes finish first."""
+
+    def __init__(self, limit: int) -> None:
+        self.num_free = limit
+        self._later: deque[asyncio.Future[None]] = deque()
+        self._first: deque[asyncio.Future[None]] = deque()
+
+    async def acquire(self, *, is_first: bool) -> None:
+        """Waits for a place. Woken by `release`, which hands it over."""
+        if self.num_free:
+            self.num_free -= 1
+            return
+        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        (self._first if is_first else self._later).append(place)
+        try:
+            await place
+        except asyncio.CancelledError:
+            if not place.cancelled():
+                self.release()  # `release` handed it over just before
+            raise
+
+    def release(self) -> None:
+        for waiting in (self._later, self._first):
+            while waiting:
+                place = waiting.popleft()
+                if not place.done():
+                    place.set_result(None)
+                    return
+        self.num_free += 1
+
+
+@dataclass(eq=False)
 class EngineClient:
-    def __init__(
-        self,
-        engine: Engine,
-        encoder: PromptEncoder,
-        *,
-        policy: str = "policy",
-        episode: str,
-        group: str,
-        index: int,
-        sampling: Sampling,
-        seed: int,
-        partials: dict[str, Rollout] | None = None,
-        limit: CallLimit | None = None,
-    ) -> None:
-        """`seed` is the run's; a rollout's id gives it random numbers of its own. `partials` holds unfinished rollouts by id:
-        a checkpoint's, which a call with the same prompt continues, and those that a weight update aborted, until their call
-        ends. `limit` bounds the calls in flight at the engine."""
-        self._engine, self._encoder = engine, encoder
-        self._limit, self._has_called = limit, False
-        self.policy = policy
-        self._partials = {} if partials is None else partials
-        self.episode: str = episode
-        self.group: str = group
-        self._index = index
-        self._sampling, self._seed = sampling, seed
-        self._rollouts = 0
+    """The client of one episode of a run or an evaluation."""
+
+    engine: Engine
+    encoder: PromptEncoder
+    _: KW_ONLY
+    episode: str
+    group: str
+    index: int
+    sampling: Sampling
+    seed: int
+    """The run's; a rollout's id gives it random numbers of its own."""
+    policy: str = "policy"
+    partials: dict[str, Rollout] = field(default_factory=dict)
+    """Unfinished rollouts by id: a checkpoint's, which a call with the same prompt continues, and those that a weight update
+    aborted, until their call ends."""
+    limit: CallLimit | None = None
+    """Bounds the calls in flight at the engine."""
+    num_prompts: int = 0
+    has_called: bool = False
 
     def prompt(self, prompt: Plain) -> Rollout:
-        suffix = f".{self._rollouts}" if self._rollouts else ""
-        self._rollouts += 1
+        suffix = f".{self.num_prompts}" if self.num_prompts else ""
+        self.num_prompts += 1
         names = {"id": self.episode + suffix, "episode": self.episode, "group": self.group, "policy": self.policy}
-        shared = self._encoder.rollout(prompt)
-        return shared.replace(**names, index=self._index, rewards={}, columns={})  # its own dictionaries
+        shared = self.encoder.rollout(prompt)
+        return shared.replace(**names, index=self.index, rewards={}, columns={})  # its own dictionaries
 
     async def generate(self, rollout: Rollout) -> Rollout:
-        if self._limit is None:
+        if self.limit is None:
             return await self._generate(rollout)
-        is_first, self._has_called = not self._has_called, True
-        await self._limit.acquire(is_first=is_first)
+        is_first, self.has_called = not self.has_called, True
+        await self.limit.acquire(is_first=is_first)
         try:
             return await self._generate(rollout)  # an interrupted call keeps its place until it is finished
         finally:
-            self._limit.release()
+            self.limit.release()
 
     async def _generate(self, rollout: Rollout) -> Rollout:
         start, id = len(rollout), rollout.id
-        whole = self._sampling.with_seed(_rollout_seed(self._seed, id))
-        partial = self._partials.pop(id, None)
+        whole = self.sampling.with_seed(_rollout_seed(self.seed, id))
+        partial = self.partials.pop(id, None)
         if partial is not None and is_continuation(rollout, partial):
             rollout = partial
         else:
-            rollout = await self._engine.generate(rollout, whole)
+            rollout = await self.engine.generate(rollout, whole)
         try:
             while rollout.finish_reason is FinishReason.ABORT:
-                self._partials[id] = rollout
+                self.partials[id] = rollout
                 done = len(rollout) - start
                 max_tokens, min_tokens = whole.max_tokens - done, max(0, whole.min_tokens - done)
                 rest = dataclasses.replace(whole, max_tokens=max_tokens, min_tokens=min_tokens)
-                rollout = await self._engine.generate(rollout, rest)
+                rollout = await self.engine.generate(rollout, rest)
         finally:
-            self._partials.pop(id, None)
+            self.partials.pop(id, None)
         return rollout
 
-    def limit(self, max_tokens: int) -> None:
-        """Let each later call sample at most this many tokens."""
-        self._sampling = dataclasses.replace(self._sampling, max_tokens=max_tokens)
-
     def text(self, rollout: Rollout) -> str:
-        return self._encoder.decode(rollout)
+        return self.encoder.decode(rollout)
 
 
 def _rollout_seed(seed: int, id: str) -> int:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Protocol
 
-from headrace.records import Episode
+from headrace.engine import UnusablePrompt
+from headrace.records import Episode, InfraAbort, Invalid
+from headrace.settings import ConfigError
 
 if TYPE_CHECKING:
     from headrace.envs.client import Client
-    from headrace.records import Plain
+    from headrace.records import Outcome, Plain
 
 
 class Environment(Protocol):
@@ -26,3 +28,16 @@ class SingleTurn:
         return Episode(
             id=client.episode, group=client.group, task=task, rollouts=(rollout,), started=started, finished=time.time()
         )
+
+
+async def run_episode(environment: Environment, task: dict[str, Plain], client: Client) -> Episode:
+    """Run one episode. An exception in the environment fails the episode, not the run."""
+    try:
+        return await environment.run(task, client)
+    except ConfigError:
+        raise
+    except UnusablePrompt as error:
+        outcome: Outcome = Invalid(str(error))
+    except (Exception, SystemExit) as error:  # noqa: BLE001  (the environment is the user's)
+        outcome = InfraAbort(f"the environment raised {type(error).__name__}: {error}")
+    return Episode(id=client.episode, group=client.group, task=task, outcome=outcome)

@@ -10,7 +10,7 @@
 
 Two settings are about groups that are unfinished when a batch is taken (`unfinished`): `cancel` gives up those too old to be
 trained, and `oversample` starts more than a batch needs and lets the unfinished continue into the next. Checkpoints include
-unfinished rollouts, which are resumed after a restart (`resume`).
+unfinished rollouts, which are resumed after a restart.
 """
 
 from typing import TYPE_CHECKING
@@ -18,15 +18,16 @@ from typing import TYPE_CHECKING
 from headrace.front_door import front_door
 
 if TYPE_CHECKING:
-    from headrace.partial.interrupt import Interrupt
-    from headrace.partial.resume import is_continuation, is_resumable, surviving_part
-    from headrace.partial.settings import PartialSettings
+    from headrace.partial.settings import Interrupt, PartialSettings
     from headrace.partial.unfinished import (
         check_unfinished,
         continues_over_updates,
         engines_take_turns,
+        is_continuation,
         is_over_age,
+        is_resumable,
         pauses_unfinished,
+        surviving_part,
     )
 else:
     __getattr__ = front_door(__name__)

@@ -1,15 +1,21 @@
-"""Groups still in flight when a batch is taken: whether they are paused while it is trained, and when they are cancelled."""
+"""What is unfinished when a batch is taken or a run stops: whether groups in flight are paused while a batch is trained, when
+they are cancelled, and how much of a partial rollout can be resumed after a restart."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from headrace.buffer import buffer_policy, is_in_submission_order
-from headrace.partial.interrupt import Interrupt
+from headrace.partial.settings import Interrupt
+from headrace.records import FinishReason, Source
 from headrace.settings import ConfigError
 
 if TYPE_CHECKING:
     from headrace.config import Recipe
+    from headrace.records import Rollout
+    from headrace.sync import Lineage
 
 
 def pauses_unfinished(recipe: Recipe) -> bool:
@@ -37,42 +43,70 @@ def is_over_age(oldest: int, *, next_version: int, max_lag: int) -> bool:
 
 def check_unfinished(recipe: Recipe) -> None:
     """Refuse a `[partial]` that would have no effect, or not the one it promises."""
-    if recipe.partial.cancels:
-        _check_cancel(recipe)
-    if recipe.partial.oversample > 1:
-        _check_oversample(recipe)
+    partial, staleness, takes_turns = recipe.partial, recipe.staleness, buffer_policy(recipe).takes_turns
+    if partial.cancels:
+        setting = f"partial.cancel = '{partial.cancel}'"
+        if not staleness.reject:
+            raise ConfigError(f"{setting}: nothing is over age with staleness.reject = false; set it to true")
+        if recipe.exact:
+            raise ConfigError(f"{setting}: what is cancelled depends on timing, which exact = true does not allow")
+        if is_in_submission_order(recipe) and staleness.gate:
+            raise ConfigError(
+                f"{setting}: trained in submission order behind the gate, no group grows older than staleness.max_lag = "
+                f"{staleness.max_lag}; set buffer.order = 'completion'"
+            )
+        if takes_turns and partial.oversample == 1:
+            raise ConfigError(f"{setting}: in a synchronous run nothing is in flight when a batch is trained; leave it 'never'")
+    if partial.oversample > 1:
+        setting = f"partial.oversample = {partial.oversample:g}"
+        if recipe.exact:
+            raise ConfigError(f"{setting}: which groups are trained depends on timing, which exact = true does not allow")
+        if not staleness.gate and not takes_turns:
+            raise ConfigError(f"{setting}: with staleness.gate = false submission is not counted by batches; set gate = true")
+        if is_in_submission_order(recipe):
+            raise ConfigError(f"{setting}: buffer.order = 'submission' waits for the slow groups; set it to 'completion'")
+        if partial.pausing.waits_for_rollouts:
+            raise ConfigError(
+                f"{setting}: partial.interrupt = '{partial.interrupt}' waits for the unfinished; set it to 'keep', 'retract' "
+                f"or 'abort'"
+            )
+        if staleness.max_lag == 0 and staleness.reject and not partial.cancels:
+            raise ConfigError(
+                f"{setting}: what continues after a batch holds tokens of an older version, and staleness.max_lag = 0 rejects "
+                f"them; set max_lag to 1 with buffer.kind = 'synchronous', or give them up with partial.cancel = 'over_age'"
+            )
 
 
-def _check_cancel(recipe: Recipe) -> None:
-    setting, staleness = f"partial.cancel = '{recipe.partial.cancel}'", recipe.staleness
-    if not staleness.reject:
-        raise ConfigError(f"{setting}: nothing is over age with staleness.reject = false; set it to true")
-    if recipe.exact:
-        raise ConfigError(f"{setting}: what is cancelled depends on timing, which exact = true does not allow")
-    if is_in_submission_order(recipe) and staleness.gate:
-        raise ConfigError(
-            f"{setting}: trained in submission order behind the gate, no group grows older than staleness.max_lag = "
-            f"{staleness.max_lag}; set buffer.order = 'completion'"
-        )
-    if buffer_policy(recipe).takes_turns and recipe.partial.oversample == 1:
-        raise ConfigError(f"{setting}: in a synchronous run nothing is in flight when a batch is trained; leave it 'never'")
+def is_resumable(rollout: Rollout) -> bool:
+    """Whether an interrupted rollout can be resumed by running its episode again from the start. Only the first generate call
+    of an episode's first rollout can: before a later call, the environment may have called a tool or built a prompt from
+    another rollout's text, which may come out differently the second time."""
+    is_first = rollout.id == rollout.episode and rollout.parent is None
+    is_cut = rollout.finish_reason is FinishReason.ABORT and rollout.num_sampled > 0
+    return is_first and is_cut and bool((np.diff(rollout.is_sampled.astype(np.int8)) >= 0).all())
 
 
-def _check_oversample(recipe: Recipe) -> None:
-    setting, staleness = f"partial.oversample = {recipe.partial.oversample:g}", recipe.staleness
-    if recipe.exact:
-        raise ConfigError(f"{setting}: which groups are trained depends on timing, which exact = true does not allow")
-    if not staleness.gate and not buffer_policy(recipe).takes_turns:
-        raise ConfigError(f"{setting}: with staleness.gate = false submission is not counted by batches; set gate = true")
-    if is_in_submission_order(recipe):
-        raise ConfigError(f"{setting}: buffer.order = 'submission' waits for the slow groups; set it to 'completion'")
-    if recipe.partial.pausing.waits_for_rollouts:
-        raise ConfigError(
-            f"{setting}: partial.interrupt = '{recipe.partial.interrupt}' waits for the unfinished; set it to 'keep', "
-            f"'retract' or 'abort'"
-        )
-    if staleness.max_lag == 0 and staleness.reject and not recipe.partial.cancels:
-        raise ConfigError(
-            f"{setting}: what continues after a batch holds tokens of an older version, and staleness.max_lag = 0 rejects "
-            f"them; set max_lag to 1 with buffer.kind = 'synchronous', or give them up with partial.cancel = 'over_age'"
-        )
+def is_continuation(prompt: Rollout, partial: Rollout) -> bool:
+    """Whether a partial rollout is this prompt, token for token, followed by sampled tokens only."""
+    start = len(prompt)
+    return (
+        not prompt.calls
+        and len(partial) > start
+        and np.array_equal(partial.token_ids[:start], prompt.token_ids)
+        and np.array_equal(partial.source[:start], prompt.source)
+        and bool((partial.source[start:] == Source.SAMPLED).all())
+    )
+
+
+def surviving_part(rollout: Rollout, lineage: Lineage) -> Rollout | None:
+    """The part of a partial rollout sampled by weights that this lineage descends from; None if there is none. It is relabelled
+    with this lineage, since (this lineage, version) names the same weights for all its tokens; under the old label, the first
+    token sampled past the checkpoint would get the rollout rejected."""
+    versions = np.unique(rollout.versions[rollout.is_sampled]).tolist()
+    dead = [version for version in versions if not lineage.contains(rollout.lineage, version)]
+    if dead:
+        cut = int(np.flatnonzero(np.isin(rollout.versions, dead))[0])
+        if not rollout.is_sampled[:cut].any():
+            return None
+        rollout = rollout.forked(cut, id=f"{rollout.id} cut").replace(id=rollout.id, parent=rollout.parent)
+    return rollout.replace(lineage=lineage.id)

@@ -13,17 +13,15 @@ from typing import TYPE_CHECKING
 from headrace.front_door import front_door
 
 if TYPE_CHECKING:
+    from headrace.run.batches import StartedBatch
     from headrace.run.checkpoint import FORMAT, MANIFEST, Checkpoint, CheckpointStore, checkpoints_in
-    from headrace.run.collector import fewer_gc_pauses
     from headrace.run.evaluate import Evaluator
     from headrace.run.in_flight import EpisodeInFlight
     from headrace.run.loops import first_failure, leg, run_loops
-    from headrace.run.policy import PolicyState
+    from headrace.run.policy import POLICY, PolicyState
     from headrace.run.publishing import make_canary
-    from headrace.run.roles import POLICY, Roles
-    from headrace.run.session import Session
+    from headrace.run.session import Session, fewer_gc_pauses
     from headrace.run.settings import CheckpointSettings, EvaluateSettings, WarmupSettings
-    from headrace.run.state import Run
-    from headrace.run.work import StartedBatch
+    from headrace.run.state import Roles, Run
 else:
     __getattr__ = front_door(__name__)

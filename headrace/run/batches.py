@@ -8,6 +8,7 @@ version, so that batch statistics do not depend on the number of optimizer steps
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,11 +31,34 @@ from headrace.records import Batch
 from headrace.staleness import correction_constants, correction_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Sequence
 
     from headrace.buffer import Group
     from headrace.config import Recipe
     from headrace.records import Array, Rollout
+    from headrace.run.evaluate import Evaluation
+    from headrace.trainer import Published
+
+
+@dataclass(eq=False)
+class StartedBatch:
+    """The groups taken from the buffer to train one version, until its metrics are written."""
+
+    version: int
+    """The version trained from; the result is `version + 1`."""
+    groups: list[Group]
+    steps_before: int
+    """Optimizer steps the trainer had made before."""
+    batches: list[Batch] = field(default_factory=list)
+    steps: list[Awaitable[dict[str, float]]] = field(default_factory=list)
+    """Metrics of each optimizer step; empty until the steps are requested from the trainer."""
+    publishing: Awaitable[Published] | None = None
+    """The publication of the next version, if it was requested together with the steps."""
+    seen: list[dict[str, float]] = field(default_factory=list)
+    """The metrics of the steps, once they are trained."""
+    evaluation: Evaluation | None = None
+    completed: float | None = None
+    """When any evaluation that was due was done and metrics can be written, by `time.perf_counter`."""
 
 
 def make_batches(groups: Sequence[Group], recipe: Recipe, *, version: int) -> list[Batch]:
@@ -70,15 +94,14 @@ def with_token_advantages(batches: Sequence[Batch], recipe: Recipe) -> list[Batc
         return list(batches)
     if made_from == TEACHER:
         return [dataclasses.replace(batch, advantages=tuple(map(_distilled, batch.rollouts))) for batch in batches]
-    estimates = [[_estimated(rollout, recipe) for rollout in batch.rollouts] for batch in batches]
-    masks = [rollout.loss_mask for batch in batches for rollout in batch.rollouts]
-    trained = [made[mask] for (made, _), mask in zip((e for of_batch in estimates for e in of_batch), masks, strict=True)]
-    scaled = iter(np.split(normalised(np.concatenate(trained)), np.cumsum([len(part) for part in trained])[:-1]))
+    rollouts = [rollout for batch in batches for rollout in batch.rollouts]
+    made, returns = zip(*(_estimated(rollout, recipe) for rollout in rollouts), strict=True)
+    scaled = np.split(normalised(np.concatenate(made)), np.cumsum([len(part) for part in made])[:-1])
+    placed, returned = (iter(map(_placed, parts, rollouts)) for parts in (scaled, returns))
     results = []
-    for batch, of_batch in zip(batches, estimates, strict=True):
-        placed = tuple(_placed(next(scaled), rollout) for rollout in batch.rollouts)
-        returned = with_column(batch, RETURNS, [returns for _, returns in of_batch])
-        results.append(dataclasses.replace(returned, advantages=placed))
+    for batch in batches:
+        with_returns = with_column(batch, RETURNS, [next(returned) for _ in batch.rollouts])
+        results.append(dataclasses.replace(with_returns, advantages=tuple(next(placed) for _ in batch.rollouts)))
     return results
 
 
@@ -132,13 +155,12 @@ def _scales(lengths: Array, mask: Array, recipe: Recipe) -> Array:
 
 
 def _estimated(rollout: Rollout, recipe: Recipe) -> tuple[Array, Array]:
-    """([T] advantages, [T] returns) of one rollout."""
+    """(Advantages, returns) of the trained tokens of one rollout."""
     train, mask = recipe.train, rollout.loss_mask
     rewards = rollout.columns[REWARDS][mask]
     if train.kl_in_reward:
         rewards = rewards - train.kl * (rollout.logprobs[mask] - rollout.columns[REFERENCE][mask])
-    made, returns = gae(rewards, rollout.columns[VALUES][mask], discount=train.discount, trace=train.gae_lambda)
-    return _placed(made, rollout), _placed(returns, rollout)
+    return gae(rewards, rollout.columns[VALUES][mask], discount=train.discount, trace=train.gae_lambda)
 
 
 def _distilled(rollout: Rollout) -> Array:

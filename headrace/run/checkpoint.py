@@ -79,15 +79,16 @@ class CheckpointStore:
         manifest: dict[str, Any],
     ) -> Path:
         """Write `step-{version}`, then remove the oldest beyond `keep`. `in_flight`: entries of `InFlightTable`."""
-        waiting = {
-            BUFFER: [{"number": group.number, "episodes": pack_episodes(group.episodes)} for group in buffered],
-            PARTIAL: list(in_flight),
+        waiting = ({"number": group.number, "episodes": pack_episodes(group.episodes)} for group in buffered)
+        contents = {
+            BUFFER: b"".join(map(frames.encode, waiting)),
+            PARTIAL: b"".join(map(frames.encode, in_flight)),
         }
         manifest = {"format": FORMAT, "version": version, **manifest}
         try:
-            written = await self._write(self._folder, version, write_weights, waiting, manifest)
+            written = await _write(self._folder / f"step-{version}", write_weights, contents, manifest)
         except (OSError, SafetensorError) as error:
-            rescued = await self._write(self._rescue, version, write_weights, waiting, manifest)
+            rescued = await _write(self._rescue / f"step-{version}", write_weights, contents, manifest)
             raise CheckpointError(
                 f"checkpoint of version {version} could not be written to {self._folder}: {error}. Nothing is lost: it is in "
                 f"{rescued}, and earlier ones are untouched. Make room and give the same command to go on from it."
@@ -97,34 +98,6 @@ class CheckpointStore:
             shutil.rmtree(folder, ignore_errors=True)
         return written
 
-    async def _write(
-        self,
-        parent: Path,
-        version: int,
-        write_weights: Callable[[Path], Awaitable[None]],
-        waiting: dict[str, list[dict[str, Any]]],
-        manifest: dict[str, Any],
-    ) -> Path:
-        target, temporary = parent / f"step-{version}", parent / f".step-{version}.tmp"
-        shutil.rmtree(temporary, ignore_errors=True)
-        try:
-            temporary.mkdir(parents=True)
-            await write_weights(temporary)
-            for name, entries in waiting.items():
-                (temporary / name).write_bytes(b"".join(frames.encode(entry) for entry in entries))
-            written = sorted(path for path in temporary.rglob("*") if path.is_file())
-            files = {str(path.relative_to(temporary)): _fingerprint(path) for path in written}
-            (temporary / MANIFEST).write_text(json.dumps({**manifest, "files": files}, indent=1))
-            for path in [*temporary.rglob("*"), temporary]:
-                _sync(path)
-            shutil.rmtree(target, ignore_errors=True)
-            temporary.rename(target)
-            _sync(parent)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
-        return target
-
     def latest(self, *, warn: Callable[[str], None]) -> Checkpoint | None:
         """The newest intact checkpoint in the run's or the rescue folder. One with a file that is missing or differs from
         the manifest is renamed. A failed read may be temporary, so it raises instead of using an older checkpoint."""
@@ -133,7 +106,7 @@ class CheckpointStore:
         for folder in reversed(checkpoints_in(self._folder, self._rescue)):
             try:
                 return Checkpoint(folder, _checked_manifest(folder))
-            except (_Damaged, FileNotFoundError) as problem:
+            except (ValueError, FileNotFoundError) as problem:
                 warn(f"checkpoint {folder} is damaged ({problem}); looking for an older one")
                 folder.rename(folder.with_name(f"damaged-{folder.name}-{time.time_ns()}"))
             except OSError as error:
@@ -146,6 +119,33 @@ class CheckpointStore:
     def clear_rescued(self) -> None:
         """Called when the run has finished in its own folder."""
         shutil.rmtree(self._rescue, ignore_errors=True)
+
+
+async def _write(
+    target: Path,
+    write_weights: Callable[[Path], Awaitable[None]],
+    contents: dict[str, bytes],
+    manifest: dict[str, Any],
+) -> Path:
+    temporary = target.with_name(f".{target.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        await write_weights(temporary)
+        for name, content in contents.items():
+            (temporary / name).write_bytes(content)
+        written = sorted(path for path in temporary.rglob("*") if path.is_file())
+        files = {str(path.relative_to(temporary)): _fingerprint(path) for path in written}
+        (temporary / MANIFEST).write_text(json.dumps({**manifest, "files": files}, indent=1))
+        for path in [*temporary.rglob("*"), temporary]:
+            _sync(path)
+        shutil.rmtree(target, ignore_errors=True)
+        temporary.rename(target)
+        _sync(target.parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return target
 
 
 def checkpoints_in(*parents: Path) -> list[Path]:
@@ -173,23 +173,18 @@ def restore_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["torch"]), dtype=torch.uint8))
 
 
-class _Damaged(ValueError):
-    """A checkpoint's files do not match its manifest."""
-
-
 def _checked_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest, after checking every file against it."""
-    text = (folder / MANIFEST).read_bytes()
+    """The manifest, after checking every file against it; raises `ValueError` if one differs."""
     try:
-        manifest: dict[str, Any] = json.loads(text)
+        manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_bytes())
         format_, files = manifest["format"], dict(manifest["files"])
     except (KeyError, ValueError, TypeError) as error:
-        raise _Damaged(f"{MANIFEST} cannot be read: {error}") from error
+        raise ValueError(f"{MANIFEST} cannot be read: {error}") from error
     if format_ != FORMAT:
-        raise _Damaged(f"its format is {format_}, this version reads {FORMAT}")
+        raise ValueError(f"its format is {format_}, this version reads {FORMAT}")
     for name, fingerprint in files.items():
         if _fingerprint(folder / name) != fingerprint:
-            raise _Damaged(f"{name} has changed")
+            raise ValueError(f"{name} has changed")
     return manifest
 
 

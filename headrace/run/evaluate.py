@@ -7,9 +7,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from headrace.envs import EngineClient
+from headrace.envs import EngineClient, run_episode
 from headrace.records import InfraAbort, Invalid, Sampling
-from headrace.run.work import run_episode
 from headrace.score import RewardError
 
 if TYPE_CHECKING:
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
     from headrace.config import Recipe
     from headrace.records import Episode, Plain
-    from headrace.run.roles import Roles
+    from headrace.run.state import Roles
 
     Task = dict[str, Plain]
 

@@ -7,7 +7,7 @@ episode's environment starts over; only its first generate call continues a part
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -63,7 +63,7 @@ class GroupInFlight:
 
 
 class InFlightTable:
-    """The groups in flight of one policy, by name."""
+    """The groups in flight of one policy by name, oldest first."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -81,6 +81,11 @@ class InFlightTable:
         """Interrupted rollouts that no engine is working on."""
         return sum(len(record.partials) for record in self.episodes())
 
+    @property
+    def oldest(self) -> int | None:
+        """The number of the group that was submitted first."""
+        return next((group.number for group in self.groups.values()), None)
+
     def add(self, group: GroupInFlight, *, size: int) -> None:
         group.episodes = [EpisodeInFlight(group, index) for index in range(size)]
         self.groups[group.name] = group
@@ -97,31 +102,26 @@ class InFlightTable:
     async def over_age(self, *, next_version: int, max_lag: int) -> dict[str, int]:
         """Groups already too old for every later batch -> tokens sampled for them. A group is as old as its oldest trainable
         token; tokens that an engine process has not reported yet do not count."""
-        ages = {rollout.id: (rollout.group, age, rollout.num_sampled) for rollout, age in self._rollouts()}
-        for call in await self._engine.in_flight():
-            if call.oldest is not None:
-                earlier = call.rollout.num_sampled if call.rollout.calls else 0
-                ages[call.rollout.id] = (call.rollout.group, call.oldest, earlier + call.num_sampled)
-        oldest: dict[str, int] = {}
-        tokens: Counter[str] = Counter()
-        for name, version, count in ages.values():
-            tokens[name] += count
-            if version is not None and name in self.groups:
-                oldest[name] = min(version, oldest.get(name, version))
-        return {
-            name: tokens[name]
-            for name, version in oldest.items()
-            if is_over_age(version, next_version=next_version, max_lag=max_lag)
-        }
-
-    def _rollouts(self) -> Iterator[tuple[Rollout, int | None]]:
-        """Rollouts with sampled tokens that no engine is working on, with their oldest version (None if not to be trained)."""
+        sampled: dict[str, tuple[str, int | None, int]] = {}  # rollout -> (group, oldest version to be trained, tokens)
         for record in self.episodes():
             ended = record.ended
             is_trained = ended is None or ended.outcome is None or isinstance(ended.outcome, Scored)
             for rollout in record.partials.values() if ended is None else ended.rollouts:
                 if rollout.num_sampled:
-                    yield rollout, rollout.oldest_version if is_trained else None
+                    oldest = rollout.oldest_version if is_trained else None
+                    sampled[rollout.id] = (record.group.name, oldest, rollout.num_sampled)
+        for call in await self._engine.in_flight():
+            rollout = call.rollout
+            if call.oldest is not None and rollout.group in self.groups:
+                earlier = rollout.num_sampled if rollout.calls else 0
+                sampled[rollout.id] = (rollout.group, call.oldest, earlier + call.num_sampled)
+        tokens: Counter[str] = Counter()
+        doomed: set[str] = set()
+        for name, version, count in sampled.values():
+            tokens[name] += count
+            if version is not None and is_over_age(version, next_version=next_version, max_lag=max_lag):
+                doomed.add(name)
+        return {name: tokens[name] for name in self.groups if name in doomed}
 
     # Legs and checkpoints
 
@@ -132,23 +132,20 @@ class InFlightTable:
         partials = await self._partial_rollouts()
         self._is_closed = True
         for record in self.episodes():  # new dicts: cancelled clients remove their rollouts from the old ones
-            record.partials = {rollout.id: rollout for rollout in partials.get(record.id, ())}
+            record.partials = {rollout.id: rollout for rollout in partials[record.id]}
 
-    def reopen(self) -> tuple[list[EpisodeInFlight], list[tuple[EpisodeInFlight, Episode]]]:
-        """(Episodes to run again, those with partial rollouts first; ended ones to score). Ids and random numbers stay."""
+    def reopen(self) -> list[EpisodeInFlight]:
+        """A leg starts: the episodes to run again or to score, those with partial rollouts first."""
         self._is_closed = False
-        queued = sorted((each for each in self.episodes() if each.ended is None), key=lambda each: not each.partials)
-        ended = [(each, each.ended) for each in self.episodes() if each.ended is not None and each.ended.outcome is None]
-        return queued, ended
+        return sorted(self.episodes(), key=lambda record: not record.partials)
 
     async def entries(self) -> list[dict[str, Any]]:
         """The groups for a checkpoint: ended episodes, and the partial rollouts of the others."""
         partials, entries = await self._partial_rollouts(), []
         for group in self.groups.values():
-            unfinished = [rollout for each in group.episodes if each.ended is None for rollout in partials.get(each.id, ())]
-            resumable = [rollout for rollout in unfinished if is_resumable(rollout)]
-            columns = {"episodes": pack_episodes(group.ended), "rollouts": pack_rollouts(resumable)}
-            entries.append({"number": group.number, **columns})
+            unfinished = (rollout for each in group.episodes if each.ended is None for rollout in partials[each.id])
+            rollouts = pack_rollouts([rollout for rollout in unfinished if is_resumable(rollout)])
+            entries.append({"number": group.number, "episodes": pack_episodes(group.ended), "rollouts": rollouts})
         return entries
 
     async def _partial_rollouts(self) -> dict[str, list[Rollout]]:
@@ -158,18 +155,16 @@ class InFlightTable:
             for call in await self._engine.in_flight():
                 if call.oldest is not None and call.rollout.group in self.groups:
                     found[call.rollout.id] = call.partial()
-        by_episode: dict[str, list[Rollout]] = {}
+        by_episode: dict[str, list[Rollout]] = defaultdict(list)
         for rollout in found.values():
-            by_episode.setdefault(rollout.episode, []).append(rollout)
+            by_episode[rollout.episode].append(rollout)
         return by_episode
 
     def restore(self, entries: list[dict[str, Any]], *, version: int, lineage: Lineage, max_lag: int | None) -> int:
         """Fill a checkpoint's groups, re-added under their old numbers, and return the tokens lost. A rollout is cut before its
         first token from weights that this lineage does not descend from; what is too old for later batches is sampled again."""
-        by_number = {group.number: group for group in self.groups.values()}
-        lost = 0
+        records, lost = {record.id: record for record in self.episodes()}, 0
         for entry in entries:
-            records = {record.id: record for record in by_number[entry["number"]].episodes}
             for episode in unpack_episodes(entry["episodes"]):
                 if too_old([episode], version=version, max_lag=max_lag, lineage=lineage):
                     lost += num_sampled([episode])

@@ -2,8 +2,8 @@
 
     submitted = trained + rejected + failed + filtered + unused + buffered + in flight
 
-The ledger tracks every open rollout by its episode's id and raises on an impossible move, so no rollout vanishes or is
-counted twice. Evaluation is counted apart.
+The ledger counts those submitted and settled. Those still open are counted where they are, in the buffer and the in-flight
+table, so a rollout that vanished or was counted twice breaks the equation. Evaluation is counted apart.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable
 
 SETTLED = ("trained", "rejected", "failed", "filtered", "unused")
-_TERMS = (*SETTLED, "buffered", "in_flight")
+_OPEN = ("buffered", "in_flight")
 _MAX_KINDS = 20
 """Kinds of reasons counted separately; any further kind counts as `_OTHER`."""
 _OTHER = "other reasons, in logs/launcher.log"
@@ -29,94 +29,63 @@ class AccountingError(AssertionError):
 
 
 class Ledger:
-    """One entry per training rollout."""
+    """Counts the training rollouts of one policy."""
 
-    def __init__(self) -> None:
+    def __init__(self, count_open: Callable[[], tuple[int, int]]) -> None:
+        """`count_open`: the rollouts buffered (including those in training) and in flight."""
+        self._count_open = count_open
         self.submitted = 0
         self.evaluation = 0
-        self._in_flight: set[str] = set()
-        self._buffered: set[str] = set()
         self._settled: Counter[str] = Counter()
-        self._reasons: Counter[str] = Counter()
+        self.reasons: Counter[str] = Counter()
+        """Why rollouts were not trained."""
         self._kinds: dict[str, str] = {}
         """Kind -> the first reason of that kind, shown for all of them."""
 
-    def submit(self, ids: Iterable[str]) -> None:
-        for id in ids:
-            if id in self._in_flight or id in self._buffered:
-                raise AccountingError(f"rollout {id} was submitted twice")
-            self._in_flight.add(id)
-            self.submitted += 1
-
-    def buffer(self, ids: Iterable[str]) -> None:
-        for id in ids:
-            if id not in self._in_flight:
-                place = "buffered" if id in self._buffered else "settled"
-                raise AccountingError(f"rollout {id} entered the buffer but was {place}")
-            self._in_flight.remove(id)
-            self._buffered.add(id)
-
-    def settle(self, ids: Iterable[str], state: str, reason: str = "") -> None:
+    def settle(self, state: str, count: int = 1, *, reason: str = "", id: str = "") -> None:
+        """`count` rollouts ended as `state`; `id` is left out of the reason, so that the same reason counts as one."""
         assert state in SETTLED
-        for id in ids:
-            if id in self._buffered:
-                self._buffered.remove(id)
-            elif id not in self._in_flight:
-                raise AccountingError(f"rollout {id} became {state} but was already settled")
-            elif state == "trained":
-                raise AccountingError(f"rollout {id} was trained without leaving the buffer")
-            else:
-                self._in_flight.remove(id)
-            self._settled[state] += 1
-            if reason:
-                self._count(f"{state}: {_without(id, reason)}", 1)
+        self._settled[state] += count
+        if reason:
+            line = reason.partition("\n")[0]
+            line = re.sub(rf"'?{re.escape(id)}\b[^\s';:,]*'?", "…", line) if id else line
+            self._count_reason(f"{state}: {line[:_MAX_REASON]}", count)
 
-    def _count(self, reason: str, times: int) -> None:
+    def _count_reason(self, reason: str, count: int) -> None:
         kind = re.sub(r"\b\d[\d.,]*\b", "…", reason)[:_MAX_KIND]  # numbers differ from rollout to rollout
         if kind not in self._kinds and len(self._kinds) >= _MAX_KINDS:
             kind = reason = f"{reason.partition(': ')[0]}: {_OTHER}"
-        self._reasons[self._kinds.setdefault(kind, reason)] += times
+        self.reasons[self._kinds.setdefault(kind, reason)] += count
 
     def close(self) -> None:
-        """The run is over: settle all open entries as unused."""
-        self.settle([*self._in_flight, *self._buffered], "unused")
+        """The run is over: all open rollouts are unused."""
+        self.settle("unused", sum(self._count_open()))
+        self._count_open = lambda: (0, 0)
 
     def counts(self) -> dict[str, int]:
         """The terms of the equation, plus evaluation."""
         settled = {state: self._settled[state] for state in SETTLED}
-        open_entries = {"buffered": len(self._buffered), "in_flight": len(self._in_flight)}
-        return {"submitted": self.submitted, **settled, **open_entries, "evaluation": self.evaluation}
+        still_open = dict(zip(_OPEN, self._count_open(), strict=True))
+        return {"submitted": self.submitted, **settled, **still_open, "evaluation": self.evaluation}
 
-    @property
-    def reasons(self) -> dict[str, int]:
-        """Why rollouts were not trained."""
-        return dict(self._reasons)
-
-    def check(self, *, buffered: int) -> None:
-        """Raise unless the equation closes and the buffer holds as many rollouts as the ledger says."""
+    def check(self) -> None:
+        """Raise unless the equation closes."""
         counts = self.counts()
-        if counts["submitted"] != sum(counts[name] for name in _TERMS) or counts["buffered"] != buffered:
-            raise AccountingError(f"the books do not close: {self.equation()}; the buffer holds {buffered}")
+        if counts["submitted"] != sum(counts[name] for name in (*SETTLED, *_OPEN)):
+            raise AccountingError(f"the books do not close: {self.equation()}")
 
     def equation(self) -> str:
         counts = self.counts()
-        terms = " + ".join(f"{counts[name]} {name.replace('_', ' ')}" for name in _TERMS)
+        terms = " + ".join(f"{counts[name]} {name.replace('_', ' ')}" for name in (*SETTLED, *_OPEN))
         return f"{counts['submitted']} submitted = {terms}"
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint; `restore` takes the open entries from the buffer and the groups in flight."""
-        settled, reasons = dict(self._settled), dict(self._reasons)
+        """For a checkpoint."""
+        settled, reasons = dict(self._settled), dict(self.reasons)
         return {"submitted": self.submitted, "evaluation": self.evaluation, "settled": settled, "reasons": reasons}
 
-    def restore(self, state: dict[str, Any], *, buffered: Iterable[str], in_flight: Iterable[str]) -> None:
+    def restore(self, state: dict[str, Any]) -> None:
         self.submitted, self.evaluation = int(state["submitted"]), int(state["evaluation"])
-        self._settled, self._reasons, self._kinds = Counter(state["settled"]), Counter(), {}
-        for reason, times in state["reasons"].items():
-            self._count(reason, times)
-        self._in_flight = set(in_flight)
-        self._buffered = set(buffered) - self._in_flight
-
-
-def _without(id: str, reason: str) -> str:
-    """The first line of a reason, without the rollout's id."""
-    return re.sub(rf"'?{re.escape(id)}\b[^\s';:,]*'?", "…", reason.partition("\n")[0])[:_MAX_REASON]
+        self._settled, self.reasons, self._kinds = Counter(state["settled"]), Counter(), {}
+        for reason, count in state["reasons"].items():
+            self._count_reason(reason, count)

@@ -15,18 +15,18 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING
 
+from headrace.envs import run_episode
 from headrace.run.publishing import publish
-from headrace.run.work import run_episode
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from typing import NoReturn
 
     from headrace.records import Episode
+    from headrace.run.batches import StartedBatch
     from headrace.run.in_flight import EpisodeInFlight
     from headrace.run.policy import PolicyState
     from headrace.run.state import Run
-    from headrace.run.work import StartedBatch
 
 
 async def feed(run: Run) -> NoReturn:
@@ -37,8 +37,9 @@ async def feed(run: Run) -> NoReturn:
     """
     while True:
         for policy in run.policies.values():
-            while run.may_submit(policy):
-                run.submit(policy, run.roles.tasks.next())
+            while policy.version < run.leg_end and not run.is_stopping and policy.has_room():
+                for record in policy.submit(run.roles.tasks.next()):
+                    run.queued.put_nowait(record)
         run.room.clear()
         await run.room.wait()
 
@@ -51,12 +52,11 @@ async def generate(run: Run) -> NoReturn:
     while True:
         record = await run.queued.get()
         if not record.group.is_cancelled:
-            record.running = run.spawn(_run_episode(run, record))
+            record.running = run.spawn(_run_episode, run, record)
 
 
 async def _run_episode(run: Run, record: EpisodeInFlight) -> None:
-    episode = await run_episode(run.roles.environment, record.group.task, run.client(record))
-    run.finish(record, episode if episode.attempts == record.attempt else episode.replace(attempts=record.attempt))
+    run.finish(record, await run_episode(run.roles.environment, record.group.task, run.client(record)))
 
 
 async def score(run: Run) -> NoReturn:
@@ -69,7 +69,7 @@ async def score(run: Run) -> NoReturn:
         await run.observer.timeline("scorer").wait("wait", run.has_finished)
         run.has_finished.clear()
         finished, run.finished = run.finished, []
-        run.spawn(_score(run, finished))
+        run.spawn(_score, run, finished)
 
 
 async def _score(run: Run, finished: list[tuple[EpisodeInFlight, Episode]]) -> None:
@@ -80,7 +80,15 @@ async def _score(run: Run, finished: list[tuple[EpisodeInFlight, Episode]]) -> N
         scored = iter(await run.roles.scorer.score(unscored) if unscored else ())
     run.num_scoring -= len(unscored)
     for record, episode in finished:
-        run.collect(record, next(scored) if episode.outcome is None else episode)
+        if episode.outcome is None:
+            episode = next(scored)
+        if record.group.is_cancelled:
+            continue
+        policy = run.policies[record.group.policy]
+        if policy.is_retried(record, episode):
+            run.queued.put_nowait(record)
+        else:
+            policy.collect(record, episode)
     run.note_progress()
 
 
@@ -92,18 +100,21 @@ async def train(run: Run, policy: PolicyState) -> None:
     """
     ahead: asyncio.Task[StartedBatch | None] | None = None
     try:
-        with policy.groups_returned_on_failure():
-            started = await _start_batch(run, policy, policy.version)
-            while started is not None:
-                following = started.version + 1
-                ahead = run.spawn(_start_batch(run, policy, following)) if run.may_run_ahead(policy, following) else None
-                run.settle_trained(policy, started, [await step for step in started.steps])
-                policy.skipped.check()
-                await publish(run, policy, started.publishing)
-                await run.resume_generation(policy)
-                run.room.set()
-                await run.after_version(policy)
-                started = await ahead if ahead is not None else await _start_batch(run, policy, policy.version)
+        started = await _start_batch(run, policy, policy.version)
+        while started is not None:
+            following = started.version + 1
+            ahead = run.spawn(_start_batch, run, policy, following) if run.may_run_ahead(policy, following) else None
+            started.seen = [await step for step in started.steps]
+            run.settle_trained(policy, started)
+            policy.skipped.check(started)
+            await publish(run, policy, started.publishing)
+            await run.resume_engines(policy)
+            run.room.set()
+            await run.after_version(policy)
+            started = await ahead if ahead is not None else await _start_batch(run, policy, policy.version)
+    except BaseException as failure:
+        policy.return_groups(failure)
+        raise
     finally:
         if ahead is not None:
             ahead.cancel()  # now: it must not take groups just returned to the buffer
@@ -117,12 +128,15 @@ async def _start_batch(run: Run, policy: PolicyState, version: int) -> StartedBa
             break
         policy.reject_stale(version)
         if policy.buffer.ready.is_set():
-            await run.sleep_engines()
+            await run.pause_engines()
             started = await policy.start_batch(version)
-            await run.stop_generation()
             await policy.cancel_over_age(version)
             return started
     return None
+
+
+class _LegOver(Exception):
+    """Ends a leg's task group, which cancels its tasks."""
 
 
 @contextlib.asynccontextmanager
@@ -133,22 +147,24 @@ async def leg(run: Run) -> AsyncIterator[None]:
         async with asyncio.TaskGroup() as tasks:
             run.start_leg(tasks)
             for service in (*run.roles.services, run.watch):
-                run.spawn(service())
+                run.spawn(service)
             for policy in run.policies.values():
                 await publish(run, policy)
                 await policy.published()
             yield
-            await run.end_leg()
+            await run.save_in_flight()
+            raise _LegOver
     except BaseExceptionGroup as failures:
         failure = first_failure(failures)
-        raise failure from failure.__cause__
+        if not isinstance(failure, _LegOver):
+            raise failure from failure.__cause__
 
 
 async def run_loops(run: Run) -> None:
     """Run the loops until every policy reaches `run.leg_end`. Generation continues until the `leg` block ends."""
     for loop in (feed, generate, score):
-        run.spawn(loop(run))
-    for training in [run.spawn(train(run, policy)) for policy in run.policies.values()]:
+        run.spawn(loop, run)
+    for training in [run.spawn(train, run, policy) for policy in run.policies.values()]:
         await training
 
 

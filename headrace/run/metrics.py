@@ -7,28 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headrace.observe import bound_by
+from headrace.errors import command
 
 if TYPE_CHECKING:
     from headrace.observe import Observer
-    from headrace.run.evaluate import Evaluation
-    from headrace.run.policy import PolicyState
-    from headrace.run.work import StartedBatch
-
-
-@dataclass
-class TrainedVersion:
-    """A trained version whose metrics are not written yet."""
-
-    started: StartedBatch
-    seen: list[dict[str, float]]
-    at: float
-    """When it was trained, by `time.perf_counter`."""
-    rejected: float
-    """rejected / (trained + rejected), in rollouts since the previous version."""
-    evaluation: Evaluation | None = None
-    is_complete: bool = False
-    """Any evaluation that was due is done."""
+    from headrace.run.batches import StartedBatch
 
 
 @dataclass
@@ -50,11 +33,11 @@ class Progress:
     reward_last: float | None = None
     skipped_steps: int = 0
 
-    def count(self, trained: TrainedVersion, *, seconds: float) -> dict[str, Any]:
+    def count(self, started: StartedBatch, *, seconds: float) -> dict[str, Any]:
         """Add a version that took `seconds` to the totals and return its metrics."""
-        batches, groups = trained.started.batches, trained.started.groups
+        batches, groups = started.batches, started.groups
         versions = np.concatenate([rollout.versions for batch in batches for rollout in batch.rollouts])
-        lags = trained.started.version - versions[versions >= 0]
+        lags = started.version - versions[versions >= 0]
         rewards = [episode.reward for group in groups for episode in group.episodes if episode.reward is not None]
         tokens, most = len(lags), int(lags.max(initial=0))
         self.seconds_rl += seconds
@@ -71,37 +54,7 @@ class Progress:
             "lag_mean": float(lags.mean()) if tokens else 0.0,
             "lag_max": most,
             "seconds": seconds,
-            "rejected": trained.rejected,
             "tied_groups": sum(group.is_tied for group in groups),
-        }
-
-    def summary(self, policy: PolicyState, observer: Observer, *, seconds: dict[str, float]) -> dict[str, Any]:
-        """Most of summary.json."""
-        before, after = self.held_out_before or {}, self.held_out_after
-        budget = observer.budget()
-        role, share = bound_by(budget)
-        buffered = (r for group in policy.buffer.groups() for episode in group.episodes for r in episode.rollouts)
-        sampled = self.trained_tokens + policy.wasted_tokens + sum(rollout.num_sampled for rollout in buffered)
-        return {
-            "steps": policy.recipe.steps,
-            "version": policy.version,
-            "success_before": before.get("success"),
-            "success_after": after.get("success"),
-            "greedy_before": before.get("greedy"),
-            "greedy_after": after.get("greedy"),
-            "held_out": {"before": before, "after": after},
-            "reward_first": self.reward_first,
-            "reward_last": self.reward_last,
-            "seconds": {**seconds, "first_step": self.first_step, "rl": self.seconds_rl},
-            "tokens": {"sampled": sampled, "trained": self.trained_tokens, "wasted": policy.wasted_tokens},
-            "lag": {"mean": self.lag_sum / max(self.trained_tokens, 1), "max": self.lag_max},
-            "skipped_steps": self.skipped_steps,
-            "accounting": policy.ledger.counts(),
-            "dropped_because": policy.ledger.reasons,
-            "time_budget": budget,
-            "occupancy": observer.occupancy,
-            "bound_by": role,
-            "bound_share": share,
         }
 
 
@@ -113,11 +66,40 @@ def trainer_metrics(seen: list[dict[str, float]], *, memory_peak: int) -> dict[s
     return {f"train/{name}": value for name, value in (metrics | {"memory_peak": float(memory_peak)}).items()}
 
 
-def sync_metrics(policy: PolicyState) -> dict[str, Any]:
-    """Of the last update the engines loaded: bytes sent, and bytes of all the weights."""
-    update = policy.last_update
-    metrics: dict[str, Any] = {"canary": policy.canary_difference, "failed_syncs": policy.failed_updates}
-    if update is not None and update.parts:
-        metrics["sync_bytes"] = float(update.num_bytes)
-        metrics["sync_full_bytes"] = float(update.manifest.total_bytes)
-    return metrics
+class NotFiniteGradient(RuntimeError):
+    """The gradient was NaN or infinite in `train.max_skipped` steps in a row."""
+
+
+class SkippedSteps:
+    """Counts optimizer steps skipped because the gradient was not finite, and keeps their rollouts on disk. One now and then is
+    an accident; `limit` in a row (0: any number) mean that loss, data or weights are broken, and end the run."""
+
+    def __init__(self, *, limit: int, observer: Observer) -> None:
+        self._limit, self._observer = limit, observer
+        self._in_a_row = 0
+
+    def check(self, started: StartedBatch) -> None:
+        """Take a trained version, in order; raise if too many steps in a row were skipped."""
+        was_skipped = [bool(step.get("skipped", 0.0)) for step in started.seen]
+        if not any(was_skipped):
+            self._in_a_row = 0
+            return
+        version, is_limit_reached = started.version + 1, False
+        for is_skipped in was_skipped:
+            self._in_a_row = self._in_a_row + 1 if is_skipped else 0
+            is_limit_reached |= self._in_a_row == self._limit > 0
+        offending = [batch for batch, is_skipped in zip(started.batches, was_skipped, strict=True) if is_skipped]
+        kept = self._observer.keep_rollouts(version, [rollout for batch in offending for rollout in batch.rollouts])
+        where = "could not be kept" if kept is None else f"are in {kept}"
+        steps = f"{len(offending)} of {len(started.seen)} steps" if len(started.seen) > 1 else "the step"
+        self._observer.screen.say(
+            f"version {version}: the gradient is not finite, {steps} skipped, {self._in_a_row} in a row; rollouts {where}"
+        )
+        if is_limit_reached:
+            look = f"`{command()} inspect {kept.parents[1]} --step {version}` shows them; " if kept is not None else ""
+            raise NotFiniteGradient(
+                f"the gradient was not finite in {self._limit} optimizer steps in a row, the last of version {version} "
+                f"(train.max_skipped = {self._limit}). Weights and optimizer are as they were before the first of them. "
+                f"The last rollouts {where}; {look}look for a loss that divides by zero or overflows, or lower "
+                f"train.learning_rate"
+            )

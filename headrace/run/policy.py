@@ -3,33 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import logging
 from typing import TYPE_CHECKING, Any
 
 from headrace.buffer import Group, make_buffer
 from headrace.records import InfraAbort, Invalid, Scored
-from headrace.run.batches import columns_first, make_batches, with_column, with_token_advantages
+from headrace.run.batches import StartedBatch, columns_first, make_batches, with_column, with_token_advantages
 from headrace.run.in_flight import EpisodeInFlight, GroupInFlight, InFlightTable, num_sampled
 from headrace.run.ledger import Ledger
-from headrace.run.roles import POLICY
-from headrace.run.skipped_steps import NotFiniteGradient, SkippedSteps
-from headrace.run.work import StartedBatch
+from headrace.run.metrics import NotFiniteGradient, SkippedSteps
 from headrace.staleness import make_gate, too_old
 from headrace.trainer import learning_rate
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from headrace.config import Recipe
     from headrace.observe import Observer, Signal
-    from headrace.records import Batch, Episode, Plain, WeightUpdate
+    from headrace.records import Episode, Plain
     from headrace.run.checkpoint import Checkpoint
-    from headrace.run.roles import Roles
+    from headrace.run.state import Roles
     from headrace.sync import Lineage
 
 log = logging.getLogger(__name__)
+POLICY = "policy"
+"""The policy's name in a run with a single policy."""
 MAX_ATTEMPTS = 3
 """Runs of an episode before an infrastructure failure counts as failed."""
 
@@ -54,28 +51,32 @@ class PolicyState:
         """The newest version held by every engine; the gate counts from it."""
         self.publication: asyncio.Task[None] | None = None
         """The delivery of the newest version to the engines."""
-        self.last_update: WeightUpdate | None = None
-        self.failed_updates = 0
-        """Updates that an engine rejected and that were sent again."""
-        self.canary_difference = 0.0
-        """Mean |Δ logprob| between engine and trainer at the last update."""
+        self.sync_metrics: dict[str, float] = {"canary": 0.0, "failed_syncs": 0}
+        """Of the last update: mean |Δ logprob| between engine and trainer, bytes sent, bytes of all the weights. `failed_syncs`
+        counts updates that an engine rejected and that were sent again."""
         self.started: list[StartedBatch] = []
         """Batches in training, oldest first."""
         self.has_whole_version = True
         """The trainer's weights are exactly `version`, not between two versions."""
         self.skipped = SkippedSteps(limit=recipe.train.max_skipped, observer=observer)
         self.gate = make_gate(recipe)
-        self.buffer = make_buffer(recipe)
-        enough = max(recipe.train.groups_per_batch, max_generate_calls(recipe) // recipe.train.group_size)
-        self._max_in_flight = None if self.gate.has_depth else enough
-        """Limit on groups in flight where no gate sets one: enough to keep every slot busy."""
         self.in_flight = InFlightTable(roles.engine)
-        self.ledger = Ledger()
+        self.buffer = make_buffer(recipe, oldest_in_flight=lambda: self.in_flight.oldest)
+        enough = max(recipe.train.groups_per_batch, max_generate_calls(recipe) // recipe.train.group_size)
+        self._max_in_flight = enough if self.gate.depth is None else None
+        """Limit on groups in flight where no gate sets one: enough to keep every slot busy."""
+        self._max_lag = recipe.staleness.max_lag if recipe.staleness.reject else None
+        self.ledger = Ledger(self._count_open)
         self.submitted_groups = 0
         self.dropped_groups = 0
         self._dropped_in_a_row = 0
         self.wasted_tokens = 0
         """Sampled tokens that will never be trained."""
+
+    def _count_open(self) -> tuple[int, int]:
+        """Rollouts buffered, including those in training, and in flight."""
+        in_training = sum(len(group.episodes) for started in self.started for group in started.groups)
+        return self.buffer.num_episodes + in_training, sum(1 for _ in self.in_flight.episodes())
 
     # Submitting
 
@@ -89,7 +90,7 @@ class PolicyState:
         """Add a new group and return its episodes."""
         group = self._add_group(self.submitted_groups, task)
         self.submitted_groups += 1
-        self.ledger.submit(record.id for record in group.episodes)
+        self.ledger.submitted += len(group.episodes)
         return group.episodes
 
     def _add_group(self, number: int, task: dict[str, Plain]) -> GroupInFlight:
@@ -115,50 +116,40 @@ class PolicyState:
             return
         del self.in_flight.groups[group.name]
         self._room.set()
+        reason = ""
         for member in group.ended:
-            self._settle_unscored(member)
+            if isinstance(member.outcome, Invalid | InfraAbort):
+                state, reason = "filtered" if isinstance(member.outcome, Invalid) else "failed", member.outcome.reason
+                log.warning("%s is %s: %s", member.id, state, reason)
+                self.ledger.settle(state, reason=reason, id=member.id)
         scored = tuple(member for member in group.ended if isinstance(member.outcome, Scored))
         if len(scored) >= self.recipe.train.fewest_siblings:
-            self.ledger.buffer(member.id for member in scored)
             self.buffer.put(Group(number=group.number, episodes=scored))
             return
-        self.ledger.settle((member.id for member in scored), "filtered", "fewer than two siblings were scored")
+        self.ledger.settle("filtered", len(scored), reason="fewer than two siblings were scored" if scored else "")
         self._drop(group.number, num_sampled(group.ended))
         self._dropped_in_a_row += 1
         limit = max(64, 4 * self.recipe.train.groups_per_batch)
         if self._dropped_in_a_row >= limit:
-            reasons = (member.outcome.reason for member in group.ended if isinstance(member.outcome, Invalid | InfraAbort))
-            raise NoProgress(f"{limit} groups in a row could not be trained; the last because: {next(reasons, '')}")
-
-    def _settle_unscored(self, episode: Episode) -> None:
-        if isinstance(episode.outcome, Invalid | InfraAbort):
-            state = "filtered" if isinstance(episode.outcome, Invalid) else "failed"
-            log.warning("%s is %s: %s", episode.id, state, episode.outcome.reason)
-            self.ledger.settle([episode.id], state, episode.outcome.reason)
+            raise NoProgress(f"{limit} groups in a row could not be trained; the last because: {reason}")
 
     def _drop(self, number: int, wasted_tokens: int) -> None:
-        self.buffer.skip(number)
+        self.buffer.drop(number)
         self.dropped_groups += 1
         self.wasted_tokens += wasted_tokens
         self._room.set()
 
     # Staleness
 
-    @property
-    def _max_lag(self) -> int | None:
-        staleness = self.recipe.staleness
-        return staleness.max_lag if staleness.reject else None
-
     def reject_stale(self, version: int) -> None:
         """Remove groups too old to train `version` from the buffer."""
-        max_lag = self._max_lag
+        oldest = None if self._max_lag is None else version - self._max_lag
         for group in self.buffer.groups():
-            if group.is_within(self.lineage.id, oldest=None if max_lag is None else version - max_lag):
-                continue
-            reason = too_old(group.episodes, version=version, max_lag=max_lag, lineage=self.lineage)
-            if reason is not None:
-                self.ledger.settle(group.ids, "rejected", reason)
-                self._drop(group.number, num_sampled(group.episodes))
+            if not group.is_within(self.lineage.id, oldest=oldest):
+                reason = too_old(group.episodes, version=version, max_lag=self._max_lag, lineage=self.lineage)
+                if reason is not None:
+                    self.ledger.settle("rejected", len(group.episodes), reason=reason)
+                    self._drop(group.number, num_sampled(group.episodes))
 
     async def cancel_over_age(self, version: int) -> None:
         """With `partial.cancel`, after taking the batch of `version`: cancel groups too old for every later one."""
@@ -170,59 +161,40 @@ class PolicyState:
     def cancel(self, name: str, tokens: int) -> None:
         """Cancel a group in flight for which `tokens` were sampled; another may be submitted in its place."""
         group = self.in_flight.cancel(name)
-        self.ledger.settle((record.id for record in group.episodes), "rejected", "lag, cancelled in flight")
+        self.ledger.settle("rejected", len(group.episodes), reason="lag, cancelled in flight")
         self._drop(group.number, tokens)
 
     # Training
 
     async def start_batch(self, version: int) -> StartedBatch:
         """Take a batch from the buffer and send its steps to the trainer; all calls are sent when this returns."""
-        started = StartedBatch(version, self.buffer.take(), steps_before=self.trainer.num_steps)
+        recipe, trainer = self.recipe, self.trainer
+        started = StartedBatch(version, self.buffer.take(), steps_before=trainer.num_steps)
         self.started.append(started)
         self._room.set()
-        started.batches = await self._make_batches(started.groups, version)
-        rate = learning_rate(self.recipe.train, version=version, steps=self.recipe.steps)
-        started.steps = [self.trainer.step(batch, learning_rate=rate) for batch in started.batches]
-        if not self.trainer.is_inline:
-            started.publishing = self.trainer.publish(version + 1, canary=self.canary)
+        batches = make_batches(started.groups, recipe, version=version)
+        for name in columns_first(batches, recipe):  # each step's forward pass computes the others
+            batches = [with_column(batch, name, await trainer.forward(batch, column=name)) for batch in batches]
+        started.batches = with_token_advantages(batches, recipe)
+        rate = learning_rate(recipe.train, version=version, steps=recipe.steps)
+        started.steps = [trainer.step(batch, learning_rate=rate) for batch in started.batches]
+        if not trainer.is_inline:
+            started.publishing = trainer.publish(version + 1, canary=self.canary)
         return started
 
-    async def _make_batches(self, groups: list[Group], version: int) -> list[Batch]:
-        """One batch per optimizer step, with the columns of `columns_first`; each step's forward pass computes the others."""
-        batches = make_batches(groups, self.recipe, version=version)
-        for name in columns_first(batches, self.recipe):
-            batches = [with_column(batch, name, await self.trainer.forward(batch, column=name)) for batch in batches]
-        return with_token_advantages(batches, self.recipe)
-
-    def settle_trained(self, started: StartedBatch, seen: list[dict[str, float]]) -> None:
-        """The next version is trained; `seen` holds the metrics of its steps."""
+    def settle_trained(self, started: StartedBatch) -> None:
+        """The next version is trained."""
         self.version += 1
         self._dropped_in_a_row = 0
         self.started.remove(started)
-        for group in started.groups:
-            self.ledger.settle(group.ids, "trained")
-        self.check_ledger()
-        self.skipped.note(started, seen)
+        self.ledger.settle("trained", sum(len(group.episodes) for group in started.groups))
+        self.ledger.check()
 
-    def check_ledger(self) -> None:
-        """Raise unless every rollout is accounted for; batches in training count as buffered."""
-        in_training = sum(len(group.episodes) for started in self.started for group in started.groups)
-        self.ledger.check(buffered=self.buffer.num_episodes + in_training)
-
-    @contextlib.contextmanager
-    def groups_returned_on_failure(self) -> Iterator[None]:
-        """If training fails, return its groups to the buffer, so that a checkpoint written then is complete. If something else
-        failed, steps already sent to another process stay: `Run.finish_started` waits for them."""
-        try:
-            yield
-        except BaseException as error:
-            is_elsewhere = isinstance(error, asyncio.CancelledError | NotFiniteGradient) and not self.trainer.is_inline
-            self.return_groups(keep_asked=is_elsewhere)
-            raise
-
-    def return_groups(self, *, keep_asked: bool = False) -> None:
-        """Put groups in training back into the buffer in order; `keep_asked` excepts those already sent to the trainer."""
-        kept = [started for started in self.started if keep_asked and started.steps]
+    def return_groups(self, failure: BaseException | None = None) -> None:
+        """Training failed: put its groups back into the buffer in order, so that a checkpoint written now is complete. If
+        something else failed, steps already sent to another process stay: `Run.finish_started` waits for them."""
+        is_elsewhere = isinstance(failure, asyncio.CancelledError | NotFiniteGradient) and not self.trainer.is_inline
+        kept = [started for started in self.started if is_elsewhere and started.steps]
         returned = [started for started in self.started if started not in kept]
         for started in reversed(returned):
             self.buffer.put_back(started.groups)
@@ -244,28 +216,24 @@ class PolicyState:
             "ancestors": self.lineage.ancestors,
             "submitted_groups": self.submitted_groups,
             "dropped_groups": self.dropped_groups,
-            "buffer": self.buffer.state(),
             "in_flight": [[group.number, group.task] for group in self.in_flight.groups.values()],
             "ledger": self.ledger.state(),
         }
 
     async def restore(self, checkpoint: Checkpoint) -> None:
         """Resume from a checkpoint, including what was in flight."""
-        manifest, groups = checkpoint.manifest, checkpoint.buffered()
+        manifest = checkpoint.manifest
         await self.trainer.load(checkpoint.folder)
         self.version = self.held_version = checkpoint.version
         self.submitted_groups, self.dropped_groups = manifest["submitted_groups"], manifest["dropped_groups"]
-        self.buffer.restore(next_number=manifest["buffer"]["next"], skipped=manifest["buffer"]["skipped"], groups=groups)
         for number, task in manifest["in_flight"]:
             self._add_group(number, task)
-        self.ledger.restore(
-            manifest["ledger"],
-            buffered=[id for group in groups for id in group.ids],
-            in_flight=[record.id for record in self.in_flight.episodes()],
-        )
         self.wasted_tokens += self.in_flight.restore(
             checkpoint.in_flight(), version=self.version, lineage=self.lineage, max_lag=self._max_lag
         )
+        for group in checkpoint.buffered():
+            self.buffer.put(group)
+        self.ledger.restore(manifest["ledger"])
 
 
 def max_generate_calls(recipe: Recipe) -> int:

@@ -35,10 +35,10 @@ async def publish(run: Run, policy: PolicyState, publishing: Awaitable[Published
     trainer, timeline = policy.trainer, run.observer.timeline("trainer")
     if not trainer.is_inline:
         publishing = publishing or trainer.publish(policy.version, canary=policy.canary)
-        policy.publication = run.spawn(_deliver(run, policy, publishing, run.interrupt))
+        policy.publication = run.spawn(_deliver, run, policy, publishing, policy.recipe.partial.pausing)
         return
     with timeline.during("wait-batch"):  # while the engine drains, the trainer idles
-        await run.roles.engine.pause(run.interrupt)
+        await run.roles.engine.pause(policy.recipe.partial.pausing)
     with timeline.during("publish"):
         try:
             await _deliver(run, policy, trainer.publish(policy.version, canary=policy.canary), Interrupt.KEEP)
@@ -55,12 +55,12 @@ async def _deliver(run: Run, policy: PolicyState, publishing: Awaitable[Publishe
         update = published.update
         try:
             await run.roles.engine.load(update, interrupt=interrupt)
-            policy.canary_difference = await _score_canary(run, policy, published)
+            policy.sync_metrics["canary"] = await _score_canary(run, policy, published)
         except BaseException as error:
             await trainer.abort(update)
             if not isinstance(error, SyncError) or attempt == _ATTEMPTS:
                 raise
-            policy.failed_updates += 1
+            policy.sync_metrics["failed_syncs"] += 1
             run.observer.screen.say(f"version {update.version} did not reach every engine: {error}\n  it is sent again, whole")
         else:
             break
@@ -69,7 +69,9 @@ async def _deliver(run: Run, policy: PolicyState, publishing: Awaitable[Publishe
         except Superseded:
             return
     await trainer.release(update)
-    policy.last_update, policy.held_version = update, update.version
+    policy.held_version = update.version
+    if update.parts:
+        policy.sync_metrics |= {"sync_bytes": update.num_bytes, "sync_full_bytes": update.manifest.total_bytes}
     run.room.set()
 
 

@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import time
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from headrace.observe import share
+from headrace.observe import bound_by, share
 from headrace.run.checkpoint import CheckpointError, random_state, restore_random_state
-from headrace.run.collector import fewer_gc_pauses
 from headrace.run.evaluate import Evaluator
+from headrace.run.in_flight import num_sampled
 from headrace.run.loops import leg, run_loops
-from headrace.run.metrics import Progress, TrainedVersion, sync_metrics, trainer_metrics
-from headrace.run.roles import POLICY
+from headrace.run.metrics import Progress, trainer_metrics
+from headrace.run.policy import POLICY
 from headrace.run.state import Run
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from headrace.config import Recipe
     from headrace.launch import Forecast
     from headrace.observe import Observer
     from headrace.records import Episode, Plain
+    from headrace.run.batches import StartedBatch
     from headrace.run.checkpoint import Checkpoint, CheckpointStore
     from headrace.run.evaluate import Evaluation
     from headrace.run.policy import PolicyState
-    from headrace.run.roles import Roles
-    from headrace.run.work import StartedBatch
+    from headrace.run.state import Roles
     from headrace.sync import Lineage
 
 
@@ -45,11 +48,11 @@ class Session:
     command_started: float
     identity: str
     """Hash of everything that decides the run's result; the same command gives the same hash."""
+    forecast: Forecast | None = None
     progress: Progress = field(default_factory=Progress)
     samples: tuple[Episode, ...] = ()
     """A few episodes of the last evaluation, for display."""
     checkpoint_folder: Path | None = None
-    forecast: Forecast | None = None
 
     def __post_init__(self) -> None:
         self.run = Run(
@@ -63,13 +66,12 @@ class Session:
         )
         self.policy = self.run.policies[POLICY]
         self._saved_version = -1
-        self._settled = (0, 0)
-        """(trained, rejected) rollouts when the last version was trained."""
+        self._counts = self.policy.ledger.counts()
+        """The ledger's, when metrics were last written."""
         self._trainer_peak = 0
         self._is_all_tied = False
-        self._unwritten: deque[TrainedVersion] = deque()
+        self._unwritten: deque[StartedBatch] = deque()
         self._last_moment = time.perf_counter()
-        self.evaluator = Evaluator(self.recipe, self.roles)
 
     # Legs
 
@@ -86,44 +88,35 @@ class Session:
                     every = recipe.checkpoint.every
                     run.leg_end = min(recipe.steps, (policy.version // every + 1) * every)
                 async with leg(run):
-                    await self._train_leg()
+                    if policy.version == 0 and self.progress.held_out_before is None:
+                        await self._evaluate()
+                    await run_loops(run)
+                    await policy.published()
+                    await self._write_metrics()
+                    if recipe.exact and policy.version == run.leg_end:
+                        await run.drained()
                 if policy.version == run.leg_end or not recipe.exact:
                     await self.save()
         self.progress.seconds_rl += time.perf_counter() - self._last_moment
 
-    async def _train_leg(self) -> None:
-        if self.policy.version == 0 and self.progress.held_out_before is None:
-            await self._evaluate_first()
-        await run_loops(self.run)
-        await self.policy.published()
-        await self._write_metrics()
-        if self.recipe.exact and self.policy.version == self.run.leg_end:
-            await self.run.drained()
-
-    def _on_trained(self, policy: PolicyState, started: StartedBatch, seen: list[dict[str, float]]) -> None:
-        self.progress.skipped_steps += sum(bool(step.get("skipped", 0.0)) for step in seen)
-        self._trainer_peak = max(self._trainer_peak, *(int(step.get("memory_peak", 0.0)) for step in seen))
-        before, self._settled = self._settled, self._trained_and_rejected()
-        trained, rejected = (now - then for now, then in zip(self._settled, before, strict=True))
-        self._unwritten.append(TrainedVersion(started, seen, time.perf_counter(), rejected / max(trained + rejected, 1)))
-
-    def _trained_and_rejected(self) -> tuple[int, int]:
-        counts = self.policy.ledger.counts()
-        return counts["trained"], counts["rejected"]
+    def _on_trained(self, policy: PolicyState, started: StartedBatch) -> None:
+        self.progress.skipped_steps += sum(bool(step.get("skipped", 0.0)) for step in started.seen)
+        self._trainer_peak = max(self._trainer_peak, *(int(step.get("memory_peak", 0.0)) for step in started.seen))
+        self._unwritten.append(started)
 
     async def _after_version(self, policy: PolicyState) -> None:
         """Called by the `train` loop after each version. The trainer waits for evaluation and checkpoints; if it has its own
         process, metrics are written during its next step."""
-        trained, version = self._unwritten[-1], policy.version
+        started, version = self._unwritten[-1], policy.version
         if not self.progress.first_step:
             self.progress.first_step = time.perf_counter() - self.command_started
         if self._is_evaluated(version):
-            trained.evaluation = await self._evaluate()
-        trained.is_complete, trained.at = True, time.perf_counter()
+            started.evaluation = await self._evaluate()
+        started.completed = time.perf_counter()
         if policy.trainer.is_inline or version == self.recipe.steps:
             await self._write_metrics()
         else:
-            self.run.spawn(self._write_metrics())
+            self.run.spawn(self._write_metrics)
         if self._is_saved(version):
             await self.save()
         self.run.note_progress()
@@ -139,24 +132,20 @@ class Session:
 
     # Evaluation
 
-    async def _evaluate_first(self) -> None:
-        evaluation = await self._evaluate()
-        if evaluation is not None:
-            found = self.progress.held_out_before = evaluation.metrics
-            self.observer.screen.say(
-                f"held-out   {share(found, 'success')} solved at temperature 1, greedy {share(found, 'greedy')}, before RL"
-            )
-
     async def _evaluate(self) -> Evaluation | None:
         if not self.held_out:
             return None
         with self.observer.timeline("trainer").during("evaluate"):
             await self.policy.published()
             # One name for all versions, because seeds derive from it: every evaluation uses the same random numbers.
-            evaluation = await self.evaluator.run(self.held_out, name="eval0")
+            evaluation = await Evaluator(self.recipe, self.roles).run(self.held_out, name="eval0")
         self.policy.ledger.evaluation += evaluation.count
         self.samples = evaluation.episodes[:3]
-        self.progress.held_out_after = evaluation.metrics
+        found = self.progress.held_out_after = evaluation.metrics
+        if self.policy.version == 0:
+            self.progress.held_out_before = found
+            solved, greedy = share(found, "success"), share(found, "greedy")
+            self.observer.screen.say(f"held-out   {solved} solved at temperature 1, greedy {greedy}, before RL")
         failed = int(evaluation.metrics["held_out_failed"])
         if failed:
             self.observer.screen.say(
@@ -170,26 +159,29 @@ class Session:
         """Write the metrics of all trained versions, except one still being evaluated."""
         if self._unwritten:
             await self.roles.refresh()
-        while self._unwritten and self._unwritten[0].is_complete:
-            self._write_version(self._unwritten.popleft())
+        while self._unwritten and (completed := self._unwritten[0].completed) is not None:
+            seconds, self._last_moment = completed - self._last_moment, completed
+            self._write_version(self._unwritten.popleft(), seconds)
 
-    def _write_version(self, trained: TrainedVersion) -> None:
-        version = trained.started.version + 1
-        seconds, self._last_moment = trained.at - self._last_moment, trained.at
+    def _write_version(self, started: StartedBatch, seconds: float) -> None:
+        version = started.version + 1
+        before, self._counts = self._counts, self.policy.ledger.counts()
+        new = {state: self._counts[state] - before[state] for state in ("trained", "rejected")}
         metrics = {
-            **self.progress.count(trained, seconds=seconds),
+            **self.progress.count(started, seconds=seconds),
+            "rejected": new["rejected"] / max(sum(new.values()), 1),
             "occupancy": self.observer.occupancy,
-            **sync_metrics(self.policy),
+            **self.policy.sync_metrics,
             **{f"held/{name}": held for name, held in self.roles.versions().items()},
             "engine/memory_peak": self.roles.engine_peak(),
-            **trainer_metrics(trained.seen, memory_peak=self._trainer_peak),
-            **{f"rollouts/{name}": count for name, count in self.policy.ledger.counts().items()},
-            **({} if trained.evaluation is None else trained.evaluation.metrics),
+            **trainer_metrics(started.seen, memory_peak=self._trainer_peak),
+            **{f"rollouts/{name}": count for name, count in self._counts.items()},
+            **({} if started.evaluation is None else started.evaluation.metrics),
         }
-        self._warn_if_tied(version, int(metrics["tied_groups"]), len(trained.started.groups))
+        self._warn_if_tied(version, int(metrics["tied_groups"]), len(started.groups))
         keep = self.recipe.observe.keep_rollouts_every
         if keep and (version == self.recipe.steps or version % keep == 0):
-            self.observer.keep_rollouts(version, [r for batch in trained.started.batches for r in batch.rollouts])
+            self.observer.keep_rollouts(version, [rollout for batch in started.batches for rollout in batch.rollouts])
         self.observer.version(version, metrics)
 
     def _warn_if_tied(self, version: int, tied: int, groups: int) -> None:
@@ -202,21 +194,44 @@ class Session:
             )
 
     def summary(self, status: str, *, seconds: dict[str, float]) -> dict[str, Any]:
-        """The contents of summary.json."""
+        """The contents of summary.json. `memory` has peak bytes so far; in `inline` mode both are of the one process. An
+        engine that reports no peak is left out."""
+        progress, policy, forecast, budget = self.progress, self.policy, self.forecast, self.observer.budget()
+        memory = {"trainer": {"predicted": forecast and forecast.trainer_process, "peak": self._trainer_peak}}
+        if engine_peak := self.roles.engine_peak():
+            memory["engine"] = {"predicted": forecast and forecast.engine_process, "peak": engine_peak}
+        before, after = progress.held_out_before or {}, progress.held_out_after
+        untrained = policy.wasted_tokens + sum(num_sampled(group.episodes) for group in policy.buffer.groups())
+        role, share_of_time = bound_by(budget)
         return {
             "status": status,
             "config_hash": self.identity,
-            **self.progress.summary(self.policy, self.observer, seconds=seconds),
-            "memory": self._memory(),
+            "steps": self.recipe.steps,
+            "version": policy.version,
+            "success_before": before.get("success"),
+            "success_after": after.get("success"),
+            "greedy_before": before.get("greedy"),
+            "greedy_after": after.get("greedy"),
+            "held_out": {"before": before, "after": after},
+            "reward_first": progress.reward_first,
+            "reward_last": progress.reward_last,
+            "seconds": {**seconds, "first_step": progress.first_step, "rl": progress.seconds_rl},
+            "tokens": {
+                "sampled": progress.trained_tokens + untrained,
+                "trained": progress.trained_tokens,
+                "wasted": policy.wasted_tokens,
+            },
+            "lag": {"mean": progress.lag_sum / max(progress.trained_tokens, 1), "max": progress.lag_max},
+            "skipped_steps": progress.skipped_steps,
+            "accounting": policy.ledger.counts(),
+            "dropped_because": dict(policy.ledger.reasons),
+            "time_budget": budget,
+            "occupancy": self.observer.occupancy,
+            "bound_by": role,
+            "bound_share": share_of_time,
+            "memory": memory,
             "checkpoint": None if self.checkpoint_folder is None else str(self.checkpoint_folder),
         }
-
-    def _memory(self) -> dict[str, dict[str, int | None]]:
-        """Peak bytes so far; in `inline` mode both are of the one process. An engine that reports no peak is left out."""
-        expected, engine_peak = self.forecast, self.roles.engine_peak()
-        trainer, engine = (None, None) if expected is None else (expected.trainer_process, expected.engine_process)
-        memory = {"trainer": {"predicted": trainer, "peak": self._trainer_peak}}
-        return memory | ({"engine": {"predicted": engine, "peak": engine_peak}} if engine_peak else {})
 
     # Checkpoints
 
@@ -229,7 +244,7 @@ class Session:
         self.roles.tasks.restore(manifest["data"])
         restore_random_state(manifest["random"])
         self._saved_version, self.checkpoint_folder = checkpoint.version, checkpoint.folder
-        self._settled = self._trained_and_rejected()
+        self._counts = self.policy.ledger.counts()
 
     async def save(self) -> None:
         """Write a checkpoint of the newest version, unless it is already saved."""
@@ -265,11 +280,27 @@ class Session:
         if not self.policy.trainer.is_inline:
             await self.run.finish_started(self.policy)
         if self.policy.version and not self.recipe.exact:
-            for trained in self._unwritten:
-                trained.is_complete = True  # no evaluation will follow
+            for started in self._unwritten:
+                started.completed = started.completed or time.perf_counter()  # no evaluation will follow
             await self.save()
 
     @property
     def resumes_from(self) -> int:
         """The version the same command resumes from."""
         return max(self._saved_version, 0)
+
+
+@contextlib.contextmanager
+def fewer_gc_pauses() -> Iterator[None]:
+    """Collect garbage less often inside the block, and skip objects made before it. A run holds dozens of objects, almost none
+    of them cyclic, for each of thousands of rollouts in flight: by default, traversing them and the libraries' million objects
+    takes a fifth of the launcher's time."""
+    before = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, *before[1:])  # new objects between two collections of the youngest generation; the default is 700
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()

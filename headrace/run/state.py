@@ -1,4 +1,4 @@
-"""What the loops share: the policies, the queues and signals between loops, and the tasks of the current leg."""
+"""What the loops share: the roles, the policies, the queues and signals between loops, and the tasks of the current leg."""
 
 from __future__ import annotations
 
@@ -6,30 +6,74 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ParamSpec, TypeVar, cast
 
 from headrace.algorithms import ADVANTAGES
 from headrace.envs import CallLimit, EngineClient
 from headrace.observe import Signal
-from headrace.partial import engines_take_turns, pauses_unfinished
+from headrace.partial import engines_take_turns
 from headrace.records import Sampling
 from headrace.run.policy import PolicyState, max_generate_calls
 from headrace.settings import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine
+    from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 
     from headrace.config import Recipe
-    from headrace.engine import SleepingEngine
+    from headrace.engine import Engine, SleepingEngine
+    from headrace.envs import Environment, PromptEncoder
     from headrace.observe import Observer
-    from headrace.partial import Interrupt
-    from headrace.records import Episode, Plain
+    from headrace.records import Batch, Episode
+    from headrace.run.batches import StartedBatch
     from headrace.run.in_flight import EpisodeInFlight
-    from headrace.run.roles import Roles
-    from headrace.run.work import StartedBatch
+    from headrace.score import Scorer
     from headrace.sync import Lineage
+    from headrace.tasks import TaskStream
+    from headrace.trainer import PolicyTrainer
 
+P = ParamSpec("P")
 T = TypeVar("T")
+
+
+async def _nothing() -> None:
+    """A run in one process has nothing to refresh."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roles:
+    """The parts that do a run's work. `launch` makes them; the loops do not know which process each is in."""
+
+    engine: Engine
+    trainers: Mapping[str, PolicyTrainer]
+    """By policy name."""
+    scorer: Scorer
+    environment: Environment
+    encoder: PromptEncoder
+    tasks: TaskStream
+    canary: Batch
+    """A fixed prompt that trainer and engine both score at every version."""
+    stop_ids: tuple[int, ...]
+    """Tokens that end a turn: from the tokenizer, the model's generation config and `sampling.stop`."""
+    services: tuple[Callable[[], Coroutine[None, None, None]], ...]
+    """Coroutines that run beside the loops: an inline engine's loop, or supervision of other processes."""
+    describe: Callable[[], str] = str
+    """What each process is doing and where its log is, for an error."""
+    versions: Callable[[], Mapping[str, int]] = dict
+    """The version each engine holds, if there are several."""
+    engine_peak: Callable[[], int] = int
+    """Peak memory of the engine in bytes; of several, the largest."""
+    refresh: Callable[[], Awaitable[None]] = _nothing
+    """Makes every process report how it has spent its time so far."""
+
+    def with_stop_ids(self, ids: Iterable[int]) -> Roles:
+        """A copy in which these tokens end a turn too."""
+        return dataclasses.replace(self, stop_ids=tuple({*ids, *self.stop_ids}))
+
+    @property
+    def trainer(self) -> PolicyTrainer:
+        (trainer,) = self.trainers.values()
+        return trainer
 
 
 class Stalled(RuntimeError):
@@ -46,12 +90,12 @@ class Run:
         *,
         lineage: Lineage,
         observer: Observer,
-        on_trained: Callable[[PolicyState, StartedBatch, list[dict[str, float]]], None],
+        on_trained: Callable[[PolicyState, StartedBatch], None],
         after_version: Callable[[PolicyState], Awaitable[None]],
         rests_at: Callable[[int], bool] = lambda _: False,
     ) -> None:
-        """`on_trained` gets the metrics of a version's steps; `after_version` is called once it is being published. Training
-        does not run ahead of a version that is evaluated or saved (`rests_at`)."""
+        """`on_trained` is called when a version is trained, `after_version` once it is being published. Training does not run
+        ahead of a version that is evaluated or saved (`rests_at`)."""
         self.recipe, self.roles, self.observer = recipe, roles, observer
         self.on_trained, self.after_version, self.rests_at = on_trained, after_version, rests_at
         self.room = Signal()
@@ -73,50 +117,43 @@ class Run:
         self.num_scoring = 0
         self.progressed_at = time.monotonic()
         self._sampling = Sampling(**dataclasses.asdict(recipe.sampling), stop_ids=roles.stop_ids)
-        self._task_group: asyncio.TaskGroup | None = None
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: asyncio.TaskGroup | None = None
 
     # Tasks of the current leg
 
     def start_leg(self, tasks: asyncio.TaskGroup) -> None:
         """Spawn into `tasks` from now on (one failure cancels all), and queue again what is in flight."""
-        self._task_group = tasks
+        self._tasks = tasks
         self.queued, self.finished, self.num_scoring = asyncio.Queue(), [], 0
         for policy in self.policies.values():
             policy.publication = None
-            queued, ended = policy.in_flight.reopen()
-            for record in queued:
-                self.queued.put_nowait(record)
-            self.finished += ended
+            for record in policy.in_flight.reopen():
+                if record.ended is None:
+                    self.queued.put_nowait(record)
+                elif record.ended.outcome is None:
+                    self.finished.append((record, record.ended))
         if self.finished:
             self.has_finished.set()
         self.note_progress()
 
-    async def end_leg(self) -> None:
-        """Cancel the leg's tasks, keeping what is in flight for the next leg or a checkpoint."""
-        for policy in self.policies.values():
-            await policy.in_flight.close()
-        for task in list(self._tasks):
-            task.cancel()
+    def spawn(self, function: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> asyncio.Task[T]:
+        """Call an async function in a task of this leg."""
+        assert self._tasks is not None
+        return self._tasks.create_task(self._keeping_in_flight(function, *args, **kwargs))
 
-    def spawn(self, coroutine: Coroutine[None, None, T]) -> asyncio.Task[T]:
-        """Run a coroutine as a task of this leg."""
-        assert self._task_group is not None
-        task = self._task_group.create_task(self._keeping_in_flight(coroutine))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(lambda _: coroutine.close())  # it never ran if the task was cancelled before it started
-        return task
-
-    async def _keeping_in_flight(self, coroutine: Coroutine[None, None, T]) -> T:
+    async def _keeping_in_flight(self, function: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
         """On failure, save what is in flight before the task group cancels the other tasks."""
         try:
-            return await coroutine
+            return await function(*args, **kwargs)
         except Exception:
             with contextlib.suppress(Exception):  # if the engine itself failed, partial rollouts are lost
-                for policy in self.policies.values():
-                    await policy.in_flight.close()
+                await self.save_in_flight()
             raise
+
+    async def save_in_flight(self) -> None:
+        """Before the leg's tasks are cancelled: keep what is in flight for the next leg or a checkpoint."""
+        for policy in self.policies.values():
+            await policy.in_flight.close()
 
     def stop(self) -> None:
         """End early: wakes `train`, which returns at its next check."""
@@ -153,14 +190,7 @@ class Run:
                     f"groups waiting of {self.recipe.train.groups_per_batch} a batch takes{self.roles.describe()}"
                 )
 
-    # Called by feed, generate and score
-
-    def may_submit(self, policy: PolicyState) -> bool:
-        return policy.version < self.leg_end and not self.is_stopping and policy.has_room()
-
-    def submit(self, policy: PolicyState, task: dict[str, Plain]) -> None:
-        for record in policy.submit(task):
-            self.queued.put_nowait(record)
+    # Called by generate and score
 
     def client(self, record: EpisodeInFlight) -> EngineClient:
         return EngineClient(
@@ -184,21 +214,13 @@ class Run:
                 f"train.advantage = '{kind}': episode {episode.id!r} has step_rewards, which only 'gae' looks at; set it to "
                 f"'gae' and train.loss to 'ppo', or have the environment leave them out"
             )
+        if episode.attempts != record.attempt:
+            episode = episode.replace(attempts=record.attempt)
         if episode.outcome is None:  # a failed one runs again if the leg ends before `score` sees it
             record.ended = episode
         self.finished.append((record, episode))
         self.has_finished.set()
         self.note_progress()
-
-    def collect(self, record: EpisodeInFlight, episode: Episode) -> None:
-        """Retry an episode that has an outcome, or add it to its group."""
-        policy = self.policies[record.group.policy]
-        if record.group.is_cancelled:
-            return
-        if policy.is_retried(record, episode):
-            self.queued.put_nowait(record)
-        else:
-            policy.collect(record, episode)
 
     # Called by train
 
@@ -207,10 +229,11 @@ class Run:
         is_in_turn = policy.trainer.is_inline or engines_take_turns(self.recipe)
         return not is_in_turn and version < self.leg_end and not self.rests_at(version)
 
-    def settle_trained(self, policy: PolicyState, started: StartedBatch, seen: list[dict[str, float]]) -> None:
-        policy.settle_trained(started, seen)
+    def settle_trained(self, policy: PolicyState, started: StartedBatch) -> None:
+        """The next version is trained."""
+        policy.settle_trained(started)
         self.note_progress()
-        self.on_trained(policy, started, seen)
+        self.on_trained(policy, started)
 
     async def finish_started(self, policy: PolicyState) -> None:
         """After a failure elsewhere: wait for the steps already sent to the trainer's process, and count them."""
@@ -219,40 +242,26 @@ class Run:
             async with asyncio.timeout(self.recipe.deadline):
                 while policy.started:
                     started = policy.started[0]
-                    self.settle_trained(policy, started, [await step for step in started.steps])
+                    started.seen = [await step for step in started.steps]
+                    self.settle_trained(policy, started)
         except BaseException:
             policy.return_groups()
             raise
 
-    # Pausing the engines while a batch is trained
-
-    @property
-    def interrupt(self) -> Interrupt:
-        """What a pause or update does to rollouts in flight."""
-        return self.recipe.partial.pausing
-
-    @property
-    def _sleeper(self) -> SleepingEngine | None:
-        """The engine, if `engine.sleep` lends its memory to the trainer."""
-        return cast("SleepingEngine", self.roles.engine) if self.recipe.engine.sleeps else None
-
-    async def sleep_engines(self) -> None:
-        """A batch is ready: with `engine.sleep`, pause the engines and free their memory for the trainer."""
-        if self._sleeper is not None:
-            await self._sleeper.pause(self.interrupt)
-            await self._sleeper.sleep(weights=self.recipe.engine.gives_back_weights)
-
-    async def stop_generation(self) -> None:
-        """A batch was taken: in a synchronous run that samples more than a batch, pause the rest until the next version."""
-        if pauses_unfinished(self.recipe) and self._sleeper is None:
-            await self.roles.engine.pause(self.interrupt)
+    async def pause_engines(self) -> None:
+        """A batch is ready: in a synchronous run that samples more than a batch, pause the rest until the next version. With
+        `engine.sleep`, also lend the engines' memory to the trainer."""
+        if engines_take_turns(self.recipe):
+            await self.roles.engine.pause(self.recipe.partial.pausing)
+        if self.recipe.engine.sleeps:
+            await cast("SleepingEngine", self.roles.engine).sleep(weights=self.recipe.engine.gives_back_weights)
 
     async def wake_engines(self) -> None:
         """Give sleeping engines their memory back, so that they can load new weights."""
-        if self._sleeper is not None:
-            await self._sleeper.wake()
+        if self.recipe.engine.sleeps:
+            await cast("SleepingEngine", self.roles.engine).wake()
 
-    async def resume_generation(self, policy: PolicyState) -> None:
+    async def resume_engines(self, policy: PolicyState) -> None:
         """Resume paused engines once they hold the version being published."""
         if engines_take_turns(self.recipe):
             await policy.published()

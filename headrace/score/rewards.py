@@ -14,18 +14,17 @@ import asyncio
 import inspect
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from headrace.score.workers import RewardError, TimedOut
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from headrace.records import Plain
     from headrace.score.workers import RewardWorkers
 
 
-T = TypeVar("T")
 GIVEN = frozenset({"prompt", "prompts", "completion", "completions", "completion_ids"})
 """Arguments that Headrace provides; all others are columns of the tasks."""
 
@@ -49,10 +48,6 @@ class Failure:
 
 Result: TypeAlias = "float | Failure | None"
 """Of one sample; None where the reward does not apply."""
-
-
-class _IsAsync(Exception):
-    """A function that did not look async returned an awaitable."""
 
 
 _NO_SIGNALS = (
@@ -79,7 +74,7 @@ class RewardFunction:
         self.required: list[str] = [name for name in needed if name not in GIVEN]
         """Task columns it cannot be called without."""
         self._is_batched = bool(self._names & {"prompts", "completions"})
-        self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+        self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
         if not self._is_batched and "completion" not in self._names and not self._takes_all:
             raise RewardError(
                 f"reward {self.name!r} takes ({', '.join(sorted(self._names))}); write f(prompt, completion, **row) or "
@@ -94,78 +89,78 @@ class RewardFunction:
         self, samples: Sequence[Sample], *, attempts: int, deadline: float = 300.0, workers: RewardWorkers | None = None
     ) -> list[Result]:
         """One result per sample. If a batch raises, each sample is retried alone, so that one cannot fail all. `workers` call a
-        plain function in their threads, under their timeout; without them it is called here."""
-        if workers is not None and not self.is_async:
-            try:
-                return await self._score_in_threads(samples, attempts, workers)
-            except _IsAsync:
-                self.is_async = True
+        plain function in their threads, under their timeout; without them it is called here.
+
+        A batch that times out in a thread is split too, but with one attempt per sample, a quarter of the timeout for each and
+        one timeout for all: one sample that hangs does not fail the others, and four that hang end the batch."""
+        threads = None if self._is_async else workers
+        timeout = deadline if threads is None else threads.timeout
+        limit, budget = timeout, math.inf
         if self._is_batched and len(samples) > 1:
-            whole = await self._attempt(samples, 1, deadline)
-            if isinstance(whole, list):
-                return whole
-        alone = (self._attempt([sample], attempts, deadline) for sample in samples)
-        return [_only(results) for results in await together(alone, is_async=self.is_async)]
-
-    async def _attempt(self, samples: Sequence[Sample], attempts: int, deadline: float) -> list[Result] | Failure:
-        for _ in range(attempts):
-            try:
-                result = self._call(samples)
-                if inspect.isawaitable(result):
-                    result = await self._await(result, deadline)
-                return self._checked_results(result, samples)
-            except RewardError:
-                raise
-            except Exception as error:  # noqa: BLE001  (anything a user's function raises becomes a typed outcome)
-                failure = self._failed(error)
-        return failure
-
-    async def _await(self, result: Awaitable[T], deadline: float) -> T:
-        async def finished() -> T:
-            try:  # inside the task that `wait_for` makes: a `SystemExit` that leaves a task ends the whole event loop
-                return await result
-            except SystemExit as error:
-                raise self._exited(error) from error
-
-        try:
-            return await asyncio.wait_for(finished(), deadline)
-        except TimeoutError as error:
-            raise TimeoutError(f"no answer within reward.timeout = {deadline:g} s") from error
-
-    async def _score_in_threads(self, samples: Sequence[Sample], attempts: int, workers: RewardWorkers) -> list[Result]:
-        """A batch that times out is split too, but with one attempt per sample, a quarter of `reward.timeout` for each and
-        one `reward.timeout` for all: one sample that hangs does not fail the others, and four that hang end the batch."""
-        limit, budget, why = workers.timeout, math.inf, ""
-        if self._is_batched and len(samples) > 1:
-            (whole,) = await workers.map(lambda batch: self._attempt_in_thread(batch, 1, workers), [samples], name=self.name)
+            (whole,) = await self._try_each([samples], threads, limit=timeout)
             if isinstance(whole, list):
                 return whole
             if isinstance(whole, TimedOut):
-                attempts, limit, budget = 1, workers.timeout / 4, workers.timeout
-                why = f" for its batch, nor for it alone within {limit:g} s"
+                attempts, limit, budget = 1, timeout / 4, timeout
+        results: dict[int, Result] = {}
+        left = list(range(len(samples)))
+        for _ in range(attempts):
+            tried = await self._try_each([[samples[index]] for index in left], threads, limit=limit, budget=budget)
+            found = dict(zip(left, tried, strict=True))
+            for index, result in found.items():
+                if isinstance(result, TimedOut):
+                    results[index] = self._late(result, timeout, limit)
+                else:
+                    results[index] = result if isinstance(result, Failure) else result[0]
+            left = [index for index, result in found.items() if isinstance(result, Failure)]
+        return [results[index] for index in range(len(samples))]
 
-        def alone(sample: Sample) -> Result:
-            return _only(self._attempt_in_thread([sample], attempts, workers))
+    async def _try_each(
+        self, batches: Sequence[Sequence[Sample]], threads: RewardWorkers | None, *, limit: float, budget: float = math.inf
+    ) -> Sequence[list[Result] | Failure | TimedOut]:
+        """Call the function once with each batch."""
+        if self._is_async:
+            return await asyncio.gather(*(self._finish(batch, limit) for batch in batches))
+        if threads is not None:
+            tried = await threads.map(self._try, batches, name=self.name, limit=limit, budget=budget)
+        else:
+            tried = [self._try(batch) for batch in batches]
+        if any(inspect.isawaitable(found) for found in tried):  # it did not look async
+            return await asyncio.gather(
+                *(self._finish(batch, limit, found) for batch, found in zip(batches, tried, strict=True))
+            )
+        return tried
 
-        results = await workers.map(alone, samples, name=self.name, limit=limit, budget=budget)
-        return [self._late(result, workers, why) if isinstance(result, TimedOut) else result for result in results]
+    def _try(self, samples: Sequence[Sample]) -> Any:  # noqa: ANN401
+        """The results, or a `Failure`; an awaitable if the function is async, for `_finish`."""
+        try:
+            result = self._call(samples)
+            return result if inspect.isawaitable(result) else self._checked_results(result, samples)
+        except RewardError:
+            raise
+        except Exception as error:  # noqa: BLE001  (anything a user's function raises becomes a typed outcome)
+            return self._failed(error)
 
-    def _attempt_in_thread(self, samples: Sequence[Sample], attempts: int, workers: RewardWorkers) -> list[Result] | Failure:
-        for attempt in range(attempts):
-            if attempt:
-                workers.restart_deadline()
-            try:
-                result = self._call(samples)
-                if inspect.isawaitable(result):
-                    if inspect.iscoroutine(result):
-                        result.close()
-                    raise _IsAsync
-                return self._checked_results(result, samples)
-            except (RewardError, _IsAsync):
-                raise
-            except Exception as error:  # noqa: BLE001
-                failure = self._failed(error)
-        return failure
+    async def _finish(self, samples: Sequence[Sample], deadline: float, tried: Any = None) -> list[Result] | Failure:  # noqa: ANN401
+        """Await what `_try` returned, calling it first unless it was called."""
+        tried = self._try(samples) if tried is None else tried
+
+        async def result() -> object:
+            try:  # inside the task that `wait_for` makes: a `SystemExit` that leaves a task ends the whole event loop
+                return await tried
+            except SystemExit as error:
+                raise self._exited(error) from error
+
+        if not inspect.isawaitable(tried):
+            return cast("list[Result] | Failure", tried)
+        try:
+            return self._checked_results(await asyncio.wait_for(result(), deadline), samples)
+        except RewardError:
+            raise
+        except TimeoutError:
+            return self._failed(TimeoutError(f"no answer within reward.timeout = {deadline:g} s"))
+        except Exception as error:  # noqa: BLE001
+            return self._failed(error)
 
     def _call(self, samples: Sequence[Sample]) -> Any:  # noqa: ANN401  (what the user's function returns)
         """Call the function once; the per-sample form takes exactly one sample."""
@@ -218,31 +213,21 @@ class RewardFunction:
         advice = f"; {_NO_SIGNALS}" if _is_about_signals(error) else ""
         return Failure(reason=f"reward {self.name!r} raised {type(error).__name__}: {error}{advice}", cause=error)
 
-    def _late(self, result: TimedOut, workers: RewardWorkers, why: str) -> Failure:
-        if result.cause is None:
-            why = " for its batch, and then no time was left to try it alone"
-        reason = f"reward {self.name!r} gave no answer within reward.timeout = {workers.timeout:g} s{why}"
-        return Failure(reason=reason, cause=result.cause)
-
-
-async def together(calls: Iterable[Coroutine[Any, Any, T]], *, is_async: bool) -> list[T]:
-    """Run async calls concurrently; run plain ones one after another without yielding, so that each is timed alone."""
-    return list(await asyncio.gather(*calls)) if is_async else [await call for call in calls]
-
-
-def _only(results: list[Result] | Failure) -> Result:
-    return results if isinstance(results, Failure) else results[0]
+    def _late(self, result: TimedOut, timeout: float, limit: float) -> Failure:
+        why = ""
+        if limit < timeout:
+            alone = f"nor for it alone within {limit:g} s" if result.cause else "and then no time was left to try it alone"
+            why = f" for its batch, {alone}"
+        return Failure(f"reward {self.name!r} gave no answer within reward.timeout = {timeout:g} s{why}", result.cause)
 
 
 def _columns(samples: Sequence[Sample]) -> dict[str, Any]:
     """The arguments of the batch form."""
     names = {name for sample in samples for name in sample.row} - {"prompt"}
     columns: dict[str, Any] = {name: [sample.row.get(name) for sample in samples] for name in names}
-    pairs = [_as_in_trl(sample) for sample in samples]
-    columns["prompts"] = [prompt for prompt, _ in pairs]
-    columns["completions"] = [completion for _, completion in pairs]
-    columns["completion_ids"] = [sample.completion_ids for sample in samples]
-    return columns
+    prompts, completions = zip(*map(_as_in_trl, samples), strict=True)
+    ids = [sample.completion_ids for sample in samples]
+    return {**columns, "prompts": list(prompts), "completions": list(completions), "completion_ids": ids}
 
 
 def _as_in_trl(sample: Sample) -> tuple[Any, Any]:

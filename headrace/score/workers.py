@@ -61,35 +61,25 @@ class _Job:
         self.results: list[Any] = [TimedOut()] * len(items)
         self.error: BaseException | None = None
         self.taken = 0
-        self.missing = len(items)
-        self.began = 0.0
+        """Items that a worker has taken, or that are given up."""
+        self.began = math.inf
         self.context = contextvars.copy_context()
         self.loop = asyncio.get_running_loop()
         self.done: asyncio.Future[None] = self.loop.create_future()
 
-    def drop_rest(self) -> None:
-        """Skip the items that no worker has taken yet."""
-        self.missing -= len(self.items) - self.taken
-        self.taken = len(self.items)
-
-    def settle(self) -> None:
-        """Wake `map` once no result is missing. Any thread may call it."""
-        if self.missing == 0:
-            with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody waits
-                self.loop.call_soon_threadsafe(self._wake)
-
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """End the wait of `map`."""
         if not self.done.done():
             self.done.set_result(None)
 
 
-class _Worker:
-    def __init__(self, number: int, work: Callable[[_Worker], None]) -> None:
-        self.job: _Job | None = None
-        self.index = 0
-        self.since = 0.0
-        self.is_abandoned = False
-        self.thread = threading.Thread(target=work, args=(self,), name=f"reward-{number}", daemon=True)
+class _Worker(threading.Thread):
+    """A thread, and the call that it is making."""
+
+    job: _Job | None = None
+    index = 0
+    since = 0.0
+    is_abandoned = False
 
 
 class RewardWorkers:
@@ -104,13 +94,11 @@ class RewardWorkers:
         self._jobs: deque[_Job] = deque()
         self._workers: list[_Worker] = []
         self._stuck: set[_Worker] = set()
-        self._num_started = 0
         self._late_in_a_row = 0
         self._is_closed = False
         self.num_calls = 0
         """Calls that have ended, in time or not: while it rises, rewards make progress."""
         self._changed = threading.Condition(threading.Lock())
-        self._here = threading.local()
 
     @property
     def num_stuck(self) -> int:
@@ -126,49 +114,44 @@ class RewardWorkers:
         if not items:
             return []
         job = _Job(function, items, name=name, limit=limit or self.timeout, budget=budget)
-        self._submit(job)
-        try:
-            while not job.done.done():
-                await asyncio.wait({job.done}, timeout=self._abandon_late(job.limit))
-        finally:
+        with contextlib.nullcontext() if self._watchdog is None else self._watchdog.watching():
             with self._changed:
-                job.drop_rest()
-            if self._watchdog is not None:
-                self._watchdog.closed()
+                assert not self._is_closed
+                self._jobs.append(job)
+                while len(self._workers) < self._num_threads:
+                    self._start_thread()
+                self._changed.notify_all()
+            try:
+                while not job.done.done():
+                    await asyncio.wait({job.done}, timeout=self._abandon_late(job.limit))
+            finally:
+                with self._changed:
+                    job.taken = len(items)
         if job.error is not None:
             raise job.error
         return cast("list[T | TimedOut]", job.results)
-
-    def restart_deadline(self) -> None:
-        """Called in a worker thread by a function that retries: its deadline counts from now."""
-        self._here.worker.since = time.monotonic()
 
     def close(self) -> None:
         """End idle threads now and the others after their call, without waiting for them."""
         with self._changed:
             self._is_closed = True
             for job in self._jobs:
-                job.drop_rest()
-                job.settle()
+                job.taken = len(job.items)
+                self._settle(job)
             self._changed.notify_all()
 
-    # In the event loop
-
-    def _submit(self, job: _Job) -> None:
-        if self._watchdog is not None:
-            self._watchdog.opened()
-        with self._changed:
-            assert not self._is_closed
-            self._jobs.append(job)
-            while len(self._workers) < self._num_threads:
-                self._start_thread()
-            self._changed.notify_all()
+    # All of what follows is called with the lock, except by `_work`
 
     def _start_thread(self) -> None:
-        self._num_started += 1
-        worker = _Worker(self._num_started, self._work)
+        worker = _Worker(target=self._work, name="reward", daemon=True)
         self._workers.append(worker)
-        worker.thread.start()
+        worker.start()
+
+    def _settle(self, job: _Job) -> None:
+        """Wake `map` if nothing is left to wait for."""
+        if job.taken == len(job.items) and all(worker.job is not job for worker in self._workers):
+            with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody waits
+                job.loop.call_soon_threadsafe(job.wake)
 
     def _abandon_late(self, soonest: float) -> float:
         """Abandon all calls past their deadline, of any job. Returns the seconds until the next may be."""
@@ -185,17 +168,16 @@ class RewardWorkers:
 
     def _abandon(self, worker: _Worker, job: _Job) -> None:
         cause = TimeoutError(f"no answer from reward {job.name!r} within {job.limit:g} s")
-        cause.__traceback__ = _where(worker.thread)
+        cause.__traceback__ = _where(worker)
         stack = "".join(traceback.format_tb(cause.__traceback__))
         logging.getLogger("headrace.score").warning("%s; its thread is abandoned in\n%s", cause, stack)
-        worker.is_abandoned, worker.job = True, None
+        worker.is_abandoned = True
         self._workers.remove(worker)
         self._stuck.add(worker)
         self._late_in_a_row += 1
         self.num_calls += 1
         job.results[worker.index] = TimedOut(cause)
-        job.missing -= 1
-        job.settle()
+        self._settle(job)
         if max(len(self._stuck), self._late_in_a_row) >= MAX_STUCK:
             raise RewardError(
                 f"{self._late_in_a_row} calls in a row got no answer within reward.timeout = {self.timeout:g} s and "
@@ -204,58 +186,44 @@ class RewardWorkers:
             ) from cause
         self._start_thread()
 
-    # In a worker thread
-
-    def _work(self, worker: _Worker) -> None:
-        self._here.worker = worker
-        outcome: Any = None
-        error: BaseException | None = None
-        seen: _Job | None = None
-        while (job := self._turn(worker, outcome, error)) is not None:
-            if job is not seen:
-                seen, context = job, job.context.copy()
+    def _work(self) -> None:
+        """A worker thread. Waits for jobs; woken by `map` and `close`."""
+        worker = cast("_Worker", threading.current_thread())
+        while True:
+            with self._changed:
+                while (job := self._next_job()) is None:
+                    if self._is_closed:
+                        return
+                    self._changed.wait()
+                worker.job, worker.index, worker.since = job, job.taken, time.monotonic()
+                job.began = min(job.began, worker.since)
+                job.taken += 1
+            result: Any = None
+            error: BaseException | None = None
             try:
-                outcome, error = context.run(job.function, job.items[worker.index]), None
+                result = job.context.copy().run(job.function, job.items[worker.index])
             except BaseException as raised:  # noqa: BLE001  (`map` raises it again)
-                outcome, error = None, raised
-
-    def _turn(self, worker: _Worker, outcome: object, error: BaseException | None) -> _Job | None:
-        """Store the last result and take the next item; None ends the thread. Waits for a job; woken by `map` and `close`."""
-        with self._changed:
-            if worker.is_abandoned:
-                self._stuck.discard(worker)
-                return None
-            if worker.job is not None:
-                self._store(worker.job, worker.index, outcome, error)
+                error = raised
+            with self._changed:
+                if worker.is_abandoned:
+                    self._stuck.discard(worker)
+                    return
+                self._late_in_a_row = 0
+                self.num_calls += 1
                 worker.job = None
-            while not self._is_closed:
-                job = self._next_job()
-                if job is not None:
-                    worker.job, worker.index, worker.since = job, job.taken, time.monotonic()
-                    job.taken += 1
-                    return job
-                self._changed.wait()
-            return None
-
-    def _store(self, job: _Job, index: int, outcome: object, error: BaseException | None) -> None:
-        self._late_in_a_row = 0
-        self.num_calls += 1
-        if error is None:
-            job.results[index] = outcome
-        else:
-            job.error = job.error or error
-            job.drop_rest()
-        job.missing -= 1
-        job.settle()
+                job.results[worker.index] = result
+                if error is not None:
+                    job.error = job.error or error
+                    job.taken = len(job.items)
+                self._settle(job)
 
     def _next_job(self) -> _Job | None:
+        """The first job that has items to call, and time left for them."""
         while self._jobs:
             job = self._jobs[0]
-            if job.taken == 0:
-                job.began = time.monotonic()
-            elif job.budget < math.inf and job.taken < len(job.items) and time.monotonic() - job.began > job.budget:
-                job.drop_rest()
-                job.settle()
+            if time.monotonic() - job.began > job.budget:
+                job.taken = len(job.items)
+                self._settle(job)
             if job.taken < len(job.items):
                 return job
             self._jobs.popleft()

@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING
 from headrace.front_door import front_door
 
 if TYPE_CHECKING:
-    from headrace.staleness.correction import check_correction, correction_constants, correction_of
-    from headrace.staleness.gate import Gate, describe_gate, make_gate, max_untrained_groups
-    from headrace.staleness.reject import too_old
-    from headrace.staleness.settings import StalenessSettings
+    from headrace.staleness.gate import Gate, describe_gate, make_gate, max_untrained_groups, too_old
+    from headrace.staleness.settings import StalenessSettings, check_correction, correction_constants, correction_of
 else:
     __getattr__ = front_door(__name__)

@@ -1,15 +1,22 @@
-"""Bounds staleness by counting: no group is submitted before the engines hold a version that is new enough for it."""
+"""Bounds staleness by counting: no group is submitted before the engines hold a version that is new enough for it. What is
+too old nevertheless when a batch is made is rejected."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from headrace.buffer import buffer_policy
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from headrace.config import Recipe
+    from headrace.records import Episode
+    from headrace.sync import Lineage
 
 
+@dataclass(frozen=True, kw_only=True)
 class Gate:
     """Counts groups. Groups that will never be trained (rejected, failed, filtered) make room for others.
 
@@ -23,31 +30,22 @@ class Gate:
     at version ⌊n/B⌋ and was submitted at v ≥ ⌊(n − E)/B⌋ − d: the gate bounds its lag by d + ⌈E/B⌉; only `reject` makes it d.
     """
 
-    def __init__(self, *, depth: int | None, groups_per_batch: int, steps: int, extra: int = 0) -> None:
-        self._depth = depth
-        self._groups_per_batch = groups_per_batch
-        self._steps = steps
-        self._extra = extra
-
-    @property
-    def has_depth(self) -> bool:
-        """Whether the depth bounds what is in flight, or only the run's length does."""
-        return self._depth is not None
+    depth: int | None
+    """None: only the run's steps bound submission."""
+    groups_per_batch: int
+    steps: int
+    extra: int = 0
 
     def is_open(self, *, version: int, submitted: int, dropped: int) -> bool:
         """Whether one more group may be submitted while the engines hold `version`."""
-        horizon = self._steps if self._depth is None else min(version + 1 + self._depth, self._steps)
-        return submitted - dropped < horizon * self._groups_per_batch + self._extra
+        horizon = self.steps if self.depth is None else min(version + 1 + self.depth, self.steps)
+        return submitted - dropped < horizon * self.groups_per_batch + self.extra
 
 
 def make_gate(recipe: Recipe) -> Gate:
-    """The recipe's gate; without a depth, only the run's steps bound submission."""
-    return Gate(
-        depth=gate_depth(recipe),
-        groups_per_batch=recipe.train.groups_per_batch,
-        steps=recipe.steps,
-        extra=recipe.partial.extra_groups(recipe.train.groups_per_batch),
-    )
+    groups = recipe.train.groups_per_batch
+    extra = recipe.partial.extra_groups(groups)
+    return Gate(depth=gate_depth(recipe), groups_per_batch=groups, steps=recipe.steps, extra=extra)
 
 
 def gate_depth(recipe: Recipe) -> int | None:
@@ -72,3 +70,16 @@ def describe_gate(recipe: Recipe) -> str:
     sizes = f"({depth} + 1) × {groups}{f' + {extra}' if extra else ''} = {max_untrained_groups(recipe)}"
     why = f"staleness.max_lag = {recipe.staleness.max_lag}{', partial.oversample' if extra else ''}"
     return f"gate       at most {sizes} tasks submitted and untrained ({why})"
+
+
+def too_old(episodes: Iterable[Episode], *, version: int, max_lag: int | None, lineage: Lineage) -> str | None:
+    """Why these episodes cannot be trained at `version`, or None. Tokens of weights that a restart discarded never can be."""
+    for episode in episodes:
+        for rollout in episode.rollouts:
+            if not rollout.num_sampled:
+                continue
+            if not lineage.contains(rollout.lineage, int(rollout.versions.max())):
+                return "lineage"
+            if max_lag is not None and version - rollout.oldest_version > max_lag:
+                return "lag"
+    return None

@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING
 from headrace.front_door import front_door
 
 if TYPE_CHECKING:
-    from headrace.tasks.errors import TaskError
-    from headrace.tasks.settings import TaskSettings
-    from headrace.tasks.sources import RowSource, TaskSource, builtin_reward, open_source
-    from headrace.tasks.stream import TaskStream
+    from headrace.tasks.settings import TaskError, TaskSettings
+    from headrace.tasks.sources import RowSource, TaskSource, TaskStream, builtin_reward, open_source
 else:
     __getattr__ = front_door(__name__)

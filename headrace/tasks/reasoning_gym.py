@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headrace.tasks.errors import TaskError
+from headrace.tasks.settings import TaskError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,15 +31,8 @@ _MAX_TRIES = 2_000
 _MAX_EXAMPLES = 64
 _EVALUATES = frozenset(
     [
-        "binary_matrix",
-        "countdown",
-        "intermediate_integration",
-        "n_queens",
-        "polynomial_multiplication",
-        "puzzle24",
-        "simple_integration",
-        "spiral_matrix",
-        "string_insertion",
+        *("binary_matrix", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication", "puzzle24"),
+        *("simple_integration", "spiral_matrix", "string_insertion"),
     ]
 )
 """Tasks whose scorer passes the model's text to `eval`, or to sympy's parser, which does so (reasoning-gym 0.1.25)."""
@@ -59,30 +52,26 @@ class ReasoningGym:
             raise _refused(name, f"options: instruction = {instruction!r}: must be text")
         if type(examples) is not int or not 0 <= examples <= _MAX_EXAMPLES:
             raise _refused(name, f"options: examples = {examples!r}: must be a whole number up to {_MAX_EXAMPLES}")
-        self._name, self._run_seed, self._split = name, seed, split
+        self._name, self._run_seed, self._split, self._options = name, seed, split, options
         # Generators add a task's number to the seed, so seeds 0 and 1 would share all tasks but one.
         self._seed = int(np.random.SeedSequence(seed).generate_state(1)[0]) >> 1
-        self._options = options
         self._dataset = _create(name, self._seed, options)
         self._shown: set[str] = set()
         self._before: list[Plain] = [{"role": "system", "content": instruction}] if instruction else []
-        for index in range(examples):
-            self._before += self._example(index, answer="<answer>{}</answer>" if "<answer>" in instruction else "{}")
+        form = "<answer>{}</answer>" if "<answer>" in instruction else "{}"
+        for index in range(examples):  # of the training split; rows never repeat them
+            _, entry = self._pick("examples", index, is_held_out=False)
+            if entry["answer"] is None:
+                raise _refused(name, "options: examples: its tasks name no answer that could be shown; set it to 0")
+            self._shown.add(entry["question"])
+            self._before.append({"role": "user", "content": entry["question"]})
+            self._before.append({"role": "assistant", "content": form.format(entry["answer"])})
 
     def row(self, index: int) -> dict[str, Plain]:
         number, entry = self._pick(self._split, index, is_held_out=self._split != "train")
         prompt: list[Plain] = [*self._before, {"role": "user", "content": entry["question"]}]
         origin: dict[str, Plain] = {"name": self._name, "seed": self._seed, "number": number, "options": dict(self._options)}
         return {"prompt": prompt, "answer": entry["answer"], "reasoning_gym": origin}
-
-    def _example(self, index: int, *, answer: str) -> list[Plain]:
-        """A question of the training split and its answer; rows never repeat it."""
-        _, entry = self._pick("examples", index, is_held_out=False)
-        if entry["answer"] is None:
-            raise _refused(self._name, "options: examples: its tasks name no answer that could be shown; set it to 0")
-        self._shown.add(entry["question"])
-        question, shown = entry["question"], answer.format(entry["answer"])
-        return [{"role": "user", "content": question}, {"role": "assistant", "content": shown}]
 
     def _pick(self, stream: str, index: int, *, is_held_out: bool) -> tuple[int, dict[str, Any]]:
         random = np.random.default_rng((self._run_seed, zlib.crc32(stream.encode()), index))
@@ -136,25 +125,20 @@ def _remembered(name: str, seed: int, options: str) -> Any:  # noqa: ANN401
 
 
 def _create(name: str, seed: int, options: dict[str, Any]) -> Any:  # noqa: ANN401  (the package's classes)
-    factory = _package(name)
-    names = sorted(set(factory.DATASETS) - {"composite"})
+    try:
+        from reasoning_gym.factory import DATASETS, create_dataset
+    except ImportError as error:
+        raise _refused(name, f"needs `pip install reasoning-gym`, which headrace[gym] includes ({error})") from error
+    names = sorted(set(DATASETS) - {"composite"})
     if name not in names:
         near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
         known = f"did you mean {' or '.join(near)}?" if near else f"there are: {', '.join(names)}"
         raise _refused(name, f"reasoning-gym has no such task; {known}")
     try:
-        return factory.create_dataset(name, seed=seed, **options)
+        return create_dataset(name, seed=seed, **options)
     except (AssertionError, TypeError, ValueError) as error:
         problem = str(error).rpartition("() ")[2]  # without the name of the package's class
         raise _refused(name, f"options: {problem}") from error
-
-
-def _package(name: str) -> Any:  # noqa: ANN401  (a module)
-    try:
-        import reasoning_gym.factory
-    except ImportError as error:
-        raise _refused(name, f"needs `pip install reasoning-gym`, which headrace[gym] includes ({error})") from error
-    return reasoning_gym.factory
 
 
 def _refused(name: str, problem: str) -> TaskError:

@@ -1,4 +1,4 @@
-"""The recipe's `[[tasks]]`."""
+"""The recipe's `[[tasks]]`, and the error that all sources raise."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headrace.settings import check
+
+
+class TaskError(ValueError):
+    """Tasks cannot be used; the message names the source, the row and the fix."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headrace.tasks.errors import TaskError
+from headrace.tasks.settings import TaskError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Opens sources of tasks: lists of rows, JSONL and parquet files, `datasets.Dataset`, and generated tasks."""
+"""Sources of tasks (lists of rows, JSONL and parquet files, `datasets.Dataset`, generated tasks), and the stream of a run."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import numpy as np
 
 from headrace.records import Plain, check_messages, check_plain
 from headrace.tasks import reasoning_gym, sort_digits
-from headrace.tasks.errors import TaskError
+from headrace.tasks.settings import TaskError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
 Row = dict[str, Plain]
 
@@ -44,6 +44,38 @@ class RowSource:
         if epoch != self._epoch:
             self._epoch, self._order = epoch, np.random.default_rng((self._seed, epoch)).permutation(len(self.rows))
         return self.rows[int(self._order[place])]
+
+
+class TaskStream:
+    """An endless, resumable mix. (seed, position) decides at random which source is next; each source has its own order."""
+
+    def __init__(self, sources: Sequence[tuple[TaskSource, float]], *, seed: int) -> None:
+        self.sources = [source for source, _ in sources]
+        weights = np.array([weight for _, weight in sources], dtype=np.float64)
+        self._edges = np.cumsum(weights / weights.sum())
+        self._seed = seed
+        self._counts = [0] * len(self.sources)
+
+    @property
+    def position(self) -> int:
+        return sum(self._counts)
+
+    def next(self) -> Row:
+        which = 0
+        if len(self.sources) > 1:
+            number = np.random.default_rng((self._seed, self.position)).random()
+            which = min(int(np.searchsorted(self._edges, number, side="right")), len(self.sources) - 1)
+        row = self.sources[which].row(self._counts[which])
+        self._counts[which] += 1
+        return row
+
+    def state(self) -> list[int]:
+        """Rows taken from each source: all that a checkpoint needs."""
+        return list(self._counts)
+
+    def restore(self, counts: list[int]) -> None:
+        assert len(counts) == len(self.sources)
+        self._counts = list(counts)
 
 
 _GENERATORS: dict[str, tuple[Callable[..., TaskSource], Callable[[str], Callable[..., float | None]]]] = {
@@ -78,29 +110,24 @@ def _split_name(source: object) -> tuple[str, str]:
     return prefix, name
 
 
-def _read(path: Path) -> Iterable[Any]:
+def _read(path: Path) -> list[Any]:
     if not path.is_file():
         raise TaskError(f"tasks: {path}: no such file (paths are relative to {Path.cwd()})")
+    rows: list[Any] = []
     if path.suffix == ".parquet":
         try:
             import pyarrow.parquet as parquet
         except ImportError as error:
             raise TaskError(f"tasks: {path}: reading parquet needs `pip install headrace[parquet]`") from error
-        rows: list[Any] = parquet.read_table(path).to_pylist()
-        return rows
-    if path.suffix not in (".jsonl", ".json"):
-        raise TaskError(f"tasks: {path}: must be a .jsonl or .parquet file")
-    return _read_lines(path)
-
-
-def _read_lines(path: Path) -> Iterable[Any]:
-    rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
-        if line.strip():
+        rows = parquet.read_table(path).to_pylist()
+    elif path.suffix in (".jsonl", ".json"):
+        for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
             try:
-                rows.append(json.loads(line))
+                rows += [json.loads(line)] if line.strip() else []
             except json.JSONDecodeError as error:
                 raise TaskError(f"{path}:{number}: not JSON: {error}") from error
+    else:
+        raise TaskError(f"tasks: {path}: must be a .jsonl or .parquet file")
     return rows
 
 

@@ -16,7 +16,7 @@ from headrace.buffer import Group
 from headrace.config import make_recipe
 from headrace.records import Batch, Episode, Scored
 from headrace.run.batches import columns_first, make_batches, with_column, with_token_advantages
-from headrace.run.collector import fewer_gc_pauses
+from headrace.run.session import fewer_gc_pauses
 from headrace.staleness import too_old
 from headrace.sync import Lineage
 
@@ -33,6 +33,10 @@ def groups(draw: st.DrawFn) -> list[Group]:
             episodes.append(Episode(id=f"{name}/{index}", group=name, task={}, rollouts=members, outcome=outcome))
         made.append(Group(number=number, episodes=tuple(episodes)))
     return made
+
+
+def ids(group: Group) -> list[str]:
+    return [episode.id for episode in group.episodes]
 
 
 @pytest.mark.parametrize("mean", ["token", "sequence", "constant"])
@@ -123,7 +127,7 @@ def test_what_is_taken_over_the_batch_is_taken_over_the_whole_version(parts: int
     recipe = make_recipe({"train": {"advantage": "global", "mini_batches": parts, "batch": 16, "group_size": 2}})
     rewards = [episode.reward for group in made for episode in group.episodes]
     wanted = {
-        id: (r - np.mean(rewards)) / np.std(rewards) for id, r in zip([i for g in made for i in g.ids], rewards, strict=True)
+        id: (r - np.mean(rewards)) / np.std(rewards) for id, r in zip([i for g in made for i in ids(g)], rewards, strict=True)
     }
     batches_made = make_batches(made, recipe, version=3)
     assert len(batches_made) == parts
@@ -141,7 +145,7 @@ def test_gae_is_made_of_the_trainers_values_and_scaled_over_the_version(parts: i
     batches_made = make_batches(made, recipe, version=3)
     assert columns_first(batches_made, recipe) == ["values", *(["reference"] if in_reward else [])]
     random = np.random.default_rng(0)
-    drawn = {id: random.normal(size=(2, 20)).astype(np.float32) for group in made for id in group.ids}
+    drawn = {id: random.normal(size=(2, 20)).astype(np.float32) for group in made for id in ids(group)}
     for place, name in enumerate(columns_first(batches_made, recipe)):
         values = [[np.where(r.loss_mask, drawn[r.id][place][: len(r)], 0) for r in batch.rollouts] for batch in batches_made]
         batches_made = [with_column(batch, name, of) for batch, of in zip(batches_made, values, strict=True)]

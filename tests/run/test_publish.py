@@ -14,7 +14,6 @@ from headrace.config import make_recipe
 from headrace.errors import SyncError
 from headrace.observe import Observer
 from headrace.observe.sinks import read_metrics
-from headrace.partial import Interrupt
 from headrace.run.publishing import make_canary, publish
 from headrace.sync import WeightSync
 from headrace.trainer import Published
@@ -81,7 +80,7 @@ def test_a_version_is_held_only_when_the_engines_have_loaded_and_scored_it(num_r
         is_inline = False
 
         async def publish(self, version: int, *, canary: Any, whole: bool = False) -> Published:
-            return Published(SimpleNamespace(version=version), np.zeros(32, dtype=np.float32))
+            return Published(SimpleNamespace(version=version, parts=()), np.zeros(32, dtype=np.float32))
 
         async def nothing(self, *_: object) -> None:
             held.append(policy.held_version)
@@ -96,12 +95,12 @@ def test_a_version_is_held_only_when_the_engines_have_loaded_and_scored_it(num_r
         await policy.publication
 
     policy = SimpleNamespace(
-        trainer=Trainer(), version=7, held_version=6, canary=make_canary([1, 2, 3]), failed_updates=0,
+        trainer=Trainer(), version=7, held_version=6, canary=make_canary([1, 2, 3]), sync_metrics={"failed_syncs": 0},
         recipe=make_recipe({}),
     )  # fmt: skip
     run = SimpleNamespace(
-        roles=SimpleNamespace(engine=Engine()), room=asyncio.Event(), interrupt=Interrupt.KEEP,
-        spawn=asyncio.ensure_future, wake_engines=nothing, observer=Observer(),
+        roles=SimpleNamespace(engine=Engine()), room=asyncio.Event(),
+        spawn=lambda function, *given: asyncio.ensure_future(function(*given)), wake_engines=nothing, observer=Observer(),
     )  # fmt: skip
     if num_refusals < 3:
         asyncio.run(main())

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from headrace.cli import main
 from headrace.observe.inspect import kept_steps, read_rollouts
 from headrace.observe.sinks import read_metrics
-from headrace.run.skipped_steps import NotFiniteGradient
+from headrace.run.metrics import NotFiniteGradient
 
 LOSS = """
 import time

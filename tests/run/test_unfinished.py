@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -30,7 +29,6 @@ from headrace.records import (
     unpack_rollouts,
 )
 from headrace.run.in_flight import GroupInFlight, InFlightTable
-from headrace.run.ledger import Ledger
 from headrace.run.policy import PolicyState, max_generate_calls
 from headrace.run.state import Run
 from headrace.staleness.gate import gate_depth
@@ -55,7 +53,7 @@ def check_books_always(monkeypatch) -> list[int]:
     def checking(self):
         original(self)
         for policy in self.policies.values():
-            policy.check_ledger()
+            policy.ledger.check()
             checks.append(len(policy.in_flight))
 
     monkeypatch.setattr(Run, "note_progress", checking)
@@ -94,18 +92,26 @@ def test_nothing_is_cancelled_that_could_have_been_trained(tmp_path, monkeypatch
     """What would have been given up is let go on instead: all of it that ends before the run does is rejected."""
     doomed: set[str] = set()
     monkeypatch.setattr(PolicyState, "cancel", lambda self, group, tokens: doomed.add(group))
-    settled: dict[str, str] = {}
-    settle = Ledger.settle
+    rejected: set[str] = set()
+    trained: set[str] = set()
+    reject, settle = PolicyState.reject_stale, PolicyState.settle_trained
 
-    def noting(self, ids, state, reason=""):
-        ids = list(ids)
-        settled.update(dict.fromkeys({id.partition("/")[0] for id in ids}, f"{state} {reason}"))
-        settle(self, ids, state, reason)
+    def names(groups) -> set[str]:
+        return {f"g{group.number}" for group in groups}
 
-    monkeypatch.setattr(Ledger, "settle", noting)
+    def rejecting(self, version):
+        before = names(self.buffer.groups())
+        reject(self, version)
+        rejected.update(before - names(self.buffer.groups()))
+
+    def settling(self, started):
+        settle(self, started)
+        trained.update(names(started.groups))
+
+    monkeypatch.setattr(PolicyState, "reject_stale", rejecting)
+    monkeypatch.setattr(PolicyState, "settle_trained", settling)
     small_run(tmp_path / "run", steps=24, staleness={"max_lag": 1}, partial={"cancel": "over_age"}, **LONG_TAIL)
-    ends = Counter(settled[group] for group in doomed if settled[group] != "unused ")
-    assert ends.keys() == {"rejected lag"} and ends.total() > 3
+    assert not doomed & trained and len(doomed & rejected) > 3
 
 
 def test_a_cancelled_group_frees_its_slots_and_its_calls(tmp_path, monkeypatch):
@@ -223,13 +229,13 @@ def test_what_is_recycled_goes_on_before_anything_new_begins(tmp_path, monkeypat
         ),
     )
     swaps: list[int] = []
-    resume = Run.resume_generation
+    resume = Run.resume_engines
 
     async def noting(self, policy):
         swaps.append(len(admitted))
         await resume(self, policy)
 
-    monkeypatch.setattr(Run, "resume_generation", noting)
+    monkeypatch.setattr(Run, "resume_engines", noting)
     settings = {"buffer": {"kind": "synchronous"}, "partial": {"interrupt": "abort", "oversample": 2.0}}
     small_run(tmp_path / "run", steps=10, staleness={"max_lag": 3}, **settings, **LONG_TAIL)
     num_recycled = 0
@@ -283,7 +289,7 @@ def note_generated(monkeypatch) -> list[str]:
     generate = EngineClient.generate
 
     async def noting(self, rollout):
-        if rollout.id not in self._partials:
+        if rollout.id not in self.partials:
             begun.append(rollout.id)
         return await generate(self, rollout)
 

@@ -307,7 +307,7 @@ def test_a_sample_that_raises_is_asked_again_and_sinks_no_sibling() -> None:
 
     results = score(picky, numbered(3), workers=RewardWorkers(timeout=10), attempts=2)
     assert results[0] == 0.0 and results[2] == 2.0 and "KeyError" in results[1].reason
-    assert calls == [[0, 1, 2], [0], [1], [1], [2]]
+    assert calls == [[0, 1, 2], [0], [1], [2], [1]]
 
 
 def test_a_reward_that_sets_an_alarm_is_told_what_to_do() -> None:
@@ -330,7 +330,7 @@ def test_a_reward_that_sets_an_alarm_is_told_what_to_do() -> None:
 def test_closing_does_not_wait_for_a_stuck_thread(stuck) -> None:
     workers = RewardWorkers(2, timeout=TIMEOUT)
     score(lambda completion: stuck(), [make_sample()], workers=workers)
-    idle = [worker.thread for worker in workers._workers]
+    idle = list(workers._workers)
     workers.close()
     assert workers.num_stuck == 1, "closed, and it is still stuck"
     for thread in idle:

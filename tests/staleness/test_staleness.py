@@ -44,7 +44,8 @@ class Simulation:
     lags: list[int] = field(default_factory=list)
 
     def run(self) -> None:
-        buffer = GroupBuffer(batch=self.batch, capacity=None, in_order=self.in_order)
+        oldest = (lambda: min(self.in_flight, default=None)) if self.in_order else None
+        buffer = GroupBuffer(batch=self.batch, capacity=None, waits_for=oldest)
         while self.version < self.steps:
             may_submit = self.gate.is_open(version=self.version, submitted=self.submitted, dropped=self.dropped)
             moves = ["submit"] * (4 * may_submit) + ["finish"] * bool(self.in_flight) + ["train"] * buffer.ready.is_set()
@@ -57,7 +58,7 @@ class Simulation:
                 number = self.random.choice(list(self.in_flight))
                 self.oldest[number] = self.in_flight.pop(number)
                 if self.random.random() < self.drop_share:
-                    buffer.skip(number)
+                    buffer.drop(number)
                     self.dropped += 1
                 else:
                     buffer.put(Group(number, ()))
