@@ -28,11 +28,10 @@ from headrace.records.columns import (
 from headrace.records.episode import Episode
 from headrace.records.expert_routing import unknown_expert, unknown_routing
 from headrace.records.frames import WireError, decode, encode, read_frames
-from headrace.records.manifest import Manifest, TensorInfo
 from headrace.records.rollout import Rollout
 from headrace.records.sampling import Call, FinishReason, InfraAbort, Invalid, Outcome, Sampling, SamplingMask, Scored, Source
 from headrace.records.validate import Array, Plain, check_messages, check_plain
-from headrace.records.weight_update import Part, WeightUpdate
+from headrace.records.weight_update import Manifest, Part, TensorInfo, WeightUpdate
 
 __all__ = [
     "Array",
