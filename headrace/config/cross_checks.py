@@ -12,6 +12,8 @@ from headrace.staleness import check_correction
 from headrace.sync import transport_class
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from headrace.config.recipe import Recipe
 
 
@@ -20,51 +22,41 @@ def check_across_rooms(recipe: Recipe) -> None:
     check_buffer(recipe)
     check_correction(recipe)
     check_engine_kind(recipe)
-    if recipe.exact:
-        _check_exact(recipe)
     check_unfinished(recipe)
-    if recipe.engine.sleeps:
-        _check_sleep(recipe)
+    problem = next(_problems(recipe), None)
+    if problem is not None:
+        raise ConfigError(problem)
+
+
+def _problems(recipe: Recipe) -> Iterator[str]:
+    engine, partial, transport = recipe.engine, recipe.partial, recipe.sync.transport
+    if recipe.exact:
+        if recipe.device == "cuda":
+            yield "device = 'cuda': exact = true is a promise about the CPU; set device = 'cpu'"
+        if recipe.model.dtype != "float32":
+            yield f"model.dtype = '{recipe.model.dtype}': exact = true needs float32"
+        if engine.block_size != 16:
+            yield f"engine.block_size = {engine.block_size}: exact = true needs 16"
+        if not recipe.staleness.gate and buffer_policy(recipe).max_batches is None:
+            yield "staleness.gate = false: exact = true needs the gate where the buffer has no bound"
+    if engine.sleeps and not buffer_policy(recipe).takes_turns:
+        yield (
+            f"engine.sleep = '{engine.sleep}': engines that generate while the trainer trains cannot sleep then; set "
+            f"staleness.max_lag = 0 or buffer.kind = 'synchronous', or leave it 'never'"
+        )
+    if engine.sleeps and pauses_unfinished(recipe) and partial.pausing.keeps_kv:
+        yield (
+            f"engine.sleep = '{engine.sleep}': with partial.oversample = {partial.oversample:g} rollouts are in flight then, "
+            f"and would continue over a KV cache that was given back; set partial.interrupt = 'retract' or 'abort'"
+        )
     if recipe.sampling.max_tokens >= recipe.model.context > 0:
-        raise ConfigError(
-            f"sampling.max_tokens = {recipe.sampling.max_tokens}: leaves no room for a prompt in model.context = "
-            f"{recipe.model.context}"
-        )
-    _check_processes(recipe)
-
-
-def _check_sleep(recipe: Recipe) -> None:
-    setting, partial = f"engine.sleep = '{recipe.engine.sleep}'", recipe.partial
-    if not buffer_policy(recipe).takes_turns:
-        raise ConfigError(
-            f"{setting}: engines that generate while the trainer trains cannot sleep then; set staleness.max_lag = 0 or "
-            f"buffer.kind = 'synchronous', or leave it 'never'"
-        )
-    if pauses_unfinished(recipe) and partial.pausing.keeps_kv:
-        raise ConfigError(
-            f"{setting}: with partial.oversample = {partial.oversample:g} rollouts are in flight then, and would "
-            f"continue over a KV cache that was given back; set partial.interrupt = 'retract' or 'abort'"
-        )
-
-
-def _check_processes(recipe: Recipe) -> None:
-    transport = recipe.sync.transport
+        given = f"sampling.max_tokens = {recipe.sampling.max_tokens}"
+        yield f"{given}: leaves no room for a prompt in model.context = {recipe.model.context}"
     if transport != "auto":
         chosen, setting = transport_class(transport), f"sync.transport = '{transport}'"
         if chosen.crosses_processes == recipe.is_inline:
-            raise ConfigError(f"{setting}: does not go with orchestrate = '{recipe.orchestrate}'; leave it auto")
+            yield f"{setting}: does not go with orchestrate = '{recipe.orchestrate}'; leave it auto"
         if chosen.needs_gpu and recipe.device == "cpu":
-            raise ConfigError(f"{setting}: device = 'cpu' has no GPU memory to share; leave it auto")
-    if recipe.engine.count > 1 and recipe.is_inline:
-        raise ConfigError(f"engine.count = {recipe.engine.count}: orchestrate = 'inline' has one engine; set it to 'local'")
-
-
-def _check_exact(recipe: Recipe) -> None:
-    if recipe.device == "cuda":
-        raise ConfigError("device = 'cuda': exact = true is a promise about the CPU; set device = 'cpu'")
-    if recipe.model.dtype != "float32":
-        raise ConfigError(f"model.dtype = '{recipe.model.dtype}': exact = true needs float32")
-    if recipe.engine.block_size != 16:
-        raise ConfigError(f"engine.block_size = {recipe.engine.block_size}: exact = true needs 16")
-    if not recipe.staleness.gate and buffer_policy(recipe).max_batches is None:
-        raise ConfigError("staleness.gate = false: exact = true needs the gate where the buffer has no bound")
+            yield f"{setting}: device = 'cpu' has no GPU memory to share; leave it auto"
+    if engine.count > 1 and recipe.is_inline:
+        yield f"engine.count = {engine.count}: orchestrate = 'inline' has one engine; set it to 'local'"

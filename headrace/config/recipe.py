@@ -67,10 +67,10 @@ class Recipe:
 
     def __post_init__(self) -> None:
         check(self.steps >= 1, "steps", self.steps, "≥ 1")
-        check(self.seed >= 0, "seed", self.seed, "≥ 0")
-        check(self.threads >= 0, "threads", self.threads, "≥ 0")
-        check(self.deadline > 0, "deadline", self.deadline, "above 0")
-        check(self.heartbeat > 0, "heartbeat", self.heartbeat, "above 0")
+        for name in ("seed", "threads"):
+            check(getattr(self, name) >= 0, name, getattr(self, name), "≥ 0")
+        for name in ("deadline", "heartbeat"):
+            check(getattr(self, name) > 0, name, getattr(self, name), "above 0")
         check_across_rooms(self)
 
     @property
@@ -85,12 +85,8 @@ class Recipe:
 
     def derivation(self) -> list[str]:
         """How a run's sizes follow from its settings, one line each."""
-        rows = [
-            *self.train.describe(steps=self.steps),
-            describe_gate(self),
-            describe_buffer(self),
-            *self.engine.describe(max_tokens=self.sampling.max_tokens),
-        ]
+        rows = [*self.train.describe(steps=self.steps), describe_gate(self), describe_buffer(self)]
+        rows += self.engine.describe(max_tokens=self.sampling.max_tokens)
         if not self.is_inline:
             rows.append(f"processes  launcher, {self.engine.num_engines} engine(s), trainer (orchestrate = 'local')")
         return rows

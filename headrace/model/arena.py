@@ -167,9 +167,7 @@ def allocate_bytes(num_bytes: int, device: torch.device) -> Tensor:
 
 def lay_out(manifest: Manifest) -> dict[str, Slot]:
     """Slots for an update's tensors: those `Arena.adopt` gives a model with the same tensors, if none share memory."""
-    tensors = manifest.tensors
-    columns = zip(tensors.names, tensors.dtypes, tensors.shapes, strict=True)
-    return _lay_out((name, _dtype(dtype), shape, name) for name, dtype, shape in columns)
+    return _lay_out((info.name, _dtype(info.dtype), info.shape, info.name) for info in manifest)
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -40,26 +40,21 @@ class Batch:
     """The version trained from; the result is version + 1."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rollouts", tuple(self.rollouts))
-        for name in ("loss", "correction", "kl"):
-            check_kind(getattr(self, name), str, f"batch: {name}")
-        check_kind(self.version, int, "batch: version")
-        if self.version < 0:
-            raise ValueError(f"batch: version {self.version}")
-        check_kind(self.kl_weight, (int, float), "batch: kl_weight")
-        object.__setattr__(self, "kl_weight", float(self.kl_weight))
-        if not math.isfinite(self.kl_weight) or self.kl_weight < 0:
-            raise ValueError(f"batch: kl_weight = {self.kl_weight} must be finite and ≥ 0")
+        for name, kind in (("loss", str), ("correction", str), ("kl", str), ("version", int), ("kl_weight", (int, float))):
+            check_kind(getattr(self, name), kind, f"batch: {name}")
+        if self.version < 0 or not 0 <= self.kl_weight < math.inf:
+            raise ValueError(f"batch: version {self.version} and kl_weight = {self.kl_weight} must be finite and ≥ 0")
+        values: dict[str, Any] = {"rollouts": tuple(self.rollouts), "kl_weight": float(self.kl_weight)}
         for name in ("constants", "correction_constants"):
-            object.__setattr__(self, name, {key: float(value) for key, value in getattr(self, name).items()})
+            values[name] = {key: float(value) for key, value in getattr(self, name).items()}
         shapes = [(len(rollout),) for rollout in self.rollouts]
         for name in ("advantages", "weights"):
-            arrays = tuple(frozen(array, np.float32, name) for array in getattr(self, name))
-            object.__setattr__(self, name, arrays)
-            if [array.shape for array in arrays] != shapes:
+            arrays = getattr(self, name)
+            if [np.shape(array) for array in arrays] != shapes:
                 raise ValueError(f"batch: {name} must be one array per rollout, of the shapes {shapes}")
-            if arrays:
-                _check_finite(np.concatenate(arrays), self.rollouts, name)
+            values[name] = _split(np.concatenate(arrays), self.rollouts, name) if shapes else ()
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
 
     def __eq__(self, other: object) -> bool:
         return equal_records(self, other)
@@ -74,16 +69,8 @@ class Batch:
         **settings: Any,  # noqa: ANN401  (the other fields)
     ) -> Batch:
         """From arrays over the concatenated tokens of all rollouts, checked as a whole."""
+        arrays = {"advantages": _split(advantages, rollouts, "advantages"), "weights": _split(weights, rollouts, "weights")}
         checked = cls(rollouts=(), advantages=(), weights=(), **settings)
-        offsets = np.cumsum([0, *map(len, rollouts)]).tolist()
-        slices = list(map(slice, offsets[:-1], offsets[1:]))
-        arrays = {}
-        for name, values in (("advantages", advantages), ("weights", weights)):
-            column = frozen(values, np.float32, name)
-            if column.shape != (offsets[-1],):
-                raise ValueError(f"batch: {name} have shape {column.shape} but there are {offsets[-1]} tokens")
-            _check_finite(column, rollouts, name)
-            arrays[name] = tuple(map(column.__getitem__, slices))
         return unchecked_copy(checked, {"rollouts": tuple(rollouts), **arrays})
 
     @property
@@ -91,9 +78,14 @@ class Batch:
         return sum(len(rollout) for rollout in self.rollouts)
 
 
-def _check_finite(column: Array, rollouts: Sequence[Rollout], name: str) -> None:
+def _split(column: Array, rollouts: Sequence[Rollout], name: str) -> tuple[Array, ...]:
+    """A column over all tokens as one array per rollout."""
+    column = frozen(column, np.float32, name)
+    offsets = np.cumsum([0, *map(len, rollouts)])
+    if column.shape != (offsets[-1],):
+        raise ValueError(f"batch: {name} have shape {column.shape} but there are {offsets[-1]} tokens")
     is_finite = np.isfinite(column)
     if not is_finite.all():
-        stops = np.cumsum([len(rollout) for rollout in rollouts])
-        rollout = rollouts[int(np.searchsorted(stops, is_finite.argmin(), side="right"))]
-        raise ValueError(f"batch: {name} of rollout {rollout.id!r} must be finite")
+        row = int(np.searchsorted(offsets, is_finite.argmin(), side="right")) - 1
+        raise ValueError(f"batch: {name} of rollout {rollouts[row].id!r} must be finite")
+    return tuple(map(column.__getitem__, map(slice, offsets[:-1].tolist(), offsets[1:].tolist())))

@@ -6,8 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from headrace.records.check import check_outcome
-from headrace.records.sampling import Outcome, Scored
+from headrace.records.sampling import Outcome, Scored, check_outcome
 from headrace.records.validate import Plain, check_kind, check_plain, unchecked_copy
 
 if TYPE_CHECKING:
@@ -32,22 +31,20 @@ class Episode:
     outcome: Outcome | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rollouts", tuple(self.rollouts))
         check_kind(self.task, dict, f"episode {self.id!r}: task")
         check_plain(self.task, where=f"episode {self.id!r}: task")
         self._check_members()
 
     def replace(self, **changes: Any) -> Episode:  # noqa: ANN401
-        """A copy with some fields changed; checks only what the changes could break."""
-        if not changes.keys() <= _CHANGEABLE:
+        """A copy with some fields changed; the task is not checked again unless it is one of them."""
+        if "task" in changes:
             return dataclasses.replace(self, **changes)
-        if "rollouts" in changes:
-            changes["rollouts"] = tuple(changes["rollouts"])
         copy = unchecked_copy(self, changes)
         copy._check_members()
         return copy
 
     def _check_members(self) -> None:
+        object.__setattr__(self, "rollouts", tuple(self.rollouts))
         check_outcome(self.outcome)
         for rollout in self.rollouts:
             if rollout.group != self.group:
@@ -62,7 +59,3 @@ class Episode:
     @property
     def reward(self) -> float | None:
         return self.outcome.reward if isinstance(self.outcome, Scored) else None
-
-
-_CHANGEABLE = frozenset({"attempts", "outcome", "rollouts", "started", "finished"})
-"""Fields that can change without checking the task again."""

@@ -46,20 +46,17 @@ def cut_routing(routing: Array, *, at: int) -> Array:
 def merge_routing(old: Array | None, new: Array | None, *, num_tokens: int) -> Array | None:
     """The routing of a rollout extended to `num_tokens`: the engine's new rows, or the old ones where the engine computed none
     (such as a prefix computed by another engine). New rows win, because the new tokens were sampled from that forward pass."""
-    if new is not None:
-        check_routing(new, num_tokens=num_tokens)
-        if old is not None and (old.dtype, old.shape[1:]) != (new.dtype, new.shape[1:]):
-            raise ValueError(
-                f"expert_routing has rows of {new.shape[1:]} {new.dtype} but those before are of {old.shape[1:]} {old.dtype}"
-            )
-        merged = new.copy()
-    elif old is not None:
-        _, num_layers, top_k = old.shape
-        merged = unknown_routing(num_tokens, num_layers=num_layers, top_k=top_k, dtype=old.dtype)
-    else:
-        return None
+    if new is None:
+        if old is None:
+            return None
+        new = unknown_routing(num_tokens, num_layers=old.shape[1], top_k=old.shape[2], dtype=old.dtype)
+    check_routing(new, num_tokens=num_tokens)
+    merged = new.copy()
     if old is not None:
-        before = merged[: len(old)]
-        np.copyto(before, old, where=before == unknown_expert(old.dtype))
+        if (old.dtype, old.shape[1:]) != (new.dtype, new.shape[1:]):
+            rows, before = f"{new.shape[1:]} {new.dtype}", f"{old.shape[1:]} {old.dtype}"
+            raise ValueError(f"expert_routing has rows of {rows} but those before are of {before}")
+        known = merged[: len(old)]
+        np.copyto(known, old, where=known == unknown_expert(old.dtype))
     merged.flags.writeable = False
     return merged

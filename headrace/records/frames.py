@@ -12,6 +12,7 @@ and records check themselves, so malformed bytes raise `WireError` and never ano
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import struct
@@ -21,16 +22,15 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import msgpack
 import numpy as np
 
-from headrace.records.manifest import Manifest
 from headrace.records.sampling import InfraAbort, Invalid, Sampling, SamplingMask, Scored
-from headrace.records.weight_update import Part, WeightUpdate
+from headrace.records.weight_update import Manifest, Part, WeightUpdate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from headrace.records.validate import Array
 
-SCHEMA = 2
+SCHEMA = 3
 """Rises when old frames can no longer be read."""
 MAX_FRAME = 2 << 30
 """Bytes; a frame that announces more is rejected unread."""
@@ -47,16 +47,25 @@ _DTYPES = {
 _RECORDS: dict[str, type[Any]] = {
     record.__name__: record for record in (WeightUpdate, Part, Manifest, Sampling, SamplingMask, Scored, Invalid, InfraAbort)
 }
-_NAMES = {record: name for name, record in _RECORDS.items()}
-_FIELDS = {name: tuple(f.name for f in dataclasses.fields(record)) for name, record in _RECORDS.items()}
+_FIELDS = {record: tuple(field.name for field in dataclasses.fields(record)) for record in _RECORDS.values()}
 _SCALARS = frozenset({type(None), bool, int, float, str})
 """Types that msgpack encodes unchanged; a list of only these is not traversed."""
+_MALFORMED = ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError, msgpack.UnpackException
 _ARRAY = "$array"
 _RECORD = "$record"
 
 
 class WireError(ValueError):
     """The bytes are not a frame this version can read; the message says why."""
+
+
+@contextlib.contextmanager
+def wire_errors(what: str) -> Iterator[None]:
+    """Turn any error that malformed data causes into a `WireError`."""
+    try:
+        yield
+    except _MALFORMED as error:
+        raise WireError(f"{what}: {error}") from error
 
 
 def encode(value: object) -> bytes:
@@ -66,10 +75,16 @@ def encode(value: object) -> bytes:
 
     def plain(item: object, depth: int) -> object:
         nonlocal size
+        if type(item) in _SCALARS:
+            return item
         if depth > MAX_DEPTH:
             raise WireError(f"nested deeper than {MAX_DEPTH}")
-        if item is None or type(item) in (bool, int, float, str):
-            return item
+        if isinstance(item, list | tuple):
+            return item if _SCALARS.issuperset(map(type, item)) else [plain(entry, depth + 1) for entry in item]
+        if isinstance(item, dict):
+            if not all(isinstance(key, str) for key in item):
+                raise WireError("keys must be strings")
+            return {f"${key}" if key[:1] == "$" else key: plain(entry, depth + 1) for key, entry in item.items()}
         if isinstance(item, np.ndarray):
             array = np.asarray(item, dtype=item.dtype.newbyteorder("<"), order="C")
             if array.dtype.str not in _DTYPES:
@@ -78,19 +93,12 @@ def encode(value: object) -> bytes:
             buffers.extend((bytes(padding), array.data))
             start, size = size + padding, size + padding + array.nbytes
             return {_ARRAY: [array.dtype.str, list(array.shape), start, array.nbytes]}
-        name = _NAMES.get(type(item))
-        if name is not None:
-            return {_RECORD: name} | {field: plain(getattr(item, field), depth + 1) for field in _FIELDS[name]}
-        if isinstance(item, list | tuple):
-            if depth < MAX_DEPTH and _SCALARS.issuperset(map(type, item)):
-                return item
-            return [plain(entry, depth + 1) for entry in item]
-        if isinstance(item, dict):
-            if not all(isinstance(key, str) for key in item):
-                raise WireError("keys must be strings")
-            return {f"${key}" if key[:1] == "$" else key: plain(entry, depth + 1) for key, entry in item.items()}
-        if isinstance(item, str | int | float):
-            return next(kind(item) for kind in (str, int, float) if isinstance(item, kind))  # of an enum or a numpy scalar
+        if type(item) in _FIELDS:
+            fields = {name: plain(getattr(item, name), depth + 1) for name in _FIELDS[type(item)]}
+            return {_RECORD: type(item).__name__, **fields}
+        for kind in (str, int, float):  # of an enum or a numpy scalar
+            if isinstance(item, kind):
+                return kind(item)
         raise WireError(f"a {type(item).__name__} does not travel")
 
     try:
@@ -122,13 +130,9 @@ def decode(frame: bytes | memoryview, *, max_bytes: int = MAX_FRAME) -> Any:  # 
     payload = frame[_PREAMBLE.size :]
     if zlib.crc32(payload) != checksum:
         raise WireError("checksum differs: the frame was changed in transit")
-    try:
+    with wire_errors("malformed frame"):
         header = msgpack.unpackb(payload[:header_size], raw=False, strict_map_key=True)
         return _revive(header, frame[_body_start(header_size) :], 0)
-    except WireError:
-        raise
-    except (ValueError, TypeError, LookupError, OverflowError, RecursionError, msgpack.UnpackException) as error:
-        raise WireError(f"malformed frame: {error}") from error
 
 
 def remaining_bytes(preamble: bytes, *, max_bytes: int = MAX_FRAME) -> int:
@@ -163,34 +167,30 @@ def _read_preamble(frame: memoryview, *, max_bytes: int) -> tuple[int, int, int]
 
 
 def _revive(item: Any, body: memoryview, depth: int) -> Any:  # noqa: ANN401
+    if type(item) in _SCALARS:
+        return item
     if depth > MAX_DEPTH:
         raise WireError(f"nested deeper than {MAX_DEPTH}")
     if isinstance(item, list):
-        if depth < MAX_DEPTH and _SCALARS.issuperset(map(type, item)):
-            return item
-        return [_revive(entry, body, depth + 1) for entry in item]
+        return item if _SCALARS.issuperset(map(type, item)) else [_revive(entry, body, depth + 1) for entry in item]
     if not isinstance(item, dict):
-        if isinstance(item, bytes | msgpack.ExtType | msgpack.Timestamp):
-            raise WireError(f"a header holds no {type(item).__name__}")
-        return item
-    if item.keys() == {_ARRAY}:
+        raise WireError(f"a header holds no {type(item).__name__}")
+    if _ARRAY in item and len(item) == 1:
         return _revive_array(item[_ARRAY], body)
+    is_record, name = _RECORD in item, item.pop(_RECORD, None)
     for key in item:
-        if not isinstance(key, str) or (key[:1] == "$" and key[:2] != "$$" and key != _RECORD):
+        if not isinstance(key, str) or (key[:1] == "$" and key[:2] != "$$"):
             raise WireError(f"a header holds no key {key!r}")
-    fields = {key.removeprefix("$"): _revive(entry, body, depth + 1) for key, entry in item.items() if key != _RECORD}
-    if _RECORD not in item:
+    fields = {key.removeprefix("$"): _revive(entry, body, depth + 1) for key, entry in item.items()}
+    if not is_record:
         return fields
-    name = item[_RECORD]
     if name not in _RECORDS:
         raise WireError(f"unknown record {name!r}")
-    odd = sorted(fields.keys() ^ set(_FIELDS[name]))
+    record = _RECORDS[name]
+    odd = sorted(fields.keys() ^ set(_FIELDS[record]))
     if odd:
         raise WireError(f"record {name} has missing or unknown fields: {', '.join(odd)}")
-    try:
-        return _RECORDS[name](**fields)
-    except (ValueError, TypeError, AttributeError, LookupError, OverflowError) as error:
-        raise WireError(f"record {name} is not valid: {error}") from error
+    return record(**fields)
 
 
 def _revive_array(claim: Any, body: memoryview) -> Array:  # noqa: ANN401

@@ -4,25 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from headrace.records.check import (
-    SAMPLED,
-    TOKEN_ARRAYS,
-    check_calls,
-    check_optional_fields,
-    check_sampled,
-    check_tokens,
-)
+from headrace.records.check import OPTIONAL_FIELDS, SAMPLED, TOKEN_ARRAYS, check_calls, check_tokens, read_fields
 from headrace.records.expert_routing import cut_routing, merge_routing
 from headrace.records.sampling import Call, FinishReason, Outcome, SamplingMask, Scored
-from headrace.records.validate import Array, check_kind, equal_records, frozen, unchecked, unchecked_copy
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from headrace.records.validate import Array, check_kind, equal_records, frozen, unchecked_copy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -70,24 +59,25 @@ class Rollout:
     """Reserved: images and sound are rejected for now."""
 
     def __post_init__(self) -> None:
-        for name, convert in _CONVERT.items():
-            object.__setattr__(self, name, convert(getattr(self, name)))
-        self._check()
-
-    def _check(self) -> None:
-        tokens: dict[str, Array] = {name: getattr(self, name) for name in TOKEN_ARRAYS}
-        length = self.token_ids.size
+        tokens = {name: frozen(getattr(self, name), dtype, name) for name, dtype in TOKEN_ARRAYS.items()}
+        length = tokens["token_ids"].size
         for name, array in tokens.items():
             if array.shape != (length,):
                 problem = f"{name} has shape {array.shape} but there are {length} tokens; it must be one-dimensional"
                 raise ValueError(f"rollout {self.id!r}: {problem}")
         where: dict[str, Any] = {"ids": [self.id], "offsets": np.array([0, length])}
         check_tokens(tokens, **where)
-        starts, stops = (np.array([getattr(call, name) for call in self.calls], dtype=np.int64) for name in ("start", "stop"))
-        check_calls(np.zeros(len(self.calls), dtype=np.int64), starts, stops, source=self.source, **where)
-        if self.finish_reason is not (self.calls[-1].finish_reason if self.calls else None):
+        if self.media is not None:
+            raise ValueError(f"rollout {self.id!r}: media is reserved: images and sound are not supported yet")
+        calls = tuple(self.calls)
+        spans = np.array([(0, call.start, call.stop) for call in calls], dtype=np.int64).reshape(-1, 3)
+        check_calls(*spans.T, source=tokens["source"], **where)
+        reason = None if self.finish_reason is None else FinishReason(self.finish_reason)
+        if reason is not (calls[-1].finish_reason if calls else None):
             raise ValueError(f"rollout {self.id!r}: finish_reason must be that of the last call, or None before the first")
-        check_optional_fields(self)
+        optional = read_fields({name: getattr(self, name) for name in OPTIONAL_FIELDS}, id=self.id, length=length)
+        for name, value in {**tokens, **optional, "calls": calls, "finish_reason": reason}.items():
+            object.__setattr__(self, name, value)
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -104,19 +94,15 @@ class Rollout:
         cls, token_ids: list[int] | Array, *, id: str, episode: str = "", group: str = "", index: int = 0
     ) -> Rollout:
         """A rollout with nothing sampled yet. Only its token ids can be wrong, so only they are checked."""
-        ids = frozen(np.asarray(token_ids, dtype=np.int32), np.int32, "token_ids")
+        arrays = {name: np.zeros(len(token_ids), dtype=dtype) for name, dtype in TOKEN_ARRAYS.items()}  # PROMPT is 0
+        arrays["token_ids"] = ids = np.array(token_ids, dtype=np.int32)
         if ids.ndim != 1 or (len(ids) and ids.min() < 0):
             raise ValueError(f"rollout {id!r}: a prompt is one row of token ids, none of them negative")
-        nothing = {
-            "source": np.zeros(len(ids), dtype=np.int8),  # PROMPT is 0
-            "loss_mask": np.zeros(len(ids), dtype=bool),
-            "logprobs": np.zeros(len(ids), dtype=np.float32),
-            "versions": np.full(len(ids), -1, dtype=np.int32),
-        }
-        for array in nothing.values():
+        arrays["versions"].fill(-1)
+        for array in arrays.values():
             array.flags.writeable = False
         names = {"id": id, "episode": episode or id, "group": group or id, "index": index}
-        return unchecked(Rollout, {**_DEFAULTS, **names, "token_ids": ids, **nothing, "rewards": {}, "columns": {}})
+        return unchecked_copy(_EMPTY, {**names, **arrays, "rewards": {}, "columns": {}})
 
     def extend(
         self,
@@ -133,8 +119,7 @@ class Rollout:
         """Append the tokens that one call sampled, all of them trained. Called by engines. `sampling_mask` and `expert_routing`
         cover all tokens, old and new; where the new routing is unknown, the old stays. Only what is new is checked. Columns are
         dropped, because they were computed over the old tokens."""
-        new = {"token_ids": token_ids, "logprobs": logprobs, "versions": versions}
-        added = call.stop - len(self)
+        new, added = {"token_ids": token_ids, "logprobs": logprobs, "versions": versions}, call.stop - len(self)
         try:
             if call.start != len(self):
                 raise ValueError(f"call over tokens {call.start} to {call.stop} does not continue from token {len(self)}")
@@ -143,16 +128,15 @@ class Rollout:
                     problem = f"has dtype {array.dtype} and shape {array.shape} but {added} tokens were sampled"
                     raise ValueError(f"{name} {problem}")
             routing = merge_routing(self.expert_routing, expert_routing, num_tokens=call.stop)
-            if sampling_mask is not None:
-                sampling_mask.check_covers(call.stop)
         except ValueError as error:
             raise ValueError(f"rollout {self.id!r}: {error}") from None
-        check_sampled(new, id=self.id)
+        mask = read_fields({"sampling_mask": sampling_mask}, id=self.id, length=call.stop)
+        check_tokens(new, ids=[self.id], offsets=[0, added])
         new |= {"source": np.full(added, SAMPLED, dtype=np.int8), "loss_mask": np.ones(added, dtype=bool)}
         changes: dict[str, Any] = {name: np.concatenate([getattr(self, name), array]) for name, array in new.items()}
         for array in changes.values():
             array.flags.writeable = False
-        changes |= {"policy": policy, "lineage": lineage, "sampling_mask": sampling_mask, "columns": {}}
+        changes |= {"policy": policy, "lineage": lineage, **mask, "columns": {}}
         changes |= {"calls": (*self.calls, call), "finish_reason": call.finish_reason, "expert_routing": routing}
         return unchecked_copy(self, changes)
 
@@ -166,33 +150,22 @@ class Rollout:
         if id == self.id:
             raise ValueError(f"rollout {self.id!r}: a fork needs an id of its own")
         calls = tuple(call.cut(at) for call in self.calls if call.start < at)
-        return unchecked_copy(
-            self,
-            {
-                **{name: getattr(self, name)[:at] for name in TOKEN_ARRAYS},
-                "id": id,
-                "parent": (self.id, at),
-                "calls": calls,
-                "finish_reason": calls[-1].finish_reason if calls else None,
-                "expert_routing": None if self.expert_routing is None else cut_routing(self.expert_routing, at=at),
-                "sampling_mask": None if self.sampling_mask is None else self.sampling_mask.cut(at),
-                "rewards": {},
-                "step_rewards": tuple((token, value) for token, value in self.step_rewards if token < at),
-                "columns": {},
-                "outcome": None,
-            },
-        )
+        changes: dict[str, Any] = {name: getattr(self, name)[:at] for name in TOKEN_ARRAYS}
+        changes |= {"id": id, "parent": (self.id, at), "rewards": {}, "columns": {}, "outcome": None}
+        changes |= {"calls": calls, "finish_reason": calls[-1].finish_reason if calls else None}
+        changes["step_rewards"] = tuple((token, value) for token, value in self.step_rewards if token < at)
+        if self.expert_routing is not None:
+            changes["expert_routing"] = cut_routing(self.expert_routing, at=at)
+        if self.sampling_mask is not None:
+            changes["sampling_mask"] = self.sampling_mask.cut(at)
+        return unchecked_copy(self, changes)
 
     def replace(self, **changes: Any) -> Rollout:  # noqa: ANN401  (one keyword per field)
         """A copy with some fields changed; checks only what the changes could break."""
-        if not changes.keys() <= _FREE_FIELDS:
+        optional = {name: value for name, value in changes.items() if name in OPTIONAL_FIELDS}
+        if not changes.keys() <= optional.keys() | _NAMES:
             return dataclasses.replace(self, **changes)
-        for name in changes.keys() & _CONVERT.keys():
-            changes[name] = _CONVERT[name](changes[name])
-        copy = unchecked_copy(self, changes)
-        if not changes.keys() <= _NAMES:
-            check_optional_fields(copy)
-        return copy
+        return unchecked_copy(self, changes | read_fields(optional, id=self.id, length=len(self)))
 
     @property
     def is_sampled(self) -> Array:
@@ -230,19 +203,7 @@ class Rollout:
         return self.outcome.reward if isinstance(self.outcome, Scored) else None
 
 
-_FREE_FIELDS = {f.name for f in dataclasses.fields(Rollout)} - {*TOKEN_ARRAYS, "calls", "finish_reason"}
-"""Fields that can change without checking all tokens."""
 _NAMES = {"id", "episode", "group", "index", "policy", "lineage"}
-"""Fields that need no check at all."""
-_DEFAULTS = {f.name: f.default for f in dataclasses.fields(Rollout) if f.default is not dataclasses.MISSING}
-_CONVERT: dict[str, Callable[[Any], Any]] = {
-    **{name: partial(frozen, dtype=dtype, name=name) for name, dtype in TOKEN_ARRAYS.items()},
-    "calls": tuple,
-    "parent": lambda parent: None if parent is None else (str(parent[0]), int(parent[1])),
-    "rewards": lambda rewards: {str(name): float(value) for name, value in rewards.items()},
-    "step_rewards": lambda rewards: tuple((int(at), float(value)) for at, value in rewards),
-    "columns": lambda columns: {name: frozen(array, None, name) for name, array in columns.items()},
-    "finish_reason": lambda reason: None if reason is None else FinishReason(reason),
-    "expert_routing": lambda routing: None if routing is None else frozen(routing, None, "expert_routing"),
-}
-"""Converts a given value to its field's type."""
+"""Fields that need no check."""
+_NO_TOKENS: dict[str, Any] = dict.fromkeys(TOKEN_ARRAYS, ())
+_EMPTY = Rollout(id="", episode="", group="", index=0, **_NO_TOKENS)

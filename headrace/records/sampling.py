@@ -5,14 +5,11 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
 from headrace.records.validate import Array, check_kind, check_plain, equal_records, frozen, unchecked_copy
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 class Source(enum.IntEnum):
@@ -60,6 +57,14 @@ class InfraAbort:
 Outcome: TypeAlias = Scored | Invalid | InfraAbort
 
 
+def check_outcome(outcome: object) -> None:
+    check_kind(outcome, (Scored, Invalid, InfraAbort, type(None)), "outcome")
+
+
+MAX_STOPS = 16
+"""Stop strings per call; the engine searches for each after every token."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """The distribution to sample from, and when to stop. Needed to recompute a logprob."""
@@ -85,16 +90,25 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for name in ("temperature", "top_k", "top_p", "min_p", "max_tokens", "min_tokens", "seed"):
-            _require(isinstance(getattr(self, name), int | float), name, getattr(self, name), "a number")
+            self._require(isinstance(getattr(self, name), int | float), name, "a number")
         object.__setattr__(self, "stop_ids", tuple(int(i) for i in self.stop_ids))
-        object.__setattr__(self, "stop", _checked_stop(self.stop))
-        _require(self.temperature >= 0 and math.isfinite(self.temperature), "temperature", self.temperature, "≥ 0")
-        _require(self.top_k >= 0 and self.top_k == int(self.top_k), "top_k", self.top_k, "a whole number ≥ 0 (0 keeps all)")
-        _require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
-        _require(0 <= self.min_p < 1, "min_p", self.min_p, "in [0, 1)")
-        _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "≥ 1")
-        _require(0 <= self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, "between 0 and max_tokens")
-        _require(-(1 << 63) <= self.seed < 1 << 63, "seed", self.seed, "a 64-bit number")
+        self._require(isinstance(self.stop, tuple | list), "stop", "a list of texts")  # a bare string is a sequence too
+        object.__setattr__(self, "stop", tuple(self.stop))
+        self._require(len(self.stop) <= MAX_STOPS, "stop", f"at most {MAX_STOPS} texts")
+        self._require(all(isinstance(text, str) and text for text in self.stop), "stop", "texts that are not empty")
+        for text in self.stop:
+            check_plain(text, where="sampling.stop")
+        self._require(0 <= self.temperature < math.inf, "temperature", "≥ 0")
+        self._require(self.top_k >= 0 and self.top_k == int(self.top_k), "top_k", "a whole number ≥ 0 (0 keeps all)")
+        self._require(0 < self.top_p <= 1, "top_p", "in (0, 1]")
+        self._require(0 <= self.min_p < 1, "min_p", "in [0, 1)")
+        self._require(self.max_tokens >= 1, "max_tokens", "≥ 1")
+        self._require(0 <= self.min_tokens <= self.max_tokens, "min_tokens", "between 0 and max_tokens")
+        self._require(-(1 << 63) <= self.seed < 1 << 63, "seed", "a 64-bit number")
+
+    def _require(self, holds: bool, name: str, wanted: str) -> None:
+        if not holds:
+            raise ValueError(f"sampling.{name} = {getattr(self, name)!r}: must be {wanted}")
 
     def with_seed(self, seed: int) -> Sampling:
         """A copy with another seed; nothing is checked again."""
@@ -106,25 +120,6 @@ class Sampling:
         return self.temperature > 0 and (
             self.top_k > 0 or self.top_p < 1 or self.min_p > 0 or (self.min_tokens > 0 and bool(self.stop_ids))
         )
-
-
-MAX_STOPS = 16
-"""Stop strings per call; the engine searches for each after every token."""
-
-
-def _checked_stop(stop: Sequence[str]) -> tuple[str, ...]:
-    _require(isinstance(stop, tuple | list), "stop", stop, "a list of texts")  # a bare string is a sequence of strings too
-    texts = tuple(stop)
-    _require(len(texts) <= MAX_STOPS, "stop", texts, f"at most {MAX_STOPS} texts")
-    for text in texts:
-        _require(isinstance(text, str) and text != "", "stop", texts, "texts that are not empty")
-        check_plain(text, where="sampling.stop")
-    return texts
-
-
-def _require(holds: bool, name: str, value: object, wanted: str) -> None:
-    if not holds:
-        raise ValueError(f"sampling.{name} = {value!r}: must be {wanted}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,11 +162,6 @@ class SamplingMask:
             raise ValueError("sampling_mask: offsets and ids must be one-dimensional, offsets not empty")
         if offsets[0] != 0 or offsets[-1] != len(self.ids) or bool((np.diff(offsets) < 0).any()):
             raise ValueError(f"sampling_mask: offsets must rise from 0 to {len(self.ids)}, the number of ids")
-
-    def check_covers(self, num_tokens: int) -> None:
-        """Raise unless there are `num_tokens` rows."""
-        if len(self.offsets) != num_tokens + 1:
-            raise ValueError(f"sampling_mask covers {len(self.offsets) - 1} of {num_tokens} tokens")
 
     def row(self, index: int) -> Array:
         """The ids that token `index` was chosen from."""

@@ -1,11 +1,100 @@
-"""New weights for the engines."""
+"""New weights for the engines, and the tensors they consist of."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING
 
-from headrace.records.manifest import NOTHING, Manifest
-from headrace.records.validate import Plain, check_kind, check_plain
+import numpy as np
+
+from headrace.records.validate import Array, Plain, check_kind, check_plain, frozen, unchecked_copy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorInfo:
+    """One tensor of a weight update, as the sender holds it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    num_bytes: int
+    checksum: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(self.shape))
+        check_kind(self.name, str, "a tensor's name")
+        check_kind(self.dtype, str, f"tensor {self.name!r}: dtype")
+        if not all(type(number) is int and number >= 0 for number in (*self.shape, self.num_bytes)):
+            raise ValueError(f"tensor {self.name!r}: {self.num_bytes} bytes of shape {self.shape}")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Manifest:
+    """A sequence of `TensorInfo`: hundreds, of which only the checksums change between versions. They are made only when
+    iterated, so that passing an update on costs nothing."""
+
+    layout: str
+    """All but the checksums, as JSON: [[name, dtype, shape, bytes], …]. The same for all versions; parsed once."""
+    checksums: Array
+    """[tensors] uint64"""
+
+    def __post_init__(self) -> None:
+        check_kind(self.layout, str, "manifest: layout")
+        object.__setattr__(self, "checksums", frozen(self.checksums, np.uint64, "manifest: checksums"))
+        if self.checksums.shape != (len(_read(self.layout)),):
+            raise ValueError(f"manifest: checksums of shape {self.checksums.shape} for {len(_read(self.layout))} tensors")
+
+    @classmethod
+    def of(cls, infos: Iterable[TensorInfo]) -> Manifest:
+        infos = tuple(infos)
+        for info in infos:
+            check_kind(info, TensorInfo, "weight update: manifest")
+        layout = [[info.name, info.dtype, info.shape, info.num_bytes] for info in infos]
+        return cls(layout=json.dumps(layout), checksums=np.asarray([info.checksum for info in infos], dtype=np.uint64))
+
+    @property
+    def names(self) -> list[str]:
+        return [info.name for info in _read(self.layout)]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(info.num_bytes for info in _read(self.layout))
+
+    def is_like(self, other: Manifest) -> bool:
+        """Whether both have the same tensors in the same order, regardless of values."""
+        return self.layout == other.layout
+
+    def with_checksums(self, checksums: Array) -> Manifest:
+        """The same tensors with other values."""
+        return Manifest(layout=self.layout, checksums=checksums)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Manifest) and self.is_like(other) and np.array_equal(self.checksums, other.checksums)
+
+    def __hash__(self) -> int:
+        return hash(self.layout)
+
+    def __len__(self) -> int:
+        return len(self.checksums)
+
+    def __iter__(self) -> Iterator[TensorInfo]:
+        for info, checksum in zip(_read(self.layout), self.checksums.tolist(), strict=True):
+            yield unchecked_copy(info, {"checksum": checksum})
+
+
+@lru_cache(maxsize=32)
+def _read(layout: str) -> list[TensorInfo]:
+    """The tensors of a layout, without their checksums."""
+    try:
+        rows = json.loads(layout)
+        return [TensorInfo(name=name, shape=shape, dtype=dtype, num_bytes=size) for name, dtype, shape, size in rows]
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"manifest: its layout is not a list of name, dtype, shape and bytes: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,9 +119,8 @@ class Part:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ranges", tuple((str(name), start, stop) for name, start, stop in self.ranges))
-        check_kind(self.transport, str, "weight update: transport")
-        check_kind(self.key, str, "weight update: key")
-        check_kind(self.num_bytes, int, "weight update: num_bytes")
+        for field_name, kind in (("transport", str), ("key", str), ("num_bytes", int)):
+            check_kind(getattr(self, field_name), kind, f"weight update: {field_name}")
         check_plain(self.place, where="weight update: place")
         for name, start, stop in self.ranges:
             if type(start) is not int or type(stop) is not int or not 0 <= start < stop:
@@ -54,7 +142,7 @@ class WeightUpdate:
     """What is sent; see `headrace.sync` for the choices."""
     adapter: dict[str, Plain] | None = None
     """Reserved: an adapter's configuration."""
-    manifest: Manifest = NOTHING
+    manifest: Manifest = field(default_factory=lambda: Manifest.of(()))
     """Accepts any iterable of `TensorInfo`."""
     parts: tuple[Part, ...] = ()
     """Together they hold every tensor of the manifest; today a sender makes a single part."""

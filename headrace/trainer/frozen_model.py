@@ -14,31 +14,24 @@ if TYPE_CHECKING:
 
 
 class FrozenModel:
-    """A model and its head. If offloaded, its weights are in host memory except between `wake` and `sleep`."""
+    """A model and its head, used as a context. If offloaded, its weights are on the GPU only within it."""
 
     def __init__(self, model: PreTrainedModel, *, exact: bool = False, offload: bool = False) -> None:
         self.model = model.eval().requires_grad_(False)
         self.arena = Arena.adopt(self.model)
         self.head = Head(self.model, exact=exact)
-        self._resting: Tensor | None = None
+        self._on_host: Tensor | None = None
         if offload and self.arena.device.type == "cuda":
-            self._resting = self.arena.memory.to("cpu").pin_memory()
-            self.sleep()
+            self._on_host = self.arena.memory.to("cpu").pin_memory()
+            self._num_bytes = self.arena.memory.untyped_storage().size()
+            self.__exit__()
 
-    def wake(self) -> None:
-        """Copy offloaded weights back to the GPU."""
-        if self._resting is not None and not self.arena.memory.untyped_storage().size():
+    def __enter__(self) -> None:
+        if self._on_host is not None:
             self.arena.memory.untyped_storage().resize_(self._num_bytes)
-            self.arena.memory.copy_(self._resting, non_blocking=True)
+            self.arena.memory.copy_(self._on_host, non_blocking=True)
 
-    def sleep(self) -> None:
-        """Free the GPU memory of offloaded weights."""
-        if self._resting is not None:
-            storage = self.arena.memory.untyped_storage()
-            self._num_bytes = storage.size()
+    def __exit__(self, *_: object) -> None:
+        if self._on_host is not None:
             torch.cuda.current_stream(self.arena.device).synchronize()
-            storage.resize_(0)
-
-    @property
-    def device(self) -> torch.device:
-        return self.arena.device
+            self.arena.memory.untyped_storage().resize_(0)

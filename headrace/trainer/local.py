@@ -45,23 +45,17 @@ class LocalTrainer:
         self._trainer, self._sync, self._timeline = trainer, sync, timeline
         self._frees_memory = frees_memory
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute") if in_threads else None
-        self._readers: set[object] = set()
-        """Publications that have not copied the weights yet; a second one waits for the first."""
-        self._may_change = threading.Condition()
+        self._copied: list[threading.Event] = []  # one per publication, set when it has copied the weights
         self._is_held = asyncio.Event()  # the engines hold the last update, or it was aborted
         self._is_held.set()
         self._is_abandoned = False
         self.num_steps = 0
-        self._published = (-1, -1)  # the last version published, and `num_steps` at that time
+        self.version = -1  # the last one published
+        self._steps_published = -1  # `num_steps` at that time
 
     @property
     def num_passes(self) -> int:
         return self._trainer.num_passes
-
-    @property
-    def version(self) -> int:
-        """The last version published; -1 before the first."""
-        return self._published[0]
 
     def calls(self) -> dict[str, Callable[..., Awaitable[Any]]]:
         """Return the handlers of a trainer process."""
@@ -77,7 +71,7 @@ class LocalTrainer:
     async def step(self, batch: Any, *, learning_rate: float) -> Metrics:  # noqa: ANN401
         def step() -> Metrics:
             seen = self._trainer.forward_backward(_unpacked(batch))
-            self._wait_for_readers()
+            self._wait_for_copies()
             self.num_steps += 1
             return seen | self._trainer.optim_step(learning_rate)
 
@@ -86,47 +80,42 @@ class LocalTrainer:
     async def publish(self, version: int, *, canary: Any, whole: bool = False) -> Published:  # noqa: ANN401
         """Return when the weights are ready to fetch. Only one update is in flight: the next may overwrite memory that engines
         still read, so it waits until they hold the one before."""
-        reader = object()
-        logprobs = await self._compute("publish", lambda: self._score_canary(version, canary, reader, is_again=whole))
+        copied = threading.Event()
+
+        def score_canary() -> Array:
+            if whole and (self.version, self._steps_published) != (version, self.num_steps):
+                raise Superseded(f"version {version} is not published again: the weights have moved on")
+            self.version, self._steps_published = version, self.num_steps
+            logprobs = self._trainer.forward(_unpacked(canary))[0]
+            if self._frees_memory and torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
+            self._copied.append(copied)  # from here on the weights do not change until they are copied
+            return logprobs
+
+        def offer() -> WeightUpdate:
+            return self._sync.offer(version, self._trainer.tensors(), whole=whole, on_read=copied.set)
+
+        logprobs = await self._compute("publish", score_canary)
         try:
             await self._is_held.wait()
             if self._is_abandoned:
                 raise RuntimeError(f"version {version} is not published: the run ends")
             self._is_held.clear()
-            tensors = self._trainer.tensors
-            update = await self._beside(
-                f"offer {version}",
-                lambda: self._sync.offer(version, tensors(), whole=whole, on_read=lambda: self._has_read(reader)),
-            )
+            update = await self._beside(f"offer {version}", offer)
         except BaseException:
             self._is_held.set()  # no engine will learn of it
             raise
         finally:
-            self._has_read(reader)
+            copied.set()
         return Published(update, logprobs)
 
-    def _score_canary(self, version: int, canary: Any, reader: object, *, is_again: bool) -> Array:  # noqa: ANN401
-        """Also register the reader: the optimizer does not step again before the weights are copied."""
-        if is_again and self._published != (version, self.num_steps):
-            raise Superseded(f"version {version} is not published again: the weights have moved on")
-        self._published = (version, self.num_steps)
-        logprobs = self._trainer.forward(_unpacked(canary))[0]
-        if self._frees_memory and torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
-        with self._may_change:
-            self._readers.add(reader)
-        return logprobs
-
-    def _wait_for_readers(self) -> None:
-        with self._may_change:
-            if self._readers:
-                with self._timeline.during("publish"):
-                    self._may_change.wait_for(lambda: not self._readers)
-
-    def _has_read(self, reader: object) -> None:
-        with self._may_change:
-            self._readers.discard(reader)
-            self._may_change.notify_all()
+    def _wait_for_copies(self) -> None:
+        """Called in the compute thread before the weights change."""
+        if not all(copied.is_set() for copied in self._copied):
+            with self._timeline.during("publish"):
+                for copied in self._copied:
+                    copied.wait()
+        self._copied.clear()
 
     async def send(self, update: WeightUpdate, receivers: Sequence[str]) -> None:
         """Push an update to engines while they receive it, if its transport needs that."""
@@ -153,7 +142,7 @@ class LocalTrainer:
 
     async def load(self, folder: Path | str) -> None:
         def load() -> None:
-            self._wait_for_readers()
+            self._wait_for_copies()
             self._trainer.load(Path(folder))
 
         await self._compute("compute", load)

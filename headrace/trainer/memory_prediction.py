@@ -49,18 +49,15 @@ class Costs:
     """The numbers to calibrate against a measured peak, for one way of running a layer."""
 
     saved: tuple[SavedTensor, ...]  # by one layer's forward pass
-    outside: tuple[SavedTensor, ...]  # by the rest of a pass: embedding, last norm, rows for the head
-    backward: tuple[SavedTensor, ...]  # temporaries of one layer's backward pass
     chunk_elements: int  # logits that the head processes at a time
     wide_chunks: float  # float32 copies of such a chunk
     narrow_chunks: float  # copies of it in the model's dtype
     head_gradients: float  # float32 copies of the gradient of the head's weight, besides its accumulation buffer
-    offloaded_share: float = 0.0  # of masters and moments, still on the device in a pass if the optimizer is offloaded
     spread: float = 1.0  # memory per byte of activations: above 1 on a CPU, where the allocator's gaps count
     process: int = 0  # on a CPU, bytes of the process before it has a model
 
 
-_ATTENTION = (
+_ALWAYS_SAVED = (
     SavedTensor("queries after rotation", "queries"),
     SavedTensor("keys after rotation", "keys"),
     SavedTensor("values", "values"),
@@ -68,29 +65,16 @@ _ATTENTION = (
     SavedTensor("roots of mean squares", "one", 2, is_wide=True),
     SavedTensor("roots of mean squares of queries and keys", "normed_heads", is_wide=True),
     SavedTensor("queries and keys before their norms", "normed"),
+    SavedTensor("inputs and outputs of experts", "routed_hidden", 2),
 )
-_EXPERTS = (SavedTensor("inputs and outputs of experts", "routed_hidden", 2),)
-
 COMPILED = Costs(
     saved=(
-        *_ATTENTION,
-        *_EXPERTS,
+        *_ALWAYS_SAVED,
         SavedTensor("residual stream", "hidden", is_wide=True),
         SavedTensor("outputs of both norms and of the attention block", "hidden", 3),
         SavedTensor("attention's output", "attended"),
         SavedTensor("gate, up and their product", "intermediate", 3),
         SavedTensor("the same of experts", "routed_intermediate", 3),
-    ),
-    outside=(
-        SavedTensor("residual stream, last norm and rows for the head", "hidden", 3, is_wide=True),
-        SavedTensor("rows for the head", "hidden"),
-    ),
-    backward=(
-        SavedTensor("gradient of the residual stream", "hidden", 2, is_wide=True),
-        SavedTensor("gradients of the norms' outputs", "hidden", 2),
-        SavedTensor("gradients of gate, up and their product", "intermediate", 3),
-        SavedTensor("the same of experts", "routed_intermediate", 3),
-        SavedTensor("gradients of experts' inputs and outputs", "routed_hidden", 2),
     ),
     chunk_elements=1 << 28,
     wide_chunks=1.0,
@@ -98,11 +82,9 @@ COMPILED = Costs(
     head_gradients=0.0,
 )
 """On GPUs: layers compiled one by one, attention kernels that keep no scores."""
-
 EAGER = Costs(
     saved=(
-        *_ATTENTION,
-        *_EXPERTS,
+        *_ALWAYS_SAVED,
         SavedTensor("residual stream, before and after attention", "hidden", 2, is_wide=True),
         SavedTensor("norms before their weights", "hidden", 2, is_wide=True),
         SavedTensor("norms before their weights, of queries and keys", "normed", is_wide=True),
@@ -112,8 +94,6 @@ EAGER = Costs(
         SavedTensor("gate, its activation, up and their product", "intermediate", 4),
         SavedTensor("the same of experts", "routed_intermediate", 4),
     ),
-    outside=COMPILED.outside,
-    backward=COMPILED.backward,
     chunk_elements=1 << 24,
     wide_chunks=4.0,
     narrow_chunks=0.0,
@@ -122,6 +102,19 @@ EAGER = Costs(
     process=500_000_000,
 )
 """On CPUs, where the peak is that of the whole process."""
+OUTSIDE = (
+    SavedTensor("residual stream, last norm and rows for the head", "hidden", 3, is_wide=True),
+    SavedTensor("rows for the head", "hidden"),
+)
+"""Saved by a pass outside its layers."""
+BACKWARD = (
+    SavedTensor("gradient of the residual stream", "hidden", 2, is_wide=True),
+    SavedTensor("gradients of the norms' outputs", "hidden", 2),
+    SavedTensor("gradients of gate, up and their product", "intermediate", 3),
+    SavedTensor("the same of experts", "routed_intermediate", 3),
+    SavedTensor("gradients of experts' inputs and outputs", "routed_hidden", 2),
+)
+"""Temporaries of one layer's backward pass."""
 
 
 @dataclass(frozen=True)
@@ -184,17 +177,23 @@ def predict_memory(
 ) -> TrainerMemory:
     """Predict for passes of at most `tokens` tokens. `num_parameters`: as counted in the model's files, 0 if unknown.
     `num_references`: frozen models of the same size. `publishing`: bytes that the weight sync takes in the same memory."""
-    costs, is_narrow = COMPILED if on_gpu else EAGER, dtype == "bfloat16"
-    width = 2 if is_narrow else _WIDE
+    costs = COMPILED if on_gpu else EAGER
+    width = 2 if dtype == "bfloat16" else _WIDE
     vectors = shape.vectors
     matrices = max(num_parameters - vectors, 0) or shape.matrices
     weights = width * matrices + _WIDE * vectors
-    masters, moments = _WIDE * matrices if is_narrow else 0, 2 * _WIDE * (matrices + vectors)
-    saved = tokens * _bytes(costs.saved, shape, width)
-    left = tokens * _WIDE * shape.hidden if settings.recompute == "layers" else saved
+    masters, moments = _WIDE * matrices if width < _WIDE else 0, 2 * _WIDE * (matrices + vectors)
+    recomputes = settings.recompute == "layers"
     layers = min(_LAYERS_ON_DEVICE, shape.layers) if "activations" in settings.offload else shape.layers
-    again = saved if settings.recompute == "layers" else 0
-    kept = costs.offloaded_share if "optimizer" in settings.offload else 1.0
+    widths = shape.widths()
+
+    def size(tensors: Iterable[SavedTensor]) -> float:
+        real = [each for each in tensors if width < _WIDE or not each.is_narrow_only]
+        return tokens * sum(widths[each.of] * each.count * (_WIDE if each.is_wide else width) for each in real)
+
+    saved = size(costs.saved)
+    logits = min(costs.chunk_elements, tokens * shape.vocabulary)
+    chunk = logits * (_WIDE * costs.wide_chunks + width * costs.narrow_chunks)
     return TrainerMemory(
         weights=weights,
         masters=masters,
@@ -202,26 +201,10 @@ def predict_memory(
         moments=moments,
         references=0 if "reference" in settings.offload else num_references * weights,
         publishing=publishing,
-        activations=int(costs.spread * (layers * left + tokens * _bytes(costs.outside, shape, width))),
-        head=_head(costs, shape, tokens=tokens, width=width),
-        layer=int(again + tokens * _bytes(costs.backward, shape, width) + width * shape.layer_matrices),
+        activations=int(costs.spread * (layers * (tokens * _WIDE * shape.hidden if recomputes else saved) + size(OUTSIDE))),
+        head=int(chunk + _WIDE * costs.head_gradients * shape.embedding + _WIDE * tokens * shape.hidden),
+        layer=int((saved if recomputes else 0) + size(BACKWARD) + width * shape.layer_matrices),
         process=costs.process,
-        optimizer_in_passes=int(kept * (masters + moments)),
+        optimizer_in_passes=0 if "optimizer" in settings.offload else masters + moments,
         tokens=tokens,
-    )
-
-
-def _head(costs: Costs, shape: ModelShape, *, tokens: int, width: int) -> int:
-    logits = min(costs.chunk_elements, tokens * shape.vocabulary)
-    chunk = logits * (_WIDE * costs.wide_chunks + width * costs.narrow_chunks)
-    return int(chunk + _WIDE * costs.head_gradients * shape.embedding + _WIDE * tokens * shape.hidden)
-
-
-def _bytes(kept: Iterable[SavedTensor], shape: ModelShape, width: int) -> float:
-    """Per token."""
-    widths = shape.widths()
-    return sum(
-        widths[each.of] * each.count * (_WIDE if each.is_wide else width)
-        for each in kept
-        if width < _WIDE or not each.is_narrow_only
     )

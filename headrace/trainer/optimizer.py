@@ -33,17 +33,25 @@ class Segment:
     """Adjacent trained tensors of an arena, all with weight decay or all without. Tensors are flat; `weights` are the model's
     own, `masters` the same in float32 (and the same memory if the weights are float32)."""
 
-    names: list[str]
+    decay: float
     weights: Tensor
     masters: Tensor
     gradient: Tensor
     means: Tensor
     squares: Tensor
-    decay: float
 
     @property
     def is_own_master(self) -> bool:
         return self.masters.data_ptr() == self.weights.data_ptr()
+
+    def part(self, slot: Slot, *, start: int) -> Segment:
+        """Views of one tensor, in its shape. `start`: of the segment, in the arena."""
+
+        def view(flat: Tensor) -> Tensor:
+            return flat[slot.start - start : slot.stop - start].view(slot.shape)
+
+        flats = (self.weights, self.masters, self.gradient, self.means, self.squares)
+        return Segment(self.decay, *map(view, flats))
 
 
 class FlatAdamW:
@@ -52,22 +60,39 @@ class FlatAdamW:
     ) -> None:
         self._settings = settings
         self._is_offloaded = offload
-        self._arenas: list[list[Segment]] = []
-        self._places: dict[str, tuple[Segment, int, int]] = {}  # by parameter name: its segment, and start and stop there
-        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._parts: dict[str, Segment] = {}  # by parameter name
         self._named: dict[int, str] = {}  # by id of the parameter
-        for arena, parameters in trained:
-            self._arenas.append([self._add(arena, names, parameters) for names in _neighbours(arena, parameters)])
+        self._arenas = [
+            [self._add(arena, names, parameters) for names in _neighbours(arena, parameters)] for arena, parameters in trained
+        ]
         if not all(self._arenas):
             raise ConfigError("every parameter of the model is frozen: there is nothing to train")
         self._segments = [segment for segments in self._arenas for segment in segments]
         self.num_steps = torch.zeros((), device=self._segments[0].gradient.device)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of masters, gradients and moments, on any device."""
-        own = sum(s.masters.nbytes for s in self._segments if not s.is_own_master)
-        return own + sum(s.gradient.nbytes + s.means.nbytes + s.squares.nbytes for s in self._segments)
+    def _add(self, arena: Arena, names: list[str], parameters: Mapping[str, nn.Parameter]) -> Segment:
+        slots = [arena.slots[name] for name in names]
+        start, stop = slots[0].start, slots[-1].stop
+        weights = arena.flat[slots[0].dtype][start:stop]
+        device = torch.device("cpu") if self._is_offloaded else weights.device
+        is_own = weights.dtype == torch.float32 and weights.device == device
+
+        def resting(tensor: Tensor) -> Tensor:
+            return tensor.pin_memory() if self._is_offloaded and torch.cuda.is_available() else tensor
+
+        segment = Segment(
+            weights=weights,
+            masters=weights if is_own else resting(weights.float().to(device)),
+            gradient=torch.zeros(weights.shape, dtype=torch.float32, device=weights.device),
+            means=resting(torch.zeros(weights.shape, dtype=torch.float32, device=device)),
+            squares=resting(torch.zeros(weights.shape, dtype=torch.float32, device=device)),
+            decay=self._settings.weight_decay if _is_decayed(names[0], slots[0]) else 0.0,
+        )
+        for name, slot in zip(names, slots, strict=True):
+            self._parts[name] = segment.part(slot, start=start)
+            self._named[id(parameters[name])] = name
+            _collect(parameters[name], self.gradient(name))
+        return segment
 
     @torch.no_grad()
     def step(self, *learning_rates: float) -> Tensor:
@@ -85,7 +110,7 @@ class FlatAdamW:
         return norms
 
     def _update(self, segment: Segment, learning_rate: float, *, shrink: Tensor, is_odd: Tensor) -> None:
-        for masters, gradient, means, squares in self._parts(segment):
+        for masters, gradient, means, squares in self._pieces(segment):
             torch._fused_adamw_(
                 [masters],
                 [gradient],
@@ -107,7 +132,7 @@ class FlatAdamW:
             segment.weights.copy_(segment.masters)
         segment.gradient.zero_()
 
-    def _parts(self, segment: Segment) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    def _pieces(self, segment: Segment) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
         """Yield (masters, gradient, means, squares): all at once or, if offloaded, in pieces, each written back after use."""
         if not self._is_offloaded:
             yield segment.masters, segment.gradient, segment.means, segment.squares
@@ -128,18 +153,14 @@ class FlatAdamW:
         if self._is_offloaded and self.num_steps.is_cuda:
             torch.cuda.synchronize()
 
-    def drop_gradient(self) -> None:
-        for segment in self._segments:
-            segment.gradient.zero_()
-
     @property
     def names(self) -> set[str]:
         """Names of the trained parameters."""
-        return set(self._places)
+        return set(self._parts)
 
     def gradient(self, name: str) -> Tensor:
         """A parameter's float32 gradient, as accumulated so far."""
-        return self._view(name, "gradient")
+        return self._parts[name].gradient
 
     def gradient_of(self, parameter: Tensor) -> Tensor | None:
         """A parameter's gradient; None if it is not trained."""
@@ -148,7 +169,7 @@ class FlatAdamW:
 
     def master(self, name: str) -> Tensor:
         """A parameter in float32."""
-        return self._view(name, "masters")
+        return self._parts[name].masters
 
     def state(self) -> dict[str, Tensor]:
         """Return steps and moments by parameter, for a checkpoint; empty before the first step."""
@@ -156,59 +177,27 @@ class FlatAdamW:
         if not float(self.num_steps):
             return {}
         found = {}
-        for name in self._places:
-            found[f"{name}.exp_avg"] = self._view(name, "means").cpu().clone()
-            found[f"{name}.exp_avg_sq"] = self._view(name, "squares").cpu().clone()
+        for name, part in self._parts.items():
+            found[f"{name}.exp_avg"] = part.means.cpu().clone()
+            found[f"{name}.exp_avg_sq"] = part.squares.cpu().clone()
             found[f"{name}.step"] = self.num_steps.cpu().clone()
         return found
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Restore what `state` returned; parameters missing there start from zero."""
-        steps = [state[f"{name}.step"] for name in self._places if f"{name}.step" in state]
+        steps = [state[f"{name}.step"] for name in self._parts if f"{name}.step" in state]
         self.num_steps.copy_(steps[0] if steps else torch.zeros(()))
-        for name in self._places:
-            for kind, key in (("means", "exp_avg"), ("squares", "exp_avg_sq")):
-                view, saved = self._view(name, kind), state.get(f"{name}.{key}")
-                view.zero_() if saved is None else view.copy_(saved)
+        for name, part in self._parts.items():
+            part.means.copy_(state.get(f"{name}.exp_avg", torch.zeros(())))
+            part.squares.copy_(state.get(f"{name}.exp_avg_sq", torch.zeros(())))
 
     @torch.no_grad()
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
         """Set masters and weights from float32 tensors; ignores untrained ones."""
         for name in self.names & tensors.keys():
-            self.master(name).copy_(tensors[name])
-            self._view(name, "weights").copy_(tensors[name])
-
-    def _view(self, name: str, kind: str) -> Tensor:
-        segment, start, stop = self._places[name]
-        flat: Tensor = getattr(segment, kind)
-        return flat[start:stop].view(self._shapes[name])
-
-    def _add(self, arena: Arena, names: list[str], parameters: Mapping[str, nn.Parameter]) -> Segment:
-        slots = [arena.slots[name] for name in names]
-        first = slots[0]
-        weights = arena.flat[first.dtype][first.start : slots[-1].stop]
-        device = torch.device("cpu") if self._is_offloaded else weights.device
-        is_own = weights.dtype == torch.float32 and weights.device == device
-        segment = Segment(
-            names=names,
-            weights=weights,
-            masters=weights if is_own else _resting(weights.float().to(device), self._is_offloaded),
-            gradient=torch.zeros(weights.shape, dtype=torch.float32, device=weights.device),
-            means=_resting(torch.zeros(weights.shape, dtype=torch.float32, device=device), self._is_offloaded),
-            squares=_resting(torch.zeros(weights.shape, dtype=torch.float32, device=device), self._is_offloaded),
-            decay=self._settings.weight_decay if _is_decayed(names[0], first) else 0.0,
-        )
-        for name, slot in zip(names, slots, strict=True):
-            self._shapes[name] = slot.shape
-            self._named[id(parameters[name])] = name
-            self._places[name] = (segment, slot.start - first.start, slot.stop - first.start)
-            _collect(parameters[name], self.gradient(name))
-        return segment
-
-
-def _resting(tensor: Tensor, is_offloaded: bool) -> Tensor:
-    return tensor.pin_memory() if is_offloaded and torch.cuda.is_available() else tensor
+            self._parts[name].masters.copy_(tensors[name])
+            self._parts[name].weights.copy_(tensors[name])
 
 
 def _collect(parameter: nn.Parameter, gradient: Tensor) -> None:

@@ -78,17 +78,17 @@ class RemoteTrainer:
         await self._call("abandon")
 
     async def save(self, folder: Path) -> None:
-        await self._in_time("saving", self._call("save", folder=str(folder)))
+        await self._in_time("save", folder)
 
     async def load(self, folder: Path) -> None:
-        await self._in_time("loading", self._call("load", folder=str(folder)))
+        await self._in_time("load", folder)
 
-    async def _in_time(self, what: str, answer: Answer[Any]) -> None:
+    async def _in_time(self, name: str, folder: Path) -> None:
         try:
             async with asyncio.timeout(self._deadline):
-                await answer
+                await self._call(name, folder=str(folder))
         except TimeoutError as error:
-            self._child.give_up(f"has been {what} for {self._deadline:g} s (deadline)")
+            self._child.give_up(f"does not {name} a checkpoint within {self._deadline:g} s (deadline)")
             raise await self._child.explain() from error
 
     def _call(self, name: str, make: Callable[[Any], T] = lambda answer: answer, **arguments: Any) -> Answer[T]:  # noqa: ANN401
@@ -114,12 +114,6 @@ class RemoteTrainer:
         """Return the original error if publishing or the checkpoint store handles it, else a failure of the process."""
         if error.kind in ("SyncError", "Superseded"):
             return (SyncError if error.kind == "SyncError" else Superseded)(error.message)
-        if name == "save" and _is_disk_error(error.kind):
-            return OSError(error.message)
-        return self._child.failed(error)
-
-
-def _is_disk_error(kind: str) -> bool:
-    """Whether the checkpoint store handles it: a full disk, missing permissions …"""
-    known = getattr(builtins, kind, None)
-    return kind == "SafetensorError" or (isinstance(known, type) and issubclass(known, OSError))
+        known = getattr(builtins, error.kind, None)
+        is_of_disk = error.kind == "SafetensorError" or (isinstance(known, type) and issubclass(known, OSError))
+        return OSError(error.message) if name == "save" and is_of_disk else self._child.failed(error)

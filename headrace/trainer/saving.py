@@ -32,11 +32,8 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, optimizer: 
     (folder / "config.json").write_text(json.dumps({**config, "dtype": "float32"}, indent=2, sort_keys=True) + "\n")
     tokenizer.save_pretrained(folder)
     (folder / OPTIMIZER_FILE).parent.mkdir(exist_ok=True)
-    state = optimizer.state()
-    for name in optimizer.names:
-        if name.startswith(f"{VALUE_HEAD}."):
-            state[name] = optimizer.master(name).cpu().clone()
-    save_file(state, folder / OPTIMIZER_FILE)
+    values = {name: optimizer.master(name).cpu().clone() for name in optimizer.names if name.startswith(f"{VALUE_HEAD}.")}
+    save_file({**optimizer.state(), **values}, folder / OPTIMIZER_FILE)
 
 
 def _state(model: PreTrainedModel, optimizer: FlatAdamW) -> dict[str, Tensor]:

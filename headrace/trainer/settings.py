@@ -9,6 +9,8 @@ from typing import Literal
 from headrace.algorithms import ADVANTAGES, loss_traits
 from headrace.settings import ConfigError, check
 
+_LEAST = {"threads": 0, "batch": 1, "mini_batches": 1, "max_skipped": 0, "warmup_steps": 0, "micro_batch_tokens": 16}
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings:
@@ -84,46 +86,36 @@ class TrainSettings:
     """A Hugging Face folder or hub name of the teacher that `distill` learns from; its tokens must be the model's."""
 
     def __post_init__(self) -> None:
-        check(self.threads >= 0, "threads", self.threads, "≥ 0")
+        for name, least in _LEAST.items():
+            check(getattr(self, name) >= least, name, getattr(self, name), f"≥ {least}")
+        for name in ("value_learning_rate", "max_grad_norm", "weight_decay", "kl"):
+            check(0 <= getattr(self, name) < math.inf, name, getattr(self, name), "a number ≥ 0")
+        check(0 < self.learning_rate < math.inf, "learning_rate", self.learning_rate, "a number above 0")
+        for name in ("beta1", "beta2"):
+            check(0 <= getattr(self, name) < 1, name, getattr(self, name), "in [0, 1)")
+        for name in ("discount", "gae_lambda"):
+            check(0 <= getattr(self, name) <= 1, name, getattr(self, name), "in [0, 1]")
+        check(len(set(self.offload)) == len(self.offload), "offload", list(self.offload), "a list that names each once")
         fewest = self.fewest_siblings
         why = f"≥ {fewest}" + (f": advantage = '{self.advantage}' compares siblings" if fewest > 1 else "")
         check(self.group_size >= fewest, "group_size", self.group_size, why)
-        check(self.batch >= 1, "batch", self.batch, "≥ 1")
         if self.batch % self.group_size:
             fix = f"{max(1, round(self.batch / self.group_size)) * self.group_size}"
             raise ConfigError(f"batch = {self.batch}: not a multiple of group_size = {self.group_size}; try {fix}")
-        check(self.mini_batches >= 1, "mini_batches", self.mini_batches, "≥ 1")
         groups = self.groups_per_batch
         check(groups >= self.mini_batches, "mini_batches", self.mini_batches, f"at most the {groups} groups of a batch")
-        check(0 < self.learning_rate < math.inf, "learning_rate", self.learning_rate, "a number above 0")
-        check(0 <= self.value_learning_rate < math.inf, "value_learning_rate", self.value_learning_rate, "a number ≥ 0")
-        if self.value_learning_rate and not ADVANTAGES[self.advantage].learns_values:
-            raise ConfigError(
-                f"value_learning_rate = {self.value_learning_rate:g}: advantage = '{self.advantage}' learns no values; set "
-                f"it to 'gae' and loss to 'ppo', or leave value_learning_rate out"
-            )
-        check(0 <= self.beta1 < 1, "beta1", self.beta1, "in [0, 1)")
-        check(0 <= self.beta2 < 1, "beta2", self.beta2, "in [0, 1)")
-        check(0 <= self.max_grad_norm < math.inf, "max_grad_norm", self.max_grad_norm, "a number ≥ 0")
-        check(0 <= self.weight_decay < math.inf, "weight_decay", self.weight_decay, "a number ≥ 0")
-        check(self.max_skipped >= 0, "max_skipped", self.max_skipped, "≥ 0")
-        check(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, "≥ 0")
-        check(self.micro_batch_tokens >= 16, "micro_batch_tokens", self.micro_batch_tokens, "≥ 16")
-        check(len(set(self.offload)) == len(self.offload), "offload", list(self.offload), "a list that names each once")
-        check(0 <= self.discount <= 1, "discount", self.discount, "in [0, 1]")
-        check(0 <= self.gae_lambda <= 1, "gae_lambda", self.gae_lambda, "in [0, 1]")
         if loss_traits(self.loss).is_per_sequence and self.mean_over != "sequence":
-            raise ConfigError(
-                f"loss_mean = '{self.loss_mean}': loss = '{self.loss}' counts each rollout the same; leave it 'auto'"
-            )
-        check(0 <= self.kl < math.inf, "kl", self.kl, "a number ≥ 0")
+            given = f"loss_mean = '{self.loss_mean}'"
+            raise ConfigError(f"{given}: loss = '{self.loss}' counts each rollout the same; leave it 'auto'")
+        learns_values = ADVANTAGES[self.advantage].learns_values
+        if self.value_learning_rate and not learns_values:
+            given = f"value_learning_rate = {self.value_learning_rate:g}: advantage = '{self.advantage}'"
+            raise ConfigError(f"{given} learns no values; set it to 'gae' and loss to 'ppo', or leave value_learning_rate out")
         if self.kl_in_reward and not self.kl:
             raise ConfigError("kl_in_reward = true: there is no KL with kl = 0; set kl to its weight, such as 0.05")
-        if self.kl_in_reward and not ADVANTAGES[self.advantage].learns_values:
-            raise ConfigError(
-                f"kl_in_reward = true: advantage = '{self.advantage}' has no rewards of single tokens; set it to 'gae', or "
-                f"leave kl_in_reward = false to add the KL to the loss"
-            )
+        if self.kl_in_reward and not learns_values:
+            given = f"kl_in_reward = true: advantage = '{self.advantage}'"
+            raise ConfigError(f"{given} has no rewards of single tokens; set it to 'gae', or kl_in_reward = false")
         if self.reference and not self.kl:
             raise ConfigError(f"reference = {self.reference!r}: it is not looked at with kl = 0; set kl to its weight")
 
@@ -152,3 +144,13 @@ class TrainSettings:
             f"steps      {steps} versions × {self.mini_batches} optimizer step(s); {steps * self.batch} rollouts",
             f"micro      at most {self.micro_batch_tokens} tokens a forward pass (train.micro_batch_tokens)",
         ]
+
+
+def learning_rate(settings: TrainSettings, *, version: int, steps: int) -> float:
+    """The rate of the step from `version` to the next: a function of the version, so that a resumed run needs no state."""
+    rise = min(1.0, (version + 1) / (settings.warmup_steps + 1))
+    left = max(0.0, (steps - version) / max(1, steps - settings.warmup_steps)) if version >= settings.warmup_steps else 1.0
+    if settings.schedule == "constant":
+        return settings.learning_rate * rise
+    shape = left if settings.schedule == "linear" else 0.5 - 0.5 * math.cos(math.pi * left)
+    return settings.learning_rate * rise * (settings.final_learning_rate + (1 - settings.final_learning_rate) * shape)

@@ -35,20 +35,17 @@ from headrace.model import (
     plan_passes,
 )
 from headrace.observe import peak_memory
-from headrace.trainer import activations, saving
-from headrace.trainer.compiled import can_compile, compile_layers
+from headrace.trainer import layers, saving
 from headrace.trainer.diagnostics import Diagnostics, is_sampled_by
 from headrace.trainer.optimizer import FlatAdamW
-from headrace.trainer.value_head import ValueHead
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from headrace.model import Unit
     from headrace.records import Array, Batch, Rollout
     from headrace.trainer.frozen_model import FrozenModel
     from headrace.trainer.protocol import Metrics
@@ -59,18 +56,12 @@ _VALUE_TIMES = 10.0  # default learning rate of the value head, relative to the 
 
 @dataclass(frozen=True)
 class _Pass:
-    """One forward and backward pass: its rows, and the objective's inputs per target. `counts` are targets per rollout."""
+    """One forward and backward pass: its rows, and the objective's inputs per target."""
 
     packed: Packed
-    members: list[int]
-    counts: list[int]
-    recorded: Tensor
-    advantages: Tensor
-    weights: Tensor
-    versions: Tensor
-    is_current: Tensor
+    counts: list[int]  # targets of each rollout
+    given: dict[str, Tensor]  # recorded logprobs, versions, is_current, advantages, weights, and a batch-wide correction
     columns: dict[str, Tensor]
-    correction: Tensor | None
 
 
 class DeviceTrainer:
@@ -97,7 +88,7 @@ class DeviceTrainer:
             narrow(model, dtype)
         self.arena = Arena.adopt(model)  # the weights in the engine's layout
         self._head = Head(model, exact=exact)
-        self._values = ValueHead(model) if VALUES in needed_columns(settings.loss, "none", "none") else None
+        self._values = make_value_head(model) if VALUES in needed_columns(settings.loss, "none", "none") else None
         trained = [(self.arena, {name: p for name, p in model.named_parameters() if p.requires_grad})]
         if self._values is not None:
             holder = nn.ModuleDict({saving.VALUE_HEAD: self._values})
@@ -106,30 +97,24 @@ class DeviceTrainer:
         if digits:
             self.optimizer.load_weights(digits)
         if settings.recompute == "layers":
-            activations.recompute_layers(model)
-        if self._device.type == "cuda" and not exact and dtype != torch.float32 and can_compile(model):
-            compile_layers(model)
+            layers.recompute(model)
+        if self._device.type == "cuda" and not exact and dtype != torch.float32 and layers.can_compile(model):
+            layers.compile_all(model)
 
     def forward(self, batch: Batch, *, column: str = PROXIMAL) -> list[Array]:
-        if column not in COMPUTED or (column == VALUES and self._values is None):
-            raise missing_column("the trainer", column)
         scorer = self._frozen.get(column)
-        if scorer is None and column not in (PROXIMAL, VALUES):
+        is_own = column == PROXIMAL or (column == VALUES and self._values is not None)
+        if column not in COMPUTED or (scorer is None and not is_own):
             raise missing_column("the trainer", column)
         model, head = (self.model, self._head) if scorer is None else (scorer.model, scorer.head)
         results = [np.zeros(len(rollout), dtype=np.float32) for rollout in batch.rollouts]
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            if scorer is not None:
-                scorer.wake()
-                stack.callback(scorer.sleep)
-            for units in self._plan(batch.rollouts):
-                packed, members = self._pack(batch.rollouts, units), members_of(units)
+        with torch.no_grad(), scorer or contextlib.nullcontext():
+            for members, packed in self._passes(batch.rollouts):
                 self.num_passes += 1
                 rows = self._hidden(model, packed)
                 if column == VALUES:
-                    assert self._values is not None
-                    values = self._values(rows)
+                    values = self._estimates(rows)
+                    assert values is not None
                 else:
                     values, _ = head.logprobs(rows, packed.wanted, packed.temperatures, allowed=packed.allowed)
                 found, sequence = values.cpu().numpy(), packed.sequence.cpu().numpy()
@@ -138,12 +123,27 @@ class DeviceTrainer:
         return results
 
     def forward_backward(self, batch: Batch) -> Metrics:
-        columns = self._columns(batch)
-        proximal = columns.get(PROXIMAL)
-        corrections = batch_correction(batch, proximal) if proximal and batch.correction in BATCH_WIDE else None
+        rollouts, columns = batch.rollouts, self._columns(batch)
+        given: dict[str, Sequence[Array]] = {
+            "recorded": [rollout.logprobs for rollout in rollouts],
+            "versions": [rollout.versions for rollout in rollouts],
+            "is_current": [is_sampled_by(rollout, batch.version) for rollout in rollouts],
+            "advantages": batch.advantages,
+            "weights": batch.weights,
+        }
+        if batch.correction in BATCH_WIDE and columns.get(PROXIMAL):
+            given["correction"] = batch_correction(batch, columns[PROXIMAL])
+
+        def prepared(members: Sequence[int], packed: Packed) -> _Pass:
+            def gathered(arrays: Mapping[str, Sequence[Array]]) -> dict[str, Tensor]:
+                return {name: packed.gather([each[member] for member in members]) for name, each in arrays.items()}
+
+            counts = [int(np.count_nonzero(_targets(rollouts[member]))) for member in members]
+            return _Pass(packed, counts, gathered(given), gathered(columns))
+
         seen = Diagnostics()
         # All passes are packed and on their way to the device before the first starts, so that none waits for the host.
-        for each in [self._prepare(batch, units, columns, corrections) for units in self._plan(batch.rollouts)]:
+        for each in [prepared(*each) for each in self._passes(rollouts)]:
             self.num_passes += 1
             self._train_pass(batch, each, seen)
         return seen.metrics()
@@ -172,35 +172,12 @@ class DeviceTrainer:
     def load(self, place: Path) -> None:
         saving.load(self.model, self.optimizer, place)
 
-    def _plan(self, rollouts: Sequence[Rollout]) -> list[list[Unit]]:
-        share = self._settings.share_prefixes and not self._exact
-        return plan_passes(rollouts, budget=self._settings.micro_batch_tokens, share=share)
-
-    def _pack(self, rollouts: Sequence[Rollout], units: Sequence[Unit]) -> Packed:
-        is_target = [rollout.loss_mask for rollout in rollouts]
-        return pack(rollouts, is_target, units=units, device=self._device, exact=self._exact)
-
-    def _prepare(
-        self, batch: Batch, units: Sequence[Unit], columns: Mapping[str, Sequence[Array]], corrections: Sequence[Array] | None
-    ) -> _Pass:
-        packed, members = self._pack(batch.rollouts, units), members_of(units)
-        rollouts = [batch.rollouts[member] for member in members]
-
-        def gathered(arrays: Sequence[Array]) -> Tensor:
-            return packed.gather([arrays[member] for member in members])
-
-        return _Pass(
-            packed=packed,
-            members=members,
-            counts=[int(np.count_nonzero(_targets(rollout))) for rollout in rollouts],
-            recorded=packed.gather([rollout.logprobs for rollout in rollouts]),
-            advantages=gathered(batch.advantages),
-            weights=gathered(batch.weights),
-            versions=packed.gather([rollout.versions for rollout in rollouts]),
-            is_current=packed.gather([is_sampled_by(rollout, batch.version) for rollout in rollouts]),
-            columns={name: gathered(arrays) for name, arrays in columns.items()},
-            correction=None if corrections is None else gathered(corrections),
-        )
+    def _passes(self, rollouts: Sequence[Rollout]) -> Iterator[tuple[list[int], Packed]]:
+        """Yield the indexes of each pass's rollouts, and these packed."""
+        is_target, settings = [rollout.loss_mask for rollout in rollouts], self._settings
+        share = settings.share_prefixes and not self._exact
+        for units in plan_passes(rollouts, budget=settings.micro_batch_tokens, share=share):
+            yield members_of(units), pack(rollouts, is_target, units=units, device=self._device, exact=self._exact)
 
     def _columns(self, batch: Batch) -> dict[str, Sequence[Array]]:
         """Return the columns that every rollout has, and compute the needed ones that are missing. `proximal` is computed only
@@ -220,7 +197,7 @@ class DeviceTrainer:
 
     def _train_pass(self, batch: Batch, each: _Pass, seen: Diagnostics) -> None:
         packed = each.packed
-        with activations.kept(self.arena, on_host="activations" in self._settings.offload):
+        with layers.saved_tensors(self.arena, on_host="activations" in self._settings.offload):
             rows = self._hidden(self.model, packed)
 
         def judge(start: int, stop: int, logprobs: Tensor, entropies: Tensor) -> Tensor:
@@ -237,8 +214,7 @@ class DeviceTrainer:
             )
         if loss is None:
             logprobs, entropies = self._head.logprobs(rows, packed.wanted, packed.temperatures, allowed=packed.allowed)
-            values = None if self._values is None else self._values(rows)
-            loss = self._objective(batch, each, slice(None), logprobs, entropies, values, seen)
+            loss = self._objective(batch, each, slice(None), logprobs, entropies, self._estimates(rows), seen)
         loss.backward()
 
     def _objective(
@@ -252,26 +228,29 @@ class DeviceTrainer:
         seen: Diagnostics,
     ) -> Tensor:
         """Compute the loss of the targets in `span`, which covers whole rollouts."""
-        columns = {name: tensor[span] for name, tensor in each.columns.items()}
-        recorded, proximal = each.recorded[span], columns.get(PROXIMAL, logprobs.detach())
+        given, columns = ({name: tensor[span] for name, tensor in part.items()} for part in (each.given, each.columns))
+        proximal = columns.get(PROXIMAL, logprobs.detach())
         tokens = TokenTensors(
             logprobs=logprobs,
-            recorded=recorded,
+            recorded=given["recorded"],
             proximal=proximal,
-            old=ratio_base(batch.correction, recorded=recorded, proximal=proximal),
-            advantages=each.advantages[span],
+            old=ratio_base(batch.correction, recorded=given["recorded"], proximal=proximal),
+            advantages=given["advantages"],
             sequence=each.packed.sequence[span],
-            num_sequences=len(each.members),
-            versions=each.versions[span],
+            num_sequences=len(each.counts),
+            versions=given["versions"],
             version=batch.version,
             columns=columns,
             entropy=entropies,
             values=values,
         )
-        correction = None if each.correction is None else each.correction[span]
-        asked = objective(tokens, each.weights[span], batch, correction=correction)
-        seen.add(asked, tokens, is_current=each.is_current[span])
+        asked = objective(tokens, given["weights"], batch, correction=given.get("correction"))
+        seen.add(asked, tokens, is_current=given["is_current"])
         return asked.loss
+
+    def _estimates(self, rows: Tensor) -> Tensor | None:
+        """The value head's estimate at each row."""
+        return None if self._values is None else self._values(rows.float()).squeeze(1)
 
     def _hidden(self, model: PreTrainedModel, packed: Packed) -> Tensor:
         """[targets, width]: the hidden state that predicts each target."""
@@ -285,6 +264,16 @@ def _targets(rollout: Rollout) -> Array:
     mask = rollout.loss_mask.copy()
     mask[:1] = False
     return mask
+
+
+def make_value_head(model: PreTrainedModel) -> nn.Linear:
+    """The value head estimates the reward still to come from the hidden state that a token is sampled from. All values start at
+    0, so that the first advantages are plain rewards."""
+    width, device = int(model.config.get_text_config().hidden_size), next(model.parameters()).device
+    head: nn.Linear = nn.utils.skip_init(nn.Linear, width, 1, device=device, dtype=torch.float32)
+    for parameter in head.parameters():
+        nn.init.zeros_(parameter)
+    return head
 
 
 def _loses_digits(model: PreTrainedModel, dtype: torch.dtype) -> bool:

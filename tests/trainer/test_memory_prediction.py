@@ -18,7 +18,7 @@ from headrace.model.load import hidden_states, prepare
 from headrace.model.shape import ModelShape
 from headrace.observe.process_memory import peak_memory
 from headrace.trainer import TrainSettings
-from headrace.trainer.memory_prediction import COMPILED, EAGER, Costs, SavedTensor, predict_memory
+from headrace.trainer.memory_prediction import BACKWARD, COMPILED, EAGER, OUTSIDE, Costs, SavedTensor, predict_memory
 
 TOKENS = 64
 
@@ -93,7 +93,7 @@ def test_the_table_is_what_a_compiled_layer_saves() -> None:
 
 def test_a_row_names_a_width_that_every_shape_has() -> None:
     widths = ModelShape.of(Qwen3Config()).widths()
-    rows = [row for costs in (COMPILED, EAGER) for part in (costs.saved, costs.outside, costs.backward) for row in part]
+    rows = [row for part in (COMPILED.saved, EAGER.saved, OUTSIDE, BACKWARD) for row in part]
     assert {row.of for row in rows} <= widths.keys() and all(isinstance(row, SavedTensor) for row in rows)
 
 

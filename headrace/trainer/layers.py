@@ -1,4 +1,4 @@
-"""Two ways to keep fewer activations on the GPU for the backward pass: recompute them, or offload them to the host."""
+"""How the decoder layers run: compiled, recomputed in the backward pass, or with their activations on the host."""
 
 from __future__ import annotations
 
@@ -7,16 +7,34 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from headrace.model import has_experts
+
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
     from headrace.model import Arena
 
+_RECOMPILES = 64
 _WORTH_MOVING = 1 << 20  # bytes; smaller tensors stay
 
 
-def recompute_layers(model: PreTrainedModel) -> None:
+def can_compile(model: PreTrainedModel) -> bool:
+    """Models with experts cannot be compiled: how many rows an expert gets is known only at run time."""
+    return not has_experts(model)
+
+
+def compile_all(model: PreTrainedModel) -> None:
+    """Compile forward and backward, once for all layers and any number of rows. Fused operations round like separate ones
+    (`emulate_precision_casts`), so that results match the engine's."""
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _RECOMPILES)
+    base: Any = model.base_model
+    for layer in base.layers:
+        layer.compile(dynamic=True, fullgraph=True, options={"emulate_precision_casts": True})
+    base.norm.compile(dynamic=True)
+
+
+def recompute(model: PreTrainedModel) -> None:
     """Save only the input of each decoder layer, and recompute the layer in the backward pass."""
     model.gradient_checkpointing_enable({"use_reentrant": False})
     base: Any = model.base_model
@@ -24,8 +42,8 @@ def recompute_layers(model: PreTrainedModel) -> None:
         layer.training = True  # transformers checkpoints only layers in training mode; submodules stay in eval, without dropout
 
 
-def kept(weights: Arena, *, on_host: bool) -> contextlib.AbstractContextManager[object]:
-    """Context for a forward pass: decides where its saved tensors are kept."""
+def saved_tensors(weights: Arena, *, on_host: bool) -> contextlib.AbstractContextManager[object]:
+    """Context for a forward pass: decides where what it saves for the backward pass is kept."""
     return OnHost(weights) if on_host and weights.device.type == "cuda" else contextlib.nullcontext()
 
 
