@@ -61,6 +61,16 @@ class Forecast:
         return self.trainer_process if self.recipe.is_inline else self.engine.total + self.published.engine
 
     @property
+    def fullest_device(self) -> int:
+        """Bytes on the machine, or on the fullest GPU: if there are several, the trainer has the first, engines share the
+        rest."""
+        others = torch.cuda.device_count() - 1 if choose_device(self.recipe) == "cuda" else 0
+        if others < 1:
+            return self.together
+        engines = math.ceil(self.recipe.engine.num_engines / others) * (self.engine.total + self.server)
+        return max(self.trainer.total + self.published.exported, engines)
+
+    @property
     def together(self) -> int:
         """Trainer and engines on one device: the larger of training (engines may sleep) and generating."""
         settings, beside = self.recipe.engine, self.server - (self.trainer.process if self.recipe.is_inline else 0)

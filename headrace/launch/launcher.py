@@ -225,7 +225,10 @@ class Launcher:
             await session.roles.refresh()
         except Exception as error:
             if not session.roles.trainer.is_lost:
-                await self._save_after_failure(session)
+                try:
+                    await session.save_after_failure()
+                except Exception as second:  # noqa: BLE001  (the first failure is raised)
+                    self.screen.say(f"and version {session.policy.version} could not be saved: {second}")
             command = f": {self.how.command}" if self.how.command else ""
             error.add_note(f"the same command resumes from version {session.resumes_from}{command}")
             error.add_note(f"run folder {self.folder}, log {self.folder / 'logs' / 'launcher.log'}")
@@ -236,13 +239,6 @@ class Launcher:
                 write_summary(self.folder, summary)
             session.observer.close()
         return summary
-
-    async def _save_after_failure(self, session: Session) -> None:
-        """Save the last version if possible. If saving fails too, only report it: the first failure is raised."""
-        try:
-            await session.save_after_failure()
-        except Exception as error:  # noqa: BLE001
-            self.screen.say(f"and version {session.policy.version} could not be saved: {error}")
 
 
 def _sample_texts(session: Session) -> list[tuple[str, str, float | None]]:

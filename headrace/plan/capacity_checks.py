@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,7 +65,7 @@ def _compared(subject: Subject, what: str, free: int, total: int, *, on_gpu: boo
     expected = _forecast(subject, recipe) if recipe is not None and _is_on_gpu(recipe) == on_gpu else None
     if recipe is None or expected is None:
         return Finding("ok", what)
-    need, what = _largest_need(expected, recipe), f"{what}; {_described(expected)}"
+    need, what = expected.fullest_device, f"{what}; {_described(expected)}"
     if need > total:
         return Finding("problem", what, _fix(subject, recipe, total))
     if need > free:
@@ -91,15 +90,6 @@ def _forecast(subject: Subject, recipe: Recipe) -> Forecast | None:
     )
 
 
-def _largest_need(expected: Forecast, recipe: Recipe) -> int:
-    """Bytes on the machine, or on the fullest GPU: if there are several, the trainer has the first, engines share the rest."""
-    others = torch.cuda.device_count() - 1 if _is_on_gpu(recipe) else 0
-    if others < 1:
-        return expected.together
-    each = expected.engine.total + expected.server
-    return max(expected.trainer.total + expected.published.exported, math.ceil(recipe.engine.num_engines / others) * each)
-
-
 def _described(expected: Forecast) -> str:
     trainer, engine = expected.trainer, expected.engine
     optimizer = trainer.masters + trainer.gradients + trainer.moments
@@ -116,7 +106,7 @@ def _fix(subject: Subject, recipe: Recipe, room: int) -> str:
     for change in _changes(recipe):
         changed = make_recipe({**to_dict(recipe), **change})
         expected = _forecast(subject, changed)
-        if expected is not None and _largest_need(expected, changed) <= room:
+        if expected is not None and expected.fullest_device <= room:
             words = " and ".join(f"{key} = {value!r}" for key, value in change.items())
             return f"set {words}: {size(expected.trainer.total)} for the trainer then"
     larger = "GPU" if _is_on_gpu(recipe) else "machine"

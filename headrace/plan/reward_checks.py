@@ -9,7 +9,7 @@ import faulthandler
 import logging
 import math
 import sys
-from collections import Counter
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from headrace.envs import PromptEncoder
@@ -50,7 +50,7 @@ def check_reward(
         answers = {name: form.format(gold) for name, form in WRAPPED.items()} | {"half": gold[: len(gold) // 2]} | answers
     timeout = min(recipe.reward.timeout, MOST_SECONDS)
     settings = dataclasses.replace(recipe.reward, timeout=timeout, attempts=1, max_failures=2**31)
-    totals: Counter[str] = Counter()
+    totals: defaultdict[str, float] = defaultdict(float)
     for function, weight in rewards:
         with _watched(timeout):
             outcomes = asyncio.run(_score(subject, function, row, answers, settings))
@@ -74,8 +74,10 @@ async def _score(
     subject: Subject, function: RewardFunction, row: dict[str, Plain], answers: dict[str, str], settings: RewardSettings
 ) -> dict[str, Outcome | None]:
     """The outcome of each answer. The first is scored alone, so that a reward that hangs costs one timeout."""
-    has_end = subject.tokenizer is not None and subject.tokenizer.eos_token_id is not None
-    encoder = PromptEncoder(subject.tokenizer if has_end else tiny.build_tokenizer())
+    tokenizer = subject.tokenizer
+    if tokenizer is None or tokenizer.eos_token_id is None:
+        tokenizer = tiny.build_tokenizer()
+    encoder = PromptEncoder(tokenizer)
     episodes = []
     for name, text in answers.items():
         rollout = demonstration({"prompt": "?", "answer": text}, encoder, name=name)
