@@ -49,7 +49,7 @@ class Request:
     key: int = -1
     """Its name between the pool and an engine process."""
     lineage: str | None = None
-    """The lineage that sampled its first token, once the engine runs another; None until then."""
+    """The lineage that sampled its first token. In an engine: None as long as that is the one it runs."""
     started: float = 0.0
     slot: int = -1
     blocks: list[int] = field(default_factory=list)
@@ -153,24 +153,23 @@ async def generate(
     engine: RequestQueue, rollout: Rollout, sampling: Sampling, *, make_request: type[Request] = Request
 ) -> Rollout:
     """The rollout with one more call's tokens; cancelling the await cancels the call."""
-    done: asyncio.Future[Rollout] = asyncio.get_running_loop().create_future()
+    done: asyncio.Future[Rollout | Exception] = asyncio.get_running_loop().create_future()
 
     def settle(answer: Rollout | Exception) -> None:
-        if done.done():  # the await was cancelled
-            return
-        if isinstance(answer, Exception):
-            done.set_exception(answer)
-        else:
+        if not done.done():  # otherwise the await was cancelled
             done.set_result(answer)
 
     tell = _from_any_thread(settle)
     request = make_request(rollout, sampling, on_done=tell, on_failed=tell)
     engine.submit([request], lambda _, error: tell(error))
     try:
-        return await done
+        answer = await done
     except asyncio.CancelledError:
         engine.cancel([request])
         raise
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
 
 
 async def stream(

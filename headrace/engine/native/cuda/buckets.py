@@ -93,25 +93,20 @@ class Buckets:
         self.decode_sizes = decode_buckets(self._nobody)
         self.prompt_shapes = [PromptShape(size) for size in prompt_buckets]
         self.lock = threading.Lock()  # for buckets and graphs, which the decode and the capture thread share
-        self._made: dict[tuple[str, int], Bucket] = {}
+        self._made: dict[int | PromptShape, Bucket] = {}
         self._allowed: Tensor | None = None
 
     def all(self) -> list[Bucket]:
         return list(self._made.values())
 
-    def decode(self, size: int) -> Bucket:
-        return self._get(("decode", size), lambda: self._make_decode(size))
-
-    def prompt(self, shape: PromptShape) -> Bucket:
-        return self._get(("prompt", shape.tokens), lambda: self._make_prompt(shape))
-
-    def _get(self, key: tuple[str, int], make: Callable[[], Bucket]) -> Bucket:
+    def get(self, shape: int | PromptShape) -> Bucket:
+        """The bucket of decode steps with this many rows, or of prompt steps of this shape."""
         with self.lock:
-            if key not in self._made:
-                self._made[key] = make()
+            if shape not in self._made:
+                self._made[shape] = self._make_prompt(shape) if isinstance(shape, PromptShape) else self._make_decode(shape)
                 if self._device.type == "cuda":
                     torch.cuda.current_stream(self._device).synchronize()  # another thread may use it next, on another stream
-            return self._made[key]
+            return self._made[shape]
 
     def _ints(self, *shape: int, fill: int = 0, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.full(shape, fill, dtype=dtype, device=self._device)

@@ -91,8 +91,8 @@ class GraphCapture:
             self._pool = torch.cuda.graph_pool_handle()
             if self._compiles:
                 compiled.compile_layers(self._twin)
-        decode = [self._buckets.decode(size) for size in reversed(self._buckets.decode_sizes)]
-        prompt = [self._buckets.prompt(shape) for shape in reversed(self._buckets.prompt_shapes)]
+        decode = [self._buckets.get(size) for size in reversed(self._buckets.decode_sizes)]
+        prompt = [self._buckets.get(shape) for shape in reversed(self._buckets.prompt_shapes)]
         if is_restricted:
             self._buckets.allowed_rows(0)  # allocated now, so that no graph does
         # cuBLAS has a workspace per stream, and a graph keeps that of its capture stream: anything else that ran on that stream

@@ -211,7 +211,7 @@ class CudaRunner(Runner):
     def _launch_decode(self, decoding: Array) -> _Part:
         rows = len(decoding)
         size = next(size for size in self.buckets.decode_sizes if size >= rows)
-        bucket = self.buckets.decode(size)
+        bucket = self.buckets.get(size)
         triples = [(slot, index, block) for slot, new in self._new_blocks.items() for index, block in new]
         self._new_blocks.clear()
         buffer = self._borrow(bucket.control.numel())
@@ -233,7 +233,7 @@ class CudaRunner(Runner):
             for each in self.buckets.prompt_shapes
             if each.tokens >= tokens and each.sampled >= len(sampling) and each.tiles >= len(tiles)
         )
-        bucket = self.buckets.prompt(shape)
+        bucket = self.buckets.get(shape)
         buffer = self._borrow(bucket.control.numel())
         token_part, position_part, owner_part, tile_part, row_part, slot_part = shape.parts(buffer.numpy())
         begin = 0
