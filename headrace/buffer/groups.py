@@ -30,17 +30,16 @@ class Group:
         return len(self.episodes) > 1 and len({episode.reward for episode in self.episodes}) == 1
 
     @cached_property
-    def _origin(self) -> tuple[frozenset[str], int | None]:
-        """The lineages that sampled it, and its oldest version, or None if nothing was sampled."""
+    def versions(self) -> dict[str, tuple[int, int]]:
+        """By lineage, the oldest and newest version that sampled its tokens. Cached, because it is asked for every version."""
         rollouts = [rollout for episode in self.episodes for rollout in episode.rollouts]
-        versions = np.concatenate([rollout.versions for rollout in rollouts]) if rollouts else np.zeros(0, dtype=np.int32)
-        sampled = versions[versions >= 0]
-        return frozenset(rollout.lineage for rollout in rollouts), int(sampled.min()) if len(sampled) else None
-
-    def is_within(self, lineage: str, *, oldest: int | None) -> bool:
-        """Whether all tokens are of this lineage and none is older than `oldest`. Called every version: `_origin` is cached."""
-        lineages, first = self._origin
-        return lineages <= {lineage} and (oldest is None or first is None or first >= oldest)
+        found = {}
+        for lineage in {rollout.lineage for rollout in rollouts}:
+            versions = np.concatenate([rollout.versions for rollout in rollouts if rollout.lineage == lineage])
+            sampled = versions[versions >= 0]
+            if len(sampled):
+                found[lineage] = (int(sampled.min()), int(sampled.max()))
+        return found
 
 
 class GroupBuffer:

@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from headrace.buffer import Group
 from headrace.partial import is_over_age, is_resumable, surviving_part
 from headrace.records import Scored, pack_episodes, pack_rollouts, unpack_episodes, unpack_rollouts
 from headrace.staleness import too_old
@@ -166,7 +167,8 @@ class InFlightTable:
         records, lost = {record.id: record for record in self.episodes()}, 0
         for entry in entries:
             for episode in unpack_episodes(entry["episodes"]):
-                if too_old([episode], version=version, max_lag=max_lag, lineage=lineage):
+                alone = Group(number=entry["number"], episodes=(episode,))
+                if too_old(alone, version=version, max_lag=max_lag, lineage=lineage):
                     lost += num_sampled([episode])
                 else:
                     records[episode.id].ended = episode

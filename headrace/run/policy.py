@@ -143,13 +143,11 @@ class PolicyState:
 
     def reject_stale(self, version: int) -> None:
         """Remove groups too old to train `version` from the buffer."""
-        oldest = None if self._max_lag is None else version - self._max_lag
         for group in self.buffer.groups():
-            if not group.is_within(self.lineage.id, oldest=oldest):
-                reason = too_old(group.episodes, version=version, max_lag=self._max_lag, lineage=self.lineage)
-                if reason is not None:
-                    self.ledger.settle("rejected", len(group.episodes), reason=reason)
-                    self._drop(group.number, num_sampled(group.episodes))
+            reason = too_old(group, version=version, max_lag=self._max_lag, lineage=self.lineage)
+            if reason is not None:
+                self.ledger.settle("rejected", len(group.episodes), reason=reason)
+                self._drop(group.number, num_sampled(group.episodes))
 
     async def cancel_over_age(self, version: int) -> None:
         """With `partial.cancel`, after taking the batch of `version`: cancel groups too old for every later one."""

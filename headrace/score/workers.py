@@ -106,14 +106,14 @@ class RewardWorkers:
         return len(self._stuck)
 
     async def map(
-        self, function: Callable[[S], T], items: Sequence[S], *, name: str, limit: float = 0.0, budget: float = math.inf
+        self, function: Callable[[S], T], items: Sequence[S], *, name: str, limit: float, budget: float = math.inf
     ) -> list[T | TimedOut]:
         """The results of `function` for each item, in order. An exception ends the job and is raised here. A call may take
-        `limit` seconds (default `timeout`); none starts later than `budget` seconds after the first. Waits for the workers;
+        `limit` seconds; none starts later than `budget` seconds after the first. Waits for the workers;
         woken by the last result, and by the clock when a call may have timed out."""
         if not items:
             return []
-        job = _Job(function, items, name=name, limit=limit or self.timeout, budget=budget)
+        job = _Job(function, items, name=name, limit=limit, budget=budget)
         with contextlib.nullcontext() if self._watchdog is None else self._watchdog.watching():
             with self._changed:
                 assert not self._is_closed

@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING
 from headrace.buffer import buffer_policy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
+    from headrace.buffer import Group
     from headrace.config import Recipe
-    from headrace.records import Episode
     from headrace.sync import Lineage
 
 
@@ -72,14 +70,11 @@ def describe_gate(recipe: Recipe) -> str:
     return f"gate       at most {sizes} tasks submitted and untrained ({why})"
 
 
-def too_old(episodes: Iterable[Episode], *, version: int, max_lag: int | None, lineage: Lineage) -> str | None:
-    """Why these episodes cannot be trained at `version`, or None. Tokens of weights that a restart discarded never can be."""
-    for episode in episodes:
-        for rollout in episode.rollouts:
-            if not rollout.num_sampled:
-                continue
-            if not lineage.contains(rollout.lineage, int(rollout.versions.max())):
-                return "lineage"
-            if max_lag is not None and version - rollout.oldest_version > max_lag:
-                return "lag"
+def too_old(group: Group, *, version: int, max_lag: int | None, lineage: Lineage) -> str | None:
+    """Why this group cannot be trained at `version`, or None. Tokens of weights that a restart discarded never can be."""
+    for sampled_by, (oldest, newest) in group.versions.items():
+        if not lineage.contains(sampled_by, newest):
+            return "lineage"
+        if max_lag is not None and version - oldest > max_lag:
+            return "lag"
     return None

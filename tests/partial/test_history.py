@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from headrace.buffer import Group
 from headrace.engine.request import append_call
 from headrace.partial import is_continuation, is_over_age, is_resumable, surviving_part
 from headrace.records import Call, Episode, FinishReason, Rollout, Sampling, Source
@@ -68,7 +69,7 @@ def test_what_the_checkpoints_versions_drew_is_this_lifes_too():
     assert kept is not None and len(kept) == 6 and kept.lineage == life.id
     further = drawn(kept, [4, 5], lineage=life.id)
     episode = Episode(id="g1/0", group="g1", task={}, rollouts=(further,))
-    assert further.lineage == life.id and too_old([episode], version=5, max_lag=2, lineage=life) is None
+    assert further.lineage == life.id and too_old(Group(0, (episode,)), version=5, max_lag=2, lineage=life) is None
 
 
 @pytest.mark.parametrize(("versions", "left"), [([3, 4, 5, 5], 2), ([4, 5], 1), ([5, 6], 0)])
@@ -93,7 +94,7 @@ def test_a_rollout_names_the_life_of_its_first_token():
     mixed = drawn(drawn(PROMPT, [4, 5]), [4, 5], lineage=life.id)
     assert mixed.lineage == "A"
     episode = Episode(id="g1/0", group="g1", task={}, rollouts=(mixed,))
-    assert too_old([episode], version=5, max_lag=9, lineage=life) == "lineage"
+    assert too_old(Group(0, (episode,)), version=5, max_lag=9, lineage=life) == "lineage"
     assert drawn(drawn(PROMPT, []), [4], lineage=life.id).lineage == life.id, "an empty call drew nothing"
 
 

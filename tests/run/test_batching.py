@@ -223,15 +223,19 @@ def test_a_batch_says_what_the_recipe_corrects_with() -> None:
 
 @given(groups(), st.integers(0, 20), st.none() | st.integers(0, 6), st.sampled_from(["", "a1b2", "other"]))
 @settings(parent=quick, max_examples=100)
-def test_what_a_group_says_is_fresh_is_not_too_old(made: list[Group], version: int, max_lag: int | None, life: str) -> None:
+def test_a_group_is_too_old_if_one_of_its_tokens_is(made: list[Group], version: int, max_lag: int | None, life: str) -> None:
     lineage = Lineage(life)
     for group in made:
-        oldest = None if max_lag is None else version - max_lag
-        if group.is_within(life, oldest=oldest):
-            assert too_old(group.episodes, version=version, max_lag=max_lag, lineage=lineage) is None
-        if all(rollout.lineage == life for episode in group.episodes for rollout in episode.rollouts):
-            is_old = too_old(group.episodes, version=version, max_lag=max_lag, lineage=lineage) is not None
-            assert group.is_within(life, oldest=oldest) is not is_old
+        sampled = [
+            (rollout.lineage, token)
+            for episode in group.episodes
+            for rollout in episode.rollouts
+            for token in rollout.versions[rollout.is_sampled].tolist()
+        ]
+        is_dead = any(not lineage.contains(*each) for each in sampled)
+        is_late = max_lag is not None and any(version - token > max_lag for _, token in sampled)
+        reason = too_old(group, version=version, max_lag=max_lag, lineage=lineage)
+        assert (reason is not None) == (is_dead or is_late) and (reason != "lineage" or is_dead)
 
 
 def test_the_collector_is_left_as_it_was_found() -> None:

@@ -190,9 +190,9 @@ LIFE = Lineage(id="a")
 )
 def test_one_token_too_old_refuses_the_group(versions: list, max_lag: int | None, reason: str | None) -> None:
     episode = make_episode(*versions)
-    assert too_old([episode], version=10, max_lag=max_lag, lineage=LIFE) == reason
+    assert too_old(Group(0, (episode,)), version=10, max_lag=max_lag, lineage=LIFE) == reason
     fresh = make_episode([10])
-    assert too_old([fresh, episode, fresh], version=10, max_lag=max_lag, lineage=LIFE) == reason
+    assert too_old(Group(0, (fresh, episode, fresh)), version=10, max_lag=max_lag, lineage=LIFE) == reason
 
 
 def test_dead_weights_are_refused_whatever_their_age() -> None:
@@ -204,11 +204,11 @@ def test_dead_weights_are_refused_whatever_their_age() -> None:
         make_episode([9], lineage="c"),
     )
     for max_lag in (None, 5):
-        assert too_old([old], version=9, max_lag=max_lag, lineage=restarted) is None
-        assert too_old([dead], version=9, max_lag=max_lag, lineage=restarted) == "lineage"
-        assert too_old([new], version=9, max_lag=max_lag, lineage=restarted) is None
-        assert too_old([alien], version=9, max_lag=max_lag, lineage=restarted) == "lineage"
-    assert too_old([old], version=12, max_lag=4, lineage=restarted) == "lag"
+        assert too_old(Group(0, (old,)), version=9, max_lag=max_lag, lineage=restarted) is None
+        assert too_old(Group(0, (dead,)), version=9, max_lag=max_lag, lineage=restarted) == "lineage"
+        assert too_old(Group(0, (new,)), version=9, max_lag=max_lag, lineage=restarted) is None
+        assert too_old(Group(0, (alien,)), version=9, max_lag=max_lag, lineage=restarted) == "lineage"
+    assert too_old(Group(0, (old,)), version=12, max_lag=4, lineage=restarted) == "lag"
 
 
 def test_what_is_history_after_several_restarts() -> None:
