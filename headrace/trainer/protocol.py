@@ -55,7 +55,8 @@ class Published(NamedTuple):
 
 
 class PolicyTrainer(Protocol):
-    """One policy's trainer as the loops see it: `LocalTrainer` in this process, or `RemoteTrainer` for another process."""
+    """One policy's trainer as the loops see it: `LocalTrainer` in this process, or `RemoteTrainer` for another process.
+    `forward`, `save` and `load` are those of `Trainer`."""
 
     is_inline: bool  # it computes in the event loop, and blocks it meanwhile
     num_steps: int  # optimizer steps started; the weights change only when this does
@@ -68,8 +69,7 @@ class PolicyTrainer(Protocol):
     def num_passes(self) -> int:
         """Forward passes so far: shows progress within a step."""
 
-    async def forward(self, batch: Batch, *, column: str = PROXIMAL) -> list[Array]:
-        """See `Trainer.forward`."""
+    async def forward(self, batch: Batch, *, column: str = PROXIMAL) -> list[Array]: ...
 
     def step(self, batch: Batch, *, learning_rate: float) -> Awaitable[Metrics]:
         """Train one batch: gradient and optimizer step. Steps run in the order of the calls."""
@@ -87,8 +87,6 @@ class PolicyTrainer(Protocol):
     async def abandon(self) -> None:
         """Called when the run ends: engines load no more updates, so no step may wait for one."""
 
-    async def save(self, folder: Path) -> None:
-        """See `Trainer.save`."""
+    async def save(self, folder: Path) -> None: ...
 
-    async def load(self, folder: Path) -> None:
-        """See `Trainer.load`."""
+    async def load(self, folder: Path) -> None: ...

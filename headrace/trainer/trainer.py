@@ -40,13 +40,12 @@ from headrace.trainer.diagnostics import Diagnostics, is_sampled_by
 from headrace.trainer.optimizer import FlatAdamW
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from headrace.model import Unit
     from headrace.records import Array, Batch, Rollout
     from headrace.trainer.frozen_model import FrozenModel
     from headrace.trainer.protocol import Metrics
@@ -110,8 +109,7 @@ class DeviceTrainer:
         model, head = (self.model, self._head) if scorer is None else (scorer.model, scorer.head)
         results = [np.zeros(len(rollout), dtype=np.float32) for rollout in batch.rollouts]
         with torch.no_grad(), scorer or contextlib.nullcontext():
-            for units in self._plan(batch.rollouts):
-                packed = self._pack(batch.rollouts, units)
+            for members, packed in self._passes(batch.rollouts):
                 self.num_passes += 1
                 rows = self._hidden(model, packed)
                 if column == VALUES:
@@ -120,7 +118,7 @@ class DeviceTrainer:
                 else:
                     values, _ = head.logprobs(rows, packed.wanted, packed.temperatures, allowed=packed.allowed)
                 found, sequence = values.cpu().numpy(), packed.sequence.cpu().numpy()
-                for place, member in enumerate(members_of(units)):
+                for place, member in enumerate(members):
                     results[member][_targets(batch.rollouts[member])] = found[sequence == place]
         return results
 
@@ -135,9 +133,17 @@ class DeviceTrainer:
         }
         if batch.correction in BATCH_WIDE and columns.get(PROXIMAL):
             given["correction"] = batch_correction(batch, columns[PROXIMAL])
+
+        def prepared(members: Sequence[int], packed: Packed) -> _Pass:
+            def gathered(arrays: Mapping[str, Sequence[Array]]) -> dict[str, Tensor]:
+                return {name: packed.gather([each[member] for member in members]) for name, each in arrays.items()}
+
+            counts = [int(np.count_nonzero(_targets(rollouts[member]))) for member in members]
+            return _Pass(packed, counts, gathered(given), gathered(columns))
+
         seen = Diagnostics()
         # All passes are packed and on their way to the device before the first starts, so that none waits for the host.
-        for each in [self._prepare(rollouts, units, given, columns) for units in self._plan(rollouts)]:
+        for each in [prepared(*each) for each in self._passes(rollouts)]:
             self.num_passes += 1
             self._train_pass(batch, each, seen)
         return seen.metrics()
@@ -166,28 +172,12 @@ class DeviceTrainer:
     def load(self, place: Path) -> None:
         saving.load(self.model, self.optimizer, place)
 
-    def _plan(self, rollouts: Sequence[Rollout]) -> list[list[Unit]]:
-        share = self._settings.share_prefixes and not self._exact
-        return plan_passes(rollouts, budget=self._settings.micro_batch_tokens, share=share)
-
-    def _pack(self, rollouts: Sequence[Rollout], units: Sequence[Unit]) -> Packed:
-        is_target = [rollout.loss_mask for rollout in rollouts]
-        return pack(rollouts, is_target, units=units, device=self._device, exact=self._exact)
-
-    def _prepare(
-        self,
-        rollouts: Sequence[Rollout],
-        units: Sequence[Unit],
-        given: Mapping[str, Sequence[Array]],
-        columns: Mapping[str, Sequence[Array]],
-    ) -> _Pass:
-        packed, members = self._pack(rollouts, units), members_of(units)
-        counts = [int(np.count_nonzero(_targets(rollouts[member]))) for member in members]
-
-        def gathered(arrays: Mapping[str, Sequence[Array]]) -> dict[str, Tensor]:
-            return {name: packed.gather([each[member] for member in members]) for name, each in arrays.items()}
-
-        return _Pass(packed, counts, gathered(given), gathered(columns))
+    def _passes(self, rollouts: Sequence[Rollout]) -> Iterator[tuple[list[int], Packed]]:
+        """Yield the indexes of each pass's rollouts, and these packed."""
+        is_target, settings = [rollout.loss_mask for rollout in rollouts], self._settings
+        share = settings.share_prefixes and not self._exact
+        for units in plan_passes(rollouts, budget=settings.micro_batch_tokens, share=share):
+            yield members_of(units), pack(rollouts, is_target, units=units, device=self._device, exact=self._exact)
 
     def _columns(self, batch: Batch) -> dict[str, Sequence[Array]]:
         """Return the columns that every rollout has, and compute the needed ones that are missing. `proximal` is computed only
