@@ -17,60 +17,35 @@ For example, a two-token prompt answered by two sampled tokens:
 from typing import TYPE_CHECKING
 
 from headrace.front_door import front_door
-from headrace.records.batch import Batch
-from headrace.records.columns import (
-    pack_batch,
-    pack_episodes,
-    pack_rollouts,
-    pack_samplings,
-    unpack_batch,
-    unpack_episodes,
-    unpack_rollouts,
-    unpack_samplings,
-)
-from headrace.records.episode import Episode
-from headrace.records.expert_routing import unknown_expert, unknown_routing
-from headrace.records.frames import WireError, decode, encode, read_frames
-from headrace.records.rollout import Rollout
-from headrace.records.sampling import Call, FinishReason, InfraAbort, Invalid, Outcome, Sampling, SamplingMask, Scored, Source
-from headrace.records.validate import Array, Plain, check_messages, check_plain
-from headrace.records.weight_update import Manifest, Part, TensorInfo, WeightUpdate
 
-__all__ = [
-    "TYPE_CHECKING",
-    "Array",
-    "Batch",
-    "Call",
-    "Episode",
-    "FinishReason",
-    "InfraAbort",
-    "Invalid",
-    "Manifest",
-    "Outcome",
-    "Part",
-    "Plain",
-    "Rollout",
-    "Sampling",
-    "SamplingMask",
-    "Scored",
-    "Source",
-    "TensorInfo",
-    "WeightUpdate",
-    "WireError",
-    "check_messages",
-    "check_plain",
-    "decode",
-    "encode",
-    "front_door",
-    "pack_batch",
-    "pack_episodes",
-    "pack_rollouts",
-    "pack_samplings",
-    "read_frames",
-    "unknown_expert",
-    "unknown_routing",
-    "unpack_batch",
-    "unpack_episodes",
-    "unpack_rollouts",
-    "unpack_samplings",
-]
+if TYPE_CHECKING:
+    from headrace.records.batch import Batch
+    from headrace.records.columns import (
+        pack_batch,
+        pack_episodes,
+        pack_rollouts,
+        pack_samplings,
+        unpack_batch,
+        unpack_episodes,
+        unpack_rollouts,
+        unpack_samplings,
+    )
+    from headrace.records.episode import Episode
+    from headrace.records.expert_routing import unknown_expert, unknown_routing
+    from headrace.records.frames import WireError, decode, encode, read_frames
+    from headrace.records.rollout import Rollout
+    from headrace.records.sampling import (
+        Call,
+        FinishReason,
+        InfraAbort,
+        Invalid,
+        Outcome,
+        Sampling,
+        SamplingMask,
+        Scored,
+        Source,
+    )
+    from headrace.records.validate import Array, Plain, check_messages, check_plain
+    from headrace.records.weight_update import Manifest, Part, TensorInfo, WeightUpdate
+else:
+    __getattr__ = front_door(__name__)

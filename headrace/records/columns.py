@@ -7,7 +7,7 @@ concatenated and checked together. `frames.encode` takes what `pack_rollouts` re
                             some rollouts have are left out if none has them
     token_ids … versions    [sum of lengths] arrays with the dtypes they have in a rollout
     calls                   one list per field, with a value per call
-    settings                the distinct samplings of the calls
+    samplings               the distinct settings of the calls' samplings, which of them each call has, and its seed
 
 `unpack_rollouts` rejects what `Rollout` itself rejects (`headrace.records.check`), with a `WireError`.
 """

@@ -4,10 +4,10 @@ A frame is
 
     magic b"HRW" + schema (1 byte) | crc32 (4) | header length (4) | body length (8) | header | zeros | body
 
-all little-endian. Arrays are (dtype, shape, offset, length) in the header and 8-byte aligned in the body, so that decoding
-copies nothing. Keys that start with "$" are reserved; users' own get one more "$". Small records are encoded field by
-field; rollouts, batches and episodes as columns (`headrace.records.columns`). Every size is checked before memory is allocated,
-and records check themselves, so malformed bytes raise `WireError` and never another error.
+all little-endian. Arrays are extensions that hold (dtype, shape, offset, length), and lie 8-byte aligned in the body, so that
+decoding copies nothing. Small records are extensions that hold their name and fields; rollouts, batches and episodes travel as
+columns (`headrace.records.columns`). Every size is checked before memory is allocated, and records check themselves, so
+malformed bytes raise `WireError` and never another error.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from headrace.records.sampling import InfraAbort, Invalid, Sampling, SamplingMas
 from headrace.records.weight_update import Manifest, Part, WeightUpdate
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from headrace.records.validate import Array
 
@@ -34,8 +34,6 @@ SCHEMA = 3
 """Rises when old frames can no longer be read."""
 MAX_FRAME = 2 << 30
 """Bytes; a frame that announces more is rejected unread."""
-MAX_DEPTH = 64
-"""Nesting of lists and dicts; deeper is rejected."""
 
 _PREAMBLE = struct.Struct("<3sBIIQ")
 PREAMBLE_BYTES = _PREAMBLE.size
@@ -48,11 +46,11 @@ _RECORDS: dict[str, type[Any]] = {
     record.__name__: record for record in (WeightUpdate, Part, Manifest, Sampling, SamplingMask, Scored, Invalid, InfraAbort)
 }
 _FIELDS = {record: tuple(field.name for field in dataclasses.fields(record)) for record in _RECORDS.values()}
-_SCALARS = frozenset({type(None), bool, int, float, str})
-"""Types that msgpack encodes unchanged; a list of only these is not traversed."""
 _MALFORMED = ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError, msgpack.UnpackException
-_ARRAY = "$array"
-_RECORD = "$record"
+_ARRAY, _RECORD = 1, 2
+"""Codes of our msgpack extensions."""
+_MAX_DEPTH = 8
+"""Records within records; ours are two deep. More would cost C stack, which is not checked."""
 
 
 class WireError(ValueError):
@@ -73,18 +71,8 @@ def encode(value: object) -> bytes:
     buffers: list[bytes | memoryview] = []
     size = 0
 
-    def plain(item: object, depth: int) -> object:
+    def extension(item: object) -> msgpack.ExtType:
         nonlocal size
-        if type(item) in _SCALARS:
-            return item
-        if depth > MAX_DEPTH:
-            raise WireError(f"nested deeper than {MAX_DEPTH}")
-        if isinstance(item, list | tuple):
-            return item if _SCALARS.issuperset(map(type, item)) else [plain(entry, depth + 1) for entry in item]
-        if isinstance(item, dict):
-            if not all(isinstance(key, str) for key in item):
-                raise WireError("keys must be strings")
-            return {f"${key}" if key[:1] == "$" else key: plain(entry, depth + 1) for key, entry in item.items()}
         if isinstance(item, np.ndarray):
             array = np.asarray(item, dtype=item.dtype.newbyteorder("<"), order="C")
             if array.dtype.str not in _DTYPES:
@@ -92,19 +80,15 @@ def encode(value: object) -> bytes:
             padding = -size % 8
             buffers.extend((bytes(padding), array.data))
             start, size = size + padding, size + padding + array.nbytes
-            return {_ARRAY: [array.dtype.str, list(array.shape), start, array.nbytes]}
+            return msgpack.ExtType(_ARRAY, msgpack.packb([array.dtype.str, array.shape, start, array.nbytes]))
         if type(item) in _FIELDS:
-            fields = {name: plain(getattr(item, name), depth + 1) for name in _FIELDS[type(item)]}
-            return {_RECORD: type(item).__name__, **fields}
-        for kind in (str, int, float):  # of an enum or a numpy scalar
-            if isinstance(item, kind):
-                return kind(item)
+            fields = {name: getattr(item, name) for name in _FIELDS[type(item)]}
+            return msgpack.ExtType(_RECORD, msgpack.packb([type(item).__name__, fields], default=extension))
         raise WireError(f"a {type(item).__name__} does not travel")
 
-    try:
-        header: bytes = msgpack.packb(plain(value, 0), use_bin_type=True)
-    except (OverflowError, UnicodeEncodeError) as error:
-        raise WireError(f"cannot be encoded: {error}") from error
+    with wire_errors("cannot be encoded"):
+        header: bytes = msgpack.packb(value, default=extension)
+        _read(header, msgpack.ExtType)  # refuses here what a reader would refuse, such as bytes and keys that are numbers
     if _body_start(len(header)) + size > MAX_FRAME:
         raise WireError(f"{len(header) + size} bytes are more than a frame may hold ({MAX_FRAME})")
     parts = [header, bytes(_body_start(len(header)) - _PREAMBLE.size - len(header)), *buffers]
@@ -131,8 +115,7 @@ def decode(frame: bytes | memoryview, *, max_bytes: int = MAX_FRAME) -> Any:  # 
     if zlib.crc32(payload) != checksum:
         raise WireError("checksum differs: the frame was changed in transit")
     with wire_errors("malformed frame"):
-        header = msgpack.unpackb(payload[:header_size], raw=False, strict_map_key=True)
-        return _revive(header, frame[_body_start(header_size) :], 0)
+        return _revive(payload[:header_size], frame[_body_start(header_size) :])
 
 
 def remaining_bytes(preamble: bytes, *, max_bytes: int = MAX_FRAME) -> int:
@@ -166,31 +149,29 @@ def _read_preamble(frame: memoryview, *, max_bytes: int) -> tuple[int, int, int]
     return header_size, body_size, checksum
 
 
-def _revive(item: Any, body: memoryview, depth: int) -> Any:  # noqa: ANN401
-    if type(item) in _SCALARS:
-        return item
-    if depth > MAX_DEPTH:
-        raise WireError(f"nested deeper than {MAX_DEPTH}")
-    if isinstance(item, list):
-        return item if _SCALARS.issuperset(map(type, item)) else [_revive(entry, body, depth + 1) for entry in item]
-    if not isinstance(item, dict):
-        raise WireError(f"a header holds no {type(item).__name__}")
-    if _ARRAY in item and len(item) == 1:
-        return _revive_array(item[_ARRAY], body)
-    is_record, name = _RECORD in item, item.pop(_RECORD, None)
-    for key in item:
-        if not isinstance(key, str) or (key[:1] == "$" and key[:2] != "$$"):
-            raise WireError(f"a header holds no key {key!r}")
-    fields = {key.removeprefix("$"): _revive(entry, body, depth + 1) for key, entry in item.items()}
-    if not is_record:
-        return fields
-    if name not in _RECORDS:
-        raise WireError(f"unknown record {name!r}")
-    record = _RECORDS[name]
-    odd = sorted(fields.keys() ^ set(_FIELDS[record]))
-    if odd:
-        raise WireError(f"record {name} has missing or unknown fields: {', '.join(odd)}")
-    return record(**fields)
+def _read(packed: bytes | memoryview, extension: Callable[[int, bytes], Any]) -> Any:  # noqa: ANN401
+    """Decode msgpack without bytes, with text for keys; `extension` makes values of our extensions."""
+    return msgpack.unpackb(packed, ext_hook=extension, max_bin_len=0, timestamp=1)
+
+
+def _revive(packed: bytes | memoryview, body: memoryview, *, depth: int = 0) -> Any:  # noqa: ANN401
+    if depth > _MAX_DEPTH:
+        raise WireError(f"records nested deeper than {_MAX_DEPTH}")
+
+    def extension(code: int, data: bytes) -> Any:  # noqa: ANN401
+        content = _revive(data, body, depth=depth + 1)
+        if code == _ARRAY:
+            return _revive_array(content, body)
+        name, fields = content
+        if code != _RECORD or name not in _RECORDS:
+            raise WireError(f"unknown record {name!r}")
+        record = _RECORDS[name]
+        odd = sorted(fields.keys() ^ set(_FIELDS[record]))
+        if odd:
+            raise WireError(f"record {name} has missing or unknown fields: {', '.join(odd)}")
+        return record(**fields)
+
+    return _read(packed, extension)
 
 
 def _revive_array(claim: Any, body: memoryview) -> Array:  # noqa: ANN401

@@ -42,20 +42,41 @@ from headrace.records import (
 from headrace.records.frames import WireError, decode, encode, read_frames
 
 PREAMBLE = struct.Struct("<3sBIIQ")
+MAX_DEPTH = 1024  # msgpack's own
 
 
 def seal(header: object, body: bytes = b"", *, schema: int = frames.SCHEMA) -> bytes:
     """A frame whose checksum is right whatever it holds; `header` is packed unless it is bytes already."""
-    packed = header if isinstance(header, bytes) else msgpack.packb(header, use_bin_type=True)
+    packed = header if isinstance(header, bytes) else msgpack.packb(closed(header), use_bin_type=True)
     payload = packed + bytes(-(PREAMBLE.size + len(packed)) % 8) + body
     return PREAMBLE.pack(b"HRW", schema, zlib.crc32(payload), len(packed), len(body)) + payload
 
 
 def opened(frame: bytes) -> tuple[dict, bytes]:
-    """A frame's header and body, to be changed and sealed again."""
+    """A frame's header and body, to be changed and sealed again. Extensions are shown as dicts with the key $array or
+    $record."""
+
+    def show(code: int, data: bytes) -> dict:
+        content = msgpack.unpackb(data, ext_hook=show)
+        return {"$array": content} if code == frames._ARRAY else {"$record": content[0], **content[1]}
+
     header_size = PREAMBLE.unpack_from(frame)[3]
     start = PREAMBLE.size + header_size
-    return msgpack.unpackb(frame[PREAMBLE.size :][:header_size]), frame[start + -start % 8 :]
+    return msgpack.unpackb(frame[PREAMBLE.size :][:header_size], ext_hook=show), frame[start + -start % 8 :]
+
+
+def closed(item: object) -> object:
+    """The inverse: extensions for the dicts that show them."""
+    if isinstance(item, list):
+        return [closed(entry) for entry in item]
+    if not isinstance(item, dict):
+        return item
+    if item.keys() == {"$array"}:
+        return msgpack.ExtType(frames._ARRAY, msgpack.packb(closed(item["$array"])))
+    fields = {key: closed(entry) for key, entry in item.items() if key != "$record"}
+    if "$record" not in item:
+        return fields
+    return msgpack.ExtType(frames._RECORD, msgpack.packb([closed(item["$record"]), fields]))
 
 
 def make_rollout(id: str) -> Rollout:
@@ -226,12 +247,12 @@ def nested(depth: int, innermost: object) -> object:
 @pytest.mark.parametrize("innermost", [1, [], np.zeros(2)], ids=["number", "list", "array"])
 def test_what_can_be_encoded_can_be_decoded_at_any_depth(innermost) -> None:
     num_carried = 0
-    for depth in range(frames.MAX_DEPTH - 3, frames.MAX_DEPTH + 4):
+    for depth in range(MAX_DEPTH - 3, MAX_DEPTH + 4):
         try:
             frame = encode(nested(depth, innermost))
         except WireError:
             continue
-        assert repr(decode(frame)) == repr(nested(depth, innermost)), f"depth {depth}"
+        assert encode(decode(frame)) == frame, f"depth {depth}"
         num_carried += 1
     assert 1 <= num_carried < 7  # some are carried and some refused
 
@@ -242,7 +263,7 @@ def test_what_can_be_encoded_can_be_decoded_at_any_depth(innermost) -> None:
         {"prompt": "x", "schema": {"$ref": "#/definitions/a"}},
         {"prompt": "x", "answer": 2**70},
         {"prompt": "\ud83d"},
-        {"prompt": "x", "tree": nested(frames.MAX_DEPTH + 5, 1)},
+        {"prompt": "x", "tree": nested(MAX_DEPTH + 5, 1)},
     ],
     ids=["JSON schema", "large number", "half a surrogate pair", "deep"],
 )
@@ -512,16 +533,17 @@ def test_an_array_that_lies_about_itself_is_refused(claim) -> None:
 
 
 def test_deep_nesting_is_refused() -> None:
-    assert decode(seal(nested(frames.MAX_DEPTH, [])))
-    for depth in (frames.MAX_DEPTH + 1, 500):
-        with pytest.raises(WireError, match="deeper"):
-            decode(seal(nested(depth, [])))
     with pytest.raises(WireError):
         decode(seal(b"\x91" * 100_000 + b"\xc0"))
     with pytest.raises(WireError):
         decode(seal(b"\x81\xa1a" * 100_000 + b"\xc0"))
     with pytest.raises(WireError):
         encode(nested(5000, 1))
+    record = msgpack.ExtType(frames._RECORD, msgpack.packb(["Invalid", {"reason": "x"}]))
+    for _ in range(2000):
+        record = msgpack.ExtType(frames._RECORD, msgpack.packb(["Invalid", {"reason": record}]))
+    with pytest.raises(WireError):
+        decode(seal(record))
 
 
 FOREIGN = {
@@ -533,7 +555,6 @@ FOREIGN = {
     "long text": b"\xdb\xff\xff\xff\xffabc",
     "bytes": b"\xc4\x01a",
     "extension": b"\xd4\x05a",
-    "timestamp": b"\xd6\xff\0\0\0\0",
     "short timestamp": b"\xc7\x03\xff\0\0\0",
     "not UTF-8": b"\xa1\xff",
     "number for a key": b"\x81\x01\x02",
@@ -549,9 +570,8 @@ def test_msgpack_we_do_not_write_is_refused(header: bytes) -> None:
 
 
 def test_keys_are_text_that_encode_would_take() -> None:
-    for header in ({b"bytes": 1}, {"$other": 1}, {"$array": ["|u1", [0], 0, 0], "more": 1}):
-        with pytest.raises(WireError):
-            decode(seal(header))
+    with pytest.raises(WireError):
+        decode(seal({b"bytes": 1}))
 
 
 def test_hostile_frames_are_answered_quickly() -> None:
@@ -561,7 +581,7 @@ def test_hostile_frames_are_answered_quickly() -> None:
         seal({"$array": ["<f8", [2**63 - 1] * 8, 0, 0]}),
         seal(b"\xdd\x7f\xff\xff\xff" + b"\xc0" * 1000),
         seal(b"\x91" * 50_000),
-        seal(nested(400, {})),
+        seal(b"\x81\xa1a" * 50_000),
         PREAMBLE.pack(b"HRW", frames.SCHEMA, 0, 2**31, 2**31),
     ]
     started = time.process_time()
