@@ -41,7 +41,7 @@ print("fine")
 TWO_RANKS = """
 import threading, time, torch
 from headrace.errors import SyncError
-from headrace.sync import CollectiveTransport
+from headrace.sync.collective.transport import CollectiveTransport
 
 class Target:
     def __init__(self, num_bytes):
