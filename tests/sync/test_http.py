@@ -194,7 +194,7 @@ def test_a_parcel_arrives_whole_and_in_order(made, sender, num_bytes, is_relay):
 
 SENDER = """
 import sys, json, torch
-from headrace.sync import HttpTransport
+from headrace.sync.http.transport import HttpTransport
 sender = HttpTransport(token=sys.argv[1], deadline=10.0)
 sender.allocate("v1", 9_000_001).copy_(torch.arange(9_000_001) % 251)
 print(json.dumps(sender.post("v1", {})), flush=True)
@@ -203,7 +203,7 @@ sender.close()
 """
 RELAY = """
 import sys, json, torch
-from headrace.sync import HttpTransport
+from headrace.sync.http.transport import HttpTransport
 class Bucket:
     num_bytes, views = int(sys.argv[2]), {}
     def write(self, start, piece): pass
