@@ -201,7 +201,7 @@ def test_a_dropped_tensor(ended):
     sender.weights.step(2)
     tensors = list(named_tensors(sender.weights))
     update = sender.sync.offer(2, tensors[:1] + tensors[2:])
-    with pytest.raises(SyncError, match=r"version 2.*1 tensors did not arrive, first") as caught:
+    with pytest.raises(SyncError, match=r"version 2.*1 tensors are missing, first") as caught:
         near.load(update, sender)
     sender.sync.abort(update)
     assert near.held == before
