@@ -28,9 +28,9 @@ import torch
 from headrace.bench.harness import Row, default_device, run_parts, say
 from headrace.bench.loads import Load
 from headrace.bench.mismatch import compare, mismatch_workload, trainer_logprobs
-from headrace.bench.vllm_update import RolloutsEndedEarly, Update, update_in_flight
+from headrace.bench.vllm_update import IN_ORDER, LOAD, STILL, SWAP, USUAL, RolloutsEndedEarly, update_in_flight
 from headrace.config import make_recipe
-from headrace.engine import EngineCore, EnginePlace, NativeEngine, VllmEngine, choose_python, engine_kind, find_vllm
+from headrace.engine import EnginePlace, NativeEngine, choose_python, engine_kind, find_vllm
 from headrace.launch import receiving_device
 from headrace.model import ModelError, ModelSettings, build_folder, load_config, load_model, named_tensors
 from headrace.observe import ProcessTimeline
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from headrace.engine import Engine
     from headrace.records import Rollout, WeightUpdate
 
+VLLM, NATIVE = "vLLM", "native"
 _TRIES = 4
 """Attempts at an update that must find rollouts in flight."""
 
@@ -63,31 +64,27 @@ class Plan:
     """Long enough for rollouts to outlast an update."""
     mismatch: tuple[int, int]
     """Number of requests, and tokens per request."""
-    blocks: int = 0
-    """In the native engine's KV cache; 0 lets it choose."""
-    arguments: tuple[tuple[str, Any], ...] = ()
-    """Added to vLLM's command line."""
+    turns: int
+    updates: int
+    engines: dict[str, dict[str, Any]]
+    """The `[engine]` section of each side, without the slots."""
     goal: str = ""
     """For KL against the trainer, native ÷ vLLM."""
-    turns: int = 3
-    updates: int = 5
-
-    @property
-    def slots(self) -> int:
-        return len(self.load.lengths)
 
 
 def make_plan(device: str, *, quick: bool, has_model: bool) -> Plan:
     """For a GPU, or for a CPU with the built-in or a given model; `quick` takes fewer turns, and on a CPU fewer requests."""
     turns, updates = (2, 2) if quick else (3, 5)
+    vllm: dict[str, Any] = {"kind": "vllm"}
     if device == "cuda":
         model, load = ModelSettings(hidden_size=1024, num_layers=28, num_heads=16, context=4096), Load.uniform(256, 64, 256)
-        shared = (("gpu_memory_utilization", 0.4),)  # with the native engine and a trainer
-        sizes = {"blocks": 24 * 1024, "turns": turns, "updates": updates}
-        return Plan(device, "bfloat16", model, load, 4096, (64, 128), arguments=shared, goal="≤ 0.2", **sizes)
+        vllm["vllm"] = {"arguments": {"gpu_memory_utilization": 0.4}}  # shared with the native engine and a trainer
+        engines = {VLLM: vllm, NATIVE: {"kv_blocks": 24 * 1024}}
+        return Plan(device, "bfloat16", model, load, 4096, (64, 128), turns, updates, engines, goal="≤ 0.2")
     count, length = (4, 16) if quick else (16, 32) if has_model else (64, 64)
     model, load, context = ModelSettings(context=4096), Load.uniform(count, 32, length), 1024 if has_model else 4096
-    return Plan(device, "float32", model, load, context, (8, 16) if quick else (16, 64), turns=turns, updates=updates)
+    mismatch = (8, 16) if quick else (16, 64)
+    return Plan(device, "float32", model, load, context, mismatch, turns, updates, {VLLM: vllm, NATIVE: {}})
 
 
 def run(*, quick: bool, json_file: Path | None, model: str | None = None) -> int:
@@ -122,69 +119,57 @@ def run(*, quick: bool, json_file: Path | None, model: str | None = None) -> int
 class Side:
     """One engine, and how weights get to it."""
 
-    name: str
     engine: Engine
     sync: WeightSync
     timeline: ProcessTimeline
 
 
 async def _measure(plan: Plan, model: str | None, rows: list[Row]) -> None:
-    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
-        path = model or str(Path(folder) / "model")
+    async with contextlib.AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-bench-")))
+        path = model or str(folder / "model")
         if model is None:
             build_folder(Path(path), plan.model, seed=0)
         source = load_model(path, dtype=plan.dtype, device=plan.device)
-        async with _vllm(plan, path, Path(folder) / "vllm.log") as vllm, _native(plan, path) as native:
-            sides = [vllm, native]
-            for side in sides:
-                with offered(side, source, version=0) as update:
-                    await side.engine.load(update)
-            rows += await _speed_rows(plan, sides, vocabulary=int(source.config.get_text_config().vocab_size))
-            rows += await _mismatch_rows(plan, sides, source, path, has_text=model is not None)
-            rows += await _update_rows(plan, sides, source)
+        sides = {name: await stack.enter_async_context(_open(plan, name, path, folder / "log")) for name in plan.engines}
+        for side in sides.values():
+            with offered(side, source, version=0) as update:
+                await side.engine.load(update)
+        rows += await _speed_rows(plan, sides, vocabulary=int(source.config.get_text_config().vocab_size))
+        rows += await _mismatch_rows(plan, sides, source, path, has_text=model is not None)
+        rows += await _update_rows(plan, sides, source)
 
 
 @contextlib.asynccontextmanager
-async def _vllm(plan: Plan, path: str, log: Path) -> AsyncIterator[Side]:
+async def _open(plan: Plan, name: str, path: str, log: Path) -> AsyncIterator[Side]:
+    """An engine as a run's process opens it."""
     recipe = make_recipe(
         {
+            "device": plan.device,
             "tasks": [{"source": "builtin:sort_digits"}],
             "model": {"path": path, "dtype": plan.dtype, "context": plan.context},
-            "engine": {"kind": "vllm", "slots": plan.slots, "vllm": {"arguments": dict(plan.arguments)}},
+            "engine": {"slots": len(plan.load.lengths), **plan.engines[name]},
         }
     )
-    transport = MemoryTransport(receiving_device(recipe, 0))
-    sync, timeline = WeightSync(Lineage("bench"), transport), ProcessTimeline("engine")
+    receives_on = receiving_device(recipe, 0)
+    sync, timeline = WeightSync(Lineage("bench"), MemoryTransport(receives_on)), ProcessTimeline("engine")
     with tempfile.TemporaryDirectory(prefix="headrace-bench-", dir=shared_folder()) as shared:
-        receives_on = receiving_device(recipe, 0)
-        place = EnginePlace(
-            name="vllm", index=0, device=plan.device, receives_on=receives_on, log=log, folder=Path(shared) / "weights"
-        )
+        files = {"log": log, "folder": Path(shared) / "weights"}
+        place = EnginePlace(name=name, index=0, device=plan.device, receives_on=receives_on, **files)
         opened = await engine_kind(recipe.engine).open(recipe, path, place, sync=sync, timeline=timeline)
-        opened.engine.start()
-        say(f"vLLM: {shlex.join(opened.server_command)}")
+        engine: Any = opened.engine
+        engine.start()
+        if opened.server_command:
+            say(f"{name}: {shlex.join(opened.server_command)}")
+        if isinstance(engine, NativeEngine):
+            engine.core.wait_warm()
         try:
-            yield Side("vLLM", opened.engine, sync, timeline)
+            yield Side(engine, sync, timeline)
         finally:
-            assert isinstance(opened.engine, VllmEngine)
-            await opened.engine.close()
+            if (closing := engine.close()) is not None:  # a server's engine closes its connections
+                await closing
             opened.close()
             sync.close()
-
-
-@contextlib.asynccontextmanager
-async def _native(plan: Plan, path: str) -> AsyncIterator[Side]:
-    model = load_model(path, dtype=plan.dtype, device=plan.device)
-    core = EngineCore(model, name="native", slots=plan.slots, context=plan.context, num_blocks=plan.blocks)
-    core.wait_warm()
-    sync, timeline = WeightSync(Lineage("bench"), MemoryTransport(plan.device)), ProcessTimeline("engine")
-    engine = NativeEngine(core, sync=sync, timeline=timeline)
-    engine.start()
-    try:
-        yield Side("native", engine, sync, timeline)
-    finally:
-        engine.close()
-        sync.close()
 
 
 @contextlib.contextmanager
@@ -202,65 +187,63 @@ async def generate(engine: Engine, workload: Workload, *, seed: int) -> list[Rol
     return await asyncio.gather(*(engine.generate(*request) for request in workload.requests(seed=seed)))
 
 
-async def _speed_rows(plan: Plan, sides: list[Side], *, vocabulary: int) -> list[Row]:
-    rates: dict[str, list[float]] = {side.name: [] for side in sides}
+async def _speed_rows(plan: Plan, sides: dict[str, Side], *, vocabulary: int) -> list[Row]:
+    rates: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(plan.turns + 1):
         workload = (plan.load if turn else plan.load.shortened(4)).sample(vocabulary=vocabulary, seed=turn)
-        for side in sides:
+        for name, side in sides.items():
             started = time.perf_counter()
             rollouts = await generate(side.engine, workload, seed=turn)
             seconds = time.perf_counter() - started
             assert tuple(rollout.num_sampled for rollout in rollouts) == workload.lengths
             if turn:
-                rates[side.name].append(workload.num_tokens / seconds)
-    rates["vLLM"] = [max(rates["vLLM"])]
-    row = _medians(plan.load.name, rates, "tokens/s")
-    return [row, Row(f"{plan.load.name}: vLLM ÷ native", row.value / row.peers["native"], "ratio")]
+                rates[name].append(workload.num_tokens / seconds)
+    theirs, ours = max(rates[VLLM]), statistics.median(rates[NATIVE])
+    return [
+        Row(plan.load.name, theirs, "tokens/s", peers={NATIVE: ours}),
+        Row(f"{plan.load.name}: vLLM ÷ native", theirs / ours, "ratio"),
+    ]
 
 
-async def _mismatch_rows(plan: Plan, sides: list[Side], source: PreTrainedModel, path: str, *, has_text: bool) -> list[Row]:
+async def _mismatch_rows(
+    plan: Plan, sides: dict[str, Side], source: PreTrainedModel, path: str, *, has_text: bool
+) -> list[Row]:
     requests, length = plan.mismatch
     workload = mismatch_workload(source, path, requests=requests, length=length, has_text=has_text)
-    groups = [await generate(side.engine, workload, seed=plan.turns + 1) for side in sides]
+    groups = [await generate(side.engine, workload, seed=plan.turns + 1) for side in sides.values()]
     again = await asyncio.to_thread(trainer_logprobs, path, groups, dtype=plan.dtype, device=plan.device)
     vllm, native = (compare(group, values) for group, values in zip(groups, again, strict=True))
     figures = {"mean |Δ logprob|": "mean_difference", "max |Δ logprob|": "largest_difference", "KL": "divergence"}
     return [
         *(
-            Row(f"{name} against the trainer", getattr(vllm, figure), "nats", peers={"native": getattr(native, figure)})
+            Row(f"{name} against the trainer", getattr(vllm, figure), "nats", peers={NATIVE: getattr(native, figure)})
             for name, figure in figures.items()
         ),
         Row("KL against the trainer, native ÷ vLLM", native.divergence / vllm.divergence, "ratio", goal=plan.goal),
     ]
 
 
-async def _update_rows(plan: Plan, sides: list[Side], source: PreTrainedModel) -> list[Row]:
-    seen: dict[str, list[Update]] = {side.name: [] for side in sides}
+async def _update_rows(plan: Plan, sides: dict[str, Side], source: PreTrainedModel) -> list[Row]:
+    seen: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
     versions = itertools.count(1)
     for _ in range(plan.updates):
         nudge(source)
-        for side in sides:
-            seen[side.name].append(await _update(plan, side, source, versions))
-    parts = {
-        "load": "update with all slots decoding: load",
-        "swap": "update: of that, the exchange of weights",
-        "still": "update: longest time without a token",
-        "usual": "without an update: longest time without a token",
-    }
-    rows = [
-        _medians(name, {side: [1e3 * getattr(update, part) for update in updates] for side, updates in seen.items()}, "ms")
-        for part, name in parts.items()
-    ]
-    orders = {side: min(update.in_order for update in updates) for side, updates in seen.items()}
-    return rows + [Row(f"{side}: rollouts with versions in order", share, "share", "≥ 1") for side, share in orders.items()]
+        for name, side in sides.items():
+            seen[name].append(await _update(plan, side, source, versions))
+    rows = []
+    for figure in (LOAD, SWAP, STILL, USUAL):
+        vllm, native = (1e3 * statistics.median(update[figure] for update in seen[name]) for name in (VLLM, NATIVE))
+        rows.append(Row(figure, vllm, "ms", peers={NATIVE: native}))
+    orders = {name: min(update[IN_ORDER] for update in updates) for name, updates in seen.items()}
+    return rows + [Row(f"{name}: {IN_ORDER}", share, "share", "≥ 1") for name, share in orders.items()]
 
 
-async def _update(plan: Plan, side: Side, source: PreTrainedModel, versions: Iterator[int]) -> Update:
+async def _update(plan: Plan, side: Side, source: PreTrainedModel, versions: Iterator[int]) -> dict[str, float]:
     """One update with rollouts in flight; retried if all of them end before it, as they may on a busy machine."""
     prompt_tokens = plan.load.prompt_tokens
     for tries_left in reversed(range(_TRIES)):
         version = next(versions)
-        load = Load(f"update {version}", prompt_tokens, (plan.context - prompt_tokens,) * plan.slots)
+        load = Load(f"update {version}", prompt_tokens, (plan.context - prompt_tokens,) * len(plan.load.lengths))
         workload = load.sample(vocabulary=int(source.config.get_text_config().vocab_size), seed=version)
         with offered(side, source, version=version) as update:
             rolling = asyncio.ensure_future(generate(side.engine, workload, seed=plan.turns + 1 + version))
@@ -277,7 +260,3 @@ def nudge(model: PreTrainedModel) -> None:
     with torch.no_grad():
         for _, tensor in named_tensors(model):
             tensor.view(-1)[::97].mul_(1.01)
-
-
-def _medians(name: str, values: dict[str, list[float]], unit: str) -> Row:
-    return Row(name, statistics.median(values["vLLM"]), unit, peers={"native": statistics.median(values["native"])})
