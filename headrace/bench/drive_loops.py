@@ -1,12 +1,10 @@
-"""Runs the four loops by hand: the one place where benchmarks build a `Run` or a `Session` themselves."""
+"""Runs the four loops by hand: the one place where benchmarks build a `Run` themselves."""
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, TypeVar
 
-from headrace.bench.stubs import StubStore
-from headrace.run import POLICY, Roles, Run, Session, fewer_gc_pauses, leg, run_loops
+from headrace.run import POLICY, Roles, Run, fewer_gc_pauses, leg, run_loops
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -49,17 +47,3 @@ async def drive(run: Run, *, on_end: Callable[[], Awaitable[T]]) -> T:
             found = await on_end()
             await run.policies[POLICY].published()
     return found
-
-
-def make_session(recipe: Recipe, roles: Roles, lineage: Lineage, observer: Observer) -> Session:
-    """A whole run with its metrics, without checkpoints or evaluation."""
-    return Session(
-        recipe=recipe,
-        roles=roles,
-        lineage=lineage,
-        observer=observer,
-        store=StubStore(),  # type: ignore[arg-type]
-        held_out={},
-        command_started=time.perf_counter(),
-        identity="bench",
-    )

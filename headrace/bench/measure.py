@@ -23,7 +23,7 @@ MIB = float(1 << 20)
 _EVERY = 0.1
 
 
-def seconds_of(action: Callable[[], object], device: str) -> float:
+def seconds_of(action: Callable[[], object], device: str = "cpu") -> float:
     """Seconds of an action, until the device has finished it."""
     wait(device)
     started = time.perf_counter()
@@ -89,8 +89,6 @@ class GpuMemory:
     def __init__(self) -> None:
         self.peak: float | None = None
         """GiB of all processes together."""
-        self.peak_of: dict[str, float] = {}
-        """GiB of each process of the run by name, if the driver reports them."""
         self._library: Any = _nvml()
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._look, name="GPU memory", daemon=True)
@@ -113,19 +111,6 @@ class GpuMemory:
         while not self._end.wait(_EVERY):
             used = int(self._library.nvmlDeviceGetMemoryInfo(self._handle).used) - self._before
             self.peak = max(self.peak or 0.0, used / GIB)
-            for process in self._library.nvmlDeviceGetComputeRunningProcesses(self._handle):
-                name = role_of(process.pid)
-                if name is not None and process.usedGpuMemory is not None:
-                    self.peak_of[name] = max(self.peak_of.get(name, 0.0), process.usedGpuMemory / GIB)
-
-
-def role_of(process: int) -> str | None:
-    """The role name of a run's process; None for other processes and those in another PID namespace."""
-    try:
-        words = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
-    except OSError:
-        return None
-    return words[words.index(b"headrace.launch.child") + 1].decode() if b"headrace.launch.child" in words else None
 
 
 def _nvml() -> Any:  # noqa: ANN401  (the module, where it is installed and finds a GPU)
