@@ -7,14 +7,11 @@ import os
 import time
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
 from headrace.bench.child import Child, PeerFailed
 from headrace.bench.harness import one_line
-from headrace.bench.loads import finished
-from headrace.records import Rollout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -107,29 +104,15 @@ class VllmPeer(Child):
 
     def generate(self, workload: Workload) -> float:
         """Seconds for a whole workload."""
-        return float(self._generate(workload, wants_tokens=False)["seconds"])
-
-    def rollouts(self, workload: Workload) -> list[Rollout]:
-        """The rollouts it samples, with the logprobs it reports."""
-        answer = self._generate(workload, wants_tokens=True)
-        rows = zip(workload.prompts, answer["token_ids"], answer["logprobs"], strict=True)
-        return [
-            finished(
-                Rollout.from_prompt(list(prompt), id=f"vllm/{number}"), np.asarray(token_ids), logprobs=np.asarray(logprobs)
-            )
-            for number, (prompt, token_ids, logprobs) in enumerate(rows)
-        ]
-
-    def _generate(self, workload: Workload, *, wants_tokens: bool) -> dict[str, Any]:
-        order = {"prompts": workload.prompts, "lengths": workload.lengths, "wants_tokens": wants_tokens}
+        order = {"prompts": workload.prompts, "lengths": workload.lengths}
         answer: dict[str, Any] = self.ask(order, seconds=_ANSWER_SECONDS)
-        if answer["lengths"] != list(workload.lengths):
-            raise PeerFailed(f"vLLM: {sum(answer['lengths'])} tokens where {workload.num_tokens} were asked for")
-        return answer
+        if answer["tokens"] != workload.num_tokens:
+            raise PeerFailed(f"vLLM: {answer['tokens']} tokens where {workload.num_tokens} were asked for")
+        return float(answer["seconds"])
 
 
 def vllm_child(given: dict[str, Any], orders: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Runs in vLLM's process: answers each workload with its seconds and, if requested, its tokens and logprobs."""
+    """Runs in vLLM's process: answers each workload with its seconds and the number of tokens sampled."""
     import vllm
     from vllm.inputs import TokensPrompt
 
@@ -144,11 +127,4 @@ def vllm_child(given: dict[str, Any], orders: Iterator[dict[str, Any]]) -> Itera
         started = time.perf_counter()
         outputs = model.generate(prompts, parameters, use_tqdm=False)
         seconds = time.perf_counter() - started
-        sampled = [output.outputs[0] for output in outputs]
-        answer = {"seconds": seconds, "lengths": [len(one.token_ids) for one in sampled]}
-        if order["wants_tokens"]:
-            answer["token_ids"] = [list(one.token_ids) for one in sampled]
-            answer["logprobs"] = [
-                [one.logprobs[place][token].logprob for place, token in enumerate(one.token_ids)] for one in sampled
-            ]
-        yield answer
+        yield {"seconds": seconds, "tokens": sum(len(output.outputs[0].token_ids) for output in outputs)}

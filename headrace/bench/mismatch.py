@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
-import torch
 
 from headrace.bench.loads import Load, Workload, make_batch, make_trainer
 from headrace.model import load_tokenizer
@@ -38,7 +37,6 @@ class Mismatch:
     mean_difference: float
     divergence: float
     """KL from the engine's distribution, estimated by the mean of exp(d) - 1 - d: unbiased and never negative."""
-    num_tokens: int
     largest_difference: float
 
 
@@ -51,7 +49,6 @@ def compare(rollouts: Sequence[Rollout], again: Sequence[Array]) -> Mismatch:
     return Mismatch(
         mean_difference=float(np.abs(differences).mean()),
         divergence=float((np.expm1(differences) - differences).mean()),
-        num_tokens=len(differences),
         largest_difference=float(np.abs(differences).max()),
     )
 
@@ -60,19 +57,6 @@ def trainer_logprobs(folder: str, groups: Sequence[Sequence[Rollout]], *, dtype:
     """The trainer's logprobs for each group of rollouts."""
     trainer = make_trainer(folder, dtype=dtype, device=device, micro_batch_tokens=4096)
     return [trainer.forward(make_batch(rollouts, advantages=[0.0] * len(rollouts))) for rollouts in groups]
-
-
-@torch.no_grad()
-def plain_logprobs(model: PreTrainedModel, rollouts: Sequence[Rollout]) -> list[Array]:
-    """Each rollout alone through transformers' own forward pass: no packing, no cache."""
-    device = next(model.parameters()).device
-    results = []
-    for rollout in rollouts:
-        token_ids = torch.from_numpy(rollout.token_ids.astype(np.int64)).to(device).unsqueeze(0)
-        logits = cast("Any", model)(input_ids=token_ids, use_cache=False).logits[0, :-1].float()
-        chosen = torch.log_softmax(logits, dim=-1).gather(1, token_ids[0, 1:].unsqueeze(1)).squeeze(1)
-        results.append(np.concatenate([np.zeros(1, dtype=np.float32), chosen.cpu().numpy()]))
-    return results
 
 
 def mismatch_workload(model: PreTrainedModel, folder: str, *, requests: int, length: int, has_text: bool) -> Workload:
