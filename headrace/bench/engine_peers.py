@@ -34,24 +34,20 @@ def load_plain(folder: str, *, dtype: str, device: str) -> PreTrainedModel:
 
 def padded_generate(model: PreTrainedModel, workload: Workload) -> float:
     """Seconds of `model.generate` on one batch, which runs until its longest request is done. It keeps no logprobs."""
-    device = next(model.parameters()).device
-    width = max(len(prompt) for prompt in workload.prompts)
-    rows = [[0] * (width - len(prompt)) + list(prompt) for prompt in workload.prompts]
-    masks = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in workload.prompts]
+    prompts = torch.tensor(workload.prompts, device=next(model.parameters()).device)  # all of one length
     longest = max(workload.lengths)
     started = time.perf_counter()
     try:
-        output: Any = cast("Any", model).generate(
-            torch.tensor(rows, device=device),
-            attention_mask=torch.tensor(masks, device=device),
-            generation_config=_generation(longest),
+        output: Any = (
+            cast("Any", model)
+            .generate(prompts, attention_mask=torch.ones_like(prompts), generation_config=_generation(longest))
+            .cpu()
         )
-        output = output.cpu()
     except Exception as error:
         raise PeerFailed(f"model.generate: {one_line(error)}") from error
     seconds = time.perf_counter() - started
-    if tuple(output.shape) != (len(rows), width + longest):
-        raise PeerFailed(f"model.generate: {tuple(output.shape)} tokens where {(len(rows), width + longest)} were asked for")
+    if output.shape[1] != prompts.shape[1] + longest:
+        raise PeerFailed(f"model.generate: {output.shape[1]} tokens where {prompts.shape[1] + longest} were asked for")
     return seconds
 
 

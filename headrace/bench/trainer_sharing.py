@@ -18,7 +18,7 @@ from headrace.bench.trainer_speed import packing_fill
 from headrace.model import plan_passes
 
 if TYPE_CHECKING:
-    from headrace.records import Batch, Rollout
+    from headrace.records import Batch
     from headrace.trainer import DeviceTrainer
 
 _BUDGET = 16384
@@ -47,11 +47,6 @@ class Case:
     def name(self) -> str:
         return f"{self.siblings} siblings × ({self.prompt} + {self.completion})"
 
-    def group(self, number: int) -> list[Rollout]:
-        """Siblings whose tokens depend on the number."""
-        lengths, vocabulary = (self.completion,) * self.siblings, self.model["vocab_size"]
-        return make_group(str(number), self.prompt, lengths, vocabulary=vocabulary, seed=number)
-
 
 _SHAPE = {**SMALL, "hidden_size": 256, "intermediate_size": 768, "head_dim": 64, "tie_word_embeddings": False}
 _ON_CPU = Case(_SHAPE, "float32", siblings=8, prompt=256, completion=64, num_groups=2)
@@ -66,7 +61,9 @@ def measure(device: str, *, quick: bool) -> list[Row]:
 
 def _gain(case: Case, *, device: str, quick: bool) -> list[Row]:
     """Forward and backward of one batch with and without sharing."""
-    rollouts = [rollout for number in range(1 if quick else case.num_groups) for rollout in case.group(number)]
+    lengths, rollouts = (case.completion,) * case.siblings, []
+    for number in range(1 if quick else case.num_groups):
+        rollouts += make_group(str(number), case.prompt, lengths, vocabulary=case.model["vocab_size"], seed=number)
     batch = make_batch(rollouts, advantages=[1.0] * len(rollouts), loss="reinforce")
     with tempfile.TemporaryDirectory() as folder:
         path = loads.write_random_model(case.model, Path(folder), dtype="float32")

@@ -87,14 +87,6 @@ class Speed:
         )
 
 
-@dataclass(frozen=True)
-class Turn:
-    """Seconds of one step."""
-
-    gradient: float
-    optimizer: float
-
-
 def measure(speed: Speed, folder: str, *, dtype: str, device: str) -> Iterator[list[Row]]:
     """Memory, then tokens/s in turn with the peer; one that runs out of memory or gives another gradient is dropped."""
     release()
@@ -115,16 +107,18 @@ def measure(speed: Speed, folder: str, *, dtype: str, device: str) -> Iterator[l
     peak = held + peak_bytes(step, device)
     passes = plan_passes(rollouts, budget=speed.budget)
     fill = packing_fill(passes, speed.lengths, speed.budget)
+    settings, shape = TrainSettings(micro_batch_tokens=speed.budget), ModelShape.of(load_config(folder))
+    predicted = predict_memory(shape, settings, dtype=dtype, tokens=speed.budget, on_gpu=device != "cpu")
     yield [
         Row(f"{speed.name}: peak memory", peak / GIB, "GiB"),
         Row(f"{speed.name}: held between steps", held / GIB, "GiB"),
-        Row(f"{speed.name}: predicted peak ÷ real", predicted_peak(speed, folder, dtype=dtype, device=device) / peak, "ratio"),
+        Row(f"{speed.name}: predicted peak ÷ real", (predicted.total - predicted.process) / peak, "ratio"),
         Row(f"{speed.name}: passes", len(passes), "count", goal=speed.goals.get("passes", "")),
         Row(f"{speed.name}: packing fill", fill, "share", goal=speed.goals.get("fill", ""), bound=1.0),
     ]
 
-    def turn_of(gradient: Callable[[], object], optimizer: Callable[[], object]) -> Callable[[int], Turn]:
-        return lambda _: Turn(seconds_of(gradient, device), seconds_of(optimizer, device))
+    def turn_of(gradient: Callable[[], object], optimizer: Callable[[], object]) -> Callable[[int], tuple[float, float]]:
+        return lambda _: (seconds_of(gradient, device), seconds_of(optimizer, device))
 
     contestants = {"ours": turn_of(lambda: trainer.forward_backward(batch), lambda: trainer.optim_step(LEARNING_RATE))}
     if speed.peers:
@@ -135,15 +129,7 @@ def measure(speed: Speed, folder: str, *, dtype: str, device: str) -> Iterator[l
                 gradient = functools.partial(loop.forward_backward, batch, by_length=by_length)
                 contestants[name] = turn_of(gradient, loop.optim_step)
     flops = flops_of(folder, speed.lengths) if device == "cuda" else None
-    seen = take_turns(contestants, speed.turns, warmups=1, may_raise=torch.OutOfMemoryError)
-    yield speed_rows(speed, seen, flops=flops)
-
-
-def predicted_peak(speed: Speed, folder: str, *, dtype: str, device: str) -> int:
-    """Bytes that the trainer's memory model predicts for a step, without the bare process."""
-    settings, shape = TrainSettings(micro_batch_tokens=speed.budget), ModelShape.of(load_config(folder))
-    found = predict_memory(shape, settings, dtype=dtype, tokens=speed.budget, on_gpu=device != "cpu")
-    return int(found.total - found.process)
+    yield speed_rows(speed, take_turns(contestants, speed.turns, warmups=1, may_raise=torch.OutOfMemoryError), flops=flops)
 
 
 def packing_fill(passes: Sequence[Sequence[Unit]], lengths: Sequence[int], budget: int) -> float:
@@ -183,23 +169,20 @@ def compare(trainer: DeviceTrainer, loop: PaddedLoop, batch: Batch) -> float:
     return difference
 
 
-def speed_rows(speed: Speed, turns: dict[str, list[Turn]], *, flops: float | None) -> list[Row]:
-    """Medians of tokens/s, padding not counted, and the MFU if the batch's `flops` are given."""
-    name, ours = speed.name, turns["ours"]
-    kinds: dict[str, Callable[[Turn], float]] = {
-        "forward and backward": lambda turn: turn.gradient,
-        "whole step": lambda turn: turn.gradient + turn.optimizer,
-    }
-    rows = [Row(f"{name}: optimizer step", 1e3 * statistics.median(turn.optimizer for turn in ours), "ms")]
-    for kind, pick in kinds.items():
-        rates = {who: sum(speed.lengths) / statistics.median(map(pick, seen)) for who, seen in turns.items()}
+def speed_rows(speed: Speed, turns: dict[str, list[tuple[float, float]]], *, flops: float | None) -> list[Row]:
+    """Medians of tokens/s, padding not counted, and the MFU if the batch's `flops` are given. A turn is the seconds of the
+    gradient and of the optimizer's step."""
+    name, tokens = speed.name, sum(speed.lengths)
+    rows = [Row(f"{name}: optimizer step", 1e3 * statistics.median(optimizer for _, optimizer in turns["ours"]), "ms")]
+    for kind, num_parts in (("forward and backward", 1), ("whole step", 2)):
+        rates = {who: tokens / statistics.median(sum(turn[:num_parts]) for turn in seen) for who, seen in turns.items()}
         rate = rates.pop("ours")
         rows.append(Row(f"{name}: {kind}", rate, "tokens/s", peers=rates))
         for who, theirs in rates.items():
             goal = speed.goals.get(who, "") if kind == "whole step" else ""
             rows.append(Row(f"{name}: {kind} ÷ {who}", rate / theirs, "ratio", goal=goal))
         if flops is not None:
-            used = rate / sum(speed.lengths) * flops / PEAK_FLOPS
+            used = rate / tokens * flops / PEAK_FLOPS
             rows.append(Row(f"{name}: MFU, {kind}", used, "share", goal=speed.goals.get("MFU", ""), bound=1.0))
     return rows
 

@@ -26,7 +26,7 @@ from headrace.bench.loads import (
 from headrace.bench.measure import MIB, peak_bytes
 from headrace.bench.trainer_head import HeadLoad, Paths, head_rows, make_mask
 from headrace.bench.trainer_peers import PaddedLoop
-from headrace.bench.trainer_speed import Speed, Turn, compare, flops_of, packing_fill, speed_rows
+from headrace.bench.trainer_speed import Speed, compare, flops_of, packing_fill, speed_rows
 from headrace.cli import main
 from headrace.model.head import Head
 from headrace.model.load import load_tokenizer
@@ -109,8 +109,8 @@ def test_arithmetic_is_counted_once_for_a_tied_embedding(folder):
 def test_speed_is_of_medians(capsys):
     speed = Speed.documents(1000, 100, turns=3, warmups=1, has_peer=True, goal="≥ 0.45")
     turns = {
-        "ours": [Turn(1.0, 1.0), Turn(2.0, 0.5), Turn(9.0, 0.1)],
-        "transformers": [Turn(4.0, 1.0)] * 3,
+        "ours": [(1.0, 1.0), (2.0, 0.5), (9.0, 0.1)],
+        "transformers": [(4.0, 1.0)] * 3,
     }
     rows = {row.name.removeprefix(f"{speed.name}: "): row for row in speed_rows(speed, turns, flops=989e12)}
     assert rows["forward and backward"].value == 500 and rows["forward and backward"].peers == {"transformers": 250}

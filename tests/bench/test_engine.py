@@ -206,7 +206,7 @@ def test_padded_generate_runs_until_the_longest_is_done(folder, monkeypatch) -> 
     monkeypatch.setattr(
         model, "generate", lambda *given, **more: asked.append(more["generation_config"]) or real(*given, **more)
     )
-    workload = Workload(((1, 2, 3), (4,)), (2, 6))
+    workload = Workload(((1, 2, 3), (4, 5, 6)), (2, 6))
     assert padded_generate(model, workload) > 0
     assert (asked[0].max_new_tokens, asked[0].top_k, asked[0].do_sample) == (6, 0, True)
     monkeypatch.setattr(model, "generate", lambda *given, **more: torch.zeros(2, 4))
