@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import importlib
-import importlib.util
 import re
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -81,44 +79,29 @@ def _resident(name: str) -> int:
 
 
 class GpuMemory:
-    """Samples the first GPU's memory ten times a second in a `with`; torch keeps what it allocates, so no peak is missed.
+    """Samples the GPU's memory, of all processes together, ten times a second in a `with`; torch keeps what it allocates, so no
+    peak is missed. Relative to the start; None without a GPU."""
 
-    Figures are relative to the start; without a GPU or `nvidia-ml-py` there are none.
-    """
-
-    def __init__(self) -> None:
-        self.peak: float | None = None
-        """GiB of all processes together."""
-        self._library: Any = _nvml()
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="GPU memory", daemon=True)
-        self._before = 0
+    peak: float | None = None
+    """GiB."""
 
     def __enter__(self) -> GpuMemory:
-        if self._library is not None:
-            self._handle = self._library.nvmlDeviceGetHandleByIndex(0)
-            self._before = int(self._library.nvmlDeviceGetMemoryInfo(self._handle).used)
-            self.peak = 0.0
-            self._thread.start()
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._watch, args=(_used_bytes(),), name="GPU memory", daemon=True)
+        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._end.set()
-        if self._thread.is_alive():
-            self._thread.join()
+        self._thread.join()
 
-    def _look(self) -> None:
-        while not self._end.wait(_EVERY):
-            used = int(self._library.nvmlDeviceGetMemoryInfo(self._handle).used) - self._before
-            self.peak = max(self.peak or 0.0, used / GIB)
+    def _watch(self, before: int | None) -> None:
+        while before is not None and not self._end.wait(_EVERY):
+            self.peak = max(self.peak or 0.0, ((_used_bytes() or 0) - before) / GIB)
 
 
-def _nvml() -> Any:  # noqa: ANN401  (the module, where it is installed and finds a GPU)
-    if importlib.util.find_spec("pynvml") is None:
+def _used_bytes() -> int | None:
+    if not torch.cuda.is_available():
         return None
-    library: Any = importlib.import_module("pynvml")
-    try:
-        library.nvmlInit()
-    except library.NVMLError:
-        return None
-    return library
+    free, total = torch.cuda.mem_get_info()
+    return int(total - free)

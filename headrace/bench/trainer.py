@@ -48,7 +48,7 @@ def make_plan(device: str, *, quick: bool) -> Plan:
             speed=Speed.documents(16_384, 1024, turns=turns, warmups=3, has_peer=True, goal="≥ 0.45"),
             long=Speed.documents(32_768, 1024, turns=turns, warmups=3, has_peer=False),
             head=HeadLoad(32_768, 151_936, 1024, "bfloat16", device, turns=turns, sequence=1024, memory_goal="≤ 0.05"),
-            mix=Speed.long_tail(128, 64, median=300, cap=4096 - 64, budget=16_384, most_tokens=16_384, turns=turns),
+            mix=Speed.long_tail(128, 64, median=300, cap=4096 - 64, budget=16_384, mini_batch=4, turns=turns),
         )
     turns = 2 if quick else 3
     tokens, document = (512, 128) if quick else (4096, 256)
@@ -60,7 +60,7 @@ def make_plan(device: str, *, quick: bool) -> Plan:
         speed=Speed.documents(tokens, document, turns=turns, warmups=1, has_peer=True),
         long=Speed.documents(2 * tokens, document, turns=turns, warmups=1, has_peer=False),
         head=HeadLoad(*((512, 8000, 64) if quick else (2048, 32_000, 256)), "float32", device, turns=turns, sequence=128),
-        mix=Speed.long_tail(rollouts, 16, median=60, cap=512 - 16, budget=budget, most_tokens=0, turns=turns, goal="≥ 2.5"),
+        mix=Speed.long_tail(rollouts, 16, median=60, cap=512 - 16, budget=budget, mini_batch=8, turns=turns, goal="≥ 2.5"),
     )
 
 

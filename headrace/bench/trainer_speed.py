@@ -41,8 +41,7 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 
 @dataclass(frozen=True)
 class Speed:
-    """Rollouts to train on. A pass of ours has at most `budget` tokens; a pass of the peer has `mini_batch` rollouts (0: there
-    is no peer) and at most `most_tokens` tokens with padding (0: no limit)."""
+    """Rollouts to train on. A pass of ours has at most `budget` tokens, a pass of the peer `mini_batch` rollouts."""
 
     name: str
     lengths: Sequence[int]
@@ -53,7 +52,6 @@ class Speed:
     warmups: int = 1
     """Steps that do not count: the first ones compile."""
     mini_batch: int = 0
-    most_tokens: int = 0
     peers: Mapping[str, bool] = field(default_factory=dict)
     """By name: whether its mini-batches group rollouts of similar length."""
     goals: Mapping[str, str] = field(default_factory=dict)
@@ -69,7 +67,7 @@ class Speed:
 
     @classmethod
     def long_tail(
-        cls, count: int, prompt_tokens: int, *, median: int, cap: int, budget: int, most_tokens: int, turns: int, goal: str = ""
+        cls, count: int, prompt_tokens: int, *, median: int, cap: int, budget: int, mini_batch: int, turns: int, goal: str = ""
     ) -> Speed:
         """A batch like a reasoning policy's: most completions are short, a few are very long. `goal` is for the ratio to a
         padded loop over rollouts as they come."""
@@ -80,8 +78,7 @@ class Speed:
             prompt_tokens,
             budget,
             turns,
-            mini_batch=8,
-            most_tokens=most_tokens,
+            mini_batch=mini_batch,
             peers={"padded, as they come": False, "padded, by length": True},
             goals={"padded, as they come": goal, "fill": "≥ 0.98"},
         )
@@ -145,7 +142,7 @@ def _open_peer(
     """transformers on the same rollouts, and its rows; None if it does not fit or gives a different gradient."""
     name, before = f"{speed.name}: transformers", held_bytes(device)
     try:
-        loop = PaddedLoop(folder, dtype=dtype, device=device, mini_batch=speed.mini_batch, most_tokens=speed.most_tokens)
+        loop = PaddedLoop(folder, dtype=dtype, device=device, mini_batch=speed.mini_batch)
         difference = compare(trainer, loop, batch)
         held = held_bytes(device) - before
         peak = held + peak_bytes(lambda: loop.step(batch), device)

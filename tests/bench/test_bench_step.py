@@ -142,18 +142,17 @@ def test_completions_that_end_early_are_no_figure():
 def test_memory_is_what_was_taken_since_it_began(monkeypatch):
     gib, used, is_seen = 1 << 30, [3, 5, 9, 4], threading.Event()
 
-    def info(handle):
+    def used_bytes():
         if len(used) == 1:
             is_seen.set()
-        return SimpleNamespace(used=(used.pop(0) if len(used) > 1 else used[0]) * gib)
+        return (used.pop(0) if len(used) > 1 else used[0]) * gib
 
-    fake = SimpleNamespace(nvmlDeviceGetHandleByIndex=lambda index: index, nvmlDeviceGetMemoryInfo=info)
-    monkeypatch.setattr(measuring, "_nvml", lambda: fake)
+    monkeypatch.setattr(measuring, "_used_bytes", used_bytes)
     monkeypatch.setattr(measuring, "_EVERY", 0.001)
     with GpuMemory() as memory:
         assert is_seen.wait(10)
     assert memory.peak == 6.0
-    monkeypatch.setattr(measuring, "_nvml", lambda: None)
+    monkeypatch.setattr(measuring, "_used_bytes", lambda: None)
     with GpuMemory() as nothing:
         pass
     assert nothing.peak is None and step.memory_rows(Variant("x", {}), nothing, peers=Peers()) == []
