@@ -34,24 +34,15 @@ class PeerFailed(RuntimeError):
 class Child:
     """A child process as a context manager. Every wait for it has a deadline, and its own children end with it."""
 
-    def __init__(
-        self,
-        name: str,
-        function: str,
-        settings: Mapping[str, Any],
-        *,
-        log: Path | None = None,
-        variables: Mapping[str, str] | None = None,
-    ) -> None:
-        """`log` receives its standard error, and errors quote the last line; `variables` are added to its environment."""
+    def __init__(self, name: str, function: str, settings: Mapping[str, Any], *, log: Path) -> None:
+        """`log` receives its standard error; errors quote the last line."""
         self._name, self._log = name, log
-        with contextlib.ExitStack() as stack:
+        with log.open("wb") as errors:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "headrace.bench.child", function],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=stack.enter_context(log.open("wb")) if log is not None else None,
-                env={**os.environ, **(variables or {})},
+                stderr=errors,
                 start_new_session=True,
             )
         assert self.process.stdout is not None
@@ -107,8 +98,7 @@ class Child:
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def _describe(self, what: str) -> str:
-        text = self._log.read_text(errors="replace") if self._log is not None else ""
-        said = [line.strip() for line in text.splitlines() if line.strip()]
+        said = [line.strip() for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
         return f"{self._name}: {what}{f': {said[-1][:200]}' if said else ''}"
 
 

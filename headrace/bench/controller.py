@@ -12,6 +12,7 @@ import contextlib
 import statistics
 import threading
 import time
+import timeit
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -180,24 +181,16 @@ async def _echo(address: str) -> None:
 
 
 def encoding_rows(*, repetitions: int, num: int = 256) -> list[Row]:
-    """Encoding rollouts as an engine does, decoding them as the launcher does, and their size on the wire."""
+    """Encoding rollouts as an engine does, and decoding them as the launcher does."""
     rollouts = [answer(number).replace(id=f"g{number // 8}/{number % 8}", group=f"g{number // 8}") for number in range(num)]
     frame = encode(pack_rollouts(rollouts))
     assert unpack_rollouts(decode(frame)) == rollouts
-    out = _per_item(lambda: encode(pack_rollouts(rollouts)), num=num, repetitions=repetitions)
-    back = _per_item(lambda: unpack_rollouts(decode(frame)), num=num, repetitions=repetitions)
-    return [
-        Row(f"pack + encode, {num} at a time", out, "µs", goal="≤ 8"),
-        Row(f"decode + unpack, {num} at a time", back, "µs", goal="≤ 8"),
-        Row("bytes of a rollout on the wire", len(frame) / num, "bytes"),
-    ]
-
-
-def _per_item(work: Callable[[], object], *, num: int, repetitions: int, times: int = 10) -> float:
-    seen = []
-    for _ in range(repetitions):
-        started = time.thread_time()
-        for _ in range(times):
-            work()
-        seen.append((time.thread_time() - started) / times / num * 1e6)
-    return statistics.median(seen)
+    work: dict[str, Callable[[], object]] = {
+        "pack + encode": lambda: encode(pack_rollouts(rollouts)),
+        "decode + unpack": lambda: unpack_rollouts(decode(frame)),
+    }
+    rows = []
+    for name, action in work.items():
+        seconds = statistics.median(timeit.repeat(action, number=10, repeat=repetitions, timer=time.thread_time))
+        rows.append(Row(f"{name}, {num} at a time", 1e6 * seconds / (10 * num), "µs", goal="≤ 8"))
+    return rows

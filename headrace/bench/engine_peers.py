@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _START_SECONDS = 420.0
 """Time for vLLM to load, compile and capture its graphs."""
 _ANSWER_SECONDS = 180.0
+_VARIABLES = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 def load_plain(folder: str, *, dtype: str, device: str) -> PreTrainedModel:
@@ -86,16 +87,14 @@ class VllmPeer(Child):
     def __init__(self, folder: str, *, dtype: str, context: int, slots: int, log: Path) -> None:
         if importlib.util.find_spec("vllm") is None:
             raise PeerFailed("vLLM: not installed here")
-        quiet = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-        variables = {name: os.environ.get(name, value) for name, value in quiet.items()}
         settings = {"model": folder, "dtype": dtype, "max_model_len": context, "max_num_seqs": slots}
-        super().__init__("vLLM", "headrace.bench.engine_peers:vllm_child", settings, log=log, variables=variables)
+        super().__init__("vLLM", "headrace.bench.engine_peers:vllm_child", settings, log=log)
         try:
             told = self.hear(seconds=_START_SECONDS)
         except PeerFailed:
             self.close()
             raise
-        self.settings = ", ".join(f"{name} = {value}" for name, value in {**told, **variables}.items())
+        self.settings = ", ".join(f"{name} = {value}" for name, value in told.items())
         """All that differ from vLLM's defaults, and its version."""
 
     def generate(self, workload: Workload) -> float:
@@ -109,6 +108,8 @@ class VllmPeer(Child):
 
 def vllm_child(given: dict[str, Any], orders: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Runs in vLLM's process: answers each workload with its seconds and the number of tokens sampled."""
+    for name, value in _VARIABLES.items():
+        os.environ.setdefault(name, value)
     import vllm
     from vllm.inputs import TokensPrompt
 
@@ -116,7 +117,7 @@ def vllm_child(given: dict[str, Any], orders: Iterator[dict[str, Any]]) -> Itera
     # No min_tokens: with ignore_eos only the length ends a request, and a minimum would cost a mask at every step.
     sampling = {"temperature": 1.0, "ignore_eos": True, "logprobs": 0, "flat_logprobs": True, "detokenize": False}
     model = vllm.LLM(**settings)
-    yield {"version": vllm.__version__, **settings, **sampling}
+    yield {"version": vllm.__version__, **settings, **sampling, **{name: os.environ[name] for name in _VARIABLES}}
     for order in orders:
         prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in order["prompts"]]
         parameters = [vllm.SamplingParams(max_tokens=length, **sampling) for length in order["lengths"]]

@@ -191,7 +191,12 @@ class _Rig:
             await roles.refresh()
             return self._observer.budget()
 
-        roles = self._roles_of(case, has_engine=has_engine, has_trainer=has_trainer)
+        roles = dataclasses.replace(self._roles, stop_ids=())  # every rollout reaches its full length
+        if not has_engine:
+            roles = dataclasses.replace(roles, engine=InstantEngine(tokens=case.tokens))
+        if not has_trainer:  # behaves like a trainer in another process
+            trainers = {POLICY: StubTrainer(self._lineage, is_inline=False)}
+            roles = dataclasses.replace(roles, engine=FrozenEngine(roles.engine), trainers=trainers)
         versions = case.versions + _WARM_VERSIONS
         given, first = (self._recipe, roles, self._lineage, self._observer), self._version
         run = make_run(Run, *given, versions=versions, first_version=first, after_version=after_version)
@@ -200,15 +205,6 @@ class _Rig:
         (started, started_cpu), (ended, ended_cpu) = moments[_WARM_VERSIONS - 1], moments[-1]
         trained = case.batch * case.tokens * case.versions
         return Turn(trained / (ended - started), (ended_cpu - started_cpu) / trained, budget)
-
-    def _roles_of(self, case: Case, *, has_engine: bool, has_trainer: bool) -> Roles:
-        roles = dataclasses.replace(self._roles, stop_ids=())  # every rollout reaches its full length
-        if not has_engine:
-            roles = dataclasses.replace(roles, engine=InstantEngine(tokens=case.tokens))
-        if not has_trainer:  # behaves like a trainer in another process
-            trainers = {POLICY: StubTrainer(self._lineage, is_inline=False)}
-            roles = dataclasses.replace(roles, engine=FrozenEngine(roles.engine), trainers=trainers)
-        return roles
 
 
 @contextlib.asynccontextmanager

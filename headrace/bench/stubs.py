@@ -105,23 +105,19 @@ class WaveEngine(InstantEngine):
             while len(self._requests) < min(self._in_flight, self._total - self._num_answered) or not self._requests:
                 self._arrived.clear()
                 await self._arrived.wait()
-            self._answer()
+            self.most_in_flight = max(self.most_in_flight, len(self._requests))
+            started = time.thread_time()
+            wave = [self._requests.popleft() for _ in range(min(self._wave, len(self._requests)))]
+            rollouts = []
+            for number, (prompt, _) in enumerate(wave, start=self._num_answered):
+                made = self._answers[number % len(self._answers)]
+                rollouts.append(made.replace(id=prompt.id, episode=prompt.episode, group=prompt.group, index=prompt.index))
+            self._num_answered += len(wave)
+            self.seconds += time.thread_time() - started
+            for (_, future), rollout in zip(wave, rollouts, strict=True):
+                if not future.done():
+                    future.set_result(rollout)
             await asyncio.sleep(0)
-
-    def _answer(self) -> None:
-        self.most_in_flight = max(self.most_in_flight, len(self._requests))
-        started = time.thread_time()
-        wave = [self._requests.popleft() for _ in range(min(self._wave, len(self._requests)))]
-        rollouts = [self._finished(rollout) for rollout, _ in wave]
-        self.seconds += time.thread_time() - started
-        for (_, future), rollout in zip(wave, rollouts, strict=True):
-            if not future.done():
-                future.set_result(rollout)
-
-    def _finished(self, prompt: Rollout) -> Rollout:
-        made = self._answers[self._num_answered % len(self._answers)]
-        self._num_answered += 1
-        return made.replace(id=prompt.id, episode=prompt.episode, group=prompt.group, index=prompt.index)
 
     async def generate(self, rollout: Rollout, sampling: Sampling) -> Rollout:
         future: asyncio.Future[Rollout] = asyncio.get_running_loop().create_future()

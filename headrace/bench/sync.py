@@ -16,6 +16,7 @@ import threading
 import time
 from collections import defaultdict
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +32,6 @@ from headrace.sync import Lineage, TransportConfig, WeightSync, is_pushed, make_
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from transformers import PreTrainedModel
 
@@ -121,7 +121,10 @@ class Paths:
             ends = TransportConfig(name, self._folder.name, f"bench-{name}", "127.0.0.1", token, _DEADLINE)
             settings = {"ends": asdict(ends), "shape": self._shape, "device": self._device, "threads": torch.get_num_threads()}
             sync = WeightSync(Lineage("life"), make_transport(ends, is_sender=True, device=self._device))
-            self._ends[name] = sync, Child(_NAME, "headrace.bench.sync:engine", settings)
+            self._ends[name] = (
+                sync,
+                Child(name, "headrace.bench.sync:engine", settings, log=Path(self._folder.name) / f"{name}.log"),
+            )
         for _, child in self._ends.values():  # they start in parallel
             child.hear()
         self._has_ipc = "cuda_ipc" in self._ends

@@ -10,7 +10,6 @@ than later ones.
 
 from __future__ import annotations
 
-import math
 import statistics
 import tempfile
 from dataclasses import dataclass
@@ -88,13 +87,10 @@ def _rows(name: str, case: Case, goals: dict[str, str]) -> list[Row]:
 
 
 def _rate_for(cases: Sequence[Case], share: float) -> float:
-    """The learning rate that changes this share of the weights, by log-log interpolation between the two nearest cases."""
+    """The learning rate that changes this share of the weights, by log-log interpolation."""
     rates = np.log([case.learning_rate for case in cases])
     shares = np.log([max(case.changed, 1e-9) for case in cases])
-    order = np.argsort(np.abs(shares - math.log(share)))[:2]
-    slope = np.diff(rates[order])[0] / (np.diff(shares[order])[0] or 1.0)
-    wanted = rates[order[0]] + slope * (math.log(share) - shares[order[0]])
-    return float(np.clip(np.exp(wanted), LEARNING_RATES[0] / 10, 10 * LEARNING_RATES[-1]))
+    return float(np.exp(np.interp(np.log(share), shares, rates)))
 
 
 def _measure_case(steps: _Steps, learning_rate: float, turns: int) -> Case:

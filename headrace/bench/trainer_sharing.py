@@ -6,19 +6,29 @@ import functools
 import statistics
 import tempfile
 import time
+import timeit
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headrace.bench import loads
 from headrace.bench.harness import Row, take_turns
-from headrace.bench.loads import QWEN3_0_6B, SMALL, lognormal_lengths, make_batch, make_group, make_trainer
+from headrace.bench.loads import (
+    LEARNING_RATE,
+    QWEN3_0_6B,
+    SMALL,
+    gradient_of,
+    lognormal_lengths,
+    make_batch,
+    make_group,
+    make_trainer,
+    relative_difference,
+    write_random_model,
+)
 from headrace.bench.measure import seconds_of
 from headrace.bench.trainer_speed import packing_fill
 from headrace.model import plan_passes
 
 if TYPE_CHECKING:
-    from headrace.records import Batch
     from headrace.trainer import DeviceTrainer
 
 _BUDGET = 16384
@@ -60,53 +70,47 @@ def measure(device: str, *, quick: bool) -> list[Row]:
 
 
 def _gain(case: Case, *, device: str, quick: bool) -> list[Row]:
-    """Forward and backward of one batch with and without sharing."""
+    """Forward and backward of one batch, planning and packing included, with and without sharing."""
     lengths, rollouts = (case.completion,) * case.siblings, []
     for number in range(1 if quick else case.num_groups):
         rollouts += make_group(str(number), case.prompt, lengths, vocabulary=case.model["vocab_size"], seed=number)
     batch = make_batch(rollouts, advantages=[1.0] * len(rollouts), loss="reinforce")
     with tempfile.TemporaryDirectory() as folder:
-        path = loads.write_random_model(case.model, Path(folder), dtype="float32")
+        path = write_random_model(case.model, Path(folder), dtype="float32")
         how: dict[str, Any] = {"dtype": case.dtype, "device": device, "micro_batch_tokens": _BUDGET}
-        trainers = {share: make_trainer(path, **how, share_prefixes=share) for share in (False, True)}
-    takes = {str(share): functools.partial(_seconds, trainer, batch, device) for share, trainer in trainers.items()}
-    seen = take_turns(takes, 2 if quick else 8, warmups=1)
-    gain = statistics.median(apart / shared for apart, shared in zip(seen["False"], seen["True"], strict=True))
+        apart, shared = (make_trainer(path, **how, share_prefixes=share) for share in (False, True))
+
+    def seconds(trainer: DeviceTrainer) -> float:
+        found = seconds_of(lambda: trainer.forward_backward(batch), device)
+        trainer.optim_step(LEARNING_RATE)  # drops the gradient
+        return found
+
+    (gains,) = take_turns({"": lambda _: seconds(apart) / seconds(shared)}, 2 if quick else 8, warmups=1).values()
+    gain = statistics.median(gains)
     rows = [
         Row(f"sharing, {case.name}: gain", gain, "×", bound=case.bound),
         Row(f"sharing, {case.name}: gain ÷ bound", gain / case.bound, "", goal="≥ 0.85"),
     ]
     if case.dtype == "float32":
-        for trainer in trainers.values():
+        for trainer in (apart, shared):
             trainer.forward_backward(batch)
-        difference = loads.relative_difference(loads.gradient_of(trainers[True]), loads.gradient_of(trainers[False]))
+        difference = relative_difference(gradient_of(shared), gradient_of(apart))
         rows.append(Row("sharing: relative difference of gradients", difference, "", goal="≤ 1e-5"))
     return rows
 
 
-def _seconds(trainer: DeviceTrainer, batch: Batch, device: str, _: int) -> float:
-    """Forward and backward with planning and packing; the gradient is dropped afterwards."""
-    seconds = seconds_of(lambda: trainer.forward_backward(batch), device)
-    trainer.optim_step(loads.LEARNING_RATE)
-    return seconds
-
-
 def _fill(*, num_groups: int) -> list[Row]:
     """Pack groups whose completions have a long tail."""
-    siblings, rollouts = 8, []
+    siblings, rollouts, rows = 8, [], []
     prompts = lognormal_lengths(num_groups, mean=_MEAN / 2, sigma=0.5, cap=_BUDGET // 4, seed=1)
     completions = lognormal_lengths(num_groups * siblings, mean=_MEAN, sigma=1.0, cap=_BUDGET // 2)
     for group, prompt in enumerate(prompts):
         own = completions[group * siblings : (group + 1) * siblings]
         rollouts += make_group(str(group), prompt, own, vocabulary=1000, seed=group)
-    lengths, rows = list(map(len, rollouts)), []
     for share, what in ((False, "apart"), (True, "shared")):
-        seconds = []
-        for _ in range(5):
-            started = time.thread_time()  # CPU time, since the machine may be busy
-            passes = plan_passes(rollouts, budget=_BUDGET, share=share)
-            seconds.append(time.thread_time() - started)
-        fill, spent = packing_fill(passes, lengths, _BUDGET), statistics.median(seconds)
+        plan = functools.partial(plan_passes, rollouts, budget=_BUDGET, share=share)
+        seconds = timeit.repeat(plan, number=1, repeat=5, timer=time.thread_time)  # CPU time, since the machine may be busy
+        fill, title = packing_fill(plan(), list(map(len, rollouts)), _BUDGET), f"packing, {len(rollouts)} rollouts, {what}"
         rows.append(Row(f"packing, long tail, {what}: fill", 100 * fill, "%", goal="≥ 98"))
-        rows.append(Row(f"packing, {len(rollouts)} rollouts, {what}: planning", 1e3 * spent, "ms", goal="≤ 200"))
+        rows.append(Row(f"{title}: planning", 1e3 * statistics.median(seconds), "ms", goal="≤ 200"))
     return rows

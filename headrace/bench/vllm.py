@@ -27,12 +27,12 @@ import torch
 
 from headrace.bench.harness import Row, default_device, run_parts, say
 from headrace.bench.loads import Load
-from headrace.bench.mismatch import compare, mismatch_workload, trainer_logprobs
+from headrace.bench.mismatch import KL, compare, mismatch_workload, trainer_logprobs
 from headrace.bench.vllm_update import IN_ORDER, LOAD, STILL, SWAP, USUAL, RolloutsEndedEarly, update_in_flight
 from headrace.config import make_recipe
 from headrace.engine import EnginePlace, NativeEngine, choose_python, engine_kind, find_vllm
 from headrace.launch import receiving_device
-from headrace.model import ModelError, ModelSettings, build_folder, load_config, load_model, named_tensors
+from headrace.model import ModelSettings, build_folder, load_model, named_tensors
 from headrace.observe import ProcessTimeline
 from headrace.settings import ConfigError
 from headrace.sync import Lineage, MemoryTransport, WeightSync, shared_folder
@@ -99,11 +99,6 @@ def run(*, quick: bool, json_file: Path | None, model: str | None = None) -> int
     plan = make_plan(default_device(), quick=quick, has_model=model is not None)
     if plan.device == "cpu":
         torch.set_num_threads(max(1, (os.cpu_count() or 1) - 1))
-    try:
-        if model is not None:
-            load_config(model)  # rejects a folder without a model before a server starts
-    except ModelError as error:
-        raise ConfigError(str(error)) from error
 
     def part() -> Iterator[list[Row]]:
         rows: list[Row] = []
@@ -213,14 +208,8 @@ async def _mismatch_rows(
     groups = [await generate(side.engine, workload, seed=plan.turns + 1) for side in sides.values()]
     again = await asyncio.to_thread(trainer_logprobs, path, groups, dtype=plan.dtype, device=plan.device)
     vllm, native = (compare(group, values) for group, values in zip(groups, again, strict=True))
-    figures = {"mean |Δ logprob|": "mean_difference", "max |Δ logprob|": "largest_difference", "KL": "divergence"}
-    return [
-        *(
-            Row(f"{name} against the trainer", getattr(vllm, figure), "nats", peers={NATIVE: getattr(native, figure)})
-            for name, figure in figures.items()
-        ),
-        Row("KL against the trainer, native ÷ vLLM", native.divergence / vllm.divergence, "ratio", goal=plan.goal),
-    ]
+    rows = [Row(name, value, "nats", peers={NATIVE: native[name]}) for name, value in vllm.items()]
+    return [*rows, Row(f"{KL}, native ÷ vLLM", native[KL] / vllm[KL], "ratio", goal=plan.goal)]
 
 
 async def _update_rows(plan: Plan, sides: dict[str, Side], source: PreTrainedModel) -> list[Row]:
