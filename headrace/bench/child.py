@@ -78,6 +78,7 @@ class Child:
             what = f"no answer within {seconds:.0f} s" if time.monotonic() - started >= seconds else "it has ended"
             with contextlib.suppress(subprocess.TimeoutExpired):  # its log is complete once it has exited
                 self.process.wait(_CLOSE_SECONDS)
+            self._kill()  # what it started
             raise PeerFailed(self._describe(what)) from None
         finally:
             late.cancel()

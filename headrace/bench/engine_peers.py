@@ -89,11 +89,7 @@ class VllmPeer(Child):
             raise PeerFailed("vLLM: not installed here")
         settings = {"model": folder, "dtype": dtype, "max_model_len": context, "max_num_seqs": slots}
         super().__init__("vLLM", "headrace.bench.engine_peers:vllm_child", settings, log=log)
-        try:
-            told = self.hear(seconds=_START_SECONDS)
-        except PeerFailed:
-            self.close()
-            raise
+        told = self.hear(seconds=_START_SECONDS)
         self.settings = ", ".join(f"{name} = {value}" for name, value in told.items())
         """All that differ from vLLM's defaults, and its version."""
 

@@ -22,9 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headrace.bench.drive_loops import drive, make_run
 from headrace.bench.harness import Row, run_parts
-from headrace.bench.stubs import FrozenEngine, InstantEngine, StubTrainer
+from headrace.bench.stubs import FrozenEngine, InstantEngine, StubTrainer, drive, make_run
 from headrace.config import make_recipe
 from headrace.launch import LocalProcesses, UserInputs, model_folder, set_threads
 from headrace.observe import WAITING, Observer

@@ -23,11 +23,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headrace.bench.drive_loops import drive, make_run
 from headrace.bench.harness import Row, run_parts
 from headrace.bench.loads import lognormal_lengths
 from headrace.bench.step_recorder import RecordedStep, StepRecorder, exchanges_of, stalls_of, usual_step
-from headrace.bench.stubs import StubTrainer
+from headrace.bench.stubs import StubTrainer, drive, make_run
 from headrace.config import make_recipe
 from headrace.engine import NativeEngine, build_core
 from headrace.launch import UserInputs, make_roles, model_folder, pick_device, set_threads

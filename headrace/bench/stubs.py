@@ -1,11 +1,11 @@
-"""Engines, trainers and a store that do almost nothing, so that a benchmark measures the rest of a run."""
+"""Engines, trainers and a store that do almost nothing, and functions that run the four loops with them."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 
@@ -14,15 +14,22 @@ from headrace.bench.loads import finished
 from headrace.engine import EngineState, InFlight
 from headrace.partial import Interrupt
 from headrace.records import Rollout, Sampling, WeightUpdate
+from headrace.run import POLICY, Roles, Run, fewer_gc_pauses, leg, run_loops
 from headrace.trainer import Published
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
+    from headrace.config import Recipe
     from headrace.engine import Engine, Increment
+    from headrace.observe import Observer
     from headrace.records import Array, Batch
+    from headrace.run import PolicyState, StartedBatch
     from headrace.sync import Lineage
 
+    AnyRun = TypeVar("AnyRun", bound=Run)
+
+T = TypeVar("T")
 PROMPT, COMPLETION = 10, 10
 """Tokens of every rollout that `answer` makes."""
 
@@ -162,3 +169,34 @@ class StubTrainer:
 
 class StubStore:
     save = _nothing
+
+
+def make_run(
+    kind: type[AnyRun],
+    recipe: Recipe,
+    roles: Roles,
+    lineage: Lineage,
+    observer: Observer,
+    *,
+    versions: int,
+    after_version: Callable[[PolicyState], Awaitable[None]],
+    on_trained: Callable[[PolicyState, StartedBatch], None] = lambda *_: None,
+    first_version: int = 0,
+) -> AnyRun:
+    """A run of `versions` versions after `first_version`."""
+    run = kind(recipe, roles, lineage=lineage, observer=observer, on_trained=on_trained, after_version=after_version)
+    policy = run.policies[POLICY]
+    policy.version = policy.held_version = first_version
+    policy.submitted_groups = first_version * recipe.train.groups_per_batch
+    run.leg_end = first_version + versions
+    return run
+
+
+async def drive(run: Run, *, on_end: Callable[[], Awaitable[T]]) -> T:
+    """Run the loops to the run's last version; returns the result of `on_end`, called while everything still runs."""
+    with fewer_gc_pauses():
+        async with leg(run):
+            await run_loops(run)
+            found = await on_end()
+            await run.policies[POLICY].published()
+    return found

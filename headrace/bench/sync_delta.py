@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from headrace.records import Array
 
 LEARNING_RATES = (1e-7, 3e-7, 1e-6, 3e-6, 1e-5)
 WANTED_SHARE = 0.01
@@ -61,8 +60,7 @@ class Case:
 
 def measure(*, model: str | None, quick: bool, device: str = "cpu") -> list[Row]:
     """The model in a folder, or a random one in SmolLM2-135M's shape; `quick` takes a small one and fewer turns."""
-    shape = SMALL if quick else SMOLLM2_135M
-    steps = _Steps.of_folder(model, device=device) if model is not None else _Steps.of_shape(shape, device=device)
+    steps = _Steps(model, SMALL if quick else SMOLLM2_135M, device=device)
     for _ in range(2 if quick else 6):  # until the optimizer's moments cover several gradients
         steps.step(TrainSettings().learning_rate)
     turns = 3 if quick else 11
@@ -115,31 +113,25 @@ def _measure_case(steps: _Steps, learning_rate: float, turns: int) -> Case:
 class _Steps:
     """A trainer of float32 weights, and what it would publish."""
 
-    def __init__(self, folder: str, texts: Sequence[Array], *, name: str, device: str) -> None:
-        self._trainer = make_trainer(folder, dtype="float32", device=device)
-        self._model, self.device = self._trainer.model, device
+    def __init__(self, model: str | None, shape: dict[str, Any], *, device: str = "cpu") -> None:
+        """Trains the model in a folder on text, or else a random one of this shape on random tokens."""
+        random = np.random.default_rng(0)
+        with tempfile.TemporaryDirectory() as folder:
+            if model is None:
+                write_random_model(shape, Path(folder), dtype="float32")
+                texts = list(random.integers(1, shape["vocab_size"], (_ROLLOUTS, _LENGTH), dtype=np.int32))
+            else:
+                tokenizer = cast("Any", load_tokenizer(model))
+                texts = [np.array(tokenizer(text)["input_ids"], dtype=np.int32) for text in TEXTS]
+            self._trainer = make_trainer(model or folder, dtype="float32", device=device)
+        self._model, self._random, self.device = self._trainer.model, random, device
         self._rollouts: list[Rollout] = []
         for number, text in enumerate(texts):  # the second half of each counts as sampled
             prompt, rest = np.split(text, [len(text) // 2])
             self._rollouts.append(finished(Rollout.from_prompt(prompt, id=str(number)), rest, logprobs=0.0))
-        self._random = np.random.default_rng(0)
         count = sum(tensor.numel() for _, tensor in named_tensors(self._model))
-        self.name = f"{name}, {count / 1e6:.3g}M weights" + (", on the GPU" if device != "cpu" else "")
-
-    @classmethod
-    def of_folder(cls, folder: str, *, device: str = "cpu") -> _Steps:
-        """Steps on text, for a trained model."""
-        tokenizer = cast("Any", load_tokenizer(folder))
-        texts = [np.array(tokenizer(text)["input_ids"], dtype=np.int32) for text in TEXTS]
-        return cls(folder, texts, name="the model given", device=device)
-
-    @classmethod
-    def of_shape(cls, shape: dict[str, Any], *, device: str = "cpu") -> _Steps:
-        """Steps on random tokens, for a model with random weights."""
-        texts = np.random.default_rng(0).integers(1, shape["vocab_size"], (_ROLLOUTS, _LENGTH), dtype=np.int32)
-        with tempfile.TemporaryDirectory() as folder:
-            write_random_model(shape, Path(folder), dtype="float32")
-            return cls(folder, list(texts), name="a random model", device=device)
+        name, place = "the model given" if model else "a random model", ", on the GPU" if device != "cpu" else ""
+        self.name = f"{name}, {count / 1e6:.3g}M weights{place}"
 
     def step(self, learning_rate: float) -> None:
         """A policy-gradient step on the second half of each text, with advantages normalized as in a group."""

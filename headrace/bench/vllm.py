@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import os
 import shlex
 import statistics
@@ -28,13 +27,12 @@ import torch
 from headrace.bench.harness import Row, default_device, run_parts, say
 from headrace.bench.loads import Load
 from headrace.bench.mismatch import KL, compare, mismatch_workload, trainer_logprobs
-from headrace.bench.vllm_update import IN_ORDER, LOAD, STILL, SWAP, USUAL, RolloutsEndedEarly, update_in_flight
+from headrace.bench.vllm_update import IN_ORDER, LOAD, STILL, SWAP, USUAL, update_in_flight
 from headrace.config import make_recipe
 from headrace.engine import EnginePlace, NativeEngine, choose_python, engine_kind, find_vllm
 from headrace.launch import receiving_device
 from headrace.model import ModelSettings, build_folder, load_model, named_tensors
 from headrace.observe import ProcessTimeline
-from headrace.settings import ConfigError
 from headrace.sync import Lineage, MemoryTransport, WeightSync, shared_folder
 
 if TYPE_CHECKING:
@@ -44,11 +42,9 @@ if TYPE_CHECKING:
 
     from headrace.bench.loads import Workload
     from headrace.engine import Engine
-    from headrace.records import Rollout, WeightUpdate
+    from headrace.records import Rollout
 
 VLLM, NATIVE = "vLLM", "native"
-_TRIES = 4
-"""Attempts at an update that must find rollouts in flight."""
 
 
 @dataclass(frozen=True)
@@ -90,12 +86,7 @@ def make_plan(device: str, *, quick: bool, has_model: bool) -> Plan:
 def run(*, quick: bool, json_file: Path | None, model: str | None = None) -> int:
     """Returns 1 if a rollout's versions are wrong or the native engine's KL is too large, even with `--quick`: neither depends
     on size. Speeds have no goal here."""
-    python = choose_python("")
-    try:
-        find_vllm(python)
-    except ConfigError as error:
-        fix = "install vLLM in an environment and name its interpreter in HEADRACE_VLLM_PYTHON"
-        raise ConfigError(f"headrace bench vllm: {python} has no vLLM, or does not run; {fix}") from error
+    find_vllm(choose_python(""))
     plan = make_plan(default_device(), quick=quick, has_model=model is not None)
     if plan.device == "cpu":
         torch.set_num_threads(max(1, (os.cpu_count() or 1) - 1))
@@ -128,8 +119,7 @@ async def _measure(plan: Plan, model: str | None, rows: list[Row]) -> None:
         source = load_model(path, dtype=plan.dtype, device=plan.device)
         sides = {name: await stack.enter_async_context(_open(plan, name, path, folder / "log")) for name in plan.engines}
         for side in sides.values():
-            with offered(side, source, version=0) as update:
-                await side.engine.load(update)
+            await side.engine.load(side.sync.offer(0, named_tensors(source)))
         rows += await _speed_rows(plan, sides, vocabulary=int(source.config.get_text_config().vocab_size))
         rows += await _mismatch_rows(plan, sides, source, path, has_text=model is not None)
         rows += await _update_rows(plan, sides, source)
@@ -165,16 +155,6 @@ async def _open(plan: Plan, name: str, path: str, log: Path) -> AsyncIterator[Si
                 await closing
             opened.close()
             sync.close()
-
-
-@contextlib.contextmanager
-def offered(side: Side, source: PreTrainedModel, *, version: int) -> Iterator[WeightUpdate]:
-    """Offer the source's weights for the engine to fetch."""
-    update = side.sync.offer(version, named_tensors(source))
-    try:
-        yield update
-    finally:
-        side.sync.release(update)
 
 
 async def generate(engine: Engine, workload: Workload, *, seed: int) -> list[Rollout]:
@@ -214,38 +194,21 @@ async def _mismatch_rows(
 
 async def _update_rows(plan: Plan, sides: dict[str, Side], source: PreTrainedModel) -> list[Row]:
     seen: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
-    versions = itertools.count(1)
-    for _ in range(plan.updates):
-        nudge(source)
+    lengths = (plan.context - plan.load.prompt_tokens,) * len(plan.load.lengths)
+    for version in range(1, plan.updates + 1):
+        with torch.no_grad():
+            for _, tensor in named_tensors(source):
+                tensor.view(-1)[::97].mul_(1.01)  # by enough that bfloat16 shows it
+        load = Load(f"update {version}", plan.load.prompt_tokens, lengths)
+        workload = load.sample(vocabulary=int(source.config.get_text_config().vocab_size), seed=version)
         for name, side in sides.items():
-            seen[name].append(await _update(plan, side, source, versions))
+            update = side.sync.offer(version, named_tensors(source))
+            rolling = asyncio.ensure_future(generate(side.engine, workload, seed=plan.turns + 1 + version))
+            seen[name].append(await update_in_flight(side.engine, update, rolling, timeline=side.timeline))
+            side.sync.release(update)
     rows = []
     for figure in (LOAD, SWAP, STILL, USUAL):
         vllm, native = (1e3 * statistics.median(update[figure] for update in seen[name]) for name in (VLLM, NATIVE))
         rows.append(Row(figure, vllm, "ms", peers={NATIVE: native}))
     orders = {name: min(update[IN_ORDER] for update in updates) for name, updates in seen.items()}
     return rows + [Row(f"{name}: {IN_ORDER}", share, "share", "≥ 1") for name, share in orders.items()]
-
-
-async def _update(plan: Plan, side: Side, source: PreTrainedModel, versions: Iterator[int]) -> dict[str, float]:
-    """One update with rollouts in flight; retried if all of them end before it, as they may on a busy machine."""
-    prompt_tokens = plan.load.prompt_tokens
-    for tries_left in reversed(range(_TRIES)):
-        version = next(versions)
-        load = Load(f"update {version}", prompt_tokens, (plan.context - prompt_tokens,) * len(plan.load.lengths))
-        workload = load.sample(vocabulary=int(source.config.get_text_config().vocab_size), seed=version)
-        with offered(side, source, version=version) as update:
-            rolling = asyncio.ensure_future(generate(side.engine, workload, seed=plan.turns + 1 + version))
-            try:
-                return await update_in_flight(side.engine, update, rolling, timeline=side.timeline)
-            except RolloutsEndedEarly:
-                if not tries_left:
-                    raise
-    raise AssertionError
-
-
-def nudge(model: PreTrainedModel) -> None:
-    """Change some values of every tensor, by enough that bfloat16 shows it."""
-    with torch.no_grad():
-        for _, tensor in named_tensors(model):
-            tensor.view(-1)[::97].mul_(1.01)

@@ -27,10 +27,6 @@ _START_STEPS, _USUAL_STEPS, _LATER_STEPS = 2, 8, 4
 """Steps until all rollouts have started, steps watched before the update, and steps after it."""
 
 
-class RolloutsEndedEarly(RuntimeError):
-    """All rollouts ended before the update did."""
-
-
 async def update_in_flight(
     engine: Engine, update: WeightUpdate, rolling: asyncio.Future[list[Rollout]], *, timeline: ProcessTimeline
 ) -> dict[str, float]:
@@ -96,7 +92,7 @@ async def _sample(engine: Engine, tokens: int, rolling: asyncio.Future[list[Roll
     while (await engine.state()).tokens < until:
         if rolling.done():
             rolling.result()  # raises their error
-            raise RolloutsEndedEarly("all rollouts ended before the update did: this machine is too slow for it, or too busy")
+            raise RuntimeError("all rollouts ended before the update did: this machine is too slow for it, or too busy")
         await asyncio.sleep(_POLL_SECONDS)
 
 

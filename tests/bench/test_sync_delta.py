@@ -15,7 +15,7 @@ def case(learning_rate: float, changed: float) -> sync_delta.Case:
 
 
 def test_a_larger_learning_rate_changes_more_weights_and_makes_a_larger_delta() -> None:
-    steps = sync_delta._Steps.of_shape({**SMALL, "num_hidden_layers": 1})
+    steps = sync_delta._Steps(None, {**SMALL, "num_hidden_layers": 1})
     steps.step(1e-5)
     slow, fast = (sync_delta._measure_case(steps, rate, 1) for rate in (3e-7, 1e-5))
     assert 0 < slow.changed < fast.changed < 0.5
