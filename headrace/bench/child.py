@@ -31,7 +31,7 @@ class PeerFailed(RuntimeError):
     """A peer is missing, failed, or did different work than requested; the message is one line."""
 
 
-class Child:
+class Child(contextlib.AbstractContextManager["Child"]):
     """A child process as a context manager. Every wait for it has a deadline, and its own children end with it."""
 
     def __init__(self, name: str, function: str, settings: Mapping[str, Any], *, log: Path) -> None:
@@ -48,9 +48,6 @@ class Child:
         assert self.process.stdout is not None
         self._answers = _receive(self.process.stdout)
         self.tell(settings)
-
-    def __enter__(self) -> Child:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -35,12 +35,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from headrace.config import Recipe
 
 IN_FLIGHT = 10_000
-BATCH = 256
 _TOKEN = "bench"
-_SLOTS = 256
 
 
 def run(*, quick: bool, json_file: Path | None) -> int:
@@ -61,7 +58,7 @@ def _measure(*, quick: bool) -> Iterator[list[Row]]:
     yield encoding_rows(repetitions=repetitions)
 
 
-def measure(*, in_flight: int, versions: int, batch: int = BATCH) -> tuple[float, float]:
+def measure(*, in_flight: int, versions: int, batch: int = 256) -> tuple[float, float]:
     """(microseconds of CPU time per rollout, the stub engine's share of them) of one run of the four loops over stubs.
 
     Asserts that `in_flight` rollouts were in flight at once.
@@ -83,9 +80,22 @@ def measure(*, in_flight: int, versions: int, batch: int = BATCH) -> tuple[float
     lineage = Lineage.new()
     engine, trainer = WaveEngine(in_flight=in_flight, total=total, wave=batch), StubTrainer(lineage)
     observer = _StartObserver()
+    encoder = PromptEncoder(build_tokenizer())
+    rows = [{"prompt": [{"role": "user", "content": f"{number:08d}"}], "answer": str(number)} for number in range(total // 8)]
+    roles = Roles(
+        engine=engine,
+        trainers={POLICY: trainer},
+        scorer=RewardScorer([(RewardFunction(trivial), 1.0)], decode=encoder.decode, settings=recipe.reward),
+        environment=SingleTurn(),
+        encoder=encoder,
+        tasks=open_tasks(recipe, UserInputs(tasks=rows)),
+        canary=make_canary(encoder.encode("canary")),
+        stop_ids=(1,),
+        services=(engine.serve,),
+    )
     session = Session(
         recipe=recipe,
-        roles=_make_roles(recipe, engine, trainer, tasks=total // 8),
+        roles=roles,
         lineage=lineage,
         observer=observer,
         store=StubStore(),  # type: ignore[arg-type]
@@ -108,22 +118,6 @@ class _StartObserver(Observer):
     def start(self) -> None:
         super().start()
         self.started = time.thread_time()
-
-
-def _make_roles(recipe: Recipe, engine: WaveEngine, trainer: StubTrainer, *, tasks: int) -> Roles:
-    encoder = PromptEncoder(build_tokenizer())
-    rows = [{"prompt": [{"role": "user", "content": f"{number:08d}"}], "answer": str(number)} for number in range(tasks)]
-    return Roles(
-        engine=engine,
-        trainers={POLICY: trainer},
-        scorer=RewardScorer([(RewardFunction(trivial), 1.0)], decode=encoder.decode, settings=recipe.reward),
-        environment=SingleTurn(),
-        encoder=encoder,
-        tasks=open_tasks(recipe, UserInputs(tasks=rows)),
-        canary=make_canary(encoder.encode("canary")),
-        stop_ids=(1,),
-        services=(engine.serve,),
-    )
 
 
 def trivial(completion: str, **_: object) -> float:
@@ -175,7 +169,7 @@ async def _echo(address: str) -> None:
 
     control = Peer(await connect(address, token=_TOKEN, name="engine-0", channel="control"))
     data = Peer(await connect(address, token=_TOKEN, name="engine-0", channel="data"), notices={"work": on_work})
-    data.notify("pull", _SLOTS)
+    data.notify("pull", 256)  # its slots
     with contextlib.suppress(StreamClosed):
         await asyncio.gather(control.run(), data.run())
 

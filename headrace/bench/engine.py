@@ -21,8 +21,7 @@ from headrace.bench.engine_native import bytes_read, copy_bandwidth, generate, s
 from headrace.bench.engine_peers import VllmPeer, continuous_generate, load_plain, padded_generate
 from headrace.bench.harness import Row, default_device, run_parts, say, take_turns
 from headrace.bench.loads import QWEN3_0_6B, SMALL, SMOLLM2_135M, Load, Workload, write_random_model
-from headrace.bench.measure import release
-from headrace.bench.mismatch import MEAN, compare, mismatch_workload, trainer_logprobs
+from headrace.bench.measure import MEAN, compare, mismatch_workload, release, trainer_logprobs
 from headrace.engine import EngineCore
 from headrace.model import load_model
 
@@ -51,11 +50,11 @@ class Plan:
     """Siblings that share one prompt."""
     once: Load
     """For peers too slow for `loads`."""
-    blocks: int
-    """In the KV cache; 0 lets the engine choose."""
     turns: int
     mismatch: tuple[int, int]
     """Number of requests, and tokens per request."""
+    blocks: int = 0
+    """In the KV cache; 0 lets the engine choose."""
     start_goal: str = ""
     logprob_goal: str = ""
 
@@ -95,7 +94,6 @@ def make_plan(device: str, *, quick: bool) -> Plan:
         tail=Load.long_tail(*size, mean=mean, cap=48 if quick else 256, goals={"model.generate": "≥ 2"}),
         group=Load.uniform(4, 64, 8, is_group=True) if quick else Load.uniform(8, 256, 16, is_group=True),
         once=Load.uniform(4, 16, 8) if quick else Load.uniform(8, 32, 16),
-        blocks=0,
         turns=turns,
         mismatch=(8, 16) if quick else (16, 64),
         logprob_goal="≤ 1e-5",
@@ -159,7 +157,7 @@ def _speed_rows(plan: Plan, model_folder: str, log: Path) -> Iterator[list[Row]]
         yield take(plan.tail, peers=padded if is_cpu else rivals, is_slow=True)[1]
         yield take(plan.once, peers=slow, is_slow=True, turns=1)[1]
         turns, _ = take(plan.group, peers={}, is_slow=is_cpu)
-        computed = statistics.median(turn.prompt_rows for turn in turns) / plan.group.prompt_tokens
+        computed = statistics.median(sum(step.prompt_rows for step in turn.steps) for turn in turns) / plan.group.prompt_tokens
         yield [Row(f"{plan.group.name}: prompt rows ÷ {plan.group.prompt_tokens}", computed, "ratio", bound=1.0)]
 
 

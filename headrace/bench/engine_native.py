@@ -46,11 +46,6 @@ class Turn:
     def tokens_per_second(self) -> float:
         return sum(rollout.num_sampled for rollout in self.rollouts) / self.seconds
 
-    @property
-    def prompt_rows(self) -> int:
-        """Prompt tokens that the engine computed; fewer than submitted if siblings share a prompt."""
-        return sum(step.prompt_rows for step in self.steps)
-
 
 def generate(core: EngineCore, workload: Workload, *, seed: int) -> Turn:
     """Submit a whole workload and step until every request has all its tokens."""

@@ -27,12 +27,11 @@ LOSSES: dict[str, dict[str, Any]] = {
     "decoupled_ppo": {"constants": {"clip_low": 0.2, "clip_high": 0.28, "cap": 5.0}},
 }
 """`[train]` settings for each loss. GSPO's published 3e-4 and 4e-4 are for models with steps a thousand times smaller."""
-_QUICK_STEPS = 10
 
 
 def run(*, seeds: int | None = None, losses: str | None = None, quick: bool, json_file: Path | None) -> int:
     """One whole quickstart per seed, and per loss if any are named; `--quick` runs two seeds for a few steps."""
-    steps = _QUICK_STEPS if quick else None
+    steps = 10 if quick else None
     if losses is None:
         parts = {"seeds": functools.partial(_learn, "", seeds or (2 if quick else 5), steps=steps)}
     else:

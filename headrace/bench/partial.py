@@ -268,17 +268,17 @@ async def _turn(plan: Plan, given: tuple[Recipe, Roles, Lineage, Observer], reco
     async def after_version(policy: PolicyState) -> None:
         nonlocal started, lost
         if policy.version == _WARM_VERSIONS:
-            started, lost = time.perf_counter(), await run.lost_tokens()
+            started, lost = time.perf_counter(), await measured.lost_tokens()
             recorder.start()
 
     async def on_end() -> tuple[float, int]:
         seconds = time.perf_counter() - started
         recorder.is_on = False
-        return seconds, await run.lost_tokens() - lost
+        return seconds, await measured.lost_tokens() - lost
 
     versions = plan.versions + _WARM_VERSIONS
-    run = make_run(LongTail, *given, versions=versions, after_version=after_version, on_trained=on_trained)
-    run.lengths, run.turn = lognormal_lengths(4096, mean=plan.mean, sigma=1.0, cap=plan.cap), number
-    seconds, wasted = await drive(run, on_end=on_end)
+    measured = make_run(LongTail, *given, versions=versions, after_version=after_version, on_trained=on_trained)
+    measured.lengths, measured.turn = lognormal_lengths(4096, mean=plan.mean, sigma=1.0, cap=plan.cap), number
+    seconds, wasted = await drive(measured, on_end=on_end)
     trained = np.concatenate(lags)
     return figures_of(seconds=seconds, wasted=wasted, lags=trained, steps=recorder.steps, recomputed=recorder.recomputed)

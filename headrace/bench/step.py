@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import statistics
 import tempfile
-import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,8 +27,8 @@ from headrace.bench.loads import MEDIUM, QWEN3_0_6B, SMALL, lognormal_lengths, w
 from headrace.bench.measure import GpuMemory, release
 from headrace.bench.step_trl import measure_steps, missing_modules
 from headrace.engine import choose_python, find_vllm
+from headrace.envs import SingleTurn
 from headrace.observe import read_metrics
-from headrace.records import Episode
 from headrace.settings import ConfigError
 
 if TYPE_CHECKING:
@@ -37,13 +36,12 @@ if TYPE_CHECKING:
 
     from headrace.bench.harness import Part
     from headrace.envs import Client, EngineClient
-    from headrace.records import Plain
+    from headrace.records import Episode, Plain
 
 LENGTHS = "lengths"
 """The task column with the number of tokens of each sibling."""
 _SHOWN = 0.005
 """Smaller shares of a time budget get no row."""
-_SWAP = "seconds/engine/swap"
 _QUICK = ("trl", "in-turn", "lag-1-long-tail")
 """What `--quick` measures without `--only`."""
 _LOG_LINES = 30
@@ -70,12 +68,17 @@ class Plan:
     """For our completion tokens/s ÷ TRL's, with completions of one length."""
     orchestrate: str = "local"
 
-    def make_tasks(self) -> list[dict[str, Any]]:
-        """Prompts of made-up words, no two alike, and some more than the steps need."""
-        random = np.random.default_rng(0)
+    def make_tasks(self, *, has_tail: bool = False) -> list[dict[str, Any]]:
+        """Prompts of made-up words, no two alike, some more than the steps need; with a long tail also a length for every
+        sibling: most are short, a few are very long."""
         count = self.completions // self.siblings * (self.warmups + self.steps + 4)
-        prompts = random.integers(1, int(self.shape["vocab_size"]), size=(count, self.prompt_tokens))
-        return [{"prompt": " ".join(f"w{token}" for token in prompt)} for prompt in prompts]
+        prompts = np.random.default_rng(0).integers(1, int(self.shape["vocab_size"]), size=(count, self.prompt_tokens))
+        tasks: list[dict[str, Any]] = [{"prompt": " ".join(f"w{token}" for token in prompt)} for prompt in prompts]
+        if has_tail:
+            lengths = lognormal_lengths(count * self.siblings, mean=self.tokens, sigma=1.0, cap=self.cap)
+            for task, own in zip(tasks, np.reshape(lengths, (count, self.siblings)).tolist(), strict=True):
+                task[LENGTHS] = own
+        return tasks
 
 
 @dataclass(frozen=True)
@@ -172,18 +175,17 @@ class Peers:
 
 def measure(plan: Plan, variant: Variant, model: str, folder: Path, *, peers: Peers) -> list[Row]:
     """One run, and the figures of its middle steps."""
-    tasks, environment = plan.make_tasks(), None
-    if variant.has_tail:
-        tasks, environment = with_lengths(tasks, siblings=plan.siblings, mean=plan.tokens, cap=plan.cap), OwnLengths()
+    environment = OwnLengths() if variant.has_tail else None
+    given: dict[str, Any] = {"tasks": plan.make_tasks(has_tail=variant.has_tail), "reward": first_word_is_even}
     with tempfile.TemporaryDirectory(dir=folder) as place, GpuMemory() as memory:
         settings = settings_of(plan, variant, model)
-        how = {"reward": first_word_is_even, "environment": environment, "run_dir": Path(place) / "run", "quiet": True}
+        run_dir = Path(place) / "run"
         try:
-            headrace.train(settings.pop("model"), tasks=tasks, **how, **settings)
+            headrace.train(settings.pop("model"), environment=environment, run_dir=run_dir, quiet=True, **given, **settings)
         except Exception:
             show_logs(Path(place))
             raise
-        seen = read_metrics(Path(place) / "run" / "metrics.jsonl")
+        seen = read_metrics(run_dir / "metrics.jsonl")
     say(f"{variant.name}: seconds of each step: {', '.join(format(row['seconds'], '.2f') for row in seen)}")
     check_lengths(plan, variant, seen)
     middle = seen[plan.warmups : plan.warmups + plan.steps]
@@ -238,7 +240,7 @@ def step_rows(plan: Plan, variant: Variant, seen: Sequence[dict[str, Any]], *, p
         Row(f"{name}: completions", rate, "tokens/s", peers=others),
         *(Row(f"{name}: completions ÷ {who}", rate / theirs, "ratio", goal=goal) for who, theirs in others.items()),
         Row(f"{name}: mean lag", statistics.fmean(row["lag_mean"] for row in seen), "versions"),
-        Row(f"{name}: exchange of weights", statistics.median(row.get(_SWAP, 0.0) for row in seen), "s"),
+        Row(f"{name}: exchange of weights", statistics.median(row.get("seconds/engine/swap", 0.0) for row in seen), "s"),
         *(Row(f"{name}: {state}", share, "share") for state, share in budget_of(seen).items() if share >= _SHOWN),
     ]
 
@@ -280,24 +282,15 @@ def measure_trl(plan: Plan, model: str, folder: Path, peers: Peers) -> Iterator[
         yield [Row(f"{title}: peak GPU memory", memory.peak, "GiB")]
 
 
-def with_lengths(tasks: list[dict[str, Any]], *, siblings: int, mean: float, cap: int) -> list[dict[str, Any]]:
-    """The same tasks with a length for every sibling: most are short, a few are very long."""
-    lengths = lognormal_lengths(len(tasks) * siblings, mean=mean, sigma=1.0, cap=cap)
-    return [{**task, LENGTHS: list(lengths[number * siblings : (number + 1) * siblings])} for number, task in enumerate(tasks)]
-
-
 def first_word_is_even(completions: list[str], **_: object) -> list[float]:
     """A reward that takes no time and differs between siblings."""
     return [float(text.partition(" ")[0].removeprefix("w")[-1:] in tuple("02468")) for text in completions]
 
 
-class OwnLengths:
-    """One generate call, like the built-in environment, with the length that the task gives this sibling."""
+class OwnLengths(SingleTurn):
+    """The built-in environment, with the length that the task gives this sibling."""
 
     async def run(self, task: dict[str, Plain], client: Client) -> Episode:
-        started = time.time()
-        prompt = client.prompt(task["prompt"])
         engine = cast("EngineClient", client)
-        engine.sampling = dataclasses.replace(engine.sampling, max_tokens=cast("list[int]", task[LENGTHS])[prompt.index])
-        rollouts, names = (await client.generate(prompt),), {"id": client.episode, "group": client.group}
-        return Episode(**names, task=task, rollouts=rollouts, started=started, finished=time.time())
+        engine.sampling = dataclasses.replace(engine.sampling, max_tokens=cast("list[int]", task[LENGTHS])[engine.index])
+        return await super().run(task, client)

@@ -43,9 +43,7 @@ if TYPE_CHECKING:
     """By transport and part of a publication: the median."""
 
 SHAPES = {"SmolLM2-135M": SMOLLM2_135M, "Qwen3-0.6B": QWEN3_0_6B, "small": SMALL}
-OVER_NETWORK = ("http", "collective")
 _NAME = "engine-0"
-_DEADLINE = 60.0
 
 
 def run(*, quick: bool, json_file: Path | None, model: str | None = None) -> int:
@@ -53,27 +51,24 @@ def run(*, quick: bool, json_file: Path | None, model: str | None = None) -> int
     is_on_gpu = torch.cuda.is_available()
     device = str(torch.device("cuda", torch.cuda.current_device())) if is_on_gpu else "cpu"
     parts: dict[str, Part] = {
-        "publish": lambda: _on_gpu(device, quick=quick) if is_on_gpu else _on_cpu(quick=quick),
+        "publish": lambda: _publish(device, quick=quick),
         "delta": lambda: [sync_delta.measure(model=None if is_on_gpu else model, quick=quick, device=device)],
     }
     return run_parts("sync", parts, quick=quick, json_file=json_file)
 
 
-def _on_cpu(*, quick: bool) -> Iterator[list[Row]]:
-    shape, rounds = ("small", 3) if quick else ("SmolLM2-135M", 9)
-    with Paths(shape, "cpu", ["shared_memory", "files", "http", "collective"]) as paths:
-        seconds = paths.rounds(rounds)
-    yield publish_rows(seconds, shape)
-    yield shared_memory_rows(seconds["shared_memory"], paths.num_bytes, shape)
-
-
-def _on_gpu(device: str, *, quick: bool) -> Iterator[list[Row]]:
-    shape, rounds = ("small", 3) if quick else ("Qwen3-0.6B", 21)
-    with Paths(shape, device, ["cuda_ipc", "shared_memory"]) as paths:
+def _publish(device: str, *, quick: bool) -> Iterator[list[Row]]:
+    is_on_gpu = device != "cpu"
+    shape, rounds = ("small", 3) if quick else ("Qwen3-0.6B", 21) if is_on_gpu else ("SmolLM2-135M", 9)
+    transports = ["cuda_ipc", "shared_memory"] if is_on_gpu else ["shared_memory", "files", "http", "collective"]
+    with Paths(shape, device, transports) as paths:
         seconds = paths.rounds(rounds)
         by_tensor = seconds_of(paths.copy_through_host, device)
-    ipc, title = seconds["cuda_ipc"], f"cuda_ipc, {shape}"
     yield publish_rows(seconds, shape)
+    if not is_on_gpu:
+        yield shared_memory_rows(seconds["shared_memory"], paths.num_bytes, shape)
+        return
+    ipc, title = seconds["cuda_ipc"], f"cuda_ipc, {shape}"
     yield [
         Row(f"{title}: of that, received and hashed by the engine", 1e3 * ipc["receive"], "ms"),
         Row(f"{title}: publish, in copies of the weights", ipc["publish"] / ipc["engine's copy"], "×", "≤ 4"),
@@ -86,7 +81,7 @@ def publish_rows(seconds: Seconds, shape: str) -> list[Row]:
     rows = []
     for name, parts in seconds.items():
         title = f"{name}, {shape}"
-        bound = 1e3 * parts["socket"] if name in OVER_NETWORK else None
+        bound = 1e3 * parts["socket"] if name in ("http", "collective") else None
         rows += [
             Row(f"{title}: publish, receipts included", 1e3 * parts["publish"], "ms"),
             Row(f"{title}: of that, read and hashed by the sender", 1e3 * parts["offer"], "ms"),
@@ -118,7 +113,7 @@ class Paths:
         self._model = make_model(self._shape, self._device)
         for name in self._transports:
             token = secrets.token_hex(16)
-            ends = TransportConfig(name, self._folder.name, f"bench-{name}", "127.0.0.1", token, _DEADLINE)
+            ends = TransportConfig(name, self._folder.name, f"bench-{name}", "127.0.0.1", token, deadline=60.0)
             settings = {"ends": asdict(ends), "shape": self._shape, "device": self._device, "threads": torch.get_num_threads()}
             sync = WeightSync(Lineage("life"), make_transport(ends, is_sender=True, device=self._device))
             self._ends[name] = (

@@ -21,8 +21,7 @@ import torch
 
 from headrace.bench.harness import Row, take_turns
 from headrace.bench.loads import SMALL, SMOLLM2_135M, finished, make_batch, make_trainer, write_random_model
-from headrace.bench.measure import timed
-from headrace.bench.mismatch import TEXTS
+from headrace.bench.measure import TEXTS, timed
 from headrace.model import load_tokenizer, named_tensors, served_dtype
 from headrace.records import Rollout
 from headrace.sync import delta
@@ -35,9 +34,6 @@ if TYPE_CHECKING:
 
 
 LEARNING_RATES = (1e-7, 3e-7, 1e-6, 3e-6, 1e-5)
-WANTED_SHARE = 0.01
-"""Share of changed weights at which the goals apply."""
-_ROLLOUTS, _LENGTH = 8, 48
 
 
 @dataclass(frozen=True)
@@ -65,7 +61,7 @@ def measure(*, model: str | None, quick: bool, device: str = "cpu") -> list[Row]
         steps.step(TrainSettings().learning_rate)
     turns = 3 if quick else 11
     cases = [_measure_case(steps, rate, turns) for rate in (LEARNING_RATES[1::2] if quick else LEARNING_RATES)]
-    judged = _measure_case(steps, _rate_for(cases, WANTED_SHARE), turns)
+    judged = _measure_case(steps, _rate_for(cases, 0.01), turns)
     goals = {} if quick else {"ratio": "≥ 120", **({"speed": "≥ 0.25"} if device == "cpu" else {})}
     return [row for case in cases for row in _rows(steps.name, case, {})] + _rows(steps.name, judged, goals)
 
@@ -119,7 +115,7 @@ class _Steps:
         with tempfile.TemporaryDirectory() as folder:
             if model is None:
                 write_random_model(shape, Path(folder), dtype="float32")
-                texts = list(random.integers(1, shape["vocab_size"], (_ROLLOUTS, _LENGTH), dtype=np.int32))
+                texts = list(random.integers(1, shape["vocab_size"], (8, 48), dtype=np.int32))
             else:
                 tokenizer = cast("Any", load_tokenizer(model))
                 texts = [np.array(tokenizer(text)["input_ids"], dtype=np.int32) for text in TEXTS]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headrace.bench import trainer_head, trainer_sharing, trainer_speed
+from headrace.bench import trainer_head, trainer_speed
 from headrace.bench.harness import default_device, run_parts
 from headrace.bench.loads import MEDIUM, QWEN3_0_6B, write_random_model
 from headrace.bench.trainer_head import HeadLoad
@@ -67,22 +67,19 @@ def make_plan(device: str, *, quick: bool) -> Plan:
 def run(*, quick: bool, json_file: Path | None, only: str | None = None) -> int:
     """`--quick` takes fewer turns, and on a CPU smaller loads."""
     plan = make_plan(default_device(), quick=quick)
-    with tempfile.TemporaryDirectory() as folder:
-        return run_parts("trainer", make_parts(plan, Path(folder), quick=quick), only=only, quick=quick, json_file=json_file)
-
-
-def make_parts(plan: Plan, folder: Path, *, quick: bool) -> dict[str, Part]:
-    """The parts by name; the first that needs the model writes it."""
     how: dict[str, Any] = {"dtype": plan.dtype, "device": plan.device}
+    with tempfile.TemporaryDirectory() as folder:
 
-    @functools.cache
-    def model() -> str:
-        return write_random_model(plan.shape, folder / "model", dtype=plan.dtype)
+        @functools.cache
+        def model() -> str:
+            """Written by the first part that needs it."""
+            return write_random_model(plan.shape, Path(folder), dtype=plan.dtype)
 
-    return {
-        "speed": lambda: trainer_speed.measure(plan.speed, model(), **how),
-        "long": lambda: trainer_speed.measure(plan.long, model(), **how),
-        "head": lambda: trainer_head.measure(plan.head),
-        "mix": lambda: trainer_speed.measure(plan.mix, model(), **how),
-        "sharing": lambda: [trainer_sharing.measure(plan.device, quick=quick)],
-    }
+        parts: dict[str, Part] = {
+            "speed": lambda: trainer_speed.measure(plan.speed, model(), **how),
+            "long": lambda: trainer_speed.measure(plan.long, model(), **how),
+            "head": lambda: trainer_head.measure(plan.head),
+            "mix": lambda: trainer_speed.measure(plan.mix, model(), **how),
+            "sharing": lambda: [trainer_speed.measure_sharing(plan.device, quick=quick)],
+        }
+        return run_parts("trainer", parts, only=only, quick=quick, json_file=json_file)

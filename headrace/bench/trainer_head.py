@@ -108,7 +108,11 @@ class Paths:
         self._gathered = torch.zeros(self._weight.shape, dtype=torch.float32, device=device)
         """Where the judged path accumulates the weight's gradient, as in a trainer."""
         judged = {} if is_masked else {", judged": self._judged}  # it takes no sampling mask
-        self.by_name: dict[str, Callable[[], None]] = {"": self._ours, **judged, FULL: self._full}
+        self.by_name: dict[str, Callable[[], None]] = {
+            "": functools.partial(self._backward, self.logprobs),
+            **judged,
+            FULL: functools.partial(self._backward, self.full_logprobs),
+        }
 
     def logprobs(self) -> Tensor:
         """Logprobs from our head."""
@@ -120,15 +124,13 @@ class Paths:
         if bool((self._temperatures != 1).any()):
             logits = logits / self._temperatures.unsqueeze(1)
         if self._allowed is not None:
-            counts = self._allowed.offsets.diff()
-            rows = torch.repeat_interleave(torch.arange(len(counts), device=logits.device), counts)
             is_cut = torch.ones(logits.shape, dtype=torch.bool, device=logits.device)
-            is_cut[rows, self._allowed.ids] = False
+            is_cut.scatter_(1, self._allowed.ids.view(len(logits), _ALLOWED), False)
             logits = logits.masked_fill(is_cut, float("-inf"))
         return torch.log_softmax(logits, dim=-1).gather(1, self._targets.unsqueeze(1)).squeeze(1)
 
-    def _ours(self) -> None:
-        cast("Any", self.logprobs()).backward(self._upstream)
+    def _backward(self, logprobs: Callable[[], Tensor]) -> None:
+        cast("Any", logprobs()).backward(self._upstream)
 
     def _judged(self) -> None:
         loss = self.head.backpropagate(
@@ -140,9 +142,6 @@ class Paths:
             gathered=self._gathered,
         )
         cast("Any", loss).backward()
-
-    def _full(self) -> None:
-        cast("Any", self.full_logprobs()).backward(self._upstream)
 
     def check(self, name: str) -> None:
         """Raise if a path's gradient differs from that of full logits."""

@@ -62,9 +62,8 @@ class PaddedLoop:
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
 
-    def step(self, batch: Batch, *, by_length: bool = False) -> None:
-        """Gradient and optimizer step."""
-        self.forward_backward(batch, by_length=by_length)
+    def step(self, batch: Batch) -> None:
+        self.forward_backward(batch)
         self.optim_step()
 
     def gradient(self) -> dict[str, Tensor]:

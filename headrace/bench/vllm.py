@@ -26,7 +26,7 @@ import torch
 
 from headrace.bench.harness import Row, default_device, run_parts, say
 from headrace.bench.loads import Load
-from headrace.bench.mismatch import KL, compare, mismatch_workload, trainer_logprobs
+from headrace.bench.measure import KL, compare, mismatch_workload, trainer_logprobs
 from headrace.bench.vllm_update import IN_ORDER, LOAD, STILL, SWAP, USUAL, update_in_flight
 from headrace.config import make_recipe
 from headrace.engine import EnginePlace, NativeEngine, choose_python, engine_kind, find_vllm
@@ -139,7 +139,7 @@ async def _open(plan: Plan, name: str, path: str, log: Path) -> AsyncIterator[Si
     receives_on = receiving_device(recipe, 0)
     sync, timeline = WeightSync(Lineage("bench"), MemoryTransport(receives_on)), ProcessTimeline("engine")
     with tempfile.TemporaryDirectory(prefix="headrace-bench-", dir=shared_folder()) as shared:
-        files = {"log": log, "folder": Path(shared) / "weights"}
+        files: dict[str, Any] = {"log": log, "folder": Path(shared) / "weights"}
         place = EnginePlace(name=name, index=0, device=plan.device, receives_on=receives_on, **files)
         opened = await engine_kind(recipe.engine).open(recipe, path, place, sync=sync, timeline=timeline)
         engine: Any = opened.engine
@@ -173,11 +173,7 @@ async def _speed_rows(plan: Plan, sides: dict[str, Side], *, vocabulary: int) ->
             assert tuple(rollout.num_sampled for rollout in rollouts) == workload.lengths
             if turn:
                 rates[name].append(workload.num_tokens / seconds)
-    theirs, ours = max(rates[VLLM]), statistics.median(rates[NATIVE])
-    return [
-        Row(plan.load.name, theirs, "tokens/s", peers={NATIVE: ours}),
-        Row(f"{plan.load.name}: vLLM ÷ native", theirs / ours, "ratio"),
-    ]
+    return [Row(plan.load.name, max(rates[VLLM]), "tokens/s", peers={NATIVE: statistics.median(rates[NATIVE])})]
 
 
 async def _mismatch_rows(

@@ -30,7 +30,6 @@ from headrace.bench.step import (
     settings_of,
     step_rows,
     variants,
-    with_lengths,
 )
 from headrace.bench.step_trl import TrlSteps, measure_steps
 from headrace.config import make_recipe
@@ -72,15 +71,15 @@ def test_every_variant_is_a_valid_recipe():
 
 
 def test_a_task_says_how_much_each_sibling_draws():
-    plan = dataclasses.replace(PLAN, completions=80, prompt_tokens=6, steps=-1)
-    tasks = with_lengths(plan.make_tasks(), siblings=4, mean=40, cap=128)
+    plan = dataclasses.replace(PLAN, completions=40, siblings=4, prompt_tokens=6, steps=-1, tokens=40, cap=128)
+    tasks = plan.make_tasks(has_tail=True)
     assert len({task["prompt"] for task in tasks}) == 50 and all(len(task["prompt"].split()) == 6 for task in tasks)
     lengths = np.array([task[LENGTHS] for task in tasks])
     assert lengths.shape == (50, 4) and lengths.max() <= 128 and 25 < lengths.mean() < 50 and len(set(lengths[0])) > 1
     asked = []
 
     class FakeClient:
-        episode, group, sampling = "g0/2", "g0", Sampling()
+        episode, group, index, sampling = "g0/2", "g0", 2, Sampling()
 
         def prompt(self, prompt):
             return Rollout.from_prompt([1, 2], id="g0/2", group="g0", index=2)

@@ -21,7 +21,7 @@ from headrace.bench.engine_native import StepRecord, Turn, bytes_read, copy_band
 from headrace.bench.engine_peers import VllmPeer, continuous_generate, load_plain, padded_generate
 from headrace.bench.harness import Row, missed, show
 from headrace.bench.loads import SMALL, Load, Workload, lognormal_lengths, write_random_model
-from headrace.bench.mismatch import KL, MAX, MEAN, compare, trainer_logprobs
+from headrace.bench.measure import KL, MAX, MEAN, compare, trainer_logprobs
 from headrace.cli import main
 from headrace.engine.native.core import EngineCore
 from headrace.model.load import load_model
@@ -116,7 +116,7 @@ def test_a_load_comes_back_whole_and_its_steps_add_up(core) -> None:
     assert [tuple(rollout.token_ids[:6]) for rollout in turn.rollouts] == list(workload.prompts)
     assert sum(step.seconds for step in turn.steps) <= turn.seconds
     assert turn.tokens_per_second == pytest.approx(16 / turn.seconds)
-    assert turn.prompt_rows == 18
+    assert sum(step.prompt_rows for step in turn.steps) == 18
     # One token of each is drawn with its prompt; the second ends the shortest, in the only step that decodes all three.
     assert [step.cached_tokens for step in turn.steps if step.decode_rows == 3] == [18 + 3]
 
