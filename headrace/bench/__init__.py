@@ -2,8 +2,8 @@
 
 A benchmark is `run(*, quick, json_file, …)`: it makes a plan for the machine and passes `harness.run_parts` parts that yield
 rows. `take_turns` interleaves contestants; `child` runs peers and receivers in child processes; `loads` makes models, requests,
-batches and trainers; `measure` measures time and memory; `drive_loops` and `stubs` run the four loops around stubs. All print a
-table and write the same JSON; figures in the docs name their command.
+batches and trainers; `measure` measures time and memory; `stubs` runs the four loops around stubs. All print a table and write
+the same JSON; figures in the docs name their command.
 """
 
 from typing import TYPE_CHECKING

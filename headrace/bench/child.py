@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import select
 import signal
 import struct
 import subprocess
 import sys
+import threading
 import time
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import IO, TYPE_CHECKING, Any
 
 from headrace.records import decode, encode
 
@@ -31,33 +31,23 @@ class PeerFailed(RuntimeError):
     """A peer is missing, failed, or did different work than requested; the message is one line."""
 
 
-class Child:
+class Child(contextlib.AbstractContextManager["Child"]):
     """A child process as a context manager. Every wait for it has a deadline, and its own children end with it."""
 
-    def __init__(
-        self,
-        name: str,
-        function: str,
-        settings: Mapping[str, Any],
-        *,
-        log: Path | None = None,
-        variables: Mapping[str, str] | None = None,
-    ) -> None:
-        """`log` receives its standard error, and errors quote the last line; `variables` are added to its environment."""
+    def __init__(self, name: str, function: str, settings: Mapping[str, Any], *, log: Path) -> None:
+        """`log` receives its standard error; errors quote the last line."""
         self._name, self._log = name, log
-        with contextlib.ExitStack() as stack:
+        with log.open("wb") as errors:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "headrace.bench.child", function],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=stack.enter_context(log.open("wb")) if log is not None else None,
-                env={**os.environ, **(variables or {})},
+                stderr=errors,
                 start_new_session=True,
             )
+        assert self.process.stdout is not None
+        self._answers = _receive(self.process.stdout)
         self.tell(settings)
-
-    def __enter__(self) -> Child:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -76,10 +66,19 @@ class Child:
             raise PeerFailed(self._describe("it has ended")) from error
 
     def hear(self, *, seconds: float = 120.0) -> Any:  # noqa: ANN401
-        """Wait for the next answer; the first one means that the child is ready."""
-        deadline = time.monotonic() + seconds
-        (length,) = _LENGTH.unpack(self._read(_LENGTH.size, deadline, seconds))
-        return decode(self._read(length, deadline, seconds))
+        """Wait for the next answer; the first one means that the child is ready. A child that is late is killed."""
+        started, late = time.monotonic(), threading.Timer(seconds, self._kill)
+        late.start()
+        try:
+            return next(self._answers)
+        except StopIteration:
+            what = f"no answer within {seconds:.0f} s" if time.monotonic() - started >= seconds else "it has ended"
+            with contextlib.suppress(subprocess.TimeoutExpired):  # its log is complete once it has exited
+                self.process.wait(_CLOSE_SECONDS)
+            self._kill()  # what it started
+            raise PeerFailed(self._describe(what)) from None
+        finally:
+            late.cancel()
 
     def close(self) -> None:
         """Stop it and everything it started; their memory is free when this returns."""
@@ -88,40 +87,32 @@ class Child:
             self.process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(_CLOSE_SECONDS)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        self._kill()
         self.process.wait()
         self.process.stdout.close()
 
-    def _read(self, count: int, deadline: float, seconds: float) -> bytes:
-        assert self.process.stdout is not None
-        found, source = bytearray(), self.process.stdout.fileno()
-        while len(found) < count:
-            if not select.select([source], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                raise PeerFailed(self._describe(f"no answer within {seconds:.0f} s"))
-            piece = os.read(source, count - len(found))
-            if not piece:
-                with contextlib.suppress(subprocess.TimeoutExpired):  # its log is complete once it has exited
-                    self.process.wait(_CLOSE_SECONDS)
-                raise PeerFailed(self._describe("it has ended"))
-            found += piece
-        return bytes(found)
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
 
     def _describe(self, what: str) -> str:
-        text = self._log.read_text(errors="replace") if self._log is not None else ""
-        said = [line.strip() for line in text.splitlines() if line.strip()]
+        said = [line.strip() for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
         return f"{self._name}: {what}{f': {said[-1][:200]}' if said else ''}"
 
 
-def _send(pipe: Any, value: object) -> None:  # noqa: ANN401  (a binary file)
+def _send(pipe: IO[bytes], value: object) -> None:
     frame = encode(value)
     pipe.write(_LENGTH.pack(len(frame)) + frame)
     pipe.flush()
 
 
-def _receive(pipe: BinaryIO) -> Iterator[Any]:
-    while head := pipe.read(_LENGTH.size):
-        yield decode(pipe.read(*_LENGTH.unpack(head)))
+def _receive(pipe: IO[bytes]) -> Iterator[Any]:
+    """The values sent until the pipe ends; one cut short by the end is dropped."""
+    while len(head := pipe.read(_LENGTH.size)) == _LENGTH.size:
+        (length,) = _LENGTH.unpack(head)
+        frame = pipe.read(length)
+        if len(frame) == length:
+            yield decode(frame)
 
 
 def main() -> None:

@@ -51,7 +51,7 @@ def _bench(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
         benches = BENCH_OPTIONS[name]["help"].partition(":")[0].split(", ")
         if options.name not in benches:
             raise ConfigError(f"--{name} = {value}: only `headrace bench {' or '.join(benches)}` has {name}")
-    if options.model is not None and not Path(options.model).is_dir():
-        raise ConfigError(f"--model = {options.model}: the folder does not exist")
+    if options.model is not None and not (Path(options.model) / "config.json").is_file():
+        raise ConfigError(f"--model = {options.model}: the folder does not exist, or has no config.json")
     module = importlib.import_module(f"headrace.bench.{options.name}")
     return int(module.run(quick=options.quick, json_file=options.json, **given))

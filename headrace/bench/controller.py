@@ -2,38 +2,42 @@
 
 The four loops run with the real buffer, ledger, scorer, tokenizer and batches around a stub engine and a stub trainer. The
 figure is the CPU time of the launcher's thread, less the stub engine's, per rollout; every rollout goes from submission to
-training.
+training. Further rows have what exchanging rollouts with engines costs: the whole stream, and encoding alone.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import statistics
+import threading
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import timeit
+from typing import TYPE_CHECKING, Any
 
-from headrace.bench.controller_stream import encoding_rows, stream_cost
-from headrace.bench.drive_loops import make_session
+import numpy as np
+
 from headrace.bench.harness import Row, run_parts
-from headrace.bench.stubs import StubTrainer, WaveEngine
+from headrace.bench.stubs import COMPLETION, PROMPT, StubStore, StubTrainer, WaveEngine, answer
 from headrace.config import make_recipe
+from headrace.engine import EnginePool, RemoteEngine
 from headrace.envs import PromptEncoder, SingleTurn
 from headrace.launch import UserInputs, open_tasks
 from headrace.model import build_tokenizer
 from headrace.observe import Observer
-from headrace.run import POLICY, Roles, make_canary
+from headrace.records import Rollout, Sampling, decode, encode, pack_rollouts, unpack_rollouts, unpack_samplings
+from headrace.rpc import Listener, Peer, StreamClosed, connect
+from headrace.run import POLICY, Roles, Session, fewer_gc_pauses, make_canary
 from headrace.score import RewardFunction, RewardScorer
 from headrace.sync import Lineage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from headrace.config import Recipe
 
 IN_FLIGHT = 10_000
-BATCH = 256
+_TOKEN = "bench"
 
 
 def run(*, quick: bool, json_file: Path | None) -> int:
@@ -43,39 +47,22 @@ def run(*, quick: bool, json_file: Path | None) -> int:
 
 def _measure(*, quick: bool) -> Iterator[list[Row]]:
     versions, repetitions = (60, 2) if quick else (120, 7)
-    yield make_rows([measure(in_flight=IN_FLIGHT, versions=versions) for _ in range(repetitions)])
+    costs = [measure(in_flight=IN_FLIGHT, versions=versions) for _ in range(repetitions)]
+    yield [
+        Row("controller per rollout", statistics.median(total - stub for total, stub in costs), "µs", goal="≤ 100"),
+        Row("least of the repetitions", min(total - stub for total, stub in costs), "µs"),
+        Row("stub engine, not counted", statistics.median(stub for _, stub in costs), "µs"),
+    ]
     streamed = [stream_cost(in_flight=IN_FLIGHT, rounds=1 if quick else 3) for _ in range(repetitions)]
     yield [Row("the stream per rollout, out and back", statistics.median(streamed), "µs")]
     yield encoding_rows(repetitions=repetitions)
 
 
-@dataclass(frozen=True)
-class Cost:
-    """One run, in microseconds of CPU time per rollout; `stub` is the stub engine's share of `total`."""
+def measure(*, in_flight: int, versions: int, batch: int = 256) -> tuple[float, float]:
+    """(microseconds of CPU time per rollout, the stub engine's share of them) of one run of the four loops over stubs.
 
-    rollouts: int
-    in_flight: int
-    """The most at once."""
-    total: float
-    stub: float
-
-    @property
-    def controller(self) -> float:
-        return self.total - self.stub
-
-
-def make_rows(costs: list[Cost]) -> list[Row]:
-    """Medians, and the least that was seen."""
-    return [
-        Row("controller per rollout", statistics.median(cost.controller for cost in costs), "µs", goal="≤ 100"),
-        Row("least of the repetitions", min(cost.controller for cost in costs), "µs"),
-        Row("in flight at once", min(cost.in_flight for cost in costs), "rollouts"),
-        Row("stub engine, not counted", statistics.median(cost.stub for cost in costs), "µs"),
-    ]
-
-
-def measure(*, in_flight: int, versions: int, batch: int = BATCH) -> Cost:
-    """One run of the four loops over stubs; asserts that `in_flight` rollouts were in flight at once."""
+    Asserts that `in_flight` rollouts were in flight at once.
+    """
     recipe = make_recipe(
         {
             "steps": versions,
@@ -93,13 +80,34 @@ def measure(*, in_flight: int, versions: int, batch: int = BATCH) -> Cost:
     lineage = Lineage.new()
     engine, trainer = WaveEngine(in_flight=in_flight, total=total, wave=batch), StubTrainer(lineage)
     observer = _StartObserver()
-    session = make_session(recipe, _make_roles(recipe, engine, trainer, tasks=total // 8), lineage, observer)
+    encoder = PromptEncoder(build_tokenizer())
+    rows = [{"prompt": [{"role": "user", "content": f"{number:08d}"}], "answer": str(number)} for number in range(total // 8)]
+    roles = Roles(
+        engine=engine,
+        trainers={POLICY: trainer},
+        scorer=RewardScorer([(RewardFunction(trivial), 1.0)], decode=encoder.decode, settings=recipe.reward),
+        environment=SingleTurn(),
+        encoder=encoder,
+        tasks=open_tasks(recipe, UserInputs(tasks=rows)),
+        canary=make_canary(encoder.encode("canary")),
+        stop_ids=(1,),
+        services=(engine.serve,),
+    )
+    session = Session(
+        recipe=recipe,
+        roles=roles,
+        lineage=lineage,
+        observer=observer,
+        store=StubStore(),  # type: ignore[arg-type]
+        held_out={},
+        command_started=time.perf_counter(),
+        identity="bench",
+    )
     asyncio.run(session.train())
     spent = time.thread_time() - observer.started
     assert trainer.num_rollouts == total == session.policy.ledger.counts()["trained"]
     assert engine.most_in_flight >= in_flight, f"only {engine.most_in_flight} were in flight"
-    scale = 1e6 / total
-    return Cost(total, engine.most_in_flight, total=spent * scale, stub=engine.seconds * scale)
+    return 1e6 * spent / total, 1e6 * engine.seconds / total
 
 
 class _StartObserver(Observer):
@@ -112,22 +120,71 @@ class _StartObserver(Observer):
         self.started = time.thread_time()
 
 
-def _make_roles(recipe: Recipe, engine: WaveEngine, trainer: StubTrainer, *, tasks: int) -> Roles:
-    encoder = PromptEncoder(build_tokenizer())
-    rows = [{"prompt": [{"role": "user", "content": f"{number:08d}"}], "answer": str(number)} for number in range(tasks)]
-    return Roles(
-        engine=engine,
-        trainers={POLICY: trainer},
-        scorer=RewardScorer([(RewardFunction(trivial), 1.0)], decode=encoder.decode, settings=recipe.reward),
-        environment=SingleTurn(),
-        encoder=encoder,
-        tasks=open_tasks(recipe, UserInputs(tasks=rows)),
-        canary=make_canary(encoder.encode("canary")),
-        stop_ids=(1,),
-        services=(engine.serve,),
-    )
-
-
 def trivial(completion: str, **_: object) -> float:
     """A reward that costs almost nothing and differs between siblings."""
     return float(ord(completion[0]) % 7)
+
+
+def stream_cost(*, in_flight: int, rounds: int) -> float:
+    """Microseconds of the launcher's thread per rollout that goes over a Unix socket to an engine, a thread here, and back."""
+    with fewer_gc_pauses():
+        return asyncio.run(_stream_cost(in_flight, rounds))
+
+
+async def _stream_cost(in_flight: int, rounds: int) -> float:
+    listener = await Listener.on_this_host(token=_TOKEN)
+    arriving = {channel: listener.expect("engine-0", channel) for channel in ("control", "data")}
+    threading.Thread(target=lambda: asyncio.run(_echo(listener.address)), daemon=True).start()
+    pool = EnginePool()
+    engine = RemoteEngine("engine-0", pool, control=Peer(await arriving["control"]), on_report=lambda *_: None)
+    engine.data = Peer(await arriving["data"], notices=engine.notices())
+    reading = [asyncio.ensure_future(peer.run()) for peer in (engine.control, engine.data)]
+    await pool.join(engine)
+    prompts = [Rollout.from_prompt(np.arange(PROMPT) + 10, id=f"g{number // 8}/{number % 8}") for number in range(in_flight)]
+    sampling = Sampling(max_tokens=COMPLETION)
+    started = 0.0
+    for number in range(rounds + 1):
+        if number == 1:  # the first round warms up
+            started = time.thread_time()
+        await asyncio.gather(*(pool.generate(prompt, sampling) for prompt in prompts))
+    spent = time.thread_time() - started
+    for task, peer in zip(reading, (engine.control, engine.data), strict=True):
+        peer.stream.close()
+        with contextlib.suppress(StreamClosed, asyncio.CancelledError):
+            await task
+    listener.close()
+    return spent / (rounds * in_flight) * 1e6
+
+
+async def _echo(address: str) -> None:
+    """The engine's end, which answers at once."""
+    done = answer(0)
+
+    def on_work(value: Any) -> None:  # noqa: ANN401
+        rollouts = unpack_rollouts(value["rollouts"])
+        unpack_samplings(value["samplings"])
+        finished = [done.replace(id=r.id, episode=r.episode, group=r.group, index=r.index) for r in rollouts]
+        data.notify("done", {"keys": value["keys"], "rollouts": pack_rollouts(finished)})
+        data.notify("pull", len(rollouts))
+
+    control = Peer(await connect(address, token=_TOKEN, name="engine-0", channel="control"))
+    data = Peer(await connect(address, token=_TOKEN, name="engine-0", channel="data"), notices={"work": on_work})
+    data.notify("pull", 256)  # its slots
+    with contextlib.suppress(StreamClosed):
+        await asyncio.gather(control.run(), data.run())
+
+
+def encoding_rows(*, repetitions: int, num: int = 256) -> list[Row]:
+    """Encoding rollouts as an engine does, and decoding them as the launcher does."""
+    rollouts = [answer(number).replace(id=f"g{number // 8}/{number % 8}", group=f"g{number // 8}") for number in range(num)]
+    frame = encode(pack_rollouts(rollouts))
+    assert unpack_rollouts(decode(frame)) == rollouts
+    work: dict[str, Callable[[], object]] = {
+        "pack + encode": lambda: encode(pack_rollouts(rollouts)),
+        "decode + unpack": lambda: unpack_rollouts(decode(frame)),
+    }
+    rows = []
+    for name, action in work.items():
+        seconds = statistics.median(timeit.repeat(action, number=10, repeat=repetitions, timer=time.thread_time))
+        rows.append(Row(f"{name}, {num} at a time", 1e6 * seconds / (10 * num), "µs", goal="≤ 8"))
+    return rows

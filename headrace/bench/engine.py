@@ -7,6 +7,7 @@ rollouts. No two turns have the same prompts. A peer that is missing or fails is
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import statistics
 import tempfile
@@ -15,21 +16,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from headrace.bench.child import Child, PeerFailed
-from headrace.bench.engine_native import Turn, copy_bandwidth, generate, roofline_of, scheduling_cost
+from headrace.bench.engine_native import bytes_read, copy_bandwidth, generate, scheduling_cost
 from headrace.bench.engine_peers import VllmPeer, continuous_generate, load_plain, padded_generate
 from headrace.bench.harness import Row, default_device, run_parts, say, take_turns
 from headrace.bench.loads import QWEN3_0_6B, SMALL, SMOLLM2_135M, Load, Workload, write_random_model
-from headrace.bench.mismatch import Mismatch, compare, mismatch_workload, plain_logprobs, trainer_logprobs
+from headrace.bench.measure import MEAN, compare, mismatch_workload, release, trainer_logprobs
 from headrace.engine import EngineCore
-from headrace.model import load_config, load_model
+from headrace.model import load_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from headrace.bench.engine_native import Roofline
+    from headrace.bench.engine_native import Turn
 
 Peers = dict[str, "Callable[[Workload], float]"]
 """By name: runs a workload and returns its seconds."""
@@ -51,15 +50,11 @@ class Plan:
     """Siblings that share one prompt."""
     once: Load
     """For peers too slow for `loads`."""
-    blocks: int
-    """In the KV cache; 0 lets the engine choose."""
     turns: int
-    probe_bytes: int
-    """Copied to measure memory bandwidth."""
-    queued: int
-    """Requests whose scheduling is measured."""
     mismatch: tuple[int, int]
     """Number of requests, and tokens per request."""
+    blocks: int = 0
+    """In the KV cache; 0 lets the engine choose."""
     start_goal: str = ""
     logprob_goal: str = ""
 
@@ -85,8 +80,6 @@ def make_plan(device: str, *, quick: bool) -> Plan:
             once=Load.uniform(256, 64, 64, goals={"model.generate": "≥ 20"}),
             blocks=24 * 1024,
             turns=turns,
-            probe_bytes=2 << 30,
-            queued=4096,
             mismatch=(64, 128),
             start_goal="≤ 30",
         )
@@ -101,10 +94,7 @@ def make_plan(device: str, *, quick: bool) -> Plan:
         tail=Load.long_tail(*size, mean=mean, cap=48 if quick else 256, goals={"model.generate": "≥ 2"}),
         group=Load.uniform(4, 64, 8, is_group=True) if quick else Load.uniform(8, 256, 16, is_group=True),
         once=Load.uniform(4, 16, 8) if quick else Load.uniform(8, 32, 16),
-        blocks=0,
         turns=turns,
-        probe_bytes=1 << 26 if quick else 1 << 28,
-        queued=512 if quick else 4096,
         mismatch=(8, 16) if quick else (16, 64),
         logprob_goal="≤ 1e-5",
     )
@@ -113,8 +103,6 @@ def make_plan(device: str, *, quick: bool) -> Plan:
 def run(*, quick: bool, json_file: Path | None, model: str | None = None) -> int:
     """`--quick` takes two turns, and on a CPU a small model."""
     plan = make_plan(default_device(), quick=quick)
-    if model is not None:
-        load_config(model)  # rejects a folder without a model before anything is measured
     with tempfile.TemporaryDirectory() as folder:
         parts = {"engine": lambda: measure(plan, Path(folder), model=model)}
         return run_parts("engine", parts, quick=quick, json_file=json_file)
@@ -127,24 +115,17 @@ def measure(plan: Plan, folder: Path, *, model: str | None) -> Iterator[list[Row
         speed_folder = write_random_model(plan.shape, folder / "model", dtype=plan.dtype)
     startups = [first_token_seconds(speed_folder, plan) for _ in range(2)]
     yield [Row("command to first token", startups[1], "s", plan.start_goal)]  # the first start filled the compile cache
-    yield [Row("scheduling per request", scheduling_cost(requests=plan.queued, repetitions=plan.turns), "µs", "≤ 100")]
-    vllm = _open_vllm(plan, speed_folder, folder)
-    try:
-        yield from _speed_rows(plan, speed_folder, vllm)
-        if vllm is not None and model not in (None, speed_folder):
-            vllm.close()
-            vllm = _open_vllm(plan, str(model), folder)
-        yield _mismatch_rows(plan, model or speed_folder, vllm, has_text=model is not None)
-    finally:
-        if vllm is not None:
-            vllm.close()
+    yield [Row("scheduling per request", scheduling_cost(requests=2048, repetitions=plan.turns), "µs", "≤ 100")]
+    yield from _speed_rows(plan, speed_folder, folder / "vllm.log")
+    yield _mismatch_rows(plan, model or speed_folder, has_text=model is not None)
 
 
-def _open_vllm(plan: Plan, model_folder: str, folder: Path) -> VllmPeer | None:
+def open_vllm(plan: Plan, model_folder: str, log: Path) -> VllmPeer | None:
+    """vLLM on a GPU, if it is installed and starts."""
     if plan.device != "cuda":
         return None
     try:
-        peer = VllmPeer(model_folder, dtype=plan.dtype, context=plan.context, slots=plan.slots, log=folder / "vllm.log")
+        peer = VllmPeer(model_folder, dtype=plan.dtype, context=plan.context, slots=plan.slots, log=log)
     except PeerFailed as failed:
         say(f"{failed}; it is absent from the table")
         return None
@@ -152,50 +133,41 @@ def _open_vllm(plan: Plan, model_folder: str, folder: Path) -> VllmPeer | None:
     return peer
 
 
-def _speed_rows(plan: Plan, model_folder: str, vllm: VllmPeer | None) -> Iterator[list[Row]]:
-    bandwidth = copy_bandwidth(plan.device, num_bytes=plan.probe_bytes)
-    yield [Row("copy bandwidth", bandwidth / 1e9, "GB/s")]
-    if plan.device == "cuda":
-        torch.cuda.empty_cache()
-    model = load_model(model_folder, dtype=plan.dtype, device=plan.device)
-    core = EngineCore(model, name="bench", slots=plan.slots, context=plan.context, num_blocks=plan.blocks)
-    core.wait_warm()
-    roofline = roofline_of(model, bandwidth=bandwidth)
-    plain = load_plain(model_folder, dtype=plan.dtype, device=plan.device)
-    rivals: Peers = {} if vllm is None else {"vLLM": vllm.generate}
-    padded: Peers = {"model.generate": functools.partial(padded_generate, plain)}
-    slow: Peers = {**padded, "model.generate_batch": functools.partial(continuous_generate, plain)}
+def _speed_rows(plan: Plan, model_folder: str, log: Path) -> Iterator[list[Row]]:
+    with contextlib.ExitStack() as stack:
+        vllm = open_vllm(plan, model_folder, log)
+        if vllm is not None:
+            stack.enter_context(vllm)
+        bandwidth = copy_bandwidth(plan.device)
+        yield [Row("copy bandwidth", bandwidth / 1e9, "GB/s")]
+        release()
+        model = load_model(model_folder, dtype=plan.dtype, device=plan.device)
+        core = EngineCore(model, name="bench", slots=plan.slots, context=plan.context, num_blocks=plan.blocks)
+        core.wait_warm()
+        plain = load_plain(model_folder, dtype=plan.dtype, device=plan.device)
+        rivals: Peers = {} if vllm is None else {"vLLM": vllm.generate}
+        padded: Peers = {"model.generate": functools.partial(padded_generate, plain)}
+        slow: Peers = {**padded, "model.generate_batch": functools.partial(continuous_generate, plain)}
 
-    vocabulary = int(model.config.get_text_config().vocab_size)
-    take = functools.partial(alternate, core, vocabulary=vocabulary, turns=plan.turns)
-    is_cpu = plan.device == "cpu"
-    for load in plan.loads:
-        found = take(load, peers=rivals, is_slow=is_cpu)
-        yield [*found.rows(), *decode_rows(found, roofline)]
-    yield take(plan.tail, peers=padded if is_cpu else rivals, is_slow=True).rows()
-    yield take(plan.once, peers=slow, is_slow=True, turns=1).rows()
-    siblings = take(plan.group, peers={}, is_slow=is_cpu)
-    computed = statistics.median(turn.prompt_rows for turn in siblings.turns) / plan.group.prompt_tokens
-    yield [Row(f"{plan.group.name}: prompt rows ÷ {plan.group.prompt_tokens}", computed, "ratio", bound=1.0)]
-
-
-@dataclass(frozen=True)
-class Found:
-    load: Load
-    turns: tuple[Turn, ...]
-    peers: dict[str, float]
-    """Tokens/s of the best turn, for peers that completed every turn."""
-
-    def rows(self) -> list[Row]:
-        """Our tokens/s, and the ratio to each peer's."""
-        ours = statistics.median(turn.tokens_per_second for turn in self.turns)
-        name, goals = self.load.name, self.load.goals
-        ratios = [Row(f"{name} ÷ {peer}", ours / rate, "ratio", goals.get(peer, "")) for peer, rate in self.peers.items()]
-        return [Row(name, ours, "tokens/s", goals.get("", ""), peers=self.peers), *ratios]
+        vocabulary, is_cpu = int(model.config.get_text_config().vocab_size), plan.device == "cpu"
+        take = functools.partial(alternate, core, vocabulary=vocabulary, turns=plan.turns)
+        for load in plan.loads:
+            turns, rows = take(load, peers=rivals, is_slow=is_cpu)
+            yield [*rows, *decode_rows(load, turns, *bytes_read(model), bandwidth=bandwidth)]
+        yield take(plan.tail, peers=padded if is_cpu else rivals, is_slow=True)[1]
+        yield take(plan.once, peers=slow, is_slow=True, turns=1)[1]
+        turns, _ = take(plan.group, peers={}, is_slow=is_cpu)
+        computed = statistics.median(sum(step.prompt_rows for step in turn.steps) for turn in turns) / plan.group.prompt_tokens
+        yield [Row(f"{plan.group.name}: prompt rows ÷ {plan.group.prompt_tokens}", computed, "ratio", bound=1.0)]
 
 
-def alternate(core: EngineCore, load: Load, *, vocabulary: int, turns: int, peers: Peers, is_slow: bool) -> Found:
-    """Ours and each peer in turn after an untimed turn, shortened if `is_slow`; a peer that fails is removed from `peers`."""
+def alternate(
+    core: EngineCore, load: Load, *, vocabulary: int, turns: int, peers: Peers, is_slow: bool
+) -> tuple[list[Turn], list[Row]]:
+    """Our turns; our tokens/s and the ratio to each peer's.
+
+    Ours and each peer take turns after an untimed one, shortened if `is_slow`; a peer that fails is removed from `peers`.
+    """
     warmup = load.shortened(2) if is_slow else load
 
     def workload(turn: int) -> Workload:
@@ -208,62 +180,37 @@ def alternate(core: EngineCore, load: Load, *, vocabulary: int, turns: int, peer
     seen = take_turns(contestants | {name: rate_of(peer) for name, peer in peers.items()}, turns, warmups=1)
     for name in peers.keys() - seen.keys():
         del peers[name]
-    return Found(load, tuple(seen["ours"]), {name: max(seen[name]) for name in peers})
+    rate, best = statistics.median(turn.tokens_per_second for turn in seen["ours"]), {name: max(seen[name]) for name in peers}
+    ratios = [Row(f"{load.name} ÷ {name}", rate / best[name], "ratio", load.goals.get(name, "")) for name in peers]
+    return seen["ours"], [Row(load.name, rate, "tokens/s", load.goals.get("", ""), peers=best), *ratios]
 
 
-def decode_rows(found: Found, roofline: Roofline) -> list[Row]:
-    """Steps that decode every request, against the time to read the weights and the KV cache once."""
-    turns = [steps for turn in found.turns if (steps := turn.full_steps())]
-    if not turns:
-        say(f"{found.load.name}: no step decoded all requests at once; its decode steps have no figure")
+def decode_rows(load: Load, turns: Sequence[Turn], weights: int, per_token: int, *, bandwidth: float) -> list[Row]:
+    """Steps that decode every request, against the time to read all weights and all cached keys and values once."""
+    steps = [step for turn in turns for step in turn.steps if not step.prompt_rows and step.decode_rows == len(load.lengths)]
+    if not steps:
+        say(f"{load.name}: no step decoded all requests at once; its decode steps have no figure")
         return []
-    median = statistics.median(step.seconds for steps in turns for step in steps)
-    least = statistics.median(roofline.seconds(step.cached_tokens) for steps in turns for step in steps)
-    shares = [statistics.median(roofline.seconds(step.cached_tokens) / step.seconds for step in steps) for steps in turns]
-    name = f"{found.load.name}: decode step"
+    least = [(weights + per_token * step.cached_tokens) / bandwidth for step in steps]
+    shares = [bound / step.seconds for bound, step in zip(least, steps, strict=True)]
+    seconds, name = statistics.median(step.seconds for step in steps), f"{load.name}: decode step"
     return [
-        Row(name, median * 1e3, "ms", bound=least * 1e3),
-        Row(f"{name}, share of the roofline", statistics.median(shares), "share", found.load.goals.get("roofline", ""), 1.0),
+        Row(name, seconds * 1e3, "ms", bound=statistics.median(least) * 1e3),
+        Row(f"{name}, share of the roofline", statistics.median(shares), "share", load.goals.get("roofline", ""), 1.0),
     ]
 
 
-def _mismatch_rows(plan: Plan, model_folder: str, vllm: VllmPeer | None, *, has_text: bool) -> list[Row]:
-    """Our and vLLM's rollouts against the same trainer, and ours against a plain forward pass."""
+def _mismatch_rows(plan: Plan, model_folder: str, *, has_text: bool) -> list[Row]:
+    """Our rollouts against the trainer; `headrace bench vllm` has vLLM's."""
     requests, length = plan.mismatch
     model = load_model(model_folder, dtype=plan.dtype, device=plan.device)
     core = EngineCore(model, name="bench", slots=requests, context=min(plan.context, 1024))
     core.wait_warm()
     workload = mismatch_workload(model, model_folder, requests=requests, length=length, has_text=has_text)
-    ours = list(generate(core, workload, seed=0).rollouts)
-    groups = [ours]
-    if vllm is not None:
-        try:
-            groups.append(vllm.rollouts(workload))
-        except PeerFailed as failed:
-            say(f"{failed}; it is absent from the table")
-    again = trainer_logprobs(model_folder, groups, dtype=plan.dtype, device=plan.device)
-    plain = load_plain(model_folder, dtype=plan.dtype, device=plan.device)
-    return mismatch_rows(
-        against_trainer=[compare(group, values) for group, values in zip(groups, again, strict=True)],
-        against_plain=compare(ours, plain_logprobs(plain, ours)),
-        goal=plan.logprob_goal,
-    )
-
-
-def mismatch_rows(*, against_trainer: Sequence[Mismatch], against_plain: Mismatch, goal: str = "") -> list[Row]:
-    """`against_trainer` is ours, then vLLM's if it was measured."""
-    ours, *others = against_trainer
-    means, divergences = ({"vLLM": getattr(others[0], name)} if others else {} for name in ("mean_difference", "divergence"))
-    rows = [
-        Row("mean |Δ logprob| against the trainer", ours.mean_difference, "nats", goal, peers=means),
-        Row("KL against the trainer", ours.divergence, "nats", peers=divergences),
-    ]
-    rows += [Row("KL against the trainer ÷ vLLM's", ours.divergence / other.divergence, "ratio", "≤ 0.2") for other in others]
-    return [
-        *rows,
-        Row("mean |Δ logprob| against a plain forward", against_plain.mean_difference, "nats"),
-        Row("KL against a plain forward", against_plain.divergence, "nats"),
-    ]
+    rollouts = generate(core, workload, seed=0).rollouts
+    (again,) = trainer_logprobs(model_folder, [rollouts], dtype=plan.dtype, device=plan.device)
+    found, goals = compare(rollouts, again), {MEAN: plan.logprob_goal}
+    return [Row(name, value, "nats", goals.get(name, "")) for name, value in found.items()]
 
 
 def first_token_seconds(model_folder: str, plan: Plan) -> float:

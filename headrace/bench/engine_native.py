@@ -46,15 +46,6 @@ class Turn:
     def tokens_per_second(self) -> float:
         return sum(rollout.num_sampled for rollout in self.rollouts) / self.seconds
 
-    @property
-    def prompt_rows(self) -> int:
-        """Prompt tokens that the engine computed; fewer than submitted if siblings share a prompt."""
-        return sum(step.prompt_rows for step in self.steps)
-
-    def full_steps(self) -> list[StepRecord]:
-        """Steps that decoded one token of every request and no prompt."""
-        return [step for step in self.steps if step.prompt_rows == 0 and step.decode_rows == len(self.rollouts)]
-
 
 def generate(core: EngineCore, workload: Workload, *, seed: int) -> Turn:
     """Submit a whole workload and step until every request has all its tokens."""
@@ -83,36 +74,24 @@ def generate(core: EngineCore, workload: Workload, *, seed: int) -> Turn:
     return Turn(seconds, rollouts, tuple(steps))
 
 
-@dataclass(frozen=True)
-class Roofline:
-    """The least time of a decode step: reading all weights and all cached keys and values once."""
-
-    weight_bytes: int
-    bytes_per_token: int
-    bandwidth: float
-    """Bytes per second of a copy, reads plus writes."""
-
-    def seconds(self, cached_tokens: int) -> float:
-        return (self.weight_bytes + self.bytes_per_token * cached_tokens) / self.bandwidth
-
-
-def roofline_of(model: PreTrainedModel, *, bandwidth: float) -> Roofline:
-    """From the model's sizes. Untied input embeddings are looked up, not read whole, so they do not count."""
+def bytes_read(model: PreTrainedModel) -> tuple[int, int]:
+    """(bytes of the weights, bytes per cached token) that a decode step must read. Untied input embeddings are looked up, not
+    read whole, so they do not count."""
     config: Any = model.config.get_text_config()
     parameters = list(model.parameters())
-    weight_bytes = sum(parameter.nbytes for parameter in parameters)
+    weights = sum(parameter.nbytes for parameter in parameters)
     inputs: Any = model.get_input_embeddings()
     outputs: Any = model.get_output_embeddings()
     if inputs.weight is not outputs.weight:
-        weight_bytes -= int(inputs.weight.nbytes)
+        weights -= int(inputs.weight.nbytes)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     values = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim
-    return Roofline(weight_bytes, values * parameters[0].element_size(), bandwidth)
+    return weights, values * parameters[0].element_size()
 
 
-def copy_bandwidth(device: str, *, num_bytes: int, times: int = 10, repetitions: int = 5) -> float:
+def copy_bandwidth(device: str, *, times: int = 10, repetitions: int = 5) -> float:
     """Bytes per second, reads plus writes, of a copy kernel; the driver's memcpy has a different speed."""
-    source = torch.ones(num_bytes // 4, device=device)
+    source = torch.ones((1 << 27 if device == "cpu" else 2 << 30) // 4, device=device)
     target = torch.empty_like(source)
 
     def copy() -> None:

@@ -7,14 +7,11 @@ import os
 import time
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
 from headrace.bench.child import Child, PeerFailed
 from headrace.bench.harness import one_line
-from headrace.bench.loads import finished
-from headrace.records import Rollout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,6 +24,7 @@ if TYPE_CHECKING:
 _START_SECONDS = 420.0
 """Time for vLLM to load, compile and capture its graphs."""
 _ANSWER_SECONDS = 180.0
+_VARIABLES = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 def load_plain(folder: str, *, dtype: str, device: str) -> PreTrainedModel:
@@ -37,24 +35,20 @@ def load_plain(folder: str, *, dtype: str, device: str) -> PreTrainedModel:
 
 def padded_generate(model: PreTrainedModel, workload: Workload) -> float:
     """Seconds of `model.generate` on one batch, which runs until its longest request is done. It keeps no logprobs."""
-    device = next(model.parameters()).device
-    width = max(len(prompt) for prompt in workload.prompts)
-    rows = [[0] * (width - len(prompt)) + list(prompt) for prompt in workload.prompts]
-    masks = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in workload.prompts]
+    prompts = torch.tensor(workload.prompts, device=next(model.parameters()).device)  # all of one length
     longest = max(workload.lengths)
     started = time.perf_counter()
     try:
-        output: Any = cast("Any", model).generate(
-            torch.tensor(rows, device=device),
-            attention_mask=torch.tensor(masks, device=device),
-            generation_config=_generation(longest),
+        output: Any = (
+            cast("Any", model)
+            .generate(prompts, attention_mask=torch.ones_like(prompts), generation_config=_generation(longest))
+            .cpu()
         )
-        output = output.cpu()
     except Exception as error:
         raise PeerFailed(f"model.generate: {one_line(error)}") from error
     seconds = time.perf_counter() - started
-    if tuple(output.shape) != (len(rows), width + longest):
-        raise PeerFailed(f"model.generate: {tuple(output.shape)} tokens where {(len(rows), width + longest)} were asked for")
+    if output.shape[1] != prompts.shape[1] + longest:
+        raise PeerFailed(f"model.generate: {output.shape[1]} tokens where {prompts.shape[1] + longest} were asked for")
     return seconds
 
 
@@ -93,43 +87,25 @@ class VllmPeer(Child):
     def __init__(self, folder: str, *, dtype: str, context: int, slots: int, log: Path) -> None:
         if importlib.util.find_spec("vllm") is None:
             raise PeerFailed("vLLM: not installed here")
-        quiet = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-        variables = {name: os.environ.get(name, value) for name, value in quiet.items()}
         settings = {"model": folder, "dtype": dtype, "max_model_len": context, "max_num_seqs": slots}
-        super().__init__("vLLM", "headrace.bench.engine_peers:vllm_child", settings, log=log, variables=variables)
-        try:
-            told = self.hear(seconds=_START_SECONDS)
-        except PeerFailed:
-            self.close()
-            raise
-        self.settings = ", ".join(f"{name} = {value}" for name, value in {**told, **variables}.items())
+        super().__init__("vLLM", "headrace.bench.engine_peers:vllm_child", settings, log=log)
+        told = self.hear(seconds=_START_SECONDS)
+        self.settings = ", ".join(f"{name} = {value}" for name, value in told.items())
         """All that differ from vLLM's defaults, and its version."""
 
     def generate(self, workload: Workload) -> float:
         """Seconds for a whole workload."""
-        return float(self._generate(workload, wants_tokens=False)["seconds"])
-
-    def rollouts(self, workload: Workload) -> list[Rollout]:
-        """The rollouts it samples, with the logprobs it reports."""
-        answer = self._generate(workload, wants_tokens=True)
-        rows = zip(workload.prompts, answer["token_ids"], answer["logprobs"], strict=True)
-        return [
-            finished(
-                Rollout.from_prompt(list(prompt), id=f"vllm/{number}"), np.asarray(token_ids), logprobs=np.asarray(logprobs)
-            )
-            for number, (prompt, token_ids, logprobs) in enumerate(rows)
-        ]
-
-    def _generate(self, workload: Workload, *, wants_tokens: bool) -> dict[str, Any]:
-        order = {"prompts": workload.prompts, "lengths": workload.lengths, "wants_tokens": wants_tokens}
+        order = {"prompts": workload.prompts, "lengths": workload.lengths}
         answer: dict[str, Any] = self.ask(order, seconds=_ANSWER_SECONDS)
-        if answer["lengths"] != list(workload.lengths):
-            raise PeerFailed(f"vLLM: {sum(answer['lengths'])} tokens where {workload.num_tokens} were asked for")
-        return answer
+        if answer["tokens"] != workload.num_tokens:
+            raise PeerFailed(f"vLLM: {answer['tokens']} tokens where {workload.num_tokens} were asked for")
+        return float(answer["seconds"])
 
 
 def vllm_child(given: dict[str, Any], orders: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Runs in vLLM's process: answers each workload with its seconds and, if requested, its tokens and logprobs."""
+    """Runs in vLLM's process: answers each workload with its seconds and the number of tokens sampled."""
+    for name, value in _VARIABLES.items():
+        os.environ.setdefault(name, value)
     import vllm
     from vllm.inputs import TokensPrompt
 
@@ -137,18 +113,11 @@ def vllm_child(given: dict[str, Any], orders: Iterator[dict[str, Any]]) -> Itera
     # No min_tokens: with ignore_eos only the length ends a request, and a minimum would cost a mask at every step.
     sampling = {"temperature": 1.0, "ignore_eos": True, "logprobs": 0, "flat_logprobs": True, "detokenize": False}
     model = vllm.LLM(**settings)
-    yield {"version": vllm.__version__, **settings, **sampling}
+    yield {"version": vllm.__version__, **settings, **sampling, **{name: os.environ[name] for name in _VARIABLES}}
     for order in orders:
         prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in order["prompts"]]
         parameters = [vllm.SamplingParams(max_tokens=length, **sampling) for length in order["lengths"]]
         started = time.perf_counter()
         outputs = model.generate(prompts, parameters, use_tqdm=False)
         seconds = time.perf_counter() - started
-        sampled = [output.outputs[0] for output in outputs]
-        answer = {"seconds": seconds, "lengths": [len(one.token_ids) for one in sampled]}
-        if order["wants_tokens"]:
-            answer["token_ids"] = [list(one.token_ids) for one in sampled]
-            answer["logprobs"] = [
-                [one.logprobs[place][token].logprob for place, token in enumerate(one.token_ids)] for one in sampled
-            ]
-        yield answer
+        yield {"seconds": seconds, "tokens": sum(len(output.outputs[0].token_ids) for output in outputs)}

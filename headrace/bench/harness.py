@@ -56,7 +56,7 @@ def default_device() -> str:
 
 
 def run_parts(bench: str, parts: Mapping[str, Part], *, quick: bool, json_file: Path | None, only: str | None = None) -> int:
-    """Measure each part, or those that `only` names, and report; returns 1 if a part failed or a goal is missed.
+    """Measure each part, or those that `only` names, and print the table; returns 1 if a part failed or a goal is missed.
 
     A part that fails does not stop the others. Rows are printed and written to `json_file` as they come, so an interrupted
     command keeps what it has measured. `quick` judges no goal.
@@ -72,12 +72,12 @@ def run_parts(bench: str, parts: Mapping[str, Part], *, quick: bool, json_file: 
             say(f"{name}: started")
             try:
                 for found in parts[name]():
-                    rows += found
                     for row in found:
                         others = "".join(f", {peer} {value:.4g}" for peer, value in row.peers.items())
                         say(f"{row.name}: {row.value:.4g} {row.unit}{others}")
+                        rows.append(replace(row, goal=f"{row.goal}{_NOT_JUDGED}") if quick and row.goal else row)
                     if json_file is not None:
-                        write(bench, unjudged(rows) if quick else rows, json_file)
+                        write(bench, rows, json_file)
             except ConfigError:
                 raise
             except Exception as error:  # noqa: BLE001  (what fails in one part may work in another)
@@ -86,8 +86,11 @@ def run_parts(bench: str, parts: Mapping[str, Part], *, quick: bool, json_file: 
                 say(f"{name}: failed: {one_line(error)}")
             say(f"{name}: {time.perf_counter() - started:.1f} s")
     finally:
-        status = report(bench, unjudged(rows) if quick else rows, json_file=json_file)
-    return 1 if has_failed else status
+        show(bench, rows)
+        lines = missed(rows)
+        for line in lines:
+            say(f"missed: {line}")
+    return 1 if has_failed or lines else 0
 
 
 def choose(bench: str, parts: Mapping[str, Part], only: str | None) -> list[str]:
@@ -129,22 +132,6 @@ def take_turns(
 def one_line(error: Exception) -> str:
     """The type of an error and the first line of its message."""
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
-
-
-def report(bench: str, rows: Sequence[Row], *, json_file: Path | None) -> int:
-    """Print the table, write the JSON and judge the goals; returns 1 if one is missed."""
-    show(bench, rows)
-    if json_file is not None:
-        write(bench, rows, json_file)
-    lines = missed(rows)
-    for line in lines:
-        say(f"missed: {line}")
-    return 1 if lines else 0
-
-
-def unjudged(rows: Sequence[Row]) -> list[Row]:
-    """The same rows, with each goal marked as not judged."""
-    return [replace(row, goal=f"{row.goal}{_NOT_JUDGED}" if row.goal else "") for row in rows]
 
 
 def show(bench: str, rows: Sequence[Row]) -> None:

@@ -182,14 +182,10 @@ def make_rollouts(lengths: Sequence[int], *, prompt_tokens: int, vocabulary: int
 def make_group(name: str, prompt: int, completions: Sequence[int], *, vocabulary: int, seed: int) -> list[Rollout]:
     """Siblings that share a prompt of random tokens, with completions of these lengths."""
     random = np.random.default_rng(seed)
-    token_ids = random.integers(1, vocabulary, size=prompt)
-    return [
-        finished(
-            Rollout.from_prompt(token_ids, id=f"{name}/{index}", group=name, index=index),
-            random.integers(1, vocabulary, size=length),
-        )
-        for index, length in enumerate(completions)
-    ]
+    first = Rollout.from_prompt(random.integers(1, vocabulary, size=prompt), id=name, group=name)
+    siblings = [first.replace(id=f"{name}/{index}", index=index) for index in range(len(completions))]
+    pairs = zip(siblings, completions, strict=True)
+    return [finished(sibling, random.integers(1, vocabulary, size=length)) for sibling, length in pairs]
 
 
 def make_batch(rollouts: Sequence[Rollout], *, advantages: Sequence[float] | Array, loss: str = "grpo") -> Batch:

@@ -1,29 +1,49 @@
-"""Time and memory of work on a device, and memory of a GPU that processes share."""
+"""Time and memory of work on a device, memory of a GPU that processes share, and how far two models' logprobs are apart."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import gc
-import importlib
-import importlib.util
 import re
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 
+from headrace.bench.loads import Load, Workload, make_batch, make_trainer
+from headrace.model import load_tokenizer
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    from transformers import PreTrainedModel
+
+    from headrace.records import Array, Rollout
 
 GIB = float(1 << 30)
 MIB = float(1 << 20)
 _EVERY = 0.1
+TEXTS = (
+    "The old mill stood by the river, and every morning the miller",
+    "Question: A train leaves at 9:40 and arrives at 13:05. How long does it travel?\nAnswer:",
+    "def merge(left, right):\n    ",
+    "Photosynthesis turns light into",
+    "Dear Professor, I am writing to ask whether",
+    "1, 1, 2, 3, 5, 8, 13,",
+    "In the spring of 1848, across much of Europe,",
+    "To make bread you need flour, water, salt and",
+)
+"""Prompts for a trained model: on random tokens its distribution is unlike any that training meets."""
 
 
-def seconds_of(action: Callable[[], object], device: str) -> float:
+MEAN, MAX, KL = "mean |Δ logprob| against the trainer", "max |Δ logprob| against the trainer", "KL against the trainer"
+
+
+def seconds_of(action: Callable[[], object], device: str = "cpu") -> float:
     """Seconds of an action, until the device has finished it."""
     wait(device)
     started = time.perf_counter()
@@ -81,59 +101,56 @@ def _resident(name: str) -> int:
 
 
 class GpuMemory:
-    """Samples the first GPU's memory ten times a second in a `with`; torch keeps what it allocates, so no peak is missed.
+    """Samples the GPU's memory, of all processes together, ten times a second in a `with`; torch keeps what it allocates, so no
+    peak is missed. Relative to the start; None without a GPU."""
 
-    Figures are relative to the start; without a GPU or `nvidia-ml-py` there are none.
-    """
-
-    def __init__(self) -> None:
-        self.peak: float | None = None
-        """GiB of all processes together."""
-        self.peak_of: dict[str, float] = {}
-        """GiB of each process of the run by name, if the driver reports them."""
-        self._library: Any = _nvml()
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="GPU memory", daemon=True)
-        self._before = 0
+    peak: float | None = None
+    """GiB."""
 
     def __enter__(self) -> GpuMemory:
-        if self._library is not None:
-            self._handle = self._library.nvmlDeviceGetHandleByIndex(0)
-            self._before = int(self._library.nvmlDeviceGetMemoryInfo(self._handle).used)
-            self.peak = 0.0
-            self._thread.start()
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._watch, args=(_used_bytes(),), name="GPU memory", daemon=True)
+        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._end.set()
-        if self._thread.is_alive():
-            self._thread.join()
+        self._thread.join()
 
-    def _look(self) -> None:
-        while not self._end.wait(_EVERY):
-            used = int(self._library.nvmlDeviceGetMemoryInfo(self._handle).used) - self._before
-            self.peak = max(self.peak or 0.0, used / GIB)
-            for process in self._library.nvmlDeviceGetComputeRunningProcesses(self._handle):
-                name = role_of(process.pid)
-                if name is not None and process.usedGpuMemory is not None:
-                    self.peak_of[name] = max(self.peak_of.get(name, 0.0), process.usedGpuMemory / GIB)
+    def _watch(self, before: int | None) -> None:
+        while before is not None and not self._end.wait(_EVERY):
+            self.peak = max(self.peak or 0.0, ((_used_bytes() or 0) - before) / GIB)
 
 
-def role_of(process: int) -> str | None:
-    """The role name of a run's process; None for other processes and those in another PID namespace."""
-    try:
-        words = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
-    except OSError:
+def _used_bytes() -> int | None:
+    if not torch.cuda.is_available():
         return None
-    return words[words.index(b"headrace.launch.child") + 1].decode() if b"headrace.launch.child" in words else None
+    free, total = torch.cuda.mem_get_info()
+    return int(total - free)
 
 
-def _nvml() -> Any:  # noqa: ANN401  (the module, where it is installed and finds a GPU)
-    if importlib.util.find_spec("pynvml") is None:
-        return None
-    library: Any = importlib.import_module("pynvml")
-    try:
-        library.nvmlInit()
-    except library.NVMLError:
-        return None
-    return library
+def compare(rollouts: Sequence[Rollout], again: Sequence[Array]) -> dict[str, float]:
+    """Compare the logprobs of rollouts with the same [T] logprobs computed again, over all sampled tokens.
+
+    The KL is from the engine's distribution, estimated by the mean of exp(d) - 1 - d: unbiased and never negative.
+    """
+    pairs = zip(rollouts, again, strict=True)
+    d = np.concatenate([(values.astype(np.float64) - rollout.logprobs)[rollout.loss_mask] for rollout, values in pairs])
+    return {MEAN: float(np.abs(d).mean()), MAX: float(np.abs(d).max()), KL: float((np.expm1(d) - d).mean())}
+
+
+def trainer_logprobs(folder: str, groups: Sequence[Sequence[Rollout]], *, dtype: str, device: str) -> list[list[Array]]:
+    """The trainer's logprobs for each group of rollouts."""
+    trainer = make_trainer(folder, dtype=dtype, device=device, micro_batch_tokens=4096)
+    return [trainer.forward(make_batch(rollouts, advantages=[0.0] * len(rollouts))) for rollouts in groups]
+
+
+def mismatch_workload(model: PreTrainedModel, folder: str, *, requests: int, length: int, has_text: bool) -> Workload:
+    """Text for a trained model, random tokens for one with random weights."""
+    if not has_text:
+        vocabulary = int(model.config.get_text_config().vocab_size)
+        return Load.uniform(requests, 32, length).sample(vocabulary=vocabulary, seed=0)
+    tokenizer = cast("Any", load_tokenizer(folder))
+    prompts = [tuple(int(token) for token in tokenizer(text)["input_ids"]) for text in TEXTS]
+    siblings = max(1, requests // len(TEXTS))
+    return Workload(tuple(prompt for prompt in prompts for _ in range(siblings)), (length,) * (len(prompts) * siblings))

@@ -22,9 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headrace.bench.drive_loops import drive, make_run
 from headrace.bench.harness import Row, run_parts
-from headrace.bench.stubs import FrozenEngine, InstantEngine, StubTrainer
+from headrace.bench.stubs import FrozenEngine, InstantEngine, StubTrainer, drive, make_run
 from headrace.config import make_recipe
 from headrace.launch import LocalProcesses, UserInputs, model_folder, set_threads
 from headrace.observe import WAITING, Observer
@@ -32,7 +31,7 @@ from headrace.run import POLICY, Run
 from headrace.sync import Lineage
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator
 
     from headrace.bench.harness import Part
     from headrace.config import Recipe
@@ -80,68 +79,75 @@ def run(*, quick: bool, json_file: Path | None) -> int:
 
     def part_of(case: Case) -> Part:
         small = dataclasses.replace(case, tokens=10, batch=16, versions=2)
-        return lambda: [asyncio.run(_measure(small if quick else case, turns=2 if quick else 5))]
+        return lambda: [_measure(small if quick else case, turns=2 if quick else 5)]
 
     return run_parts("overlap", {case.name: part_of(case) for case in CASES}, quick=quick, json_file=json_file)
 
 
-async def _measure(case: Case, *, turns: int) -> list[Row]:
-    cores = os.cpu_count() or 1
-    half = max(1, cores // 2)
-    halves = (set(range(half)), set(range(half, cores))) if cores > 1 else None
-    seen: dict[str, list[Turn]] = {name: [] for name in ("async", "generation", "training", "sync")}
-    with tempfile.TemporaryDirectory() as folder:
-        shared, whole = _recipe(case, threads=half, lag=_LAG), _recipe(case, threads=cores, lag=0)
-        set_threads(shared)
-        async with (
-            _rig(shared, Path(folder) / "shared", halves=halves) as side_by_side,
-            _rig(whole, Path(folder) / "whole") as in_turn,
-        ):
-            for _ in range(turns):
-                with _launcher_on(halves):
-                    seen["async"].append(await side_by_side.turn(case))
-                    seen["generation"].append(await side_by_side.turn(case, has_trainer=False))
-                    seen["training"].append(await side_by_side.turn(case, has_engine=False))
-                seen["sync"].append(await in_turn.turn(case))
+def _measure(case: Case, *, turns: int) -> list[Row]:
+    cores = len(os.sched_getaffinity(0))
+    shared, whole = _recipe(case, threads=max(1, cores // 2), lag=_LAG), _recipe(case, threads=cores, lag=0)
+    set_threads(shared)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        model_folder(shared, UserInputs(), say=lambda _: None) as model,  # both have the same
+    ):
+        seen = asyncio.run(_take_turns(case, shared, whole, model, Path(folder), turns=turns))
     return _rows(case, seen, cores=cores)
 
 
+async def _take_turns(
+    case: Case, shared: Recipe, whole: Recipe, model: str, folder: Path, *, turns: int
+) -> dict[str, list[Turn]]:
+    cores = sorted(os.sched_getaffinity(0))
+    half = len(cores) // 2
+    halves = (set(cores[:half]), set(cores[half:])) if half else None
+    seen: dict[str, list[Turn]] = {name: [] for name in ("async", "generation", "training", "sync")}
+    async with (
+        _start(shared, model, folder / "shared", halves=halves) as side_by_side,
+        _start(whole, model, folder / "whole") as in_turn,
+    ):
+        for _ in range(turns):
+            _pin(os.getpid(), halves[0] if halves else set(cores))
+            try:
+                seen["async"].append(await side_by_side.turn(case))
+                seen["generation"].append(await side_by_side.turn(case, has_trainer=False))
+                seen["training"].append(await side_by_side.turn(case, has_engine=False))
+            finally:
+                _pin(os.getpid(), set(cores))
+            seen["sync"].append(await in_turn.turn(case))
+    return seen
+
+
 def _rows(case: Case, seen: dict[str, list[Turn]], *, cores: int) -> list[Row]:
-    rate = {name: statistics.median(turn.tokens_per_second for turn in turns) for name, turns in seen.items()}
+    name = case.name
+    rate = {kind: statistics.median(turn.tokens_per_second for turn in turns) for kind, turns in seen.items()}
     launcher = statistics.median(turn.launcher for turn in seen["async"])
     slower = min(rate["generation"], rate["training"])
 
     def work(role: str, measurement: str) -> float:
         return statistics.median(turn.work(role) for turn in seen[measurement])
 
-    # Core-seconds per token; each role has as many threads as half the cores.
-    needed = max(1, cores // 2) * (work("engine", "generation") + work("trainer", "training")) + launcher
-    bound = min(slower, cores / needed)
-    # How much longer the same work takes beside the other role: contention for anything but cores.
-    pace = {
-        role: work(role, "async") / work(role, alone) for role, alone in (("engine", "generation"), ("trainer", "training"))
-    }
-
-    def of(role: str, state: str) -> float:
+    def share(role: str, state: str) -> float:
         return statistics.median(turn.budget[role][state] for turn in seen["async"])
 
-    name = case.name
+    engine, trainer = work("engine", "generation"), work("trainer", "training")
+    # Core-seconds per token; each role has as many threads as half the cores.
+    bound = min(slower, cores / (max(1, cores // 2) * (engine + trainer) + launcher))
     return [
         Row(f"{name}: async", rate["async"], "tokens/s", bound=bound),
         Row(f"{name}: generation alone", rate["generation"], "tokens/s"),
         Row(f"{name}: training alone", rate["training"], "tokens/s"),
         Row(f"{name}: sync, all cores in turn", rate["sync"], "tokens/s"),
         Row(f"{name}: async ÷ slower alone", rate["async"] / slower, "ratio", goal="≥ 0.97", bound=bound / slower),
-        Row(f"{name}: async ÷ bound", rate["async"] / bound, "ratio"),
         Row(f"{name}: async ÷ sync", rate["async"] / rate["sync"], "ratio"),
-        Row(f"{name}: trainer idle", of("trainer", "wait-batch"), "share", goal="≤ 0.03"),
-        Row(f"{name}: trainer descheduled", of("trainer", "descheduled"), "share"),
-        Row(f"{name}: trainer's work per token, async ÷ alone", pace["trainer"], "ratio"),
-        Row(f"{name}: engine's work per token, async ÷ alone", pace["engine"], "ratio"),
-        Row(f"{name}: trainer publishing", of("trainer", "publish"), "share"),
-        Row(f"{name}: engine waiting at the gate", of("engine", "wait-gate"), "share"),
-        Row(f"{name}: engine descheduled", of("engine", "descheduled"), "share"),
-        Row(f"{name}: engine swapping", of("engine", "swap"), "share"),
+        Row(f"{name}: trainer idle", share("trainer", "wait-batch"), "share", goal="≤ 0.03"),
+        Row(f"{name}: trainer descheduled", share("trainer", "descheduled"), "share"),
+        # How much longer the same work takes beside the other role: contention for anything but cores.
+        Row(f"{name}: trainer's work per token, async ÷ alone", work("trainer", "async") / trainer, "ratio"),
+        Row(f"{name}: engine's work per token, async ÷ alone", work("engine", "async") / engine, "ratio"),
+        Row(f"{name}: engine waiting at the gate", share("engine", "wait-gate"), "share"),
+        Row(f"{name}: engine swapping", share("engine", "swap"), "share"),
         Row(f"{name}: launcher, of one core", launcher * rate["async"], "share"),
     ]
 
@@ -184,7 +190,12 @@ class _Rig:
             await roles.refresh()
             return self._observer.budget()
 
-        roles = self._roles_of(case, has_engine=has_engine, has_trainer=has_trainer)
+        roles = dataclasses.replace(self._roles, stop_ids=())  # every rollout reaches its full length
+        if not has_engine:
+            roles = dataclasses.replace(roles, engine=InstantEngine(tokens=case.tokens))
+        if not has_trainer:  # behaves like a trainer in another process
+            trainers = {POLICY: StubTrainer(self._lineage, is_inline=False)}
+            roles = dataclasses.replace(roles, engine=FrozenEngine(roles.engine), trainers=trainers)
         versions = case.versions + _WARM_VERSIONS
         given, first = (self._recipe, roles, self._lineage, self._observer), self._version
         run = make_run(Run, *given, versions=versions, first_version=first, after_version=after_version)
@@ -194,24 +205,13 @@ class _Rig:
         trained = case.batch * case.tokens * case.versions
         return Turn(trained / (ended - started), (ended_cpu - started_cpu) / trained, budget)
 
-    def _roles_of(self, case: Case, *, has_engine: bool, has_trainer: bool) -> Roles:
-        roles = dataclasses.replace(self._roles, stop_ids=())  # every rollout reaches its full length
-        if not has_engine:
-            roles = dataclasses.replace(roles, engine=InstantEngine(tokens=case.tokens))
-        if not has_trainer:  # behaves like a trainer in another process
-            trainers = {POLICY: StubTrainer(self._lineage, is_inline=False)}
-            roles = dataclasses.replace(roles, engine=FrozenEngine(roles.engine), trainers=trainers)
-        return roles
-
 
 @contextlib.asynccontextmanager
-async def _rig(recipe: Recipe, folder: Path, *, halves: Halves | None = None) -> AsyncIterator[_Rig]:
+async def _start(recipe: Recipe, model: str, folder: Path, *, halves: Halves | None = None) -> AsyncIterator[_Rig]:
     (folder / "logs").mkdir(parents=True)
-    given = UserInputs()
-    with LocalProcesses(recipe, folder) as processes, contextlib.ExitStack() as held:
-        path = await asyncio.to_thread(held.enter_context, model_folder(recipe, given, say=lambda _: None))
+    with LocalProcesses(recipe, folder) as processes:
         observer, lineage = Observer(elsewhere=processes.reporting_roles), Lineage.new()
-        async with processes.roles(path, given, observer=observer, lineage=lineage) as roles:
+        async with processes.roles(model, UserInputs(), observer=observer, lineage=lineage) as roles:
             if halves is not None:
                 _pin(processes.engines[0].handle.pid, halves[0])
                 _pin(processes.trainer.handle.pid, halves[1])
@@ -223,17 +223,3 @@ def _pin(process: int, cores: set[int]) -> None:
     for thread in Path(f"/proc/{process}/task").iterdir():
         with contextlib.suppress(ProcessLookupError):
             os.sched_setaffinity(int(thread.name), cores)
-
-
-@contextlib.contextmanager
-def _launcher_on(halves: Halves | None) -> Iterator[None]:
-    """Pin this process to the engine's cores."""
-    if halves is None:
-        yield
-        return
-    before = os.sched_getaffinity(0)
-    _pin(os.getpid(), halves[0])
-    try:
-        yield
-    finally:
-        _pin(os.getpid(), before)

@@ -13,7 +13,6 @@ groups that the new version admits. The stall includes that wait; a separate row
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import os
 import statistics
@@ -24,11 +23,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headrace.bench.drive_loops import drive, make_run
 from headrace.bench.harness import Row, run_parts
 from headrace.bench.loads import lognormal_lengths
-from headrace.bench.step_recorder import EngineWatch
-from headrace.bench.stubs import StubTrainer
+from headrace.bench.step_recorder import RecordedStep, StepRecorder, exchanges_of, stalls_of, usual_step
+from headrace.bench.stubs import StubTrainer, drive, make_run
 from headrace.config import make_recipe
 from headrace.engine import NativeEngine, build_core
 from headrace.launch import UserInputs, make_roles, model_folder, pick_device, set_threads
@@ -40,7 +38,7 @@ from headrace.sync import Lineage, MemoryTransport, WeightSync
 from headrace.trainer import Published
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -49,6 +47,9 @@ if TYPE_CHECKING:
     from headrace.envs import EngineClient
     from headrace.records import Array, Batch, Episode, Rollout, WeightUpdate
     from headrace.run import EpisodeInFlight, PolicyState, Roles, StartedBatch
+
+    Figures = dict[tuple[str, str], float]
+    """Of one turn, by name and unit."""
 
 _WARM_VERSIONS = 2
 _SWITCH_SECONDS = 0.0002
@@ -95,70 +96,47 @@ def make_plan(device: str, *, quick: bool) -> Plan:
     return Plan(device, "float32", model, 48, groups=8, mean=48, cap=384, seconds=0.1, versions=versions, turns=turns)
 
 
-@dataclass(frozen=True)
-class Turn:
-    seconds: float
-    trained: int
-    wasted: int
-    stalls: list[float]
-    """Seconds of each update."""
-    exchanges: list[float]
-    """The part of each stall before the engine could step again."""
-    step: float
-    """Seconds between the ends of two usual decode steps."""
-    recomputed: int
-    """Tokens whose keys and values were computed twice."""
-    lags: Array
-    """Of every trained token."""
-
-
 def run(*, quick: bool, json_file: Path | None, device: str = "auto") -> int:
     """`--quick` takes two short turns of each choice."""
     plan = make_plan(pick_device(device), quick=quick)
 
     def part() -> Iterator[list[Row]]:
-        for name, turns in asyncio.run(measure(plan)).items():
+        for name, turns in measure(plan).items():
             yield rows_of(name, turns)
 
     return run_parts("partial", {"choices": part}, quick=quick, json_file=json_file)
 
 
-def rows_of(name: str, turns: Sequence[Turn]) -> list[Row]:
-    """The figures of one choice."""
-
-    def median(values: Sequence[float]) -> float:
-        return statistics.median(values) if values else 0.0
-
-    stalls = [median(turn.stalls) for turn in turns]
-    lags = np.concatenate([turn.lags for turn in turns])
-    p50, p90 = (float(np.percentile(lags, share)) for share in (50, 90))
+def rows_of(name: str, turns: Sequence[Figures]) -> list[Row]:
+    """The medians of one choice."""
     return [
-        Row(f"{name}: tokens wasted", median([t.wasted / max(t.trained + t.wasted, 1) for t in turns]), "share"),
-        Row(f"{name}: stall per update", 1e3 * median(stalls), "ms"),
         Row(
-            f"{name}: stall per update",
-            median([stall / turn.step for stall, turn in zip(stalls, turns, strict=True)]),
-            "decode steps",
-            goal="≤ 1" if name == "keep" else "",
-        ),
-        Row(f"{name}: until the engine could step", 1e3 * median([median(turn.exchanges) for turn in turns]), "ms"),
-        Row(f"{name}: KV recomputed per update", median([t.recomputed / max(len(t.stalls), 1) for t in turns]), "tokens"),
-        Row(f"{name}: lag, mean", float(lags.mean()), "versions"),
-        Row(f"{name}: lag, p50", p50, "versions"),
-        Row(f"{name}: lag, p90", p90, "versions"),
-        Row(f"{name}: lag, max", float(lags.max()), "versions"),
-        Row(f"{name}: trained", median([turn.trained / turn.seconds for turn in turns]), "tokens/s"),
+            f"{name}: {figure}",
+            statistics.median(turn[figure, unit] for turn in turns),
+            unit,
+            goal="≤ 1" if (name, unit) == ("keep", "decode steps") else "",
+        )
+        for figure, unit in turns[0]
     ]
 
 
-async def measure(plan: Plan) -> dict[str, list[Turn]]:
-    """All turns of each choice, interleaved."""
-    seen: dict[str, list[Turn]] = {name: [] for name in CHOICES}
-    async with _rig(plan) as rig:
-        for number in range(plan.turns):
-            for name, settings in CHOICES.items():
-                seen[name].append(await rig.turn(_recipe(plan, settings), number))
-    return seen
+def figures_of(*, seconds: float, wasted: int, lags: Array, steps: Sequence[RecordedStep], recomputed: int) -> Figures:
+    """Of one turn; `lags` are those of every trained token, `wasted` counts tokens sampled for nothing."""
+    usual = usual_step(steps)
+    stalls, exchanges = stalls_of(steps, usual=usual), exchanges_of(steps)
+    stall = statistics.median(stalls or [0.0])
+    return {
+        ("tokens wasted", "share"): wasted / (len(lags) + wasted),
+        ("stall per update", "ms"): 1e3 * stall,
+        ("stall per update", "decode steps"): stall / usual,
+        ("until the engine could step", "ms"): 1e3 * statistics.median(exchanges or [0.0]),
+        ("KV recomputed per update", "tokens"): recomputed / max(len(stalls), 1),
+        ("lag, mean", "versions"): float(lags.mean()),
+        ("lag, p50", "versions"): float(np.percentile(lags, 50)),
+        ("lag, p90", "versions"): float(np.percentile(lags, 90)),
+        ("lag, max", "versions"): float(lags.max()),
+        ("trained", "tokens/s"): len(lags) / seconds,
+    }
 
 
 def _recipe(plan: Plan, settings: dict[str, Any]) -> Recipe:
@@ -237,70 +215,70 @@ class SlowTrainer(StubTrainer):
         self._sync.abort(update)
 
 
-@dataclass
-class _Rig:
-    """An engine that is built once and measured many times."""
-
-    plan: Plan
-    watch: EngineWatch
-    roles: Roles
-    sync: WeightSync
-    lengths: tuple[int, ...]
-    observer: Observer
-
-    async def turn(self, recipe: Recipe, number: int) -> Turn:
-        """Run the loops, and measure after the warm-up versions."""
-        lags: list[Array] = []
-        start: list[tuple[float, int]] = []
-
-        def on_trained(_: PolicyState, started: StartedBatch) -> None:
-            if start:
-                versions = np.concatenate([rollout.versions for batch in started.batches for rollout in batch.rollouts])
-                lags.append(started.version - versions[versions >= 0])
-
-        async def after_version(policy: PolicyState) -> None:
-            if policy.version == _WARM_VERSIONS:
-                start.append((time.perf_counter(), await measured.lost_tokens()))
-                self.watch.start()
-
-        async def on_end() -> tuple[float, int]:
-            ended = time.perf_counter()
-            self.watch.stop()
-            return ended, await measured.lost_tokens()
-
-        self.sync.lineage = Lineage.new()  # versions restart at 0
-        versions, given = self.plan.versions + _WARM_VERSIONS, (recipe, self.roles, self.sync.lineage, self.observer)
-        measured = make_run(LongTail, *given, versions=versions, after_version=after_version, on_trained=on_trained)
-        measured.lengths, measured.turn = self.lengths, number
-        ended, lost = await drive(measured, on_end=on_end)
-        trained = np.concatenate(lags)
-        return Turn(ended - start[0][0], len(trained), lost - start[0][1], *self.watch.result(), lags=trained)
-
-
-@contextlib.asynccontextmanager
-async def _rig(plan: Plan) -> AsyncIterator[_Rig]:
-    recipe, given = _recipe(plan, {}), UserInputs()
+def measure(plan: Plan) -> dict[str, list[Figures]]:
+    """All turns of each choice, interleaved."""
+    recipe = _recipe(plan, {})
     set_threads(recipe)
-    with contextlib.ExitStack() as held:
-        path = await asyncio.to_thread(held.enter_context, model_folder(recipe, given, say=lambda _: None))
-        core, _ = build_core(recipe, path, name="engine-0", device=plan.device)
-        core.wait_warm()
-        sync = WeightSync(Lineage.new(), MemoryTransport(plan.device))
-        engine = UnscoredEngine(core, sync=sync, timeline=ProcessTimeline("engine"))
-        tensors = [(name, tensor.detach().clone()) for name, tensor in named_tensors(core.model)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    try:
+        with model_folder(recipe, UserInputs(), say=lambda _: None) as path:
+            return asyncio.run(_measure(plan, recipe, path))
+    finally:
+        sys.setswitchinterval(before)
 
-        async def watch_engine() -> None:
-            await asyncio.shield(asyncio.wrap_future(engine.died))
 
-        trainer = SlowTrainer(sync, tensors, seconds=plan.seconds)
-        roles = make_roles(recipe, path, given, engine=engine, trainer=trainer, services=(watch_engine,))
-        roles = dataclasses.replace(roles, scorer=EvenScorer(), stop_ids=())  # every rollout reaches its full length
-        lengths = lognormal_lengths(4096, mean=plan.mean, sigma=1.0, cap=plan.cap)
-        before = sys.getswitchinterval()
-        sys.setswitchinterval(_SWITCH_SECONDS)
-        engine.start()
-        try:
-            yield _Rig(plan, EngineWatch(core), roles, sync, lengths, Observer(elsewhere=("engine", "trainer")))
-        finally:
-            sys.setswitchinterval(before)
-            engine.close()
+async def _measure(plan: Plan, recipe: Recipe, path: str) -> dict[str, list[Figures]]:
+    core, _ = build_core(recipe, path, name="engine-0", device=plan.device)
+    core.wait_warm()
+    sync = WeightSync(Lineage.new(), MemoryTransport(plan.device))
+    engine = UnscoredEngine(core, sync=sync, timeline=ProcessTimeline("engine"))
+    tensors = [(name, tensor.detach().clone()) for name, tensor in named_tensors(core.model)]
+
+    async def watch_engine() -> None:
+        await asyncio.shield(asyncio.wrap_future(engine.died))
+
+    trainer = SlowTrainer(sync, tensors, seconds=plan.seconds)
+    roles = make_roles(recipe, path, UserInputs(), engine=engine, trainer=trainer, services=(watch_engine,))
+    roles = dataclasses.replace(roles, scorer=EvenScorer(), stop_ids=())  # every rollout reaches its full length
+    recorder, observer = StepRecorder(core), Observer(elsewhere=("engine", "trainer"))
+    seen: dict[str, list[Figures]] = {name: [] for name in CHOICES}
+    engine.start()
+    try:
+        for number in range(plan.turns):
+            for name, settings in CHOICES.items():
+                sync.lineage = Lineage.new()  # versions restart at 0
+                given = (_recipe(plan, settings), roles, sync.lineage, observer)
+                seen[name].append(await _turn(plan, given, recorder, number))
+    finally:
+        engine.close()
+    return seen
+
+
+async def _turn(plan: Plan, given: tuple[Recipe, Roles, Lineage, Observer], recorder: StepRecorder, number: int) -> Figures:
+    """Run the loops, and measure after the warm-up versions."""
+    lags: list[Array] = []
+    started, lost = 0.0, 0
+
+    def on_trained(_: PolicyState, batch: StartedBatch) -> None:
+        if started:
+            versions = np.concatenate([rollout.versions for part in batch.batches for rollout in part.rollouts])
+            lags.append(batch.version - versions[versions >= 0])
+
+    async def after_version(policy: PolicyState) -> None:
+        nonlocal started, lost
+        if policy.version == _WARM_VERSIONS:
+            started, lost = time.perf_counter(), await measured.lost_tokens()
+            recorder.start()
+
+    async def on_end() -> tuple[float, int]:
+        seconds = time.perf_counter() - started
+        recorder.is_on = False
+        return seconds, await measured.lost_tokens() - lost
+
+    versions = plan.versions + _WARM_VERSIONS
+    measured = make_run(LongTail, *given, versions=versions, after_version=after_version, on_trained=on_trained)
+    measured.lengths, measured.turn = lognormal_lengths(4096, mean=plan.mean, sigma=1.0, cap=plan.cap), number
+    seconds, wasted = await drive(measured, on_end=on_end)
+    trained = np.concatenate(lags)
+    return figures_of(seconds=seconds, wasted=wasted, lags=trained, steps=recorder.steps, recomputed=recorder.recomputed)

@@ -9,12 +9,10 @@ which have no generation beside them.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import statistics
 import tempfile
-import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,22 +27,21 @@ from headrace.bench.loads import MEDIUM, QWEN3_0_6B, SMALL, lognormal_lengths, w
 from headrace.bench.measure import GpuMemory, release
 from headrace.bench.step_trl import measure_steps, missing_modules
 from headrace.engine import choose_python, find_vllm
+from headrace.envs import SingleTurn
 from headrace.observe import read_metrics
-from headrace.records import Episode
 from headrace.settings import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from headrace.bench.harness import Part
-    from headrace.envs import Client
-    from headrace.records import Plain
+    from headrace.envs import Client, EngineClient
+    from headrace.records import Episode, Plain
 
 LENGTHS = "lengths"
 """The task column with the number of tokens of each sibling."""
 _SHOWN = 0.005
 """Smaller shares of a time budget get no row."""
-_SWAP = "seconds/engine/swap"
 _QUICK = ("trl", "in-turn", "lag-1-long-tail")
 """What `--quick` measures without `--only`."""
 _LOG_LINES = 30
@@ -71,16 +68,17 @@ class Plan:
     """For our completion tokens/s ÷ TRL's, with completions of one length."""
     orchestrate: str = "local"
 
-    def longest(self, variant: Variant) -> int:
-        """The length of the longest completion."""
-        return self.cap if variant.has_tail else self.tokens
-
-    def make_tasks(self) -> list[dict[str, Any]]:
-        """Prompts of made-up words, no two alike, and some more than the steps need."""
-        random = np.random.default_rng(0)
+    def make_tasks(self, *, has_tail: bool = False) -> list[dict[str, Any]]:
+        """Prompts of made-up words, no two alike, some more than the steps need; with a long tail also a length for every
+        sibling: most are short, a few are very long."""
         count = self.completions // self.siblings * (self.warmups + self.steps + 4)
-        prompts = random.integers(1, int(self.shape["vocab_size"]), size=(count, self.prompt_tokens))
-        return [{"prompt": " ".join(f"w{token}" for token in prompt)} for prompt in prompts]
+        prompts = np.random.default_rng(0).integers(1, int(self.shape["vocab_size"]), size=(count, self.prompt_tokens))
+        tasks: list[dict[str, Any]] = [{"prompt": " ".join(f"w{token}" for token in prompt)} for prompt in prompts]
+        if has_tail:
+            lengths = lognormal_lengths(count * self.siblings, mean=self.tokens, sigma=1.0, cap=self.cap)
+            for task, own in zip(tasks, np.reshape(lengths, (count, self.siblings)).tolist(), strict=True):
+                task[LENGTHS] = own
+        return tasks
 
 
 @dataclass(frozen=True)
@@ -177,27 +175,17 @@ class Peers:
 
 def measure(plan: Plan, variant: Variant, model: str, folder: Path, *, peers: Peers) -> list[Row]:
     """One run, and the figures of its middle steps."""
-    tasks = plan.make_tasks()
-    if variant.has_tail:
-        tasks = with_lengths(tasks, siblings=plan.siblings, mean=plan.tokens, cap=plan.cap)
-    settings = {"path": model, "dtype": plan.dtype, "context": plan.prompt_tokens + plan.longest(variant)}
-    with contextlib.ExitStack() as stack:
-        place = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder)))
-        memory = stack.enter_context(GpuMemory())
+    environment = OwnLengths() if variant.has_tail else None
+    given: dict[str, Any] = {"tasks": plan.make_tasks(has_tail=variant.has_tail), "reward": first_word_is_even}
+    with tempfile.TemporaryDirectory(dir=folder) as place, GpuMemory() as memory:
+        settings = settings_of(plan, variant, model)
+        run_dir = Path(place) / "run"
         try:
-            headrace.train(
-                settings,
-                tasks=tasks,
-                reward=first_word_is_even,
-                environment=OwnLengths() if variant.has_tail else None,
-                run_dir=place / "run",
-                quiet=True,
-                **settings_of(plan, variant),
-            )
+            headrace.train(settings.pop("model"), environment=environment, run_dir=run_dir, quiet=True, **given, **settings)
         except Exception:
-            show_logs(place)
+            show_logs(Path(place))
             raise
-        seen = read_metrics(place / "run" / "metrics.jsonl")
+        seen = read_metrics(run_dir / "metrics.jsonl")
     say(f"{variant.name}: seconds of each step: {', '.join(format(row['seconds'], '.2f') for row in seen)}")
     check_lengths(plan, variant, seen)
     middle = seen[plan.warmups : plan.warmups + plan.steps]
@@ -218,14 +206,16 @@ def check_lengths(plan: Plan, variant: Variant, seen: Sequence[dict[str, Any]]) 
         raise RuntimeError(f"{variant.name}: {short[0]:g} tokens a completion where {plan.tokens} were asked for")
 
 
-def settings_of(plan: Plan, variant: Variant) -> dict[str, Any]:
-    """The recipe's settings, except the model's."""
+def settings_of(plan: Plan, variant: Variant, model: str) -> dict[str, Any]:
+    """The recipe's settings."""
+    longest = plan.cap if variant.has_tail else plan.tokens
     return {
+        "model": {"path": model, "dtype": plan.dtype, "context": plan.prompt_tokens + longest},
         "steps": plan.warmups + plan.steps + variant.max_lag,
         "device": plan.device,
         "orchestrate": plan.orchestrate,
         "deadline": 120.0,
-        "sampling": {"max_tokens": plan.longest(variant), "temperature": 1.0},
+        "sampling": {"max_tokens": longest, "temperature": 1.0},
         "engine": {"slots": plan.completions},
         "staleness": {"max_lag": variant.max_lag},
         "train": {
@@ -242,72 +232,54 @@ def settings_of(plan: Plan, variant: Variant) -> dict[str, Any]:
 
 def step_rows(plan: Plan, variant: Variant, seen: Sequence[dict[str, Any]], *, peers: Peers) -> list[Row]:
     """Medians over steps, the time budget over all of them, and their mean lag."""
-    name = variant.name
-    rate = statistics.median(row["tokens_per_second"] for row in seen)
-    seconds = statistics.median(row["seconds"] for row in seen)
-    lag = statistics.fmean(row["lag_mean"] for row in seen)
-    others = {} if variant.has_tail else peers.rates
+    name, others = variant.name, {} if variant.has_tail else peers.rates
     goal = plan.goal if variant.is_judged else ""
-    budget = budget_of(seen)
+    rate = statistics.median(row["tokens_per_second"] for row in seen)
     return [
-        Row(f"{name}: step", seconds, "s"),
+        Row(f"{name}: step", statistics.median(row["seconds"] for row in seen), "s"),
         Row(f"{name}: completions", rate, "tokens/s", peers=others),
         *(Row(f"{name}: completions ÷ {who}", rate / theirs, "ratio", goal=goal) for who, theirs in others.items()),
-        Row(f"{name}: mean lag", lag, "versions"),
-        Row(f"{name}: exchange of weights", statistics.median(row.get(_SWAP, 0.0) for row in seen), "s"),
-        *(Row(f"{name}: {role}, {state}", share, "share") for (role, state), share in budget.items() if share >= _SHOWN),
+        Row(f"{name}: mean lag", statistics.fmean(row["lag_mean"] for row in seen), "versions"),
+        Row(f"{name}: exchange of weights", statistics.median(row.get("seconds/engine/swap", 0.0) for row in seen), "s"),
+        *(Row(f"{name}: {state}", share, "share") for state, share in budget_of(seen).items() if share >= _SHOWN),
     ]
 
 
-def budget_of(seen: Sequence[dict[str, Any]]) -> dict[tuple[str, str], float]:
+def budget_of(seen: Sequence[dict[str, Any]]) -> dict[str, float]:
     """The share of each state in the time of engine and trainer, over these steps."""
-    totals: Counter[tuple[str, str]] = Counter()
-    for row in seen:
-        for key, seconds in row.items():
-            place, _, rest = key.partition("/")
-            role, _, state = rest.partition("/")
-            if place == "seconds" and role in ("engine", "trainer"):
-                totals[role, state] += seconds
-    whole = {role: sum(seconds for (of, _), seconds in totals.items() if of == role) for role in ("engine", "trainer")}
-    return {place: seconds / max(whole[place[0]], 1e-9) for place, seconds in totals.items()}
+    budget: dict[str, float] = {}
+    for role in ("engine", "trainer"):
+        prefix, totals = f"seconds/{role}/", Counter[str]()
+        for row in seen:
+            totals.update({key: seconds for key, seconds in row.items() if key.startswith(prefix)})
+        whole = max(sum(totals.values()), 1e-9)
+        budget |= {f"{role}, {key.removeprefix(prefix)}": seconds / whole for key, seconds in totals.items()}
+    return budget
 
 
 def memory_rows(variant: Variant, memory: GpuMemory, *, peers: Peers) -> list[Row]:
-    """GPU memory of all processes and of each; the goal is to take no more than a peer for the same work."""
-    if memory.peak is None:
-        return []
+    """GPU memory of all processes; the goal is to take no more than a peer for the same work."""
     others = peers.peaks if variant.is_judged else {}
     goal = f"≤ {min(others.values()):.3g}" if others else ""
-    return [
-        Row(f"{variant.name}: peak GPU memory", memory.peak, "GiB", goal=goal, peers=others),
-        *(Row(f"{variant.name}: peak GPU memory, {name}", peak, "GiB") for name, peak in memory.peak_of.items()),
-    ]
+    return [] if memory.peak is None else [Row(f"{variant.name}: peak GPU memory", memory.peak, "GiB", goal, peers=others)]
 
 
 def measure_trl(plan: Plan, model: str, folder: Path, peers: Peers) -> Iterator[list[Row]]:
     """TRL's GRPO on the same tasks; yields nothing if it fails."""
     work: dict[str, Any] = {"model": model, "tasks": plan.make_tasks(), "siblings": plan.siblings, "tokens": plan.tokens}
-    work |= {"device": plan.device, "completions": plan.completions, "steps": plan.warmups + plan.steps}
+    steps = plan.warmups + plan.steps
     with GpuMemory() as memory:
         try:
-            found = measure_steps(folder, **work)
+            found = measure_steps(folder, device=plan.device, completions=plan.completions, steps=steps, **work)
         except PeerFailed as failed:
             say(f"{failed}; it is absent from the table")
             return
-    step = statistics.median(found.seconds[plan.warmups :])
+    step, title = statistics.median(found.seconds[plan.warmups :]), f"{found.name} ({found.settings})"
     rate = peers.rates[found.name] = plan.completions * plan.tokens / step
-    title = f"{found.name} ({found.settings})"
-    rows = [Row(f"{title}: step", step, "s"), Row(f"{title}: completions", rate, "tokens/s")]
+    yield [Row(f"{title}: step", step, "s"), Row(f"{title}: completions", rate, "tokens/s")]
     if memory.peak is not None:
         peers.peaks[found.name] = memory.peak
-        rows.append(Row(f"{title}: peak GPU memory", memory.peak, "GiB"))
-    yield rows
-
-
-def with_lengths(tasks: list[dict[str, Any]], *, siblings: int, mean: float, cap: int) -> list[dict[str, Any]]:
-    """The same tasks with a length for every sibling: most are short, a few are very long."""
-    lengths = lognormal_lengths(len(tasks) * siblings, mean=mean, sigma=1.0, cap=cap)
-    return [{**task, LENGTHS: list(lengths[number * siblings : (number + 1) * siblings])} for number, task in enumerate(tasks)]
+        yield [Row(f"{title}: peak GPU memory", memory.peak, "GiB")]
 
 
 def first_word_is_even(completions: list[str], **_: object) -> list[float]:
@@ -315,15 +287,10 @@ def first_word_is_even(completions: list[str], **_: object) -> list[float]:
     return [float(text.partition(" ")[0].removeprefix("w")[-1:] in tuple("02468")) for text in completions]
 
 
-class OwnLengths:
-    """One generate call, like the built-in environment, with the length that the task gives this sibling."""
+class OwnLengths(SingleTurn):
+    """The built-in environment, with the length that the task gives this sibling."""
 
     async def run(self, task: dict[str, Plain], client: Client) -> Episode:
-        started = time.time()
-        prompt = client.prompt(task["prompt"])
-        engine: Any = client
-        engine.limit(int(cast("list[int]", task[LENGTHS])[prompt.index]))
-        rollouts = (await client.generate(prompt),)
-        return Episode(
-            id=client.episode, group=client.group, task=task, rollouts=rollouts, started=started, finished=time.time()
-        )
+        engine = cast("EngineClient", client)
+        engine.sampling = dataclasses.replace(engine.sampling, max_tokens=cast("list[int]", task[LENGTHS])[engine.index])
+        return await super().run(task, client)

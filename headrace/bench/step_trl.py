@@ -8,9 +8,8 @@ import importlib.util
 import itertools
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headrace.bench.child import Child, PeerFailed
 
@@ -22,8 +21,7 @@ TRIED = ((64, False), (32, False), (32, True))
 """(completions per pass, gradient checkpointing), fastest first; the next is tried when one runs out of memory."""
 
 
-@dataclass(frozen=True)
-class TrlSteps:
+class TrlSteps(NamedTuple):
     name: str
     settings: str
     seconds: list[float]

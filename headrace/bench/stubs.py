@@ -1,11 +1,11 @@
-"""Engines, trainers and a store that do almost nothing, so that a benchmark measures the rest of a run."""
+"""Engines, trainers and a store that do almost nothing, and functions that run the four loops with them."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 
@@ -14,15 +14,22 @@ from headrace.bench.loads import finished
 from headrace.engine import EngineState, InFlight
 from headrace.partial import Interrupt
 from headrace.records import Rollout, Sampling, WeightUpdate
+from headrace.run import POLICY, Roles, Run, fewer_gc_pauses, leg, run_loops
 from headrace.trainer import Published
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
+    from headrace.config import Recipe
     from headrace.engine import Engine, Increment
+    from headrace.observe import Observer
     from headrace.records import Array, Batch
+    from headrace.run import PolicyState, StartedBatch
     from headrace.sync import Lineage
 
+    AnyRun = TypeVar("AnyRun", bound=Run)
+
+T = TypeVar("T")
 PROMPT, COMPLETION = 10, 10
 """Tokens of every rollout that `answer` makes."""
 
@@ -105,23 +112,19 @@ class WaveEngine(InstantEngine):
             while len(self._requests) < min(self._in_flight, self._total - self._num_answered) or not self._requests:
                 self._arrived.clear()
                 await self._arrived.wait()
-            self._answer()
+            self.most_in_flight = max(self.most_in_flight, len(self._requests))
+            started = time.thread_time()
+            wave = [self._requests.popleft() for _ in range(min(self._wave, len(self._requests)))]
+            rollouts = []
+            for number, (prompt, _) in enumerate(wave, start=self._num_answered):
+                made = self._answers[number % len(self._answers)]
+                rollouts.append(made.replace(id=prompt.id, episode=prompt.episode, group=prompt.group, index=prompt.index))
+            self._num_answered += len(wave)
+            self.seconds += time.thread_time() - started
+            for (_, future), rollout in zip(wave, rollouts, strict=True):
+                if not future.done():
+                    future.set_result(rollout)
             await asyncio.sleep(0)
-
-    def _answer(self) -> None:
-        self.most_in_flight = max(self.most_in_flight, len(self._requests))
-        started = time.thread_time()
-        wave = [self._requests.popleft() for _ in range(min(self._wave, len(self._requests)))]
-        rollouts = [self._finished(rollout) for rollout, _ in wave]
-        self.seconds += time.thread_time() - started
-        for (_, future), rollout in zip(wave, rollouts, strict=True):
-            if not future.done():
-                future.set_result(rollout)
-
-    def _finished(self, prompt: Rollout) -> Rollout:
-        made = self._answers[self._num_answered % len(self._answers)]
-        self._num_answered += 1
-        return made.replace(id=prompt.id, episode=prompt.episode, group=prompt.group, index=prompt.index)
 
     async def generate(self, rollout: Rollout, sampling: Sampling) -> Rollout:
         future: asyncio.Future[Rollout] = asyncio.get_running_loop().create_future()
@@ -166,3 +169,34 @@ class StubTrainer:
 
 class StubStore:
     save = _nothing
+
+
+def make_run(
+    kind: type[AnyRun],
+    recipe: Recipe,
+    roles: Roles,
+    lineage: Lineage,
+    observer: Observer,
+    *,
+    versions: int,
+    after_version: Callable[[PolicyState], Awaitable[None]],
+    on_trained: Callable[[PolicyState, StartedBatch], None] = lambda *_: None,
+    first_version: int = 0,
+) -> AnyRun:
+    """A run of `versions` versions after `first_version`."""
+    run = kind(recipe, roles, lineage=lineage, observer=observer, on_trained=on_trained, after_version=after_version)
+    policy = run.policies[POLICY]
+    policy.version = policy.held_version = first_version
+    policy.submitted_groups = first_version * recipe.train.groups_per_batch
+    run.leg_end = first_version + versions
+    return run
+
+
+async def drive(run: Run, *, on_end: Callable[[], Awaitable[T]]) -> T:
+    """Run the loops to the run's last version; returns the result of `on_end`, called while everything still runs."""
+    with fewer_gc_pauses():
+        async with leg(run):
+            await run_loops(run)
+            found = await on_end()
+            await run.policies[POLICY].published()
+    return found

@@ -16,53 +16,64 @@ import threading
 import time
 from collections import defaultdict
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 
 from headrace.bench import sync_delta
 from headrace.bench.child import Child
 from headrace.bench.harness import Row, run_parts
+from headrace.bench.loads import QWEN3_0_6B, SMALL, SMOLLM2_135M
 from headrace.bench.measure import seconds_of, wait
-from headrace.bench.sync_child import DEADLINE, make_model, time_copy
-from headrace.model import Arena, named_tensors
+from headrace.model import Arena, StagedWeights, held_tensors, named_tensors, served_dtype
 from headrace.sync import Lineage, TransportConfig, WeightSync, is_pushed, make_transport, shared_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
+
+    from transformers import PreTrainedModel
 
     from headrace.bench.harness import Part
+    from headrace.model import StagingBuffer
+    from headrace.records import WeightUpdate
 
     Seconds = dict[str, dict[str, float]]
     """By transport and part of a publication: the median."""
 
+SHAPES = {"SmolLM2-135M": SMOLLM2_135M, "Qwen3-0.6B": QWEN3_0_6B, "small": SMALL}
 _NAME = "engine-0"
-OVER_NETWORK = ("http", "collective")
 
 
 def run(*, quick: bool, json_file: Path | None, model: str | None = None) -> int:
-    """`--quick` sends a small model."""
-    if torch.cuda.is_available():
-        device = str(torch.device("cuda", torch.cuda.current_device()))
-        parts: dict[str, Part] = {
-            "publish": lambda: _on_gpu(device, quick=quick),
-            "delta": lambda: [sync_delta.measure(model=None, quick=quick, device=device)],
-        }
-    else:
-        parts = {
-            "publish": lambda: _on_cpu(quick=quick),
-            "delta": lambda: [sync_delta.measure(model=model, quick=quick)],
-        }
+    """`--quick` sends a small model. Only on a CPU is the delta of `model` measured."""
+    is_on_gpu = torch.cuda.is_available()
+    device = str(torch.device("cuda", torch.cuda.current_device())) if is_on_gpu else "cpu"
+    parts: dict[str, Part] = {
+        "publish": lambda: _publish(device, quick=quick),
+        "delta": lambda: [sync_delta.measure(model=None if is_on_gpu else model, quick=quick, device=device)],
+    }
     return run_parts("sync", parts, quick=quick, json_file=json_file)
 
 
-def _on_cpu(*, quick: bool) -> Iterator[list[Row]]:
-    shape, rounds = ("small", 3) if quick else ("SmolLM2-135M", 9)
-    with Paths(shape, "cpu", ["shared_memory", "files", "http", "collective"]) as paths:
+def _publish(device: str, *, quick: bool) -> Iterator[list[Row]]:
+    is_on_gpu = device != "cpu"
+    shape, rounds = ("small", 3) if quick else ("Qwen3-0.6B", 21) if is_on_gpu else ("SmolLM2-135M", 9)
+    transports = ["cuda_ipc", "shared_memory"] if is_on_gpu else ["shared_memory", "files", "http", "collective"]
+    with Paths(shape, device, transports) as paths:
         seconds = paths.rounds(rounds)
+        by_tensor = seconds_of(paths.copy_through_host, device)
     yield publish_rows(seconds, shape)
-    yield shared_memory_rows(seconds["shared_memory"], paths.num_bytes, shape)
+    if not is_on_gpu:
+        yield shared_memory_rows(seconds["shared_memory"], paths.num_bytes, shape)
+        return
+    ipc, title = seconds["cuda_ipc"], f"cuda_ipc, {shape}"
+    yield [
+        Row(f"{title}: of that, received and hashed by the engine", 1e3 * ipc["receive"], "ms"),
+        Row(f"{title}: publish, in copies of the weights", ipc["publish"] / ipc["engine's copy"], "×", "≤ 4"),
+        Row(f"{title}: tensor by tensor through host memory ÷ publish", by_tensor / ipc["publish"], "×", "≥ 20"),
+    ]
 
 
 def publish_rows(seconds: Seconds, shape: str) -> list[Row]:
@@ -70,11 +81,13 @@ def publish_rows(seconds: Seconds, shape: str) -> list[Row]:
     rows = []
     for name, parts in seconds.items():
         title = f"{name}, {shape}"
-        rows.append(Row(f"{title}: publish, receipts included", 1e3 * parts["publish"], "ms"))
-        rows.append(Row(f"{title}: of that, read and hashed by the sender", 1e3 * parts["offer"], "ms"))
-        bound = 1e3 * parts["socket"] if name in OVER_NETWORK else None
-        rows.append(Row(f"{title}: of that, fetched by the engine", 1e3 * parts["fetch"], "ms", bound=bound))
-        rows.append(Row(f"{title}: exchange between two steps", 1e3 * parts["swap"], "ms"))
+        bound = 1e3 * parts["socket"] if name in ("http", "collective") else None
+        rows += [
+            Row(f"{title}: publish, receipts included", 1e3 * parts["publish"], "ms"),
+            Row(f"{title}: of that, read and hashed by the sender", 1e3 * parts["offer"], "ms"),
+            Row(f"{title}: of that, fetched by the engine", 1e3 * parts["fetch"], "ms", bound=bound),
+            Row(f"{title}: exchange between two steps", 1e3 * parts["swap"], "ms"),
+        ]
     return rows
 
 
@@ -86,25 +99,6 @@ def shared_memory_rows(seconds: dict[str, float], num_bytes: int, shape: str) ->
         rows.append(Row(title, gigabytes / seconds[part], "GB/s", peers=speeds))
         rows.append(Row(f"{title}, share of a copy's speed", seconds[copy] / seconds[part], "share", "≥ 0.8"))
     return rows
-
-
-def _on_gpu(device: str, *, quick: bool) -> Iterator[list[Row]]:
-    shape, rounds = ("small", 3) if quick else ("Qwen3-0.6B", 21)
-    with Paths(shape, device, ["cuda_ipc", "shared_memory"]) as paths:
-        seconds = paths.rounds(rounds)
-        by_tensor = seconds_of(paths.copy_through_host, device)
-    ipc, title = seconds.pop("cuda_ipc"), f"cuda_ipc, {shape}"
-    copy = ipc["engine's copy"]
-    yield [
-        Row(f"{title}: publish to an engine on the same GPU, receipts included", 1e3 * ipc["publish"], "ms", bound=1e3 * copy),
-        Row(f"{title}: that, in copies of the weights", ipc["publish"] / copy, "×", "≤ 4"),
-        Row(f"{title}: of that, hashed by the sender", 1e3 * ipc["offer"], "ms"),
-        Row(f"{title}: of that, fetched by the engine", 1e3 * ipc["fetch"], "ms"),
-        Row(f"{title}: of that, received and hashed by the engine", 1e3 * ipc["receive"], "ms"),
-        Row(f"{title}: exchange between two steps", 1e3 * ipc["swap"], "ms"),
-        Row(f"{title}: tensor by tensor through host memory ÷ publish", by_tensor / ipc["publish"], "×", "≥ 20"),
-    ]
-    yield publish_rows(seconds, shape)
 
 
 class Paths:
@@ -119,10 +113,13 @@ class Paths:
         self._model = make_model(self._shape, self._device)
         for name in self._transports:
             token = secrets.token_hex(16)
-            ends = TransportConfig(name, self._folder.name, f"bench-{name}", "127.0.0.1", token, DEADLINE)
+            ends = TransportConfig(name, self._folder.name, f"bench-{name}", "127.0.0.1", token, deadline=60.0)
             settings = {"ends": asdict(ends), "shape": self._shape, "device": self._device, "threads": torch.get_num_threads()}
             sync = WeightSync(Lineage("life"), make_transport(ends, is_sender=True, device=self._device))
-            self._ends[name] = sync, Child(_NAME, "headrace.bench.sync_child:engine", {**settings, "name": _NAME})
+            self._ends[name] = (
+                sync,
+                Child(name, "headrace.bench.sync:engine", settings, log=Path(self._folder.name) / f"{name}.log"),
+            )
         for _, child in self._ends.values():  # they start in parallel
             child.hear()
         self._has_ipc = "cuda_ipc" in self._ends
@@ -193,3 +190,65 @@ class Paths:
         """Copy every tensor to host memory and back, one by one."""
         for name, view in self._arena.views.items():
             self._other.views[name].copy_(view.cpu())
+
+
+def make_model(shape: str, device: str) -> PreTrainedModel:
+    """Random weights in the dtypes of a bfloat16 engine; all processes have the same tensors, not the same values."""
+    config = transformers.AutoConfig.for_model(**SHAPES[shape])
+    with torch.device(device):
+        model: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    for name, tensor in held_tensors(model):
+        tensor.data = tensor.data.to(served_dtype(model, name, tensor, torch.bfloat16))
+    model.eval()
+    return model
+
+
+def time_copy(into: Arena, source: Arena) -> float:
+    """Seconds of a copy; on a GPU by CUDA events, without the launch."""
+    if source.device.type == "cuda":
+        started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        started.record()
+        into.copy_from(source)
+        ended.record()
+        ended.synchronize()
+        return float(started.elapsed_time(ended)) / 1e3
+    return seconds_of(lambda: into.copy_from(source))
+
+
+def engine(given: dict[str, Any], orders: Iterator[WeightUpdate | int | None]) -> Iterator[dict[str, float]]:
+    """Runs in a child process: holds weights as an engine does and loads each update. None requests a copy of as many bytes; a
+    number, that it receives as many from this port. Answers seconds."""
+    torch.set_num_threads(given["threads"])
+    transport = make_transport(TransportConfig(**given["ends"]), is_sender=False, device=given["device"])
+    sync = WeightSync(Lineage("life"), transport, name=_NAME)
+    spare = StagedWeights(make_model(given["shape"], given["device"]))
+    other = spare.arena.like()
+    yield {}
+    for order in orders:
+        if order is None:
+            yield {"copy": time_copy(other, spare.arena)}
+        elif isinstance(order, int):
+            _receive_all(order, spare.arena.num_bytes)
+            yield {}
+        else:
+            yield _load(sync, spare, order, given["device"])
+    sync.close()
+
+
+def _receive_all(port: int, num_bytes: int) -> None:
+    """Read this many bytes from a bare socket, the most that loopback carries."""
+    buffer = memoryview(bytearray(1 << 20))
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        while num_bytes:
+            num_bytes -= connection.recv_into(buffer)
+
+
+def _load(sync: WeightSync, spare: StagedWeights, update: WeightUpdate, device: str) -> dict[str, float]:
+    fetched = 0.0
+
+    def fetch(incoming: StagingBuffer) -> None:
+        nonlocal fetched
+        fetched = seconds_of(lambda: sync.receive(update, incoming))
+
+    received = seconds_of(lambda: spare.receive(update, fetch))
+    return {"fetch": fetched, "receive": received, "swap": seconds_of(spare.exchange, device)}

@@ -10,7 +10,6 @@ than later ones.
 
 from __future__ import annotations
 
-import math
 import statistics
 import tempfile
 from dataclasses import dataclass
@@ -22,8 +21,7 @@ import torch
 
 from headrace.bench.harness import Row, take_turns
 from headrace.bench.loads import SMALL, SMOLLM2_135M, finished, make_batch, make_trainer, write_random_model
-from headrace.bench.measure import timed
-from headrace.bench.mismatch import TEXTS
+from headrace.bench.measure import TEXTS, timed
 from headrace.model import load_tokenizer, named_tensors, served_dtype
 from headrace.records import Rollout
 from headrace.sync import delta
@@ -34,12 +32,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from headrace.records import Array
 
 LEARNING_RATES = (1e-7, 3e-7, 1e-6, 3e-6, 1e-5)
-WANTED_SHARE = 0.01
-"""Share of changed weights at which the goals apply."""
-_ROLLOUTS, _LENGTH = 8, 48
 
 
 @dataclass(frozen=True)
@@ -48,10 +42,8 @@ class Case:
 
     learning_rate: float
     stats: delta.Stats
-    encode_seconds: float
-    apply_seconds: float
-    copy_seconds: float
-    """Copying all weights, with as many threads."""
+    seconds: dict[str, float]
+    """Of encoding it, applying it, and copying all weights with as many threads."""
 
     @property
     def changed(self) -> float:
@@ -61,45 +53,38 @@ class Case:
     def ratio(self) -> float:
         return self.stats.full_bytes / self.stats.num_bytes
 
-    @property
-    def share(self) -> float:
-        """Speed of encoding and applying together ÷ a copy's."""
-        return self.copy_seconds / (self.encode_seconds + self.apply_seconds)
-
 
 def measure(*, model: str | None, quick: bool, device: str = "cpu") -> list[Row]:
     """The model in a folder, or a random one in SmolLM2-135M's shape; `quick` takes a small one and fewer turns."""
-    shape = SMALL if quick else SMOLLM2_135M
-    steps = _Steps.of_folder(model, device=device) if model is not None else _Steps.of_shape(shape, device=device)
-    steps.warm_up(2 if quick else 6)
+    steps = _Steps(model, SMALL if quick else SMOLLM2_135M, device=device)
+    for _ in range(2 if quick else 6):  # until the optimizer's moments cover several gradients
+        steps.step(TrainSettings().learning_rate)
     turns = 3 if quick else 11
     cases = [_measure_case(steps, rate, turns) for rate in (LEARNING_RATES[1::2] if quick else LEARNING_RATES)]
-    cases.append(_measure_case(steps, _rate_for(cases, WANTED_SHARE), turns))
-    rows = [row for case in cases[:-1] for row in _rows(steps.name, case)]
-    return rows + _rows(steps.name, cases[-1], has_goals=not quick, is_on_host=device == "cpu")
+    judged = _measure_case(steps, _rate_for(cases, 0.01), turns)
+    goals = {} if quick else {"ratio": "≥ 120", **({"speed": "≥ 0.25"} if device == "cpu" else {})}
+    return [row for case in cases for row in _rows(steps.name, case, {})] + _rows(steps.name, judged, goals)
 
 
-def _rows(name: str, case: Case, *, has_goals: bool = False, is_on_host: bool = True) -> list[Row]:
-    title = f"delta of {name}, lr {case.learning_rate:.2g}"
-    full = case.stats.full_bytes / 1e9
+def _rows(name: str, case: Case, goals: dict[str, str]) -> list[Row]:
+    title, stats, seconds = f"delta of {name}, lr {case.learning_rate:.2g}", case.stats, case.seconds
+    share = seconds["copy"] / (seconds["encode"] + seconds["apply"])
+    speed = {what: stats.full_bytes / 1e9 / spent for what, spent in seconds.items()}
     return [
         Row(f"{title}: weights changed", 100 * case.changed, "%"),
-        Row(f"{title}: full ÷ delta", case.ratio, "×", "≥ 120" if has_goals else ""),
-        Row(f"{title}: size per changed weight", 8 * case.stats.num_bytes / max(case.stats.num_changed, 1), "bits"),
-        Row(f"{title}: encode", full / case.encode_seconds, "GB/s", peers={"copy": full / case.copy_seconds}),
-        Row(f"{title}: apply", full / case.apply_seconds, "GB/s", peers={"copy": full / case.copy_seconds}),
-        Row(f"{title}: both, share of a copy's speed", case.share, "share", "≥ 0.25" if has_goals and is_on_host else ""),
+        Row(f"{title}: full ÷ delta", case.ratio, "×", goals.get("ratio", "")),
+        Row(f"{title}: size per changed weight", 8 * stats.num_bytes / max(stats.num_changed, 1), "bits"),
+        Row(f"{title}: encode", speed["encode"], "GB/s", peers={"copy": speed["copy"]}),
+        Row(f"{title}: apply", speed["apply"], "GB/s", peers={"copy": speed["copy"]}),
+        Row(f"{title}: both, share of a copy's speed", share, "share", goals.get("speed", "")),
     ]
 
 
 def _rate_for(cases: Sequence[Case], share: float) -> float:
-    """The learning rate that changes this share of the weights, by log-log interpolation between the two nearest cases."""
+    """The learning rate that changes this share of the weights, by log-log interpolation."""
     rates = np.log([case.learning_rate for case in cases])
     shares = np.log([max(case.changed, 1e-9) for case in cases])
-    order = np.argsort(np.abs(shares - math.log(share)))[:2]
-    slope = np.diff(rates[order])[0] / (np.diff(shares[order])[0] or 1.0)
-    wanted = rates[order[0]] + slope * (math.log(share) - shares[order[0]])
-    return float(np.clip(np.exp(wanted), LEARNING_RATES[0] / 10, 10 * LEARNING_RATES[-1]))
+    return float(np.exp(np.interp(np.log(share), shares, rates)))
 
 
 def _measure_case(steps: _Steps, learning_rate: float, turns: int) -> Case:
@@ -111,46 +96,38 @@ def _measure_case(steps: _Steps, learning_rate: float, turns: int) -> Case:
     held = [flat.clone() for flat in base]
     blob = delta.encode(pairs)
     actions = {
-        "copy_seconds": lambda: [kept.copy_(flat) for kept, flat in zip(held, base, strict=True)],
-        "encode_seconds": lambda: delta.encode(pairs),
-        "apply_seconds": lambda: delta.apply(blob, held),
+        "copy": lambda: [kept.copy_(flat) for kept, flat in zip(held, base, strict=True)],
+        "encode": lambda: delta.encode(pairs),
+        "apply": lambda: delta.apply(blob, held),
     }
     seen = take_turns({name: timed(action, steps.device) for name, action in actions.items()}, turns)
     if not all(torch.equal(kept.view(torch.uint8), flat.view(torch.uint8)) for kept, flat in zip(held, now, strict=True)):
         raise RuntimeError(f"the delta of a step at learning rate {learning_rate:g} does not give the weights after it")
-    return Case(learning_rate, delta.stats(blob), **{name: statistics.median(seconds) for name, seconds in seen.items()})
+    return Case(learning_rate, delta.stats(blob), {name: statistics.median(seconds) for name, seconds in seen.items()})
 
 
 class _Steps:
     """A trainer of float32 weights, and what it would publish."""
 
-    def __init__(self, folder: str, texts: Sequence[Array], *, name: str, device: str) -> None:
-        self._trainer = make_trainer(folder, dtype="float32", device=device)
-        self._model, self.device = self._trainer.model, device
-        self._rollouts = [_half_sampled(number, text) for number, text in enumerate(texts)]
-        self._random = np.random.default_rng(0)
-        count = sum(tensor.numel() for _, tensor in named_tensors(self._model))
-        self.name = f"{name}, {count / 1e6:.3g}M weights" + (", on the GPU" if device != "cpu" else "")
-
-    @classmethod
-    def of_folder(cls, folder: str, *, device: str = "cpu") -> _Steps:
-        """Steps on text, for a trained model."""
-        tokenizer = cast("Any", load_tokenizer(folder))
-        texts = [np.array(tokenizer(text)["input_ids"], dtype=np.int32) for text in TEXTS]
-        return cls(folder, texts, name="the model given", device=device)
-
-    @classmethod
-    def of_shape(cls, shape: dict[str, Any], *, device: str = "cpu") -> _Steps:
-        """Steps on random tokens, for a model with random weights."""
-        texts = np.random.default_rng(0).integers(1, shape["vocab_size"], (_ROLLOUTS, _LENGTH), dtype=np.int32)
+    def __init__(self, model: str | None, shape: dict[str, Any], *, device: str = "cpu") -> None:
+        """Trains the model in a folder on text, or else a random one of this shape on random tokens."""
+        random = np.random.default_rng(0)
         with tempfile.TemporaryDirectory() as folder:
-            write_random_model(shape, Path(folder), dtype="float32")
-            return cls(folder, list(texts), name="a random model", device=device)
-
-    def warm_up(self, steps: int) -> None:
-        """Take steps until the optimizer's moments cover several gradients."""
-        for _ in range(steps):
-            self.step(TrainSettings().learning_rate)
+            if model is None:
+                write_random_model(shape, Path(folder), dtype="float32")
+                texts = list(random.integers(1, shape["vocab_size"], (8, 48), dtype=np.int32))
+            else:
+                tokenizer = cast("Any", load_tokenizer(model))
+                texts = [np.array(tokenizer(text)["input_ids"], dtype=np.int32) for text in TEXTS]
+            self._trainer = make_trainer(model or folder, dtype="float32", device=device)
+        self._model, self._random, self.device = self._trainer.model, random, device
+        self._rollouts: list[Rollout] = []
+        for number, text in enumerate(texts):  # the second half of each counts as sampled
+            prompt, rest = np.split(text, [len(text) // 2])
+            self._rollouts.append(finished(Rollout.from_prompt(prompt, id=str(number)), rest, logprobs=0.0))
+        count = sum(tensor.numel() for _, tensor in named_tensors(self._model))
+        name, place = "the model given" if model else "a random model", ", on the GPU" if device != "cpu" else ""
+        self.name = f"{name}, {count / 1e6:.3g}M weights{place}"
 
     def step(self, learning_rate: float) -> None:
         """A policy-gradient step on the second half of each text, with advantages normalized as in a group."""
@@ -166,8 +143,3 @@ class _Steps:
             dtype = served_dtype(self._model, name, tensor, torch.bfloat16)
             flats.setdefault(dtype, []).append(tensor.to(dtype).reshape(-1))
         return [torch.cat(parts) for parts in flats.values()]
-
-
-def _half_sampled(number: int, token_ids: Array) -> Rollout:
-    start = len(token_ids) // 2
-    return finished(Rollout.from_prompt(token_ids[:start], id=str(number)), token_ids[start:], logprobs=0.0)

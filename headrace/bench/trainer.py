@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headrace.bench import trainer_head, trainer_sharing, trainer_speed
+from headrace.bench import trainer_head, trainer_speed
 from headrace.bench.harness import default_device, run_parts
 from headrace.bench.loads import MEDIUM, QWEN3_0_6B, write_random_model
 from headrace.bench.trainer_head import HeadLoad
@@ -48,7 +48,7 @@ def make_plan(device: str, *, quick: bool) -> Plan:
             speed=Speed.documents(16_384, 1024, turns=turns, warmups=3, has_peer=True, goal="≥ 0.45"),
             long=Speed.documents(32_768, 1024, turns=turns, warmups=3, has_peer=False),
             head=HeadLoad(32_768, 151_936, 1024, "bfloat16", device, turns=turns, sequence=1024, memory_goal="≤ 0.05"),
-            mix=Speed.long_tail(128, 64, median=300, cap=4096 - 64, budget=16_384, most_tokens=16_384, turns=turns),
+            mix=Speed.long_tail(128, 64, median=300, cap=4096 - 64, budget=16_384, mini_batch=4, turns=turns),
         )
     turns = 2 if quick else 3
     tokens, document = (512, 128) if quick else (4096, 256)
@@ -60,29 +60,26 @@ def make_plan(device: str, *, quick: bool) -> Plan:
         speed=Speed.documents(tokens, document, turns=turns, warmups=1, has_peer=True),
         long=Speed.documents(2 * tokens, document, turns=turns, warmups=1, has_peer=False),
         head=HeadLoad(*((512, 8000, 64) if quick else (2048, 32_000, 256)), "float32", device, turns=turns, sequence=128),
-        mix=Speed.long_tail(rollouts, 16, median=60, cap=512 - 16, budget=budget, most_tokens=0, turns=turns, goal="≥ 2.5"),
+        mix=Speed.long_tail(rollouts, 16, median=60, cap=512 - 16, budget=budget, mini_batch=8, turns=turns, goal="≥ 2.5"),
     )
 
 
 def run(*, quick: bool, json_file: Path | None, only: str | None = None) -> int:
     """`--quick` takes fewer turns, and on a CPU smaller loads."""
     plan = make_plan(default_device(), quick=quick)
-    with tempfile.TemporaryDirectory() as folder:
-        return run_parts("trainer", make_parts(plan, Path(folder), quick=quick), only=only, quick=quick, json_file=json_file)
-
-
-def make_parts(plan: Plan, folder: Path, *, quick: bool) -> dict[str, Part]:
-    """The parts by name; the first that needs the model writes it."""
     how: dict[str, Any] = {"dtype": plan.dtype, "device": plan.device}
+    with tempfile.TemporaryDirectory() as folder:
 
-    @functools.cache
-    def model() -> str:
-        return write_random_model(plan.shape, folder / "model", dtype=plan.dtype)
+        @functools.cache
+        def model() -> str:
+            """Written by the first part that needs it."""
+            return write_random_model(plan.shape, Path(folder), dtype=plan.dtype)
 
-    return {
-        "speed": lambda: trainer_speed.measure(plan.speed, model(), **how),
-        "long": lambda: trainer_speed.measure(plan.long, model(), **how),
-        "head": lambda: trainer_head.measure(plan.head),
-        "mix": lambda: trainer_speed.measure(plan.mix, model(), **how),
-        "sharing": lambda: [trainer_sharing.measure(plan.device, quick=quick)],
-    }
+        parts: dict[str, Part] = {
+            "speed": lambda: trainer_speed.measure(plan.speed, model(), **how),
+            "long": lambda: trainer_speed.measure(plan.long, model(), **how),
+            "head": lambda: trainer_head.measure(plan.head),
+            "mix": lambda: trainer_speed.measure(plan.mix, model(), **how),
+            "sharing": lambda: [trainer_speed.measure_sharing(plan.device, quick=quick)],
+        }
+        return run_parts("trainer", parts, only=only, quick=quick, json_file=json_file)

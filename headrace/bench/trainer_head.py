@@ -6,8 +6,6 @@ derivative while it holds a chunk's logits.
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import functools
 import statistics
 from dataclasses import dataclass
@@ -18,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from headrace.bench.harness import Row, say, take_turns
+from headrace.bench.harness import Row, take_turns
 from headrace.bench.loads import model_shape, relative_difference
 from headrace.bench.measure import MIB, peak_bytes, release, seconds_of
 from headrace.bench.trainer_speed import TOLERANCE
@@ -30,8 +28,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FULL = "full logits"
-_ALLOWED = (30, 70)
-"""Fewest and most tokens that a sampling mask keeps in a row."""
+_ALLOWED = 50
+"""Tokens that a sampling mask keeps in a row."""
 
 
 @dataclass(frozen=True)
@@ -63,26 +61,14 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def measure(load: HeadLoad) -> Iterator[list[Row]]:
-    """All cases, with half the rows if full logits do not fit."""
+    """All cases."""
     for case, given in CASES.items():
         release()
-        rows: list[Row] = []
-        with contextlib.suppress(torch.OutOfMemoryError):
-            rows = _measure_case(load, case, **given)
-        if not rows:  # not inside `except`, where the error still holds memory
-            half = dataclasses.replace(load, rows=load.rows // 2)
-            say(f"{load.name}{case}: full logits do not fit; {half.rows:,} rows instead")
-            release()
-            rows = _measure_case(half, case, **given)
-        yield rows
-
-
-def _measure_case(load: HeadLoad, case: str, *, temperature: float, is_masked: bool) -> list[Row]:
-    paths = Paths(load, temperature=temperature, is_masked=is_masked)
-    paths.check(f"{load.name}{case}")
-    memory = {name: paths.memory(path) for name, path in paths.by_name.items()}
-    seconds = take_turns({name: functools.partial(paths.seconds, path) for name, path in paths.by_name.items()}, load.turns)
-    return head_rows(f"{load.name}{case}", seconds, memory, memory_goal=load.memory_goal)
+        name, paths = f"{load.name}{case}", Paths(load, **given)
+        paths.check(name)
+        memory = {which: paths.memory(path) for which, path in paths.by_name.items()}
+        contestants = {which: functools.partial(paths.seconds, path) for which, path in paths.by_name.items()}
+        yield head_rows(name, take_turns(contestants, load.turns), memory, memory_goal=load.memory_goal)
 
 
 def head_rows(name: str, seconds: dict[str, list[float]], memory: dict[str, int], *, memory_goal: str) -> list[Row]:
@@ -122,7 +108,11 @@ class Paths:
         self._gathered = torch.zeros(self._weight.shape, dtype=torch.float32, device=device)
         """Where the judged path accumulates the weight's gradient, as in a trainer."""
         judged = {} if is_masked else {", judged": self._judged}  # it takes no sampling mask
-        self.by_name: dict[str, Callable[[], None]] = {"": self._ours, **judged, FULL: self._full}
+        self.by_name: dict[str, Callable[[], None]] = {
+            "": functools.partial(self._backward, self.logprobs),
+            **judged,
+            FULL: functools.partial(self._backward, self.full_logprobs),
+        }
 
     def logprobs(self) -> Tensor:
         """Logprobs from our head."""
@@ -134,15 +124,13 @@ class Paths:
         if bool((self._temperatures != 1).any()):
             logits = logits / self._temperatures.unsqueeze(1)
         if self._allowed is not None:
-            counts = self._allowed.offsets.diff()
-            rows = torch.repeat_interleave(torch.arange(len(counts), device=logits.device), counts)
             is_cut = torch.ones(logits.shape, dtype=torch.bool, device=logits.device)
-            is_cut[rows, self._allowed.ids] = False
+            is_cut.scatter_(1, self._allowed.ids.view(len(logits), _ALLOWED), False)
             logits = logits.masked_fill(is_cut, float("-inf"))
         return torch.log_softmax(logits, dim=-1).gather(1, self._targets.unsqueeze(1)).squeeze(1)
 
-    def _ours(self) -> None:
-        cast("Any", self.logprobs()).backward(self._upstream)
+    def _backward(self, logprobs: Callable[[], Tensor]) -> None:
+        cast("Any", logprobs()).backward(self._upstream)
 
     def _judged(self) -> None:
         loss = self.head.backpropagate(
@@ -154,9 +142,6 @@ class Paths:
             gathered=self._gathered,
         )
         cast("Any", loss).backward()
-
-    def _full(self) -> None:
-        cast("Any", self.full_logprobs()).backward(self._upstream)
 
     def check(self, name: str) -> None:
         """Raise if a path's gradient differs from that of full logits."""
@@ -193,13 +178,7 @@ class Paths:
 
 def make_mask(targets: np.ndarray, *, vocabulary: int, device: str) -> AllowedTokens:
     """Each row's target and some other tokens, sorted and distinct, as an engine records them."""
-    random, rows = np.random.default_rng(1), len(targets)
-    least, most = (min(limit, vocabulary) for limit in _ALLOWED)
-    counts = random.integers(least, most, size=rows, endpoint=True)
-    steps = np.concatenate([[0], np.sort(random.choice(np.arange(1, vocabulary), size=most - 1, replace=False))])
-    ids = (targets[:, None] + steps[None, :]) % vocabulary
-    ids[np.arange(most)[None, :] >= counts[:, None]] = vocabulary  # sorted behind the others
-    ids.sort(axis=1)
-    kept = ids[ids < vocabulary]
-    offsets = np.concatenate([[0], np.cumsum(counts)])
-    return AllowedTokens(offsets=torch.from_numpy(offsets).to(device), ids=torch.from_numpy(kept).to(device))
+    others = np.random.default_rng(1).choice(np.arange(1, vocabulary), size=_ALLOWED - 1, replace=False)
+    ids = np.sort((targets[:, None] + np.append(others, 0)) % vocabulary, axis=1)
+    offsets = np.arange(len(targets) + 1) * _ALLOWED
+    return AllowedTokens(offsets=torch.from_numpy(offsets).to(device), ids=torch.from_numpy(ids.ravel()).to(device))

@@ -26,14 +26,13 @@ CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 class PaddedLoop:
     """Mini-batches of a fixed number of rollouts, padded to the longest of each, with full logits.
 
-    Weights are float32, and products bfloat16 (by autocast) where ours are; attention is torch's; nothing is compiled. A
-    mini-batch of more than `most_tokens` with padding is halved, or full logits of a large vocabulary would not fit.
+    Weights are float32, and products bfloat16 (by autocast) where ours are; attention is torch's; nothing is compiled.
     """
 
-    def __init__(self, folder: str, *, dtype: str, device: str, mini_batch: int, most_tokens: int = 0) -> None:
+    def __init__(self, folder: str, *, dtype: str, device: str, mini_batch: int) -> None:
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
         self._model = model.to(device).train()
-        self._device, self._mini_batch, self._most_tokens = device, mini_batch, most_tokens
+        self._device, self._mini_batch = device, mini_batch
         self._is_narrow = dtype == "bfloat16"
         settings = TrainSettings()
         self._limit = settings.max_grad_norm
@@ -52,10 +51,9 @@ class PaddedLoop:
             order.sort(key=lambda member: len(batch.rollouts[member]))
         total = torch.zeros((), device=self._device)
         for start in range(0, len(order), self._mini_batch):
-            for members in self._halved(batch, order[start : start + self._mini_batch]):
-                loss = self._loss(batch, members)
-                cast("Any", loss).backward()
-                total += loss.detach()
+            loss = self._loss(batch, order[start : start + self._mini_batch])
+            cast("Any", loss).backward()
+            total += loss.detach()
         return float(total)
 
     def optim_step(self) -> None:
@@ -64,22 +62,13 @@ class PaddedLoop:
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
 
-    def step(self, batch: Batch, *, by_length: bool = False) -> None:
-        """Gradient and optimizer step."""
-        self.forward_backward(batch, by_length=by_length)
+    def step(self, batch: Batch) -> None:
+        self.forward_backward(batch)
         self.optim_step()
 
     def gradient(self) -> dict[str, Tensor]:
         """The accumulated gradient, by name."""
         return {name: p.grad.detach().clone() for name, p in self._model.named_parameters() if p.grad is not None}
-
-    def _halved(self, batch: Batch, members: list[int]) -> list[list[int]]:
-        """The mini-batch, halved until each piece fits `most_tokens`."""
-        padded = len(members) * max(len(batch.rollouts[member]) for member in members)
-        if len(members) == 1 or not self._most_tokens or padded <= self._most_tokens:
-            return [members]
-        middle = len(members) // 2
-        return self._halved(batch, members[:middle]) + self._halved(batch, members[middle:])
 
     def _loss(self, batch: Batch, members: Sequence[int]) -> Tensor:
         rollouts = [batch.rollouts[member] for member in members]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,33 +17,23 @@ if TYPE_CHECKING:
     from headrace.observe import ProcessTimeline
     from headrace.records import Rollout, WeightUpdate
 
+LOAD = "update with all slots decoding: load"
+SWAP = "update: of that, the exchange of weights"
+STILL = "update: longest time without a token"
+USUAL = "without an update: longest time without a token"
+IN_ORDER = "rollouts with versions in order"
 _POLL_SECONDS = 0.001
 _START_STEPS, _USUAL_STEPS, _LATER_STEPS = 2, 8, 4
 """Steps until all rollouts have started, steps watched before the update, and steps after it."""
 
 
-class RolloutsEndedEarly(RuntimeError):
-    """All rollouts ended before the update did."""
-
-
-@dataclass(frozen=True)
-class Update:
-    """One update with every slot decoding, in seconds; `swap` is what the engine itself reports."""
-
-    load: float
-    swap: float
-    still: float
-    """The longest time without a token, from just before the update to some steps after it."""
-    usual: float
-    """The same, over some steps before the update."""
-    in_order: float
-    """Share of rollouts whose tokens have the right versions."""
-
-
 async def update_in_flight(
     engine: Engine, update: WeightUpdate, rolling: asyncio.Future[list[Rollout]], *, timeline: ProcessTimeline
-) -> Update:
-    """Load `update` while `rolling`, rollouts just submitted to all slots, is in flight; abort them some steps later."""
+) -> dict[str, float]:
+    """Load `update` while `rolling`, rollouts just submitted to all slots, is in flight; abort them some steps later.
+
+    Returns seconds, and the share of rollouts whose tokens have the right versions. The exchange is what the engine reports.
+    """
     state = await engine.state()
     slots, old, untold = state.slots, state.version, int(getattr(engine, "max_unreported", 0))
     load, between = 0.0, {}
@@ -77,7 +66,7 @@ async def update_in_flight(
         and are_in_order(rollout, old=old, new=update.version, before=before[rollout.id], after=between[rollout.id] + untold)
         for rollout in rollouts
     ]
-    return Update(load, swap, still, usual, sum(right) / len(right))
+    return {LOAD: load, SWAP: swap, STILL: still, USUAL: usual, IN_ORDER: sum(right) / len(right)}
 
 
 def are_in_order(rollout: Rollout, *, old: int, new: int, before: int, after: int) -> bool:
@@ -103,7 +92,7 @@ async def _sample(engine: Engine, tokens: int, rolling: asyncio.Future[list[Roll
     while (await engine.state()).tokens < until:
         if rolling.done():
             rolling.result()  # raises their error
-            raise RolloutsEndedEarly("all rollouts ended before the update did: this machine is too slow for it, or too busy")
+            raise RuntimeError("all rollouts ended before the update did: this machine is too slow for it, or too busy")
         await asyncio.sleep(_POLL_SECONDS)
 
 

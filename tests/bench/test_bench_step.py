@@ -6,11 +6,8 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-import os
-import subprocess
 import sys
 import threading
-import time
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -20,7 +17,7 @@ from headrace.bench import measure as measuring, step, step_trl
 from headrace.bench.child import PeerFailed
 from headrace.bench.harness import run_parts
 from headrace.bench.loads import write_random_model
-from headrace.bench.measure import GpuMemory, role_of
+from headrace.bench.measure import GpuMemory
 from headrace.bench.step import (
     LENGTHS,
     OwnLengths,
@@ -33,11 +30,10 @@ from headrace.bench.step import (
     settings_of,
     step_rows,
     variants,
-    with_lengths,
 )
 from headrace.bench.step_trl import TrlSteps, measure_steps
 from headrace.config import make_recipe
-from headrace.records import Rollout
+from headrace.records import Rollout, Sampling
 
 PLAN = dataclasses.replace(make_plan("cpu", quick=True), steps=1, orchestrate="inline")
 
@@ -53,7 +49,7 @@ def test_figures_are_medians_and_shares_of_all_steps(capsys):
         row(2.0, tokens=100, lag=0.5, engine__decode=2.0, engine__wait_gate=0.0, trainer__compute=2.0, scorer__wait=2.0),
         row(4.0, tokens=100, lag=0.0, engine__decode=1.0, engine__wait_gate=3.0, trainer__compute=4.0, scorer__wait=4.0),
     ]
-    assert budget_of(seen) == {("engine", "decode"): 0.5, ("engine", "wait-gate"): 0.5, ("trainer", "compute"): 1.0}
+    assert budget_of(seen) == {"engine, decode": 0.5, "engine, wait-gate": 0.5, "trainer, compute": 1.0}
     plan = make_plan("cuda", quick=False)
     peers = Peers(rates={"TRL": 10.0})
     rows = {r.name.removeprefix("x: "): r for r in step_rows(plan, Variant("x", {}), seen, peers=peers)}
@@ -69,30 +65,27 @@ def test_every_variant_is_a_valid_recipe():
     found = variants()
     assert {"in-turn", "in-turn-asleep", "lag-1", "lag-2", "in-turn-long-tail", "lag-2-long-tail"} <= found.keys()
     for variant in found.values():
-        settings = settings_of(PLAN, variant)
-        recipe = make_recipe(settings)
+        recipe = make_recipe(settings_of(PLAN, variant, "builtin:tiny"))
         assert recipe.staleness.max_lag == variant.max_lag and recipe.sampling.min_tokens == 0
         assert recipe.steps == PLAN.warmups + PLAN.steps + variant.max_lag
 
 
 def test_a_task_says_how_much_each_sibling_draws():
-    plan = dataclasses.replace(PLAN, completions=80, prompt_tokens=6, steps=-1)
-    tasks = with_lengths(plan.make_tasks(), siblings=4, mean=40, cap=128)
+    plan = dataclasses.replace(PLAN, completions=40, siblings=4, prompt_tokens=6, steps=-1, tokens=40, cap=128)
+    tasks = plan.make_tasks(has_tail=True)
     assert len({task["prompt"] for task in tasks}) == 50 and all(len(task["prompt"].split()) == 6 for task in tasks)
     lengths = np.array([task[LENGTHS] for task in tasks])
     assert lengths.shape == (50, 4) and lengths.max() <= 128 and 25 < lengths.mean() < 50 and len(set(lengths[0])) > 1
     asked = []
 
     class FakeClient:
-        episode, group = "g0/2", "g0"
+        episode, group, index, sampling = "g0/2", "g0", 2, Sampling()
 
         def prompt(self, prompt):
             return Rollout.from_prompt([1, 2], id="g0/2", group="g0", index=2)
 
-        def limit(self, max_tokens):
-            asked.append(max_tokens)
-
         async def generate(self, rollout):
+            asked.append(self.sampling.max_tokens)
             return rollout
 
     episode = asyncio.run(OwnLengths().run(tasks[0], FakeClient()))
@@ -147,40 +140,23 @@ def test_completions_that_end_early_are_no_figure():
 
 def test_memory_is_what_was_taken_since_it_began(monkeypatch):
     gib, used, is_seen = 1 << 30, [3, 5, 9, 4], threading.Event()
-    processes = [SimpleNamespace(pid=1, usedGpuMemory=2 * gib), SimpleNamespace(pid=2, usedGpuMemory=7 * gib)]
 
-    def info(handle):
+    def used_bytes():
         if len(used) == 1:
             is_seen.set()
-        return SimpleNamespace(used=(used.pop(0) if len(used) > 1 else used[0]) * gib)
+        return (used.pop(0) if len(used) > 1 else used[0]) * gib
 
-    fake = SimpleNamespace(
-        nvmlDeviceGetHandleByIndex=lambda index: index,
-        nvmlDeviceGetMemoryInfo=info,
-        nvmlDeviceGetComputeRunningProcesses=lambda handle: processes,
-    )
-    monkeypatch.setattr(measuring, "_nvml", lambda: fake)
+    monkeypatch.setattr(measuring, "_used_bytes", used_bytes)
     monkeypatch.setattr(measuring, "_EVERY", 0.001)
-    monkeypatch.setattr(measuring, "role_of", {1: "trainer", 2: None}.get)
     with GpuMemory() as memory:
         assert is_seen.wait(10)
-    assert memory.peak == 6.0 and memory.peak_of == {"trainer": 2.0}
-    monkeypatch.setattr(measuring, "_nvml", lambda: None)
+    assert memory.peak == 6.0
+    monkeypatch.setattr(measuring, "_used_bytes", lambda: None)
     with GpuMemory() as nothing:
         pass
     assert nothing.peak is None and step.memory_rows(Variant("x", {}), nothing, peers=Peers()) == []
-    row, of_trainer = step.memory_rows(Variant("x", {}), memory, peers=Peers(peaks={"TRL": 99.2}))
-    assert (row.goal, row.peers, of_trainer.goal) == ("≤ 99.2", {"TRL": 99.2}, "")
-
-
-def test_a_process_of_a_run_is_known_by_its_name():
-    command = [sys.executable, "-c", "import sys; sys.stdin.read()", "headrace.launch.child", "trainer"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
-        deadline = time.monotonic() + 10
-        while role_of(process.pid) != "trainer" and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert role_of(process.pid) == "trainer" and role_of(os.getpid()) is None and role_of(2**30) is None
-        process.stdin.close()
+    (row,) = step.memory_rows(Variant("x", {}), memory, peers=Peers(peaks={"TRL": 99.2}))
+    assert (row.goal, row.peers) == ("≤ 99.2", {"TRL": 99.2})
 
 
 @pytest.mark.parametrize(

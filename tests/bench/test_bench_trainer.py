@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from headrace.bench import trainer, trainer_head, trainer_speed
-from headrace.bench.harness import Row
 from headrace.bench.loads import (
     MEDIUM,
     build_words,
@@ -26,7 +25,7 @@ from headrace.bench.loads import (
 from headrace.bench.measure import MIB, peak_bytes
 from headrace.bench.trainer_head import HeadLoad, Paths, head_rows, make_mask
 from headrace.bench.trainer_peers import PaddedLoop
-from headrace.bench.trainer_speed import Speed, Turn, compare, flops_of, packing_fill, speed_rows
+from headrace.bench.trainer_speed import Speed, compare, flops_of, packing_fill, speed_rows
 from headrace.cli import main
 from headrace.model.head import Head
 from headrace.model.load import load_tokenizer
@@ -42,7 +41,7 @@ SHAPE = {
     "num_key_value_heads": 1,
     "head_dim": 16,
 }
-MIX = Speed.long_tail(9, 4, median=12, cap=60, budget=64, most_tokens=0, turns=1, goal="≥ 2.5")
+MIX = Speed.long_tail(9, 4, median=12, cap=60, budget=64, mini_batch=8, turns=1, goal="≥ 2.5")
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +67,8 @@ def test_the_padded_loop_gives_our_gradient_however_it_is_cut(folder):
     batch = make_on_policy_batch(ours, rollouts, advantages=np.linspace(-1, 1, len(rollouts)).tolist())
     ours.forward_backward(batch)
     gradient = gradient_of(ours)
-    for most_tokens, by_length in ((0, False), (0, True), (70, False)):
-        loop = PaddedLoop(folder, dtype="float32", device="cpu", mini_batch=4, most_tokens=most_tokens)
+    for mini_batch, by_length in ((4, False), (4, True), (1, False)):
+        loop = PaddedLoop(folder, dtype="float32", device="cpu", mini_batch=mini_batch)
         loop.forward_backward(batch, by_length=by_length)
         assert relative_difference(gradient, loop.gradient()) < 1e-5
     ours.optim_step(0.0)
@@ -90,16 +89,6 @@ def test_a_gradient_is_read_where_it_is_held():
         relative_difference({}, {"a": torch.ones(1)})
 
 
-def test_a_mini_batch_is_halved_until_it_fits(folder):
-    loop = PaddedLoop(folder, dtype="float32", device="cpu", mini_batch=4, most_tokens=40)
-    rollouts = make_rollouts([8, 8, 8, 30, 60], prompt_tokens=4, vocabulary=97)
-    batch = make_on_policy_batch(
-        make_trainer(folder, dtype="float32", device="cpu", micro_batch_tokens=64), rollouts, advantages=[1.0] * 5
-    )
-    assert loop._halved(batch, [0, 1, 2]) == [[0, 1, 2]]
-    assert loop._halved(batch, [0, 1, 2, 3]) == [[0, 1], [2], [3]] and loop._halved(batch, [4]) == [[4]]
-
-
 def test_arithmetic_is_counted_once_for_a_tied_embedding(folder):
     attention = 32 * 2 * 16 + 2 * 32 * 1 * 16 + 2 * 16 * 32
     weights = 97 * 32 + 2 * (attention + 3 * 32 * 64 + 2 * 32 + 2 * 16) + 32
@@ -109,8 +98,8 @@ def test_arithmetic_is_counted_once_for_a_tied_embedding(folder):
 def test_speed_is_of_medians(capsys):
     speed = Speed.documents(1000, 100, turns=3, warmups=1, has_peer=True, goal="≥ 0.45")
     turns = {
-        "ours": [Turn(1.0, 1.0), Turn(2.0, 0.5), Turn(9.0, 0.1)],
-        "transformers": [Turn(4.0, 1.0)] * 3,
+        "ours": [(1.0, 1.0), (2.0, 0.5), (9.0, 0.1)],
+        "transformers": [(4.0, 1.0)] * 3,
     }
     rows = {row.name.removeprefix(f"{speed.name}: "): row for row in speed_rows(speed, turns, flops=989e12)}
     assert rows["forward and backward"].value == 500 and rows["forward and backward"].peers == {"transformers": 250}
@@ -142,7 +131,7 @@ def test_a_long_tail_is_measured_against_both_orders(folder):
     rows = {row.name.removeprefix(f"{MIX.name}: "): row for part in parts for row in part}
     assert rows["whole step"].peers.keys() == MIX.peers.keys() and rows["whole step"].value > 0
     assert rows["whole step ÷ padded, as they come"].goal == "≥ 2.5" and rows["whole step ÷ padded, by length"].goal == ""
-    lengths = Speed.long_tail(2001, 4, median=300, cap=100_000, budget=64, most_tokens=0, turns=1).lengths
+    lengths = Speed.long_tail(2001, 4, median=300, cap=100_000, budget=64, mini_batch=8, turns=1).lengths
     assert statistics.median(lengths) - MIX.prompt_tokens == pytest.approx(300, rel=0.1)
 
 
@@ -156,7 +145,7 @@ def test_a_sampling_mask_holds_the_target_and_no_token_twice():
     mask = make_mask(targets, vocabulary=97, device="cpu")
     for row, target in enumerate(targets):
         ids = mask.ids[mask.offsets[row] : mask.offsets[row + 1]].tolist()
-        assert ids == sorted(set(ids)) and target in ids and 30 <= len(ids) <= 70 and max(ids) < 97
+        assert ids == sorted(set(ids)) and target in ids and len(ids) == 50 and max(ids) < 97
 
 
 @pytest.mark.parametrize("case", trainer_head.CASES)
@@ -181,20 +170,6 @@ def test_the_heads_rows_are_ratios_of_medians():
     seconds, memory = {"": [1.0, 3.0, 2.0], "full logits": [4.0]}, {"": int(MIB), "full logits": 40 * int(MIB)}
     rows = head_rows("x", seconds, memory, memory_goal="≤ 0.05")
     assert [row.value for row in rows] == [2000, 0.5, 1, 0.025] and rows[1].goal == "≤ 1" and rows[3].goal == "≤ 0.05"
-
-
-def test_full_logits_that_do_not_fit_are_measured_with_half_the_rows(monkeypatch, capsys):
-    seen = []
-
-    def measured(load, case, **_):
-        seen.append(load.rows)
-        if load.rows > 32:
-            raise torch.OutOfMemoryError("no")
-        return [Row(f"{load.name}{case}", 1.0, "ms")]
-
-    monkeypatch.setattr(trainer_head, "_measure_case", measured)
-    parts = list(trainer_head.measure(HeadLoad(64, 97, 16, "float32", "cpu", turns=1, sequence=8)))
-    assert seen == [64, 32] * 3 and len(parts) == 3 and "full logits do not fit; 32 rows instead" in capsys.readouterr().out
 
 
 def test_peaks_are_of_the_action_alone():

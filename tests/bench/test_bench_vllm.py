@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from vllm_server import MISSING, VARIABLES, vllm_python
 
-from headrace.bench.vllm_update import are_in_order, update_in_flight
+from headrace.bench.vllm_update import IN_ORDER, LOAD, STILL, SWAP, USUAL, are_in_order, update_in_flight
 from headrace.cli import main
 from headrace.engine.native.core import EngineCore
 from headrace.engine.native.engine import NativeEngine
@@ -75,7 +75,7 @@ def test_an_update_is_seen_with_rollouts_in_flight(tiny_model: str) -> None:
             seen = await update_in_flight(engine, update, asyncio.gather(*asked), timeline=timeline)
         finally:
             engine.close()
-        assert seen.in_order == 1 and 0 < seen.swap <= seen.load and seen.usual > 0 and seen.still > 0
+        assert seen[IN_ORDER] == 1 and 0 < seen[SWAP] <= seen[LOAD] and seen[USUAL] > 0 and seen[STILL] > 0
 
     asyncio.run(measure())
 
