@@ -74,7 +74,7 @@ class RewardFunction:
         self.required: list[str] = [name for name in needed if name not in GIVEN]
         """Task columns it cannot be called without."""
         self._is_batched = bool(self._names & {"prompts", "completions"})
-        self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+        self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
         if not self._is_batched and "completion" not in self._names and not self._takes_all:
             raise RewardError(
                 f"reward {self.name!r} takes ({', '.join(sorted(self._names))}); write f(prompt, completion, **row) or "
@@ -93,7 +93,7 @@ class RewardFunction:
 
         A batch that times out in a thread is split too, but with one attempt per sample, a quarter of the timeout for each and
         one timeout for all: one sample that hangs does not fail the others, and four that hang end the batch."""
-        threads = None if self._is_async else workers
+        threads = None if self.is_async else workers
         timeout = deadline if threads is None else threads.timeout
         limit, budget = timeout, math.inf
         if self._is_batched and len(samples) > 1:
@@ -119,7 +119,7 @@ class RewardFunction:
         self, batches: Sequence[Sequence[Sample]], threads: RewardWorkers | None, *, limit: float, budget: float = math.inf
     ) -> Sequence[list[Result] | Failure | TimedOut]:
         """Call the function once with each batch."""
-        if self._is_async:
+        if self.is_async:
             return await asyncio.gather(*(self._finish(batch, limit) for batch in batches))
         if threads is not None:
             tried = await threads.map(self._try, batches, name=self.name, limit=limit, budget=budget)

@@ -58,7 +58,9 @@ class RewardScorer:
         calls = (
             function.score(samples, attempts=attempts, deadline=timeout, workers=self._workers) for function, _ in self._rewards
         )
-        columns = await asyncio.gather(*calls)
+        is_elsewhere = self._workers is not None or any(function.is_async for function, _ in self._rewards)
+        # What is computed right here is awaited here: as tasks, other roles would run within the scorer's time.
+        columns = await asyncio.gather(*calls) if is_elsewhere else [await call for call in calls]
         scored = []
         for episode, *results in zip(episodes, *columns, strict=True):
             outcome, parts = self._outcome(results)
