@@ -1,6 +1,6 @@
 """How new weights get into a server by its weight-transfer interface: in which order it is told, and what ends with what.
 
-The other end of the transfer itself is in `test_vllm_nccl.py`, and on a GPU in the contract suite.
+The other end of the transfer itself is in `test_vllm_nccl_broadcast.py`, and on a GPU in the contract suite.
 """
 
 from __future__ import annotations
