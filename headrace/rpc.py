@@ -246,8 +246,8 @@ class Listener:
                 del self._expected[name, channel]
                 arrived.set_result(stream)
                 is_admitted = True
-        except (OSError, TimeoutError, frames.WireError, LookupError, TypeError):
-            pass  # closed below
+        except (OSError, TimeoutError, asyncio.CancelledError, frames.WireError, LookupError, TypeError):
+            pass  # closed below; this task ends here, and asyncio logs one that is cancelled
         finally:
             self._greeting.discard(task)
             if not is_admitted:

@@ -7,7 +7,6 @@ second. The string under each field is its documentation, also in `--help`.
 from __future__ import annotations
 
 import ast
-import copy
 import dataclasses
 import difflib
 import inspect
@@ -93,8 +92,8 @@ def build(cls: type[T], data: Mapping[str, Any], *, origin: Origin = Origin(), p
 
 def apply_overrides(data: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of nested `data` with dotted keys set; a number in a path is an index into a list of tables."""
-    result: dict[str, Any] = copy.deepcopy(dict(data))
-    for path, value in copy.deepcopy(dict(overrides)).items():
+    result: dict[str, Any] = _copy(dict(data))
+    for path, value in _copy(dict(overrides)).items():
         *parents, last = path.split(".")
         node: Any = result
         for depth, part in enumerate(parents):
@@ -108,6 +107,13 @@ def apply_overrides(data: Mapping[str, Any], overrides: Mapping[str, Any]) -> di
         else:
             node[last] = value
     return result
+
+
+def _copy(value: Any) -> Any:  # noqa: ANN401
+    """Sections and lists are copied; a user's own objects, such as a dataset, are not."""
+    if isinstance(value, dict):
+        return {key: _copy(item) for key, item in value.items()}
+    return [_copy(item) for item in value] if isinstance(value, list) else value
 
 
 def parse_override(argument: str) -> tuple[str, Any]:
@@ -132,6 +138,8 @@ def to_dict(settings: Any) -> dict[str, Any]:  # noqa: ANN401  (any settings dat
 def _plain(value: object) -> object:
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return dict(value)
     return to_dict(value) if dataclasses.is_dataclass(value) else value
 
 

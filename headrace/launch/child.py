@@ -1,7 +1,8 @@
 """What an engine or trainer process runs: `python -m headrace.launch.child`.
 
-It imports what it needs, waits for its `Order` (one line on stdin), and answers the launcher's calls until the control stream
-closes or the heartbeats stop. It receives settings and names, never code. Its output goes to the role's log.
+It imports what it needs, waits for its `Order` (the first line on stdin, where heartbeats follow), and answers the launcher's
+calls until the control stream closes or the heartbeats stop. It receives settings and names, never code. Its output goes to the
+role's log.
 """
 
 from __future__ import annotations

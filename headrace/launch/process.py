@@ -130,6 +130,9 @@ class RoleProcess:
         self._status: int | None = None
         self._last_words: RemoteError | None = None
         """The error it reported before it ended."""
+        self._is_read = asyncio.Event()
+        """Nothing more comes from its control stream."""
+        self._is_read.set()
         self.ended = asyncio.Event()
         self.lost = asyncio.Event()
         """It ended, one of its streams closed, or it was given up."""
@@ -169,6 +172,8 @@ class RoleProcess:
                 self.give_up(f"has not connected for {deadline:g} s (deadline)")
             raise await self.explain()
         peer = self.streams[channel] = Peer(arriving.result(), notices={"failed": self._take_last_words, **notices})
+        if channel == "control":
+            self._is_read.clear()
         return peer
 
     async def read(self, peer: Peer) -> None:
@@ -184,6 +189,8 @@ class RoleProcess:
             self.give_up(f"sent what cannot be read: {error}")
         finally:
             self.close_streams()
+            if peer is self.streams.get("control"):
+                self._is_read.set()
 
     async def ping(self, seconds: float) -> dict[str, Any] | None:
         """The report of its timeline; None if it does not answer."""
@@ -235,10 +242,12 @@ class RoleProcess:
         return RoleFailed(f"{self.name} failed: {error}{where}\n  log {self.log}")
 
     async def explain(self) -> Exception:
-        """Why it is lost. Waits a moment for its exit status."""
+        """Why it is lost. Waits a moment for its exit status, and for the error it may have reported before."""
         if not self.verdict:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.ended.wait(), _END_SECONDS)
+                async with asyncio.timeout(_END_SECONDS):
+                    await self.ended.wait()
+                    await self._is_read.wait()
         if self._last_words is not None:
             return self.failed(self._last_words)
         ended = "closed its stream"

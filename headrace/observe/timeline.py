@@ -103,7 +103,8 @@ class Timeline:
         try:
             yield
         finally:
-            self._note(BESIDE + what, start, time.perf_counter())
+            with self._lock:
+                self._note(BESIDE + what, start, time.perf_counter())
 
     async def wait(self, state: str, signal: Signal) -> None:
         """Wait for the signal in `state`. From when it is set until this coroutine runs, the role is descheduled."""

@@ -54,11 +54,14 @@ def check_reward(
     for function, weight in rewards:
         with _watched(timeout):
             outcomes = asyncio.run(_score(subject, function, row, answers, settings))
-        failures = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, InfraAbort)}
-        if failures:
-            name, failure = next(iter(failures.items()))
-            shown = f"{name} ({answers[name]!r})" + (f" and {len(failures) - 1} more" if len(failures) > 1 else "")
-            yield _failed(failure.reason, shown, is_inline=recipe.is_inline)
+        failed_on: defaultdict[str, list[str]] = defaultdict(list)
+        for name, outcome in outcomes.items():
+            if isinstance(outcome, InfraAbort):
+                failed_on[outcome.reason].append(name)
+        for reason, names in failed_on.items():
+            shown = f"{names[0]} ({answers[names[0]]!r})" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+            yield _failed(reason, shown, is_inline=recipe.is_inline)
+        if failed_on:
             return
         values = {name: outcome.reward for name, outcome in outcomes.items() if isinstance(outcome, Scored)}
         for name, value in values.items():

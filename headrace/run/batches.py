@@ -56,6 +56,8 @@ class StartedBatch:
     """The publication of the next version, if it was requested together with the steps."""
     seen: list[dict[str, float]] = field(default_factory=list)
     """The metrics of the steps, once they are trained."""
+    rejected: float = 0.0
+    """The share of rollouts rejected, of those trained or rejected since the version before."""
     evaluation: Evaluation | None = None
     completed: float | None = None
     """When any evaluation that was due was done and metrics can be written, by `time.perf_counter`."""

@@ -158,6 +158,9 @@ async def leg(run: Run) -> AsyncIterator[None]:
         failure = first_failure(failures)
         if not isinstance(failure, _LegOver):
             raise failure from failure.__cause__
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():  # by a second interrupt, which the task group keeps to itself
+            raise asyncio.CancelledError from None
 
 
 async def run_loops(run: Run) -> None:

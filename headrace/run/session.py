@@ -67,7 +67,7 @@ class Session:
         self.policy = self.run.policies[POLICY]
         self._saved_version = -1
         self._counts = self.policy.ledger.counts()
-        """The ledger's, when metrics were last written."""
+        """The ledger's, when a version was last trained."""
         self._trainer_peak = 0
         self._is_all_tied = False
         self._unwritten: deque[StartedBatch] = deque()
@@ -100,6 +100,9 @@ class Session:
         self.progress.seconds_rl += time.perf_counter() - self._last_moment
 
     def _on_trained(self, policy: PolicyState, started: StartedBatch) -> None:
+        before, self._counts = self._counts, policy.ledger.counts()
+        trained, rejected = (self._counts[state] - before[state] for state in ("trained", "rejected"))
+        started.rejected = rejected / max(trained + rejected, 1)
         self.progress.skipped_steps += sum(bool(step.get("skipped", 0.0)) for step in started.seen)
         self._trainer_peak = max(self._trainer_peak, *(int(step.get("memory_peak", 0.0)) for step in started.seen))
         self._unwritten.append(started)
@@ -165,17 +168,15 @@ class Session:
 
     def _write_version(self, started: StartedBatch, seconds: float) -> None:
         version = started.version + 1
-        before, self._counts = self._counts, self.policy.ledger.counts()
-        new = {state: self._counts[state] - before[state] for state in ("trained", "rejected")}
         metrics = {
             **self.progress.count(started, seconds=seconds),
-            "rejected": new["rejected"] / max(sum(new.values()), 1),
+            "rejected": started.rejected,
             "occupancy": self.observer.occupancy,
             **self.policy.sync_metrics,
             **{f"held/{name}": held for name, held in self.roles.versions().items()},
             "engine/memory_peak": self.roles.engine_peak(),
             **trainer_metrics(started.seen, memory_peak=self._trainer_peak),
-            **{f"rollouts/{name}": count for name, count in self._counts.items()},
+            **{f"rollouts/{name}": count for name, count in self.policy.ledger.counts().items()},
             **({} if started.evaluation is None else started.evaluation.metrics),
         }
         self._warn_if_tied(version, int(metrics["tied_groups"]), len(started.groups))

@@ -14,6 +14,7 @@ from headrace.envs import CallLimit, EngineClient
 from headrace.observe import Signal
 from headrace.partial import engines_take_turns
 from headrace.records import Sampling
+from headrace.run.metrics import NotFiniteGradient
 from headrace.run.policy import PolicyState, max_generate_calls
 from headrace.settings import ConfigError
 
@@ -244,6 +245,8 @@ class Run:
                     started = policy.started[0]
                     started.seen = [await step for step in started.steps]
                     self.settle_trained(policy, started)
+                    with contextlib.suppress(NotFiniteGradient):  # the failure elsewhere is the one to report
+                        policy.skipped.check(started)
         except BaseException:
             policy.return_groups()
             raise

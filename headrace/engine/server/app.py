@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from headrace.engine.protocol import PromptTooLong
+from headrace.engine.protocol import PromptTooLong, UnusablePrompt
 from headrace.engine.server.body import ApiError, Body, bad, check_token_ids
 from headrace.engine.server.completion import Completion
 from headrace.engine.server.metrics import Metrics
@@ -301,8 +301,9 @@ def explain(error: Exception) -> ApiError:
         return ApiError(error.status, error.text or error.reason)
     if isinstance(error, web.RequestPayloadError):
         return ApiError(400, "the body cannot be read: it is not what its Content-Encoding or Transfer-Encoding says")
-    if isinstance(error, PromptTooLong):
-        return ApiError(400, str(error), param="prompt", code="context_length_exceeded")
+    if isinstance(error, UnusablePrompt):
+        code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
+        return ApiError(400, str(error), param="prompt", code=code)
     _log.error("a request failed", exc_info=error)
     return ApiError(500, f"the server failed: {type(error).__name__}")
 

@@ -116,7 +116,7 @@ class CompletionRequest:
 
     def sampling_of(self, prompt: tuple[int, ...], sibling: int, context: int) -> Sampling:
         """The sampling of one choice: its own seed, and as many tokens as the context has room for."""
-        max_tokens = min(self.sampling.max_tokens, context - len(prompt))
+        max_tokens = min(self.sampling.max_tokens, max(1, context - len(prompt)))  # a prompt that is only scored may fill it
         seed = (self.sampling.seed + sibling + _SEEDS) % (2 * _SEEDS) - _SEEDS
         min_tokens = min(self.sampling.min_tokens, max_tokens)
         return dataclasses.replace(self.sampling, max_tokens=max_tokens, min_tokens=min_tokens, seed=seed)

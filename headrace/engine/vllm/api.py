@@ -190,10 +190,15 @@ class VllmApi:
         """Tell it how weights will come. Called once, before the first update."""
         await self._post("/init_weight_transfer_engine", {"init_info": told}, seconds=_UPDATE_SECONDS)
 
-    async def update_weights(self, told: Mapping[str, Any]) -> None:
-        """New weights over its weight-transfer interface. Only while it is paused."""
+    # New weights over its weight-transfer interface, only while it is paused
+
+    async def start_update(self) -> None:
         await self._post("/start_weight_update", seconds=_UPDATE_SECONDS)
+
+    async def update_weights(self, told: Mapping[str, Any]) -> None:
         await self._post("/update_weights", {"update_info": told}, seconds=_UPDATE_SECONDS)
+
+    async def finish_update(self) -> None:
         await self._post("/finish_weight_update", seconds=_UPDATE_SECONDS)
 
     async def name_version(self, name: str) -> None:

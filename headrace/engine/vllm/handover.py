@@ -117,7 +117,9 @@ class IpcHandover(Handover):
         self._update = {**described(tensors.items()), "ipc_handles_pickled": _written(rebuilt)}
 
     async def hand_over(self, api: VllmApi) -> None:
+        await api.start_update()
         await api.update_weights(self._update)
+        await api.finish_update()
 
     def close(self) -> None:
         self._held, self._update = [], {}

@@ -150,13 +150,17 @@ class NcclHandover(Handover):
 
     async def hand_over(self, api: VllmApi) -> None:
         told = self.update_info(self._tensors)
+        await api.start_update()
         await self._together(api.update_weights(told), functools.partial(self.send, self._tensors))
+        await api.finish_update()
 
     async def _together(self, asking: Awaitable[None], sending: Callable[[], None]) -> None:
-        """The server answers when it has received everything. If it fails, the sender would wait for it."""
+        """The server answers when it has received everything. If one side fails, the other would wait for it."""
+        answer = asyncio.ensure_future(asking)
         try:
-            await asyncio.gather(asking, asyncio.to_thread(sending))
+            await asyncio.gather(answer, asyncio.to_thread(sending))
         except BaseException as error:
+            answer.cancel()
             await asyncio.to_thread(self.close, f"the server ended it: {error}")
             raise
 

@@ -44,10 +44,11 @@ class Outgoing:
     def end(self, reason: str) -> None:
         """End a push that runs, and tell receivers that wait for one."""
         self.ended = reason
-        while not self.arrivals.empty():
-            visit = self.arrivals.get()
-            visit.send(over=reason)
-            visit.channel.close()
+        with contextlib.suppress(queue.Empty):  # a push takes from it too
+            while True:
+                visit = self.arrivals.get_nowait()
+                visit.send(over=reason)
+                visit.channel.close()
 
 
 @dataclass(eq=False)

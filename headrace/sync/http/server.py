@@ -208,6 +208,7 @@ class ServedBuffers:
     def close(self) -> None:
         with self.changed:
             self._is_closed = True
+            self.changed.notify_all()
             for buffer in list(self.held.values()):
                 self.drop(buffer)
             self._spare.clear()
