@@ -27,7 +27,7 @@ from headrace.bench.child import Child
 from headrace.bench.harness import Row, run_parts
 from headrace.bench.loads import QWEN3_0_6B, SMALL, SMOLLM2_135M
 from headrace.bench.measure import seconds_of, wait
-from headrace.model import Arena, StagedWeights, held_tensors, named_tensors, served_dtype
+from headrace.model import Arena, StagedWeights, held_tensors, served_dtype
 from headrace.sync import Lineage, TransportConfig, WeightSync, is_pushed, make_transport, shared_folder
 
 if TYPE_CHECKING:
@@ -122,9 +122,7 @@ class Paths:
             )
         for _, child in self._ends.values():  # they start in parallel
             child.hear()
-        self._has_ipc = "cuda_ipc" in self._ends
-        """If so, the weights are in memory that the other process can read, and are offered in place."""
-        self._arena = self._ends["cuda_ipc"][0].adopt(self._model) if self._has_ipc else Arena.adopt(self._model)
+        self._arena = Arena.adopt(self._model)  # as a trainer's
         self._other = self._arena.like()
         self.num_bytes = self._arena.num_bytes
         return self
@@ -161,7 +159,7 @@ class Paths:
 
         wait(self._device)
         started = time.perf_counter()
-        update = sync.offer(version, self._arena if self._has_ipc else named_tensors(self._model), on_read=on_read)
+        update = sync.offer(version, self._arena, on_read=on_read)
         offered = time.perf_counter()
         sending = threading.Thread(target=sync.send, args=(update, [_NAME])) if is_pushed(update) else None
         if sending is not None:
@@ -171,8 +169,8 @@ class Paths:
             sending.join()
         ended = time.perf_counter()
         sync.release(update)
-        pack = 0.0 if name == "cuda_ipc" else read_at - started
-        return {"publish": ended - started - parts["swap"], "offer": offered - started, "pack": pack, **parts}
+        own = {"publish": ended - started - parts["swap"], "offer": offered - started, "pack": read_at - started}
+        return {**own, **parts}
 
     def _send_all(self, child: Child) -> float:
         """Seconds to send as many bytes over a bare socket."""

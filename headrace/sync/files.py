@@ -49,7 +49,6 @@ class FilesTransport(BufferedTransport[TorchBuffer]):
     name = "files"
     crosses_hosts = True
     uses_folder = True
-    keeps_buffers = False
 
     def __init__(self, *, folder: Path, prefix: str, deadline: float) -> None:
         super().__init__(TorchBuffer)

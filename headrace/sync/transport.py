@@ -82,7 +82,6 @@ class Transport(ABC):
     is_pushed: ClassVar[bool] = False  # the sender must `push` while receivers `fetch`
     uses_folder: ClassVar[bool] = False  # updates are in `sync.folder`. If a run is killed, the next one removes them.
     listens: ClassVar[bool] = False  # the sender listens on `sync.host`
-    keeps_buffers: ClassVar[bool] = True  # receivers read the buffer from `allocate`, so a model's own weights may live in it
 
     @classmethod
     @abstractmethod

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from headrace.errors import SyncError
-from headrace.model import Arena, Inspector, allocate_bytes, arena_bytes, describe, lay_out
+from headrace.model import Arena, Inspector, arena_bytes, describe, lay_out
 from headrace.records import Part, WeightUpdate
 from headrace.sync.full import FullPayload
 from headrace.sync.table import payload_class
@@ -23,7 +23,7 @@ from headrace.sync.table import payload_class
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from headrace.model import Slot, StagingBuffer
     from headrace.records import Manifest
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from headrace.sync.transport import Target, Transport
 
     Weights = Mapping[str, Tensor] | Arena
-
-_ADOPTED = "adopted"  # the transport's key for an adopted arena
 
 
 class WeightSync:
@@ -50,8 +48,6 @@ class WeightSync:
         self._offered: dict[str, WeightUpdate] = {}  # by key: updates on the transport
         self._newest: WeightUpdate | None = None  # the last one released, which late engines catch up to
         self._caught_up: WeightUpdate | None = None  # all weights, made for a late engine and reused for others
-        self._adopted: Arena | None = None  # weights that receivers read in place
-        self._on_read: dict[str, Callable[[], None]] = {}  # by key: called when receivers no longer read adopted weights
         self._lock = threading.RLock()
         self._stream: torch.cuda.Stream | None = None
 
@@ -61,23 +57,6 @@ class WeightSync:
         return self._transport.relay_url
 
     # The sender's end
-
-    def adopt(self, model: nn.Module) -> Arena:
-        """Move a model's weights into an arena, if possible in memory that receivers can read, to publish without a copy."""
-        is_readable = False
-
-        def allocate(num_bytes: int, device: torch.device) -> Tensor:
-            nonlocal is_readable
-            buffer = self._transport.allocate(_ADOPTED, num_bytes)
-            is_readable = buffer.device == device and self._transport.keeps_buffers
-            return buffer if is_readable else allocate_bytes(num_bytes, device)
-
-        arena = Arena.adopt(model, allocate)
-        if is_readable:
-            self._adopted = arena
-        else:
-            self._transport.free(_ADOPTED)
-        return arena
 
     @torch.no_grad()
     def offer(
@@ -89,8 +68,7 @@ class WeightSync:
         on_read: Callable[[], None] = lambda: None,
     ) -> WeightUpdate:
         """Read the current weights and make them ready to be fetched. The trainer calls this when a version is trained. Calls
-        `on_read` as soon as the weights may change: before this returns or, if receivers read an adopted arena in place, when
-        the update is released or aborted. `whole` forbids a delta, as in every retry."""
+        `on_read` as soon as the weights may change, before this returns. `whole` forbids a delta, as in every retry."""
         key = f"{version}-{next(self._attempts)}"
         weights = tensors if isinstance(tensors, Arena) else dict(tensors)
         device = _device(weights)
@@ -107,8 +85,6 @@ class WeightSync:
                     buffer = self._copied(key, body)
                     if image is weights:
                         on_read()
-                elif image is self._adopted:
-                    self._on_read[key] = on_read
                 return self._post(key, buffer, version=version, base=base, manifest=manifest, slots=layout.slots)
         except BaseException:
             self._free(key)
@@ -129,7 +105,6 @@ class WeightSync:
                 return
             self._newest = self._offered[key]
             self._payload.released(self._newest, key)
-            self._let_change(key)
             kept = {self._own_key(each) for each in (*self._payload.kept(), self._newest)}
             for earlier in itertools.takewhile(lambda other: other != key, list(self._offered)):
                 if earlier not in kept:
@@ -197,10 +172,8 @@ class WeightSync:
 
     def _pack(self, layout: _Layout, weights: Weights, key: str) -> tuple[Arena, Tensor | None]:
         """Return the image, and the transport's buffer if the image is in it: if the image itself travels and the buffer is on
-        the weights' device. An adopted arena is its own image, and so is an arena whose buffer is on another device."""
+        the weights' device. An arena whose buffer is on another device is its own image."""
         if self._payload.sends_image:
-            if isinstance(weights, Arena) and weights is self._adopted:
-                return weights, weights.memory
             buffer = self._transport.allocate(key, layout.num_bytes)
             if buffer.device.type == _device(weights).type:
                 image = _view(buffer, layout.slots)
@@ -225,10 +198,7 @@ class WeightSync:
     ) -> WeightUpdate:
         """`base` is the base version if the buffer holds a delta."""
         name = FullPayload.name if base is None else self._payload.name
-        if self._adopted is not None and buffer is self._adopted.memory:
-            place = self._transport.post(_ADOPTED, self._adopted.views)
-        else:
-            place = self._transport.post(key, _view(buffer, slots).views if base is None else {name: buffer})
+        place = self._transport.post(key, _view(buffer, slots).views if base is None else {name: buffer})
         update = WeightUpdate(
             policy=self._policy,
             lineage=self.lineage.id,
@@ -248,11 +218,6 @@ class WeightSync:
     def _free(self, key: str) -> None:
         self._offered.pop(key, None)
         self._transport.free(key)
-        self._let_change(key)
-
-    def _let_change(self, key: str) -> None:
-        if on_read := self._on_read.pop(key, None):
-            on_read()
 
     @contextlib.contextmanager
     def _side_stream(self, device: torch.device) -> Iterator[None]:
