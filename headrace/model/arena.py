@@ -76,7 +76,8 @@ class Arena:
             raise ArenaError(f"allocate({num_bytes}, {device}) must give so many bytes of uint8 at a multiple of {ALIGNMENT}")
         self.flat = {dtype: self.memory[start:stop].view(dtype) for dtype, (start, stop) in regions.items()}
         for slot in set(self.slots.values()):
-            self.flat[slot.dtype][slot.stop : slot.end].zero_()
+            if slot.stop < slot.end:  # each of these is a kernel launch
+                self.flat[slot.dtype][slot.stop : slot.end].zero_()
         self.views = {name: self.flat[slot.dtype][slot.start : slot.stop].view(slot.shape) for name, slot in slots.items()}
 
     @classmethod

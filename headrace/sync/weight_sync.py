@@ -81,11 +81,13 @@ class WeightSync:
                     on_read()
                 manifest = layout.hash(image)
                 body, base = self._payload.encode(image, version=version, key=key, whole=whole)
+                views: Mapping[str, Tensor] = image.views
                 if buffer is None:
                     buffer = self._copied(key, body)
+                    views = _view(buffer, layout.slots).views if base is None else {self._payload.name: buffer}
                     if image is weights:
                         on_read()
-                return self._post(key, buffer, version=version, base=base, manifest=manifest, slots=layout.slots)
+                return self._post(key, buffer, version=version, base=base, manifest=manifest, views=views)
         except BaseException:
             self._free(key)
             raise
@@ -130,7 +132,8 @@ class WeightSync:
                 key = f"{newest.version}-{next(self._attempts)}"
                 with self._side_stream(missed.device):
                     buffer = self._copied(key, missed.memory)
-                made = self._post(key, buffer, version=newest.version, base=None, manifest=newest.manifest, slots=missed.slots)
+                views = _view(buffer, missed.slots).views
+                made = self._post(key, buffer, version=newest.version, base=None, manifest=newest.manifest, views=views)
                 self._caught_up = made
             return [made]
 
@@ -194,11 +197,11 @@ class WeightSync:
         return buffer
 
     def _post(
-        self, key: str, buffer: Tensor, *, version: int, base: int | None, manifest: Manifest, slots: Mapping[str, Slot]
+        self, key: str, buffer: Tensor, *, version: int, base: int | None, manifest: Manifest, views: Mapping[str, Tensor]
     ) -> WeightUpdate:
         """`base` is the base version if the buffer holds a delta."""
         name = FullPayload.name if base is None else self._payload.name
-        place = self._transport.post(key, _view(buffer, slots).views if base is None else {name: buffer})
+        place = self._transport.post(key, views)
         update = WeightUpdate(
             policy=self._policy,
             lineage=self.lineage.id,
