@@ -150,9 +150,13 @@ class NcclHandover(Handover):
 
     async def hand_over(self, api: VllmApi) -> None:
         told = self.update_info(self._tensors)
-        await api.start_update()
-        await self._together(api.update_weights(told), functools.partial(self.send, self._tensors))
-        await api.finish_update()
+        try:
+            await api.start_update()
+            await self._together(api.update_weights(told), functools.partial(self.send, self._tensors))
+            await api.finish_update()
+        except BaseException as error:
+            await asyncio.to_thread(self.close, f"the server ended it: {error}")
+            raise
 
     async def _together(self, asking: Awaitable[None], sending: Callable[[], None]) -> None:
         """The server answers when it has received everything. If one side fails, the other would wait for it."""
