@@ -84,6 +84,8 @@ def encode(value: object) -> bytes:
         if type(item) in _FIELDS:
             fields = {name: getattr(item, name) for name in _FIELDS[type(item)]}
             return msgpack.ExtType(_RECORD, msgpack.packb([type(item).__name__, fields], default=extension))
+        if isinstance(item, int):
+            raise WireError(f"{item} does not fit in 64 bits")
         raise WireError(f"a {type(item).__name__} does not travel")
 
     with wire_errors("cannot be encoded"):

@@ -9,10 +9,13 @@ import time
 import uuid
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
+
 from headrace.engine.protocol import Increment
+from headrace.engine.request import append_call
 from headrace.engine.server.text import TextReader, decode
 from headrace.engine.server.tool_calls import ToolCallReader
-from headrace.records import FinishReason, Rollout
+from headrace.records import Call, FinishReason, Rollout
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
@@ -114,7 +117,9 @@ class Choice:
     ) -> None:
         which, sibling = divmod(index, request.num_choices)
         self.finish_reason: FinishReason | None = None
-        self.token_ids: list[int] = []  # sampled so far
+        self.token_ids: list[int] = []  # this and the next two: sampled so far
+        self._logprobs: list[float] = []
+        self._versions: list[int] = []
         self._index, self._prompt = index, request.prompts[which]
         self._sampling = request.sampling_of(self._prompt, sibling, served.context)
         self._num_calls = 0
@@ -139,10 +144,29 @@ class Choice:
         self._tokens: list[tuple[int, float | None, int]] = []  # with their logprobs and versions
 
     def rest(self) -> tuple[Rollout, Sampling]:
-        """What is left to generate. What was sampled is part of its prompt: the numbers that sampling uses depend on the seed
-        and the position alone."""
+        """What is left to generate: the prompt, or what was interrupted, which engines resume before they start new calls."""
         num_done, sampling = len(self.token_ids), self._sampling
-        rollout = Rollout.from_prompt([*self._prompt, *self.token_ids], id=uuid.uuid4().hex, index=self._index)
+        rollout = Rollout.from_prompt(list(self._prompt), id=uuid.uuid4().hex, index=self._index)
+        if num_done:
+            start, now = len(rollout), time.time()
+            call = Call(
+                start=start,
+                stop=start + num_done,
+                engine="",
+                sampling=sampling,
+                finish_reason=FinishReason.ABORT,
+                started=now,
+                finished=now,
+            )
+            rollout = append_call(
+                rollout,
+                call,
+                token_ids=np.asarray(self.token_ids, np.int32),
+                logprobs=np.asarray(self._logprobs, np.float32),
+                versions=np.asarray(self._versions, np.int32),
+                policy=rollout.policy,
+                lineage=rollout.lineage,
+            )
         num_left, min_left = sampling.max_tokens - num_done, max(0, sampling.min_tokens - num_done)
         return rollout, dataclasses.replace(sampling, max_tokens=num_left, min_tokens=min_left)
 
@@ -170,6 +194,8 @@ class Choice:
             self._num_calls += len(calls)
         self._text += text
         self.token_ids += part.token_ids[:num_used]
+        self._logprobs += part.logprobs[:num_used]
+        self._versions += part.versions[:num_used]
         self._tokens += list(zip(part.token_ids, part.logprobs, part.versions, strict=True))[:num_used]
 
     @property

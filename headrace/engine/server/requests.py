@@ -74,7 +74,7 @@ class CompletionRequest:
             self.prompts, self.prompt_texts = _prompts(body, served)
             self.echo = body.take("echo", bool, False)
             logprobs = body.take("logprobs")
-            if logprobs not in (None, 0, 1) or isinstance(logprobs, bool):
+            if logprobs is not None and (type(logprobs) is not int or logprobs not in (0, 1)):
                 raise unsupported("logprobs", "must be 0 or 1: only the sampled token's logprob is recorded")
             self.logprobs = logprobs is not None
         self.num_choices = body.number("n", 1, low=1, high=MAX_CHOICES)  # per prompt
@@ -90,7 +90,7 @@ class CompletionRequest:
         options = body.take("stream_options")
         if options is not None and not self.stream:
             raise bad("stream_options", "is only for stream = true")
-        stream_options = Body(check(options or {}, dict, "stream_options"))
+        stream_options = Body(check({} if options is None else options, dict, "stream_options"))
         self.include_usage: bool = stream_options.take("include_usage", bool, False)
         stream_options.end({"include_obfuscation": (...,)})
         self.return_token_ids: bool = body.take("return_token_ids", bool, False)

@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 
 _SHORT = 60.0  # seconds for a quick call
 _UPDATE_SECONDS = 1800.0  # for a large model to load new weights
+_SCORE_SECONDS = 600.0
 _CONNECT_SECONDS = 60.0  # a server whose interpreter is busy accepts connections late
 _RETRY_SECONDS = 0.1  # before the one retry of a GET that could not connect
+_LONGEST_LINE = 64 << 20  # bytes of a stream's event: those with the whole vocabulary's logprobs are long
 _MISSING = 1e-3  # the most probability that may lie outside a sampling mask before it counts as incomplete
 _LOST = -9998.0  # vLLM writes -9999 for minus infinity and for NaN
 _GENERATE = "/inference/v1/generate"
@@ -158,7 +160,7 @@ class VllmApi:
         it)."""
         sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": -1 if whole else 0, "detokenize": False}
         body = {"token_ids": token_ids, "cache_salt": salt, "sampling_params": sampling}
-        async with self._call("POST", _GENERATE, body=body, seconds=_UPDATE_SECONDS) as answer:
+        async with self._call("POST", _GENERATE, body=body, seconds=_SCORE_SECONDS) as answer:
             rows = (await answer.json())["prompt_logprobs"][1:]
             told = [{int(token): float(entry["logprob"]) for token, entry in row.items()} for row in rows]
             values = [0.0, *(row[token] for row, token in zip(told, token_ids[1:], strict=True))]
@@ -281,6 +283,8 @@ async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
     unread = b""
     async for chunk in content.iter_any():
         *lines, unread = (unread + chunk).split(b"\n")
+        if len(unread) > _LONGEST_LINE:
+            raise aiohttp.ClientPayloadError(f"an event of more than {_LONGEST_LINE >> 20} MiB")
         for line in lines:
             if line.startswith(b"data:"):
                 data = line[5:].strip()

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 _POLL = 0.25
 _ENDING = 25.0  # seconds: more than `server_keeper` takes to end a server that ignores SIGTERM
+_ATTEMPTS = 3  # to find a port that nobody else takes in between
+_PORT_TAKEN = re.compile(r"address already in use|Errno 98", re.IGNORECASE)
 _TAIL = 64 << 10  # bytes of a log that are searched for the reason
 _REASON = re.compile(r"^(?:\(\w[^)]*\)\s*)?(?:\w+\.)*(?:\w*(?:Error|Exception)|pydantic_core\S*): .+")
 
@@ -51,6 +53,24 @@ async def start(
     environment: Mapping[str, str] | None = None,
 ) -> VllmServer:
     """Run `vllm serve` on loopback, with a token of its own; returns once it answers. `python` has vLLM."""
+    for attempts_left in reversed(range(_ATTEMPTS)):
+        try:
+            return await _start(model, arguments, python=python, log=log, seconds=seconds, environment=environment)
+        except VllmError as error:
+            if not attempts_left or not _PORT_TAKEN.search(str(error)):
+                raise
+    raise AssertionError
+
+
+async def _start(
+    model: str,
+    arguments: Sequence[str],
+    *,
+    python: str,
+    log: Path,
+    seconds: float,
+    environment: Mapping[str, str] | None,
+) -> VllmServer:
     package = await asyncio.to_thread(find_vllm, python)
     token = secrets.token_urlsafe(32)
     variables = {
