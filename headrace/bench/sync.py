@@ -49,7 +49,7 @@ _NAME = "engine-0"
 def run(*, quick: bool, json_file: Path | None, model: str | None = None) -> int:
     """`--quick` sends a small model. Only on a CPU is the delta of `model` measured."""
     is_on_gpu = torch.cuda.is_available()
-    device = str(torch.device("cuda", torch.cuda.current_device())) if is_on_gpu else "cpu"
+    device = "cuda" if is_on_gpu else "cpu"
     parts: dict[str, Part] = {
         "publish": lambda: _publish(device, quick=quick),
         "delta": lambda: [sync_delta.measure(model=None if is_on_gpu else model, quick=quick, device=device)],
