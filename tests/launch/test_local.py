@@ -284,11 +284,15 @@ def test_what_is_trained_when_something_else_fails_is_kept(tmp_path):
     assert not children() and not leftovers()
 
 
-def test_modules_in_the_working_directory_do_not_stand_in_for_the_librarys(tmp_path, monkeypatch):
+def test_processes_find_the_modules_that_the_launcher_finds(tmp_path, monkeypatch):
+    """One in the working directory does not stand in for the library's. PYTHONPATH could not name a folder with a colon."""
     (tmp_path / "queue.py").write_text("raise RuntimeError('not this one')")
+    (tmp_path / "at 12:30").mkdir()
+    (tmp_path / "at 12:30" / "colon_loss.py").write_text(SLOW_LOSS)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", [path for path in sys.path if path])
-    assert local_run(tmp_path / "run", steps=1, held_out=None).summary["status"] == "finished"
+    monkeypatch.setattr("sys.path", [*(path for path in sys.path if path), str(tmp_path / "at 12:30")])
+    result = local_run(tmp_path / "run", steps=1, held_out=None, train={"loss": "colon_loss:slow"})
+    assert result.summary["status"] == "finished"
 
 
 # Weights on their way
