@@ -100,19 +100,20 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "serve",
         help="serve a model over an OpenAI-compatible HTTP API",
         description="Serve a model's completions and chats over an OpenAI-compatible HTTP API.",
-        epilog="Prefer HEADRACE_API_TOKEN and HEADRACE_CONTROL_TOKEN to the options, which every user's process list shows.",
+        epilog="Tokens come from HEADRACE_API_TOKEN and HEADRACE_CONTROL_TOKEN, or from files; options show in process lists.",
     )
     serve.add_argument("model", metavar="MODEL", help="a Hugging Face folder or hub name, or builtin:tiny (untrained)")
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on; all but loopback need an API token")
     serve.add_argument("--port", type=int, default=8000, help="port to listen on; 0: any free one")
     serve.add_argument("--slots", type=int, default=64, help="completions decoded at once; more wait")
+    serve.add_argument("--queue", type=int, default=1024, help="completions that may wait; what is more is refused with a 429")
     serve.add_argument("--context", type=int, default=0, help="most tokens of prompt and completion; 0: the model's own limit")
     serve.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of weights and computation")
     serve.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: a GPU if there is one")
     serve.add_argument("--threads", type=int, default=0, help="CPU threads of torch; 0: one per core")
     serve.add_argument("--name", help="what clients call the model (default: MODEL)")
-    serve.add_argument("--api-token", help="clients must send it (default: HEADRACE_API_TOKEN)")
-    serve.add_argument("--control-token", help="gives access to /control (default: HEADRACE_CONTROL_TOKEN)")
+    serve.add_argument("--api-token-file", type=Path, help="holds what clients must send (default: HEADRACE_API_TOKEN)")
+    serve.add_argument("--control-token-file", type=Path, help="gives access to /control (default: HEADRACE_CONTROL_TOKEN)")
     serve.set_defaults(run=_serve)
 
 
@@ -221,11 +222,10 @@ def _token_text(folder: Path) -> Any:  # noqa: ANN401  (a function from token id
 def _serve(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
     from headrace.engine import bind
 
-    api_token = options.api_token or os.environ.get("HEADRACE_API_TOKEN") or None
-    control_token = options.control_token or os.environ.get("HEADRACE_CONTROL_TOKEN") or None
+    api_token, control_token = _token(options.api_token_file, "API"), _token(options.control_token_file, "CONTROL")
     if api_token is not None and api_token == control_token:
         raise ConfigError("the API token and the control token are the same; a client's token must not give access to /control")
-    for name, least in (("slots", 1), ("context", 0), ("threads", 0)):
+    for name, least in (("slots", 1), ("queue", 0), ("context", 0), ("threads", 0)):
         if getattr(options, name) < least:
             raise ConfigError(f"--{name} {getattr(options, name)}: must be ≥ {least}")
     if options.model.startswith((".", "/", "~")) and not Path(options.model).exists():
@@ -234,13 +234,27 @@ def _serve(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
 
     from headrace.launch import ServeOptions, serve
 
-    given = {name: getattr(options, name) for name in ("model", "slots", "context", "dtype", "device", "threads")}
+    names = ("model", "host", "slots", "queue", "context", "dtype", "device", "threads")
+    given = {name: getattr(options, name) for name in names}
     how = ServeOptions(**given, name=options.name or options.model, api_token=api_token, control_token=control_token)
     try:
         return serve(how, listener)
     except RuntimeError as error:
         print(f"headrace: {error}", file=sys.stderr)
         return 1
+
+
+def _token(file: Path | None, kind: str) -> str | None:
+    """From the file, else from the environment."""
+    if file is None:
+        return os.environ.get(f"HEADRACE_{kind}_TOKEN") or None
+    try:
+        token = file.read_text().strip()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--{kind.lower()}-token-file {file}: it cannot be read: {error}") from error
+    if not token:
+        raise ConfigError(f"--{kind.lower()}-token-file {file}: it is empty; put the token in it")
+    return token
 
 
 if __name__ == "__main__":

@@ -31,8 +31,10 @@ if TYPE_CHECKING:
 
 _HELLO_BYTES = 4096
 _HELLO_SECONDS = 30.0
-_LONGEST_UNIX_PATH = 100
-"""Bytes; Linux allows 108."""
+_LONGEST_UNIX_PATH = 103
+"""Bytes; Linux allows 107."""
+_LONGEST_SOCKET_NAME = "/headrace-0000000-00000000-000000/00000000-0000-0000-0000-000000000000"
+"""A vLLM server's; our own are shorter."""
 _HIGH_WATER = 4 << 20
 _READ_AHEAD = 4 << 20
 _CLOSED = "the other end closed the stream"
@@ -186,7 +188,7 @@ class Peer:
 
 def socket_place() -> Path:
     """The parent of socket folders: the system's temporary folder, or /tmp if that path is too long for a socket."""
-    is_short = len(tempfile.gettempdir()) < _LONGEST_UNIX_PATH - len("/headrace-0000000-00000000-00000000/s")
+    is_short = len(tempfile.gettempdir()) < _LONGEST_UNIX_PATH - len(_LONGEST_SOCKET_NAME)
     return Path(tempfile.gettempdir() if is_short else "/tmp")
 
 

@@ -95,6 +95,8 @@ def test_no_secret_is_taken_or_shown() -> None:
         {"vllm__token_variable": "sk-secret"},
         {"vllm__arguments": {"api_key": "secret"}},
         {"vllm__arguments": {"hf_token": "secret"}},
+        {"vllm__arguments": {"trust_remote_code": True}},
+        {"vllm__arguments": {"load_format": "pt"}},
     ):
         with pytest.raises(ConfigError, match=r"^engine\.vllm\.") as caught:
             vllm(**settings)

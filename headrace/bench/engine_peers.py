@@ -29,7 +29,9 @@ _VARIABLES = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1", "H
 
 def load_plain(folder: str, *, dtype: str, device: str) -> PreTrainedModel:
     """The model as transformers itself runs it."""
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="sdpa")
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=getattr(torch, dtype), attn_implementation="sdpa", use_safetensors=True, trust_remote_code=False
+    )
     return cast("PreTrainedModel", model.to(device).eval())
 
 
@@ -88,6 +90,7 @@ class VllmPeer(Child):
         if importlib.util.find_spec("vllm") is None:
             raise PeerFailed("vLLM: not installed here")
         settings = {"model": folder, "dtype": dtype, "max_model_len": context, "max_num_seqs": slots}
+        settings |= {"load_format": "safetensors", "trust_remote_code": False}
         super().__init__("vLLM", "headrace.bench.engine_peers:vllm_child", settings, log=log)
         told = self.hear(seconds=_START_SECONDS)
         self.settings = ", ".join(f"{name} = {value}" for name, value in told.items())

@@ -80,7 +80,7 @@ def train(order: dict[str, Any], orders: Iterator[Any]) -> Iterator[list[float]]
         def on_step_end(self, *_: Any, **__: Any) -> None:  # noqa: ANN401
             moments.append(time.perf_counter())
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(order["model"])
+    tokenizer: Any = AutoTokenizer.from_pretrained(order["model"], trust_remote_code=False)
     tokenizer.eos_token = tokenizer.pad_token  # TRL needs one; nothing ends a completion early
     tokens, is_on_gpu = order["tokens"], order["device"] == "cuda"
     with_vllm = {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3}

@@ -30,7 +30,9 @@ class PaddedLoop:
     """
 
     def __init__(self, folder: str, *, dtype: str, device: str, mini_batch: int) -> None:
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="sdpa", use_safetensors=True, trust_remote_code=False
+        )
         self._model = model.to(device).train()
         self._device, self._mini_batch = device, mini_batch
         self._is_narrow = dtype == "bfloat16"

@@ -33,6 +33,8 @@ class EnginePlace:
     """For the output of a server started for it."""
     folder: Path
     """Where to write new weights for a server that reads files."""
+    prefix: str = "headrace"
+    """Of names in shared places (`leftovers.py`)."""
     most_blocks: int = 0
     """The most KV blocks in use at once; 0 if unknown."""
 

@@ -165,6 +165,7 @@ class RoleWorker:
             receives_on=placement.receives_on,
             log=Path(placement.log).with_suffix(f".{recipe.engine.kind}.log"),
             folder=order.transport.handover(order.name),
+            prefix=order.transport.prefix,
             most_blocks=most_blocks,
         )
         opened = await engine_kind(recipe.engine).open(recipe, model, place, sync=sync, timeline=self._timeline)
@@ -198,7 +199,9 @@ def main() -> None:
         os.dup2(nothing.fileno(), 0)  # only this process reads the heartbeats
         line = pipe.readline()
         if line:  # empty if the launcher ended before sending the order
-            asyncio.run(_run(Order.read(line), pipe.fileno()))
+            order = Order.read(line)
+            sys.path += [entry for entry in order.import_path if entry not in sys.path]
+            asyncio.run(_run(order, pipe.fileno()))
 
 
 async def _run(order: Order, pipe: int) -> None:

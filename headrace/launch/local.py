@@ -148,6 +148,7 @@ class LocalProcesses:
             transport=self._transport,
             silence=SILENT_HEARTBEATS * self._recipe.heartbeat,
             deadline=self._recipe.deadline,
+            import_path=[entry or os.getcwd() for entry in sys.path],
         )
         process.handle.order(order)
         self._newest[name] = process.handle

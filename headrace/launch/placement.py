@@ -58,6 +58,8 @@ class Order:
     """Seconds without a heartbeat after which the process ends itself."""
     deadline: float
     """Seconds it then waits for a training step without progress, or for saving, before it kills itself."""
+    import_path: list[str]
+    """The launcher's `sys.path`. PYTHONPATH, which the process starts with, cannot hold folders with a colon in their name."""
 
     def line(self) -> str:
         return json.dumps(asdict(self)) + "\n"

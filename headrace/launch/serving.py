@@ -37,7 +37,9 @@ class ServeOptions:
 
     model: str
     name: str
+    host: str
     slots: int
+    queue: int
     context: int
     dtype: str
     device: str
@@ -106,6 +108,8 @@ async def _serve(options: ServeOptions, core: EngineCore, tokenizer: PreTrainedT
         served,
         api_token=options.api_token,
         control_token=options.control_token,
+        host=options.host,
+        max_choices=options.slots + options.queue,
         probe=lambda: engine.between_steps(lambda: None),
     )
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         context_limit,
         has_experts,
         hidden_states,
+        lacks_safetensors,
         load_config,
         load_generation,
         load_model,

@@ -1,15 +1,19 @@
-"""Loads a model and its tokenizer, and rejects by name, before anything runs, what cannot be served exactly."""
+"""Loads a model and its tokenizer, and rejects by name, before anything runs, what cannot be served exactly.
+
+Weights are read from safetensors alone, since pickles run code as they load, and a model's own code is never run.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-from transformers.utils import logging as transformers_logging
+from transformers.utils import SAFE_WEIGHTS_NAME, logging as transformers_logging
 
 from headrace.model import attention
 from headrace.model.arena import held_tensors
@@ -31,10 +35,21 @@ class ModelError(ValueError):
     """The model does not exist or cannot be served; the message says why."""
 
 
+def lacks_safetensors(path: str) -> ModelError:
+    """The error for a model whose weights are missing, or pickled."""
+    load = f"AutoModelForCausalLM.from_pretrained({path!r}, use_safetensors=False, trust_remote_code=False)"
+    target = path if Path(path).is_dir() else "converted"
+    script = f"from transformers import AutoModelForCausalLM; {load}.save_pretrained({target!r})"
+    return ModelError(
+        f"model.path = {path!r}: it could not be loaded, for it has no weights in safetensors files. Pickled ones (.bin, .pt) "
+        f"can run code as they load, and are refused; if you trust them, convert them: python -c {shlex.quote(script)}"
+    )
+
+
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """The tokenizer in a folder or on the hub."""
     with _explained(path, "tokenizer"):
-        tokenizer = cast("PreTrainedTokenizerBase", AutoTokenizer.from_pretrained(path))
+        tokenizer = cast("PreTrainedTokenizerBase", AutoTokenizer.from_pretrained(path, trust_remote_code=False))
     if len(tokenizer) <= len(tokenizer.added_tokens_decoder):  # transformers makes an empty one if files are missing
         raise ModelError(f"model.path = {path!r}: there is no tokenizer with it; put tokenizer.json beside the weights")
     return tokenizer
@@ -46,13 +61,13 @@ def load_generation(path: str) -> GenerationConfig:
         try:
             return GenerationConfig.from_pretrained(path)
         except OSError:  # no such file: transformers falls back on the model's config
-            return GenerationConfig.from_model_config(AutoConfig.from_pretrained(path))
+            return GenerationConfig.from_model_config(AutoConfig.from_pretrained(path, trust_remote_code=False))
 
 
 def load_config(path: str) -> Any:  # noqa: ANN401  (transformers' configs share no typed surface)
     """The config in a folder or on the hub, checked by `check_config`."""
     with _explained(path, "model"):
-        config = AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         check_config(config, path)
     return config
 
@@ -66,7 +81,9 @@ def load_model(path: str, *, dtype: str = "float32", device: str = "cpu", exact:
         with _explained(path, "model"):
             # Have mismatches listed rather than raised: transformers' error does not name them.
             told: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-            loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), **told)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                path, dtype=getattr(torch, dtype), use_safetensors=True, trust_remote_code=False, **told
+            )
     finally:
         if shows_progress:
             transformers_logging.enable_progress_bar()
@@ -236,5 +253,9 @@ def _explained(path: str, what: str) -> Iterator[None]:
         if isinstance(error, ModelError):
             raise
         place = "the folder does not exist, and it" if not Path(path).exists() else "it"
+        if isinstance(error, OSError) and SAFE_WEIGHTS_NAME in str(error):
+            raise lacks_safetensors(path) from error
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if "trust_remote_code" in str(error):  # transformers' advice is to set it
+            reason = "it needs Python code of its own (auto_map), which is never run; name a model that transformers itself has"
         raise ModelError(f"model.path = {path!r}: {place} could not be loaded as a {what}: {reason}") from error

@@ -76,10 +76,18 @@ def check_reward_names(subject: Subject, recipe: Recipe) -> Iterator[Finding]:
         where = "" if isinstance(error, SyntaxError) else f" (in {frames[-1].filename}:{frames[-1].lineno})"
         yield Finding("problem", f"reward: {in_words(error)}{where}", "correct the file that is named")
         return
+    subject.rewards = rewards
+
+
+@check("recipe", fix="correct the columns of the tasks")
+def check_columns(subject: Subject, recipe: Recipe) -> Iterator[Finding]:
+    """Reserved names, even if the rewards could not be imported, and what the rewards take."""
+    rewards, subject.rewards = subject.rewards, []  # stays so if columns are missing: calling them would only repeat that
     functions = [function for function, _ in rewards]
     check_task_columns(subject.sources, functions)
     check_task_columns(subject.held_out, functions, kind="held-out ")
-    subject.rewards = rewards  # not if columns are missing: calling them would only repeat that
+    subject.rewards = rewards
+    return iter(())
 
 
-CHECKS: tuple[Check, ...] = (check_recipe, check_tasks, check_held_out, check_warmup, check_reward_names)
+CHECKS: tuple[Check, ...] = (check_recipe, check_tasks, check_held_out, check_warmup, check_reward_names, check_columns)

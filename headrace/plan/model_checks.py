@@ -15,7 +15,16 @@ from transformers.utils.versions import require_version
 from headrace.engine import stop_tokens
 from headrace.envs import PromptEncoder
 from headrace.launch import UserInputs, check_settings, count_parameters, longest_prompt, special_stops
-from headrace.model import ModelError, ModelShape, config_limit, load_config, load_generation, load_tokenizer, tiny
+from headrace.model import (
+    ModelError,
+    ModelShape,
+    config_limit,
+    lacks_safetensors,
+    load_config,
+    load_generation,
+    load_tokenizer,
+    tiny,
+)
 from headrace.plan.doctor import Finding, check, size
 
 if TYPE_CHECKING:
@@ -75,9 +84,9 @@ def check_model(subject: Subject, recipe: Recipe) -> Iterator[Finding]:
 
 
 def _count_in_config(path: str, config: Any) -> int:  # noqa: ANN401  (transformers' configs share no typed surface)
-    """The parameters of a model that is not on disk, or not as safetensors."""
-    if Path(path).is_dir() and not list(Path(path).glob("*.bin")):
-        raise ModelError(f"model.path = {path!r}: there are no weights in the folder")
+    """The parameters of a model that is not on disk."""
+    if Path(path).is_dir():
+        raise lacks_safetensors(path)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     return sum(parameter.numel() for parameter in model.parameters())

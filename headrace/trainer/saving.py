@@ -51,7 +51,7 @@ def _state(model: PreTrainedModel, optimizer: FlatAdamW) -> dict[str, Tensor]:
 
 def load(model: PreTrainedModel, optimizer: FlatAdamW, folder: Path) -> None:
     transformers_logging.disable_progress_bar()
-    theirs = dict(named_tensors(type(model).from_pretrained(folder, dtype=torch.float32)))
+    theirs = dict(named_tensors(type(model).from_pretrained(folder, dtype=torch.float32, use_safetensors=True)))
     state = load_file(folder / OPTIMIZER_FILE)
     optimizer.load_weights({**theirs, **{name: tensor for name, tensor in state.items() if name in optimizer.names}})
     with torch.no_grad():

@@ -145,12 +145,38 @@ def test_a_port_that_is_taken_is_said_before_a_model_loads(capsys, no_model) -> 
         (("builtin:tiny", "--context", "-1"), "--context -1: must be ≥ 0"),
         (("builtin:tiny", "--port", "70000"), "between 0 and 65535"),
         (("builtin:tiny", "--host", "no.such.host.invalid"), "--host no.such.host.invalid"),
-        (("builtin:tiny", "--api-token", "same", "--control-token", "same"), "are the same"),
+        (("builtin:tiny", "--queue", "-1"), "--queue -1: must be ≥ 0"),
+        (("builtin:tiny", "--api-token-file", "absent"), "--api-token-file absent: it cannot be read: [Errno 2] No such file"),
+        (("builtin:tiny", "--control-token-file", os.devnull), f"--control-token-file {os.devnull}: it is empty"),
     ],
 )
 def test_a_mistake_is_answered_in_one_line(capsys, no_model, arguments, message) -> None:
     code, said = run(capsys, *arguments)
     assert code == 2 and said.startswith("headrace: ") and said.count("\n") == 1 and message in said
+
+
+def test_two_tokens_that_are_the_same_are_refused(capsys, no_model, tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "token").write_text("same-secret\n")
+    monkeypatch.setenv("HEADRACE_CONTROL_TOKEN", "same-secret")
+    code, said = run(capsys, "builtin:tiny", "--api-token-file", str(tmp_path / "token"))
+    assert code == 2 and "are the same" in said and "secret" not in said
+
+
+def test_tokens_come_from_files_or_the_environment_but_not_from_options(tmp_path: Path, monkeypatch) -> None:
+    """Options show in every user's process list."""
+    from headrace import launch
+
+    (tmp_path / "api").write_text("from-file\n")
+    monkeypatch.setenv("HEADRACE_API_TOKEN", "from-environment")
+    monkeypatch.setenv("HEADRACE_CONTROL_TOKEN", "control")
+    found = []
+    monkeypatch.setattr(launch, "serve", lambda how, listener: listener.close() or found.append(how) or 0)
+    for arguments in ((), ("--api-token-file", str(tmp_path / "api"))):
+        with pytest.raises(SystemExit) as ended:
+            main(["serve", "builtin:tiny", "--host", "127.0.0.9", "--port", "0", "--queue", "7", *arguments])
+        assert ended.value.code == 0
+    assert [(how.api_token, how.control_token) for how in found] == [("from-environment", "control"), ("from-file", "control")]
+    assert (found[0].host, found[0].queue) == ("127.0.0.9", 7)
 
 
 @pytest.mark.parametrize(

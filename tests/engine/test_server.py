@@ -614,6 +614,53 @@ def test_the_api_token_is_asked_for(run):
     run(check, api_token="secret", control_token="other")
 
 
+@pytest.mark.parametrize("path", ["/health", "/v1/models", "/metrics", "/control/state", "/absent"])
+def test_a_web_page_that_resolves_its_own_name_to_this_server_is_refused(run, path):
+    async def check(bench: Bench) -> None:
+        port = bench.url.rpartition(":")[2]
+        for host in ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", "192.0.2.1", "[", "localhost.evil"):
+            status, body = await bench.get(path, headers={"Host": host})
+            assert status == 403 and json.loads(body)["error"]["code"] == "host_not_allowed", host
+        for host in ("localhost", f"localhost:{port}", "LOCALHOST:1", f"127.0.0.1:{port}", f"[::1]:{port}", f"mine:{port}"):
+            assert "host_not_allowed" not in (await bench.get(path, headers={"Host": host}))[1], host
+
+    run(check, host="mine")
+
+
+def test_a_server_with_a_token_answers_to_every_name(run):
+    """As behind a proxy: no web page knows the token."""
+
+    async def check(bench: Bench) -> None:
+        headers = {"Host": "models.example", "Authorization": "Bearer secret"}
+        assert (await bench.get("/v1/models", headers=headers))[0] == 200
+
+    run(check, api_token="secret")
+
+
+def test_what_finds_the_queue_full_is_told_to_come_again(run):
+    async def check(bench: Bench) -> None:
+        await bench.engine.pause(Interrupt.KEEP)
+        waiting = [asyncio.create_task(bench.complete(max_tokens=2)) for _ in range(3)]
+        await bench.until(lambda state: state.running + state.waiting == 3)
+        for path in ("/v1/completions", "/v1/chat/completions"):
+            async with bench.http.post(bench.url + path, json={}) as response:
+                assert response.status == 429 and response.headers["Retry-After"] == "1"
+                error = (await response.json())["error"]
+                assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
+                assert "3 completions are decoded or waiting" in error["message"]
+        waiting.pop().cancel()
+        await bench.until(lambda state: state.running + state.waiting == 2)
+        with pytest.raises(openai.RateLimitError):
+            await bench.complete(n=2)
+        waiting.append(asyncio.create_task(bench.complete(max_tokens=2)))
+        await bench.engine.resume()
+        assert all(answer.choices for answer in await asyncio.gather(*waiting))
+        assert len((await bench.complete(n=5, max_tokens=1)).choices) == 5, "an idle server takes any request"
+        assert 'endpoint="/v1/completions",status="429"} 2' in (await bench.get("/metrics"))[1]
+
+    run(check, slots=1, max_choices=3)
+
+
 def test_control_is_closed_without_a_token_of_its_own(run):
     async def check(bench: Bench) -> None:
         for headers in ({}, {"Authorization": "Bearer secret"}, {"Authorization": "Bearer "}):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import socket
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from fake_vllm import NEW, OLD, Fake, serving
 
 from headrace.engine import UnusablePrompt
 from headrace.engine.protocol import EngineDied, NotFinite
-from headrace.engine.vllm import server_keeper
+from headrace.engine.vllm import server, server_keeper
 from headrace.engine.vllm.api import VllmApi, VllmError, VllmGone
 from headrace.engine.vllm.engine import Unsupported, VllmEngine
 from headrace.engine.vllm.handover import FolderHandover
@@ -532,6 +533,52 @@ def test_a_server_that_does_not_come_up_says_why(tmp_path, body, told):
     assert time.monotonic() - began < 25
 
 
+def test_what_a_server_leaves_in_its_temporary_folder_goes_with_it(tmp_path):
+    """vLLM removes neither its sockets nor its rendezvous files."""
+    python = tmp_path / "python"
+    body = """
+import os, socket, tempfile
+socket.socket(socket.AF_UNIX).bind(os.environ["VLLM_RPC_BASE_PATH"] + "/00000000-0000-0000-0000-000000000000")
+tempfile.mkstemp(prefix="vllm_dist_")
+print("ValueError:", tempfile.gettempdir(), sorted(os.listdir(tempfile.gettempdir())))
+sys.exit(1)
+"""
+    python.write_text(PRETENDER.format(python=sys.executable, body=body))
+    python.chmod(0o755)
+    with pytest.raises(VllmError) as failed:
+        asyncio.run(start("model", [], python=str(python), log=tmp_path / "server.log", seconds=60, prefix="headrace-1-mine"))
+    said = re.search(r"ValueError: (\S+) \['00000000-.*', 'vllm_dist_.*'\]", str(failed.value))
+    assert said and Path(said[1]).name.startswith("headrace-1-mine-") and not Path(said[1]).exists(), failed.value
+
+
+@pytest.mark.parametrize(
+    ("reasons", "tries"),
+    [
+        (["OSError: [Errno 98] Address already in use"], 2),
+        (["[Errno 98] error while attempting to bind"] * 2, 3),
+        (["OSError: address already in use"] * 3, 3),
+        (["ValueError: Head size 16 is not supported"], 1),
+    ],
+)
+def test_a_port_that_someone_else_took_in_between_is_tried_again_with_another(monkeypatch, tmp_path, reasons, tries):
+    asked, up = [], object()
+
+    async def fail_at_first(*given, **options):
+        asked.append((given, options))
+        if len(asked) <= len(reasons):
+            raise VllmError(f"vLLM did not start: {reasons[len(asked) - 1]}")
+        return up
+
+    monkeypatch.setattr(server, "_start", fail_at_first)
+    starting = start("model", ["--flag"], python="python", log=tmp_path / "log", seconds=1)
+    if tries > len(reasons):
+        assert asyncio.run(starting) is up
+    else:
+        with pytest.raises(VllmError, match=re.escape(reasons[-1])):
+            asyncio.run(starting)
+    assert len(asked) == tries and all(each == asked[0] for each in asked)
+
+
 STUBBORN = """
 import os, signal, subprocess, sys, time
 from multiprocessing.shared_memory import SharedMemory
@@ -553,18 +600,34 @@ def test_nothing_of_a_server_outlives_who_started_it(tmp_path):
     script.write_text(STUBBORN)
     keeper = tmp_path / "keep.py"  # with less patience
     keeper.write_text(Path(server_keeper.__file__).read_text().replace("_PATIENCE = 8.0", "_PATIENCE = 0.5"))
+    folder = tmp_path / "files"
+    command = [sys.executable, str(keeper), str(folder), sys.executable, str(script)]
     starter = f"""
-import subprocess, sys, time
-process = subprocess.Popen([sys.executable, {str(keeper)!r}, sys.executable, {str(script)!r}], stdin=subprocess.PIPE)
+import subprocess, time
+process = subprocess.Popen({command!r}, stdin=subprocess.PIPE)
 time.sleep(600)
 """
     with subprocess.Popen([sys.executable, "-c", starter], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         lines = [process.stdout.readline().split() for _ in range(2)]
         left = [Path("/proc", line[0]) for line in lines] + [Path("/dev/shm", *line[1:]) for line in lines if line[1:]]
-        assert len(left) == 3 and all(path.exists() for path in left)
+        left.append(folder)
+        assert len(left) == 4 and all(path.exists() for path in left)
         process.kill()
         until = time.monotonic() + 60
         while any(path.exists() for path in left) and time.monotonic() < until:
             time.sleep(0.05)
         assert not [path for path in left if path.exists()]
+
+
+def test_a_keeper_that_is_told_to_end_ends_its_server(tmp_path):
+    folder = tmp_path / "files"
+    script = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+    command = [sys.executable, server_keeper.__file__, str(folder), sys.executable, "-c", script]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as keeper:
+        assert keeper.stdout is not None
+        child = Path("/proc", keeper.stdout.readline().strip())
+        assert child.exists() and folder.exists()
+        keeper.terminate()
+        keeper.wait(30)
+        assert not child.exists() and not folder.exists()

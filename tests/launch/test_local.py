@@ -173,13 +173,17 @@ def test_a_slow_reward_stops_neither_generation_nor_training(tmp_path):
     assert during, "the engine stood still while the reward was computed"
 
 
-def test_what_fails_in_a_process_is_named_with_its_cause_and_log(tmp_path):
-    (tmp_path / "slow_loss.py").write_text(SLOW_LOSS)
+def test_what_fails_in_a_process_is_named_with_its_cause_and_log(tmp_path, monkeypatch):
+    """The process finds what the launcher finds, also in a folder that PYTHONPATH cannot name."""
+    place = tmp_path / "at 12:30"
+    place.mkdir()
+    (place / "broken_loss.py").write_text(SLOW_LOSS)
+    monkeypatch.setattr("sys.path", [*sys.path, str(place)])
     with pytest.raises(RoleFailed) as failed:
-        local_run(tmp_path / "run", train={"loss": f"{tmp_path / 'slow_loss.py'}:broken"}, held_out=None)
+        local_run(tmp_path / "run", train={"loss": "broken_loss:broken"}, held_out=None)
     text = str(failed.value)
     assert "trainer failed: ArithmeticError: a loss of the user's" in text
-    assert "slow_loss.py" in text and "broken" in text and str(tmp_path / "run" / "logs" / "trainer.log") in text
+    assert "broken_loss.py" in text and "broken" in text and str(tmp_path / "run" / "logs" / "trainer.log") in text
     assert not children() and not leftovers()
 
 

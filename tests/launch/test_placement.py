@@ -32,6 +32,7 @@ def test_an_order_arrives_as_it_was_given() -> None:
         transport=TransportConfig("files", "/ö", "headrace-17-ab", "127.0.0.2", "0" * 64, 60.0),
         silence=180.0,
         deadline=600.0,
+        import_path=["/a:b", "/ö"],
     )
     assert Order.read(order.line()) == order and order.line().count("\n") == 1
 

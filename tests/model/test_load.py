@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import json
+import os
+import shlex
 import shutil
 import threading
 from pathlib import Path
@@ -12,10 +16,20 @@ import torch
 from families import FAMILIES, make
 from safetensors.torch import load_file, save_file
 
+import headrace
 from headrace.cli import main
 from headrace.model.arena import held_tensors
 from headrace.model.attention import PackedContext
-from headrace.model.load import ModelError, hidden_states, load_model, narrow, prepare, served_dtype
+from headrace.model.load import (
+    ModelError,
+    hidden_states,
+    load_config,
+    load_model,
+    load_tokenizer,
+    narrow,
+    prepare,
+    served_dtype,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -83,6 +97,69 @@ def test_a_file_that_ends_early_is_refused(folder: Path) -> None:
     file.unlink()
     with pytest.raises(ModelError, match="could not be loaded"):
         load_model(str(folder))
+
+
+class Planted:
+    """Unpickled, it makes a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Callable[..., None], tuple[str]]:
+        return os.mkdir, (str(self.folder),)
+
+
+def test_pickled_weights_are_refused_unread_and_the_message_converts_them(folder: Path, tmp_path: Path, capsys) -> None:
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    file.unlink()
+    torch.save({**tensors, "planted": Planted(tmp_path / "run")}, folder / "pytorch_model.bin")
+    with pytest.raises(
+        ModelError, match=r"no weights in safetensors files.*if you trust them, convert them: python -c"
+    ) as refused:
+        load_model(str(folder))
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", str(folder), "--port", "0"])
+    assert ended.value.code == 2 and "convert them: python -c" in capsys.readouterr().err
+    torch.save(tensors, folder / "pytorch_model.bin")
+    python, option, script = shlex.split(str(refused.value).partition("convert them: ")[2])
+    assert (python, option) == ("python", "-c")
+    exec(script)
+    weights = dict(load_model(str(folder)).named_parameters())
+    assert all(torch.equal(weights[name], tensor) for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("load", [load_model, load_tokenizer, load_config])
+def test_code_that_comes_with_a_model_is_never_run(folder: Path, tmp_path: Path, load) -> None:
+    """Nor is the user asked whether it may, as transformers does."""
+    (folder / "own.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'run')!r})")
+    for name, auto in (("config", {"AutoConfig": "own.Config"}), ("tokenizer_config", {"AutoTokenizer": ["own.Own", None]})):
+        file = folder / f"{name}.json"
+        kind = {"model_type": "own"} if name == "config" else {"tokenizer_class": "Own"}
+        file.write_text(json.dumps({**json.loads(file.read_text()), **kind, "auto_map": auto}))
+    with pytest.raises(ModelError, match=r"needs Python code of its own \(auto_map\), which is never run"):
+        load(str(folder))
+    assert not (tmp_path / "run").exists()
+
+
+def test_every_load_in_the_package_is_explicitly_safe() -> None:
+    """A generation config is plain JSON; `trust_remote_code` is an argument of Auto classes."""
+    loads = []
+    for file in Path(headrace.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            called, where = ast.unparse(node.func), f"{file.name}:{node.lineno}"
+            told = {word.arg: ast.unparse(word.value) for word in node.keywords}
+            assert called not in ("pickle.load", "pickle.loads"), where
+            assert called != "torch.load" or told.get("weights_only") == "True", where
+            if not called.endswith(".from_pretrained") or called.startswith("GenerationConfig"):
+                continue
+            loads.append(called)
+            assert told.get("trust_remote_code") == "False" or not called.startswith("Auto"), where
+            assert told.get("use_safetensors") == "True" or called.startswith(("AutoTokenizer", "AutoConfig")), where
+    assert len(loads) >= 5
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -163,6 +163,14 @@ def test_a_column_that_the_reward_takes_and_no_task_has(recipe) -> None:
     assert "give the parameter solution a default value" in finding.fix
 
 
+@pytest.mark.parametrize("reward", [GOOD, "import math\nlimit = math.absent\n", "def other(completion):\n    return 1\n"])
+def test_a_reserved_column_is_named_also_if_the_reward_cannot_be_imported(recipe, reward) -> None:
+    findings = recipe.write(tasks=[{**row, "completion": "x"} for row in TASKS], reward=reward).examine()
+    problems = [finding for finding in findings if finding.level == "problem"]
+    assert len(problems) == (1 if reward == GOOD else 2), problems
+    assert "row 0" in problems[-1].what and "has a column 'completion'" in problems[-1].what
+
+
 def test_a_column_that_some_tasks_lack(recipe) -> None:
     lenient = "def reward(completion, **row):\n    return float(completion == row.get('answer'))\n"
     finding = only(recipe.write(tasks=[*TASKS, {"prompt": "?"}], reward=lenient).examine(), "warning")
@@ -345,7 +353,7 @@ def test_a_folder_of_which_no_weights_are_read(recipe, tmp_path, tiny_model) -> 
     counts = [f.what.split(": ")[1] for each in (findings, builtin) for f in each if f.what.startswith("model ")]
     assert len(counts) == 2 and counts[0] == counts[1]
     weights.unlink()
-    assert "there are no weights in the folder" in only(recipe.examine(model__path=str(folder)), "problem").what
+    assert "it has no weights in safetensors files" in only(recipe.examine(model__path=str(folder)), "problem").what
 
 
 @pytest.mark.parametrize(("template", "level"), [(STRIPPING, "warning"), (None, "problem")])

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from headrace.errors import SyncError
+from headrace.sync.collective.channel import accept
 from headrace.sync.collective.transport import CollectiveTransport
 
 DEADLINE = 1.5
@@ -412,6 +417,43 @@ def test_nothing_is_left_after_close(pool):
         assert (answer["names"], answer["after"]) == ([], answer["before"]), child.name
         child.process.stdin.close()
         assert child.process.wait(timeout=60) == 0
+
+
+def test_a_transport_that_nobody_holds_is_not_kept_until_the_exit():
+    transport = CollectiveTransport(**SETTINGS)
+    held = weakref.ref(transport)
+    del transport
+    gc.collect()
+    assert held() is None
+
+
+def test_reports_of_a_long_wait_do_not_fill_the_socket():
+    """A sender reads none before it pushes."""
+    end, told = CollectiveTransport(**{**SETTINGS, "deadline": 1000.0}), []
+    target = SimpleNamespace(num_bytes=1, views={}, check=lambda: None)
+
+    def fetch(place):
+        with pytest.raises(SyncError, match="enough"):
+            end.fetch(place, target, receiver="a")
+
+    def give_up():
+        raise SyncError("enough")
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        place = {"key": "k", "bytes": 1, "bucket": 1, "attempt": 1, "backend": "gloo"}
+        fetching = threading.Thread(target=fetch, args=({**place, "host": "127.0.0.1", "port": listening.getsockname()[1]},))
+        fetching.start()
+        connection, _ = listening.accept()
+        with connection:
+            channel = accept(connection, token=TOKEN, is_closed=threading.Event())
+            until = time.monotonic() + 0.6
+            while time.monotonic() < until:
+                told += channel.read(0.1)
+            target.check = give_up
+            told.append(channel.receive(10.0))
+        fetching.join(10)
+    end.close()
+    assert len(told) == 2 and "gave_up" in told[1] and not fetching.is_alive()
 
 
 def test_exit_is_not_held_up(pool):

@@ -334,6 +334,18 @@ def test_two_engines_of_one_relay_fetch_the_same_parcel(made, sender):
     assert torch.equal(Job(made(), {**place, "sources": [relay.relay_url, "http://127.0.0.1:9"]}).end().flat, content)
 
 
+def test_a_fetch_that_begins_does_not_end_one_that_writes_its_last_piece(made, sender):
+    (first, there), (second, other) = post(sender, "first", num_bytes=PIECE), post(sender, "second", num_bytes=PIECE)
+    relay, held, is_writing = made(is_relay=True), Bucket(PIECE), threading.Event()
+    held.gate.clear()
+    held.gate.wait = lambda seconds, wait=held.gate.wait: is_writing.set() or wait(seconds)
+    job = Job(relay, there, held)
+    assert is_writing.wait(SOON)
+    assert torch.equal(Job(relay, other, receiver="engine-1").end().flat, second)
+    held.gate.set()
+    assert torch.equal(job.end().flat, first)
+
+
 def test_what_cannot_be_written_is_no_fault_of_the_source(made, sender):
     """It must not be tried again from the next byte on."""
     _, place = post(sender)

@@ -1,9 +1,10 @@
-"""Where the server listens: on loopback, or anywhere if it has a token."""
+"""Where the server listens, and to which names it answers: loopback, or any if it has a token."""
 
 from __future__ import annotations
 
 import ipaddress
 import socket
+from urllib.parse import urlsplit
 
 from headrace.settings import ConfigError
 
@@ -19,7 +20,8 @@ def bind(host: str, port: int, *, has_token: bool) -> socket.socket:
     family, _, _, _, where = found[0]
     if not has_token and not ipaddress.ip_address(str(where[0]).split("%")[0]).is_loopback:
         raise ConfigError(
-            f"--host {host}: others could reach it, so it needs a token; set HEADRACE_API_TOKEN, or leave --host at 127.0.0.1"
+            f"--host {host}: others could reach it, so it needs a token; set HEADRACE_API_TOKEN or --api-token-file, or leave "
+            f"--host at 127.0.0.1"
         )
     try:
         listener = socket.create_server(where, family=family, backlog=1024)
@@ -28,6 +30,15 @@ def bind(host: str, port: int, *, has_token: bool) -> socket.socket:
         raise ConfigError(f"--port {port}: cannot listen on {host}: {reason}; give another --port") from error
     listener.setblocking(False)
     return listener
+
+
+def is_loopback(header: str, *, own: str) -> bool:
+    """Whether a Host header names loopback, or is `own`, the name given as --host. Any port will do: tunnels have their own."""
+    try:
+        name = urlsplit(f"//{header}").hostname or ""
+        return name in ("localhost", own.lower()) or ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
 
 
 def url_of(listener: socket.socket) -> str:

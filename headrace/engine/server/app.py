@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from headrace.engine.protocol import PromptTooLong, UnusablePrompt
-from headrace.engine.server.body import ApiError, Body, bad, check_token_ids
+from headrace.engine.server.address import is_loopback
+from headrace.engine.server.body import ApiError, Body, bad, check_token_ids, shown
 from headrace.engine.server.completion import Completion
 from headrace.engine.server.metrics import Metrics
 from headrace.engine.server.requests import MAX_CHOICES, CompletionRequest
@@ -24,7 +25,7 @@ from headrace.records import Rollout
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 
     from headrace.engine.protocol import Engine, EngineState
     from headrace.engine.server.text import ServedModel
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 MAX_BODY = 16 * 2**20
 _SHUTDOWN_SECONDS = 5.0
 _CLIENT_LEFT = 499
+_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}  # of errors, by status
 _log = logging.getLogger("headrace.server")
 
 
@@ -42,6 +44,10 @@ class CompletionServer:
     `/health` waits `health_deadline` seconds for it; after `stall_deadline` seconds the engine has failed and all requests end.
 
     An API token, if set, is needed for everything but `/health`. `/control/` needs the control token; without one it is closed.
+    Without an API token the Host header must name loopback or `host`: else a web page could have its own name resolve to
+    127.0.0.1, and a browser would let it read our answers (DNS rebinding).
+
+    At most `max_choices` are in flight, decoded or waiting; what is more gets a 429.
     """
 
     def __init__(
@@ -51,6 +57,8 @@ class CompletionServer:
         *,
         api_token: str | None = None,
         control_token: str | None = None,
+        host: str = "localhost",
+        max_choices: int = MAX_CHOICES,
         probe: Callable[[], Awaitable[object]] | None = None,
         health_deadline: float = 10.0,
         stall_deadline: float = 600.0,
@@ -58,7 +66,8 @@ class CompletionServer:
         self.failed = asyncio.Event()  # set when the engine has failed; its owner then stops the server
         self.failure = ""
         self._engine, self._served, self._probe = engine, served, probe or engine.state
-        self._api_token, self._control_token = api_token, control_token
+        self._api_token, self._control_token, self._host = api_token, control_token, host
+        self._num_choices, self._max_choices = 0, max_choices
         self._health_deadline, self._stall_deadline = health_deadline, stall_deadline
         self._in_flight: set[Completion] = set()
         self._ended: ApiError | None = None  # why requests are no longer answered
@@ -137,6 +146,7 @@ class CompletionServer:
         endpoint = "other" if resource is None else resource.canonical
         status = _CLIENT_LEFT  # unless there is an answer
         try:
+            self._check_host(request)
             self._check_token(request)
             response = await handler(request)
             status = response.failed_with if isinstance(response, Events) else response.status
@@ -146,7 +156,7 @@ class CompletionServer:
         except Exception as error:  # noqa: BLE001  (the client is told, the log has the traceback)
             told = explain(error)
             status = told.status
-            headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
+            headers = dict(_HEADERS.get(status, {}))
             if isinstance(error, web.HTTPMethodNotAllowed):
                 headers["Allow"] = error.headers["Allow"]
             if isinstance(error, web.RequestPayloadError):  # the rest cannot be read, so the connection takes no more requests
@@ -156,6 +166,12 @@ class CompletionServer:
             self._metrics.requests[endpoint, status] += 1
             if endpoint.endswith("/completions"):
                 self._metrics.request.observe(time.perf_counter() - started)
+
+    def _check_host(self, request: web.Request) -> None:
+        host = request.headers.get("Host", "")
+        if not self._api_token and not is_loopback(host, own=self._host):
+            message = f"without an API token this server answers to localhost, not to {shown(host)!r}; set HEADRACE_API_TOKEN"
+            raise ApiError(403, message, code="host_not_allowed")
 
     def _check_token(self, request: web.Request) -> None:
         is_control = request.path.startswith("/control")
@@ -174,21 +190,35 @@ class CompletionServer:
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         is_chat = request.path == "/v1/chat/completions"
-        parsed = CompletionRequest(await read_body(request), self._served, is_chat=is_chat)
-        scores = await self._logprobs(parsed.prompts) if parsed.echo and parsed.logprobs else ()
-        if self._ended is not None:
-            raise self._ended
-        completion = Completion(parsed, self._served, prompt_logprobs=scores)
-        self._in_flight.add(completion)
+        with self._admitted(1):  # bodies are bounded in number too
+            parsed = CompletionRequest(await read_body(request), self._served, is_chat=is_chat)
+        with self._admitted(len(parsed.prompts) * parsed.num_choices):
+            scores = await self._logprobs(parsed.prompts) if parsed.echo and parsed.logprobs else ()
+            if self._ended is not None:
+                raise self._ended
+            completion = Completion(parsed, self._served, prompt_logprobs=scores)
+            self._in_flight.add(completion)
+            try:
+                async with contextlib.aclosing(completion.choices(self._engine)) as choices:
+                    if parsed.stream:
+                        return await self._stream(request, completion, choices)
+                    found = [choice async for choice in choices]
+                    found.sort(key=lambda choice: choice["index"])
+                    return web.json_response(completion.answer(found, is_last=True))
+            finally:
+                self._in_flight.discard(completion)
+
+    @contextlib.contextmanager
+    def _admitted(self, num_choices: int) -> Iterator[None]:
+        """Counts choices that are in flight, and refuses those beyond the limit. An idle server takes any request."""
+        if self._num_choices and self._num_choices + num_choices > self._max_choices:
+            message = f"the queue is full: {self._num_choices} completions are decoded or waiting; try again later"
+            raise ApiError(429, message, code="rate_limit_exceeded")
+        self._num_choices += num_choices
         try:
-            async with contextlib.aclosing(completion.choices(self._engine)) as choices:
-                if parsed.stream:
-                    return await self._stream(request, completion, choices)
-                found = [choice async for choice in choices]
-                found.sort(key=lambda choice: choice["index"])
-                return web.json_response(completion.answer(found, is_last=True))
+            yield
         finally:
-            self._in_flight.discard(completion)
+            self._num_choices -= num_choices
 
     async def _stream(
         self, request: web.Request, completion: Completion, choices: AsyncGenerator[dict[str, Any], None]

@@ -25,6 +25,7 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         """The error object OpenAI's clients read."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
+        kind = "rate_limit_error" if self.status == 429 else kind
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 

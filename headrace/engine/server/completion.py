@@ -72,7 +72,7 @@ class Completion:
         self._head.pop("prompt_token_ids", None)  # only the first has it
         if is_last:
             prompt = sum(len(ids) for ids in self.request.prompts)
-            completion = sum(len(choice.token_ids) for choice in self._choices)
+            completion = sum(len(choice.tokens) for choice in self._choices)
             answer["usage"] = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
         elif self.request.include_usage:
             answer["usage"] = None
@@ -117,9 +117,8 @@ class Choice:
     ) -> None:
         which, sibling = divmod(index, request.num_choices)
         self.finish_reason: FinishReason | None = None
-        self.token_ids: list[int] = []  # this and the next two: sampled so far
-        self._logprobs: list[float] = []
-        self._versions: list[int] = []
+        self.tokens: list[tuple[int, float, int]] = []  # sampled so far, with their logprobs and versions
+        self._num_taken = 0  # of these, by `take`
         self._index, self._prompt = index, request.prompts[which]
         self._sampling = request.sampling_of(self._prompt, sibling, served.context)
         self._num_calls = 0
@@ -136,19 +135,19 @@ class Choice:
         self._tool_calls = ToolCallReader(max_calls=request.max_tool_calls) if request.max_tool_calls else None
         self._is_first = True
         self._offset = 0  # characters of the tokens so far
-        self._text = ""  # this and the lists: what came since the last `take`
+        self._text = ""  # this and the calls: what came since the last `take`
         if request.echo:
             given = request.prompt_texts[which]
             self._text = self._decode(self._prompt) if given is None else given
         self._calls: list[dict[str, Any]] = []
-        self._tokens: list[tuple[int, float | None, int]] = []  # with their logprobs and versions
 
     def rest(self) -> tuple[Rollout, Sampling]:
         """What is left to generate: the prompt, or what was interrupted, which engines resume before they start new calls."""
-        num_done, sampling = len(self.token_ids), self._sampling
+        num_done, sampling = len(self.tokens), self._sampling
         rollout = Rollout.from_prompt(list(self._prompt), id=uuid.uuid4().hex, index=self._index)
         if num_done:
             start, now = len(rollout), time.time()
+            token_ids, logprobs, versions = zip(*self.tokens, strict=True)
             call = Call(
                 start=start,
                 stop=start + num_done,
@@ -161,9 +160,9 @@ class Choice:
             rollout = append_call(
                 rollout,
                 call,
-                token_ids=np.asarray(self.token_ids, np.int32),
-                logprobs=np.asarray(self._logprobs, np.float32),
-                versions=np.asarray(self._versions, np.int32),
+                token_ids=np.asarray(token_ids, np.int32),
+                logprobs=np.asarray(logprobs, np.float32),
+                versions=np.asarray(versions, np.int32),
                 policy=rollout.policy,
                 lineage=rollout.lineage,
             )
@@ -173,13 +172,13 @@ class Choice:
     def add(self, part: Increment) -> None:
         """The next tokens, up to where a stop string ends the completion. A stop token is one of them, but its text shows only
         if it is asked for."""
-        reader, num_used = self._reader, len(part.token_ids)
+        reader, shown, num_used = self._reader, part.token_ids, len(part.token_ids)
         self.finish_reason = None if part.finish_reason is FinishReason.ABORT else part.finish_reason
-        by_token = part.token_ids[-1] if part.finish_reason is FinishReason.STOP else None
-        self._stop_reason = None if by_token in self._served.stop_ids else by_token
-        hides_last = by_token is not None and not self._request.include_stop_str_in_output
+        if self.finish_reason is FinishReason.STOP:
+            self._stop_reason = None if shown[-1] in self._served.stop_ids else shown[-1]
+            shown = shown if self._request.include_stop_str_in_output else shown[:-1]
         before = reader.num_pushed
-        text = reader.push(part.token_ids[:-1] if hides_last else part.token_ids)
+        text = reader.push(shown)
         if self.finish_reason is not None:
             text += reader.finish()
         if reader.stopped_by is not None:
@@ -193,35 +192,32 @@ class Choice:
             self._calls += calls
             self._num_calls += len(calls)
         self._text += text
-        self.token_ids += part.token_ids[:num_used]
-        self._logprobs += part.logprobs[:num_used]
-        self._versions += part.versions[:num_used]
-        self._tokens += list(zip(part.token_ids, part.logprobs, part.versions, strict=True))[:num_used]
+        self.tokens += list(zip(part.token_ids, part.logprobs, part.versions, strict=True))[:num_used]
 
     @property
     def has_news(self) -> bool:
         """Whether a stream has something to send."""
         shows_tokens = self._request.logprobs or self._request.return_token_ids
-        return bool(self._is_first or self._text or self._calls or (shows_tokens and self._tokens))
+        return bool(self._is_first or self._text or self._calls or (shows_tokens and len(self.tokens) > self._num_taken))
 
     def take(self) -> dict[str, Any]:
         """What came since the last call, as OpenAI's choice."""
-        request = self._request
+        request, fresh = self._request, self.tokens[self._num_taken :]
         choice: dict[str, Any] = {"index": self._index, "finish_reason": self.finish_reason, "stop_reason": self._stop_reason}
         if self._num_calls and self.finish_reason is FinishReason.STOP:  # a truncated choice says so, even if it called a tool
             choice["finish_reason"] = "tool_calls"
         if request.return_token_ids:
             if self._is_first:
                 choice["prompt_token_ids"] = list(self._prompt)
-            choice["token_ids"] = [token for token, _, _ in self._tokens]
-            choice["versions"] = [version for _, _, version in self._tokens]
+            choice["token_ids"] = [token for token, _, _ in fresh]
+            choice["versions"] = [version for _, _, version in fresh]
         if request.is_chat:
             choice["delta" if request.stream else "message"] = self._message()
-            choice["logprobs"] = {"content": self._chat_logprobs()} if request.logprobs else None
+            choice["logprobs"] = {"content": self._chat_logprobs(fresh)} if request.logprobs else None
         else:
             choice["text"] = self._text
-            choice["logprobs"] = self._completion_logprobs() if request.logprobs else None
-        self._is_first, self._text, self._calls, self._tokens = False, "", [], []
+            choice["logprobs"] = self._completion_logprobs(fresh) if request.logprobs else None
+        self._is_first, self._text, self._calls, self._num_taken = False, "", [], len(self.tokens)
         return choice
 
     def _message(self) -> dict[str, Any]:
@@ -235,21 +231,21 @@ class Choice:
             message["tool_calls"] = self._calls
         return message
 
-    def _completion_logprobs(self) -> dict[str, Any]:
+    def _completion_logprobs(self, fresh: Sequence[tuple[int, float, int]]) -> dict[str, Any]:
         """`top_logprobs` is null: only the sampled token's logprob is recorded."""
         is_echo = self._request.echo and self._is_first
         prompt = zip(self._prompt, self._prompt_logprobs, strict=True) if is_echo else ()
         found: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": None, "text_offset": []}
-        for token, value in (*prompt, *((token, value) for token, value, _ in self._tokens)):
+        for token, value in (*prompt, *((token, value) for token, value, _ in fresh)):
             found["tokens"].append(self._token_name(token, self._decode([token], skip_special=False)))
             found["token_logprobs"].append(value)
             found["text_offset"].append(self._offset)
             self._offset += len(self._decode([token]))
         return found
 
-    def _chat_logprobs(self) -> list[dict[str, Any]]:
+    def _chat_logprobs(self, fresh: Sequence[tuple[int, float, int]]) -> list[dict[str, Any]]:
         entries = []
-        for token, value, _ in self._tokens:
+        for token, value, _ in fresh:
             text = self._decode([token], skip_special=False)
             # Part of a character has no text of its own
             characters = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())

@@ -119,8 +119,15 @@ async def _start(recipe: Recipe, model_path: str, model: PreTrainedModel, place:
         share=share,
     )
     settings = recipe.engine.vllm
-    python, seconds = choose_python(settings.python), settings.start_seconds
-    return await start(model_path, arguments, python=python, log=place.log, seconds=seconds, environment=environment)
+    return await start(
+        model_path,
+        arguments,
+        python=choose_python(settings.python),
+        log=place.log,
+        seconds=settings.start_seconds,
+        environment=environment,
+        prefix=place.prefix,
+    )
 
 
 def make_handover(name: str, recipe: Recipe, *, folder: Path, device: str) -> Handover:
@@ -155,6 +162,7 @@ def server_arguments(
         "--logprobs-mode": "processed_logprobs",
         "--max-logprobs": candidates,
         "--generation-config": "vllm",
+        "--load-format": "safetensors",
         "--seed": recipe.seed,
     }
     if engine.block_size != EngineSettings.block_size:  # otherwise vLLM takes what its kernels prefer
@@ -167,7 +175,7 @@ def server_arguments(
         arguments["--weight-transfer-config"] = json.dumps({"backend": handover})
     if share and not {"gpu_memory_utilization", "kv_cache_memory_bytes"} & set(engine.vllm.arguments):
         arguments["--gpu-memory-utilization"] = share
-    words = [word for name, value in arguments.items() for word in (name, str(value))]
+    words = [word for name, value in arguments.items() for word in (name, str(value))] + ["--no-trust-remote-code"]
     if is_on_cpu:  # vLLM 0.32 fails there when a prompt with a seed is computed in parts
         words += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(context, _CPU_STEP_TOKENS))]
     if is_on_cpu or not engine.graphs:

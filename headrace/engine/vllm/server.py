@@ -10,12 +10,14 @@ import secrets
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.engine.vllm.api import VllmApi, VllmError
+from headrace.rpc import socket_place
 from headrace.settings import ConfigError
 
 if TYPE_CHECKING:
@@ -51,11 +53,15 @@ async def start(
     log: Path,
     seconds: float,
     environment: Mapping[str, str] | None = None,
+    prefix: str = "headrace",
 ) -> VllmServer:
-    """Run `vllm serve` on loopback, with a token of its own; returns once it answers. `python` has vLLM."""
+    """Run `vllm serve` on loopback, with a token and a temporary folder, PREFIX-…, of its own; returns once it answers.
+    `python` has vLLM."""
     for attempts_left in reversed(range(_ATTEMPTS)):
         try:
-            return await _start(model, arguments, python=python, log=log, seconds=seconds, environment=environment)
+            return await _start(
+                model, arguments, python=python, log=log, seconds=seconds, environment=environment or {}, prefix=prefix
+            )
         except VllmError as error:
             if not attempts_left or not _PORT_TAKEN.search(str(error)):
                 raise
@@ -69,20 +75,25 @@ async def _start(
     python: str,
     log: Path,
     seconds: float,
-    environment: Mapping[str, str] | None,
+    environment: Mapping[str, str],
+    prefix: str,
 ) -> VllmServer:
     package = await asyncio.to_thread(find_vllm, python)
     token = secrets.token_urlsafe(32)
+    folder = str(socket_place() / f"{prefix}-{secrets.token_hex(3)}")  # for sockets and other files, which vLLM leaves behind
     variables = {
+        "TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}",  # outlives the server
         **_inherited(python),
+        "TMPDIR": folder,
+        "VLLM_RPC_BASE_PATH": folder,
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_API_KEY": token,
-        **(environment or {}),
+        **environment,
     }
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = str(probe.getsockname()[1])
-    keeper = [sys.executable, str(Path(__file__).with_name("server_keeper.py"))]
+    keeper = [sys.executable, str(Path(__file__).with_name("server_keeper.py")), folder]
     serve = [python, "-m", "vllm.entrypoints.cli.main", "serve", model, "--host", "127.0.0.1", "--port", port]
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:

@@ -1,7 +1,8 @@
-"""`python server_keeper.py COMMAND...`: run a command; end it, with all it started, once our parent process is gone.
+"""`python server_keeper.py FOLDER COMMAND...`: run a command; end it, with all it started, once our parent process is gone.
 
 Standard input is a pipe that closes when the parent ends, even if it is killed. Otherwise a vLLM server would outlive it and
-keep its GPU. This file imports nothing of Headrace: it is run as a script.
+keep its GPU. SIGTERM ends the server in the same way. FOLDER, where the server leaves sockets and temporary files, is made
+here and removed after it. This file imports nothing of Headrace: it is run as a script.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,11 +22,21 @@ _TRACKERS = 3.0  # further seconds for resource trackers
 
 
 def main() -> int:
+    folder, *command = sys.argv[1:]
     os.setsid()  # a group of its own: what the command starts is in it too
-    child = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    while child.poll() is None and not select.select([0], [], [], 0.1)[0]:
+    terminated: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: terminated.append(number))
+    os.mkdir(folder, mode=0o700)
+    try:
+        return _keep(subprocess.Popen(command, stdin=subprocess.DEVNULL), terminated)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _keep(child: subprocess.Popen[bytes], terminated: list[int]) -> int:
+    while child.poll() is None and not terminated and not select.select([0], [], [], 0.1)[0]:
         pass
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which the whole group gets below
     child.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
         child.wait(_PATIENCE)

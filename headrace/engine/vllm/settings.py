@@ -32,6 +32,8 @@ _DECIDED = {
     "stream_interval": "Headrace decides when tokens may come several at a time; leave it out",
     "uds": "Headrace chooses where its servers listen; leave it out",
     "api_server_count": "Headrace needs a single API server; leave it out",
+    "trust_remote_code": "a model's own code is never run; leave it out",
+    "load_format": "weights are read from safetensors, never from pickles; leave it out",
     "logprobs_mode": "training needs the logprobs of the distribution sampled from; leave it out",
 }
 """vLLM's arguments that a recipe must not set, and why."""

@@ -199,17 +199,16 @@ class Push:
     def _check(self) -> None:
         """Read the receivers' reports, pass on the addresses they share, and raise if this push cannot go on."""
         visits, key = self._visits.values(), self._outgoing.key
-        for visit in visits:
+        for visit in [each for each in visits if not each.is_confirmed]:
             num_written = visit.num_written
-            for message in visit.read() if not visit.is_confirmed else ():
+            for message in visit.read():
                 if self._group is not None:
                     self._group.mailbox.put(str(message["key"]), bytes.fromhex(message["value"]))
-                for other in visits:
-                    if other is not visit:
-                        other.send(**message)
+                for other in {*visits} - {visit}:
+                    other.send(**message)
             if visit.num_written > num_written:
                 self._moved_at = visit.heard_at
-            if visit.is_done and not visit.is_confirmed:
+            if visit.is_done:
                 visit.is_confirmed = True
                 visit.send(confirmed=True)
         if self._outgoing.ended:

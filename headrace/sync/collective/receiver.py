@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from headrace.sync.transport import Target
 
 _GRACE_SECONDS = 0.5  # time past the deadline for the sender to say who is late: only the sender knows
+_MOST_REPORTS = 200  # per deadline. A sender reads none before its push; a full socket would look like a sender that is gone.
 _VERDICT_SECONDS = 1.0  # how long a receiver waits for the sender to say why the group failed
 
 
@@ -78,7 +79,7 @@ class Receiver:
 
 
 class _Fetch:
-    """One fetch has one connection to the sender. It reports several times a second, and is told which group to join."""
+    """One fetch has one connection to the sender. It reports as it goes, and is told which group to join."""
 
     def __init__(self, end: Receiver, place: Place, target: Target, receiver: str) -> None:
         self._end, self._place, self._target, self._receiver = end, place, target, receiver
@@ -155,7 +156,7 @@ class _Fetch:
         """Report progress, handle what arrives within `seconds`, and raise if the fetch cannot go on."""
         self._check()
         try:
-            if time.monotonic() - self._reported_at >= TICK:
+            if time.monotonic() - self._reported_at >= max(TICK, self._end.deadline / _MOST_REPORTS):
                 self._reported_at = time.monotonic()
                 self._channel.send(self._progress())
             for message in self._channel.read(seconds):

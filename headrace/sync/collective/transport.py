@@ -8,7 +8,7 @@ The group is reused while the receivers stay the same. After any failure both en
     allocate, post ── place, by the caller ─► fetch
     push: gathers ◄─── "I am here" ────────── (control connection: `channel.py`)
           forms   ───  rank, size ──────────►
-          buckets ═══  group ═══════════════► writes, and reports several times a second
+          buckets ═══  group ═══════════════► writes, and reports as it goes
           returns ◄─── "I have it" ──────────
 
 Neither end waits longer than `deadline` without progress. The sender hears from all receivers, so its error names the late
@@ -19,8 +19,10 @@ sending it; the group's own connections, like all of torch.distributed's, trust 
 from __future__ import annotations
 
 import atexit
+import functools
 import itertools
 import threading
+import weakref
 from typing import TYPE_CHECKING
 
 from headrace.errors import SyncError
@@ -83,7 +85,8 @@ class CollectiveTransport(Transport):
         self._server: Server | None = None
         self._is_closed = False
         self._receiver = Receiver(token=token, device=device, deadline=deadline)
-        atexit.register(self.close)  # while ending backend threads may still need the interpreter
+        self._at_exit = functools.partial(_close, weakref.ref(self))
+        atexit.register(self._at_exit)  # while ending backend threads may still need the interpreter
 
     @classmethod
     def make(cls, config: TransportConfig, *, is_sender: bool, device: str) -> CollectiveTransport:
@@ -154,7 +157,7 @@ class CollectiveTransport(Transport):
                 self._spare.give(outgoing.buffer)
 
     def close(self) -> None:
-        atexit.unregister(self.close)
+        atexit.unregister(self._at_exit)
         with self._lock:
             self._is_closed = True
             ended, self._outgoing = self._outgoing, {}
@@ -194,3 +197,9 @@ class CollectiveTransport(Transport):
                 return visit.send(over="it was given up")
             channel.keep()
             outgoing.arrivals.put(visit)
+
+
+def _close(transport: weakref.ref[CollectiveTransport]) -> None:
+    """Close a transport at exit, unless nobody holds it any more."""
+    if (held := transport()) is not None:
+        held.close()

@@ -177,10 +177,10 @@ class Fetch:
             self._faults[self._sources[0]] += 1
             reason = f"sent damaged bytes from {start:,} on"
             raise _Refused(reason) if self._faults[self._sources[0]] >= _MOST_FAULTS else ConnectionError(reason)
-        self._into.advance(start + len(piece))
         try:
             self._target.write(start, piece)
         except OSError as error:  # not the source's fault
             raise self._failed(f"it cannot be written: {error}") from error
         self._moved = time.monotonic()
         self._check()
+        self._into.advance(start + len(piece))  # last: the next update replaces a buffer that is full
