@@ -89,7 +89,7 @@ class Trace:
         part_bytes = self._max_bytes // _NUM_PARTS
         if self._file.tell() + len(pending) > part_bytes:
             self._close()
-            older = sorted(self._path.parent.glob("trace-*.json"), key=_part_number)
+            older = sorted(self._path.parent.glob("trace-[0-9]*.json"), key=_part_number)
             number = 1 + (_part_number(older[-1]) if older else 0)
             older.append(self._path.rename(self._path.with_name(f"trace-{number}.json")))
             remove_oldest(older, max_bytes=self._max_bytes - part_bytes)
