@@ -366,7 +366,7 @@ def test_the_derivation_counts() -> None:
     assert "(2 + 1) × 6 = 18 tasks" in text
     assert "bounded: 2 × 6 = 12 groups" in text
     ungated = "\n".join(make_recipe({"staleness": {"gate": False, "reject": False}}).derivation())
-    assert "gate       none" in ungated and "stream: no bound" in ungated
+    assert "gate       none" in ungated and "stream: 8 GB wait at most" in ungated
 
 
 def test_the_hash_is_of_what_decides_the_result() -> None:

@@ -308,6 +308,7 @@ def test_a_server_is_started_for_the_way_its_weights_come_and_leaves_the_trainer
     assert started(vllm(), handover="ipc", share=0.4)["--gpu-memory-utilization"] == "0.4"
     own = vllm(vllm__arguments={"gpu_memory_utilization": 0.7})
     words = server_arguments(own, context=64, candidates=8, is_on_cpu=False, handover="ipc", share=0.4)
+    assert "--disable-uvicorn-access-log" in words, "its log does not grow with every call"
     assert [word for word in words if "gpu-memory-utilization" in word] == ["--gpu-memory-utilization=0.7"]
     together = [{"partial.interrupt": "abort"}, {"partial.interrupt": "drain"}, {"buffer.kind": "synchronous"}]
     one_by_one = [{}, {"partial.interrupt": "retract"}]

@@ -87,7 +87,7 @@ def timeline(trace: Path, *, versions: int) -> str:
     chosen = marks[first : first + versions + 1]
     begin, end = chosen[0]["ts"], chosen[-1]["ts"]
     spans = [event for event in events if event["ph"] == "X" and event["ts"] < end and event["ts"] + event["dur"] > begin]
-    tracks = [track for track in names if any(span["tid"] == track for span in spans)]
+    tracks = [track for track in sorted(names) if any(span["tid"] == track for span in spans)]
     kinds = list(dict.fromkeys(span["name"].split()[0] for span in sorted(spans, key=lambda span: (span["tid"], span["name"]))))
     left, width, row = 140, 760, 34
 

@@ -44,7 +44,7 @@ async def update_in_flight(
         while len(before) < slots or not all(before.values()):  # on a busy machine one may be far ahead
             await _sample(engine, slots, rolling)
             before = await _counts(engine)
-        timeline.report()  # discards what came before the update
+        swap = -timeline.report()["totals"]["swap"]
 
         async def load_and_continue() -> None:
             nonlocal load, between
@@ -55,7 +55,7 @@ async def update_in_flight(
             await _sample(engine, (_LATER_STEPS + untold) * slots, rolling)
 
         still = await _longest_wait(engine, load_and_continue())
-        swap = sum(stop - start for name, start, stop in timeline.report()["spans"] if name == "swap")
+        swap += timeline.report()["totals"]["swap"]
         await engine.pause(Interrupt.ABORT)
         await engine.resume()
         rollouts = await rolling

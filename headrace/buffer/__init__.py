@@ -2,6 +2,7 @@
 
 Each kind of buffer is a `BufferPolicy` in the table `kinds.POLICIES`: how many batches may wait before submission stops (one,
 `buffer.depth`, or any number), whether generation and training take turns, and which staleness settings it works with.
+`buffer.max_gb` bounds the bytes of every kind.
 `buffer_policy(recipe)` is the recipe's choice, and `make_buffer(recipe)` builds the buffer.
 
 `put` never blocks, so a full buffer cannot deadlock a run: it only stops submission, and still accepts the groups in flight,

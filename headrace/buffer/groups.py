@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from headrace.records import Episode
 
 
+_OBJECT_BYTES = 2048
+"""Of a rollout's Python objects and its part of the episode and the task, besides its arrays."""
+
+
 @dataclass(frozen=True)
 class Group:
     """The scored episodes of one task."""
@@ -41,15 +45,23 @@ class Group:
                 found[lineage] = (int(sampled.min()), int(sampled.max()))
         return found
 
+    @cached_property
+    def num_bytes(self) -> int:
+        """Memory it takes, about."""
+        return sum(_OBJECT_BYTES + rollout.num_bytes for episode in self.episodes for rollout in episode.rollouts)
+
 
 class GroupBuffer:
     """`put` never waits; `ready` is set while a whole batch can be taken."""
 
-    def __init__(self, *, batch: int, capacity: int | None, waits_for: Callable[[], int | None] | None = None) -> None:
+    def __init__(
+        self, *, batch: int, capacity: int | None, max_bytes: int, waits_for: Callable[[], int | None] | None = None
+    ) -> None:
         """With `waits_for`, groups leave in the order of their numbers and none before the group in flight that it names,
         which must have left the table of groups in flight when it is put or dropped."""
-        self._batch, self._capacity, self._waits_for = batch, capacity, waits_for
+        self._batch, self._capacity, self._max_bytes, self._waits_for = batch, capacity, max_bytes, waits_for
         self._groups: dict[int, Group] = {}
+        self.num_bytes = 0
         self.ready = Signal()
 
     def __len__(self) -> int:
@@ -57,8 +69,9 @@ class GroupBuffer:
 
     @property
     def is_full(self) -> bool:
-        """While it is, no groups are submitted."""
-        return self._capacity is not None and len(self._groups) >= self._capacity
+        """While it is, no groups are submitted. A batch fits whatever its bytes, or the trainer would wait for it forever."""
+        is_large = self.num_bytes >= self._max_bytes and len(self._groups) >= self._batch
+        return is_large or (self._capacity is not None and len(self._groups) >= self._capacity)
 
     @property
     def num_episodes(self) -> int:
@@ -67,11 +80,13 @@ class GroupBuffer:
     def put(self, group: Group) -> None:
         assert group.number not in self._groups
         self._groups[group.number] = group
+        self.num_bytes += group.num_bytes
         self._update()
 
     def drop(self, number: int) -> None:
         """That group, waiting or in flight until now, will never be trained: it failed, or was filtered or rejected."""
-        self._groups.pop(number, None)
+        group = self._groups.pop(number, None)
+        self.num_bytes -= 0 if group is None else group.num_bytes
         self._update()
 
     def take(self) -> list[Group]:
@@ -79,12 +94,14 @@ class GroupBuffer:
         numbers = self._available()[: self._batch]
         assert len(numbers) == self._batch
         taken = [self._groups.pop(number) for number in numbers]
+        self.num_bytes -= sum(group.num_bytes for group in taken)
         self._update()
         return taken
 
     def put_back(self, groups: list[Group]) -> None:
         """Undo a `take`: the groups leave next, in the order they had."""
         self._groups = {group.number: group for group in groups} | self._groups
+        self.num_bytes += sum(group.num_bytes for group in groups)
         self._update()
 
     def groups(self) -> list[Group]:

@@ -27,7 +27,7 @@ class BufferPolicy:
     least_lag: int = 0
     """The smallest staleness.max_lag, if lag is bounded, that this kind works with."""
     max_batches: int | None = 1
-    """Batches that may wait before submission stops; None: any number."""
+    """Batches that may wait before submission stops; None: as many as fit into `buffer.max_gb`."""
 
 
 POLICIES: dict[str, BufferPolicy] = {
@@ -39,7 +39,7 @@ POLICIES: dict[str, BufferPolicy] = {
         BufferPolicy("one_ahead", least_lag=1),
         # Up to `buffer.depth` batches wait: evens out batches that take unequally long to generate, but tokens get older.
         BufferPolicy("bounded", has_depth=True),
-        # Engines never wait for the buffer. With neither gate nor rejection, it grows while they outpace the trainer.
+        # Only `buffer.max_gb` makes engines wait: with neither gate nor rejection, it fills while they outpace the trainer.
         BufferPolicy("stream", least_lag=1, max_batches=None),
     )
 }
@@ -86,14 +86,14 @@ def make_buffer(recipe: Recipe, *, oldest_in_flight: Callable[[], int | None]) -
 
     batches, groups = buffer_policy(recipe).max_batches, recipe.train.groups_per_batch
     capacity = None if batches is None else batches * groups
-    in_order = is_in_submission_order(recipe)
-    return GroupBuffer(batch=groups, capacity=capacity, waits_for=oldest_in_flight if in_order else None)
+    waits_for = oldest_in_flight if is_in_submission_order(recipe) else None
+    return GroupBuffer(batch=groups, capacity=capacity, max_bytes=int(recipe.buffer.max_gb * 1e9), waits_for=waits_for)
 
 
 def describe_buffer(recipe: Recipe) -> str:
     """How much may wait, for the summary of a recipe."""
     policy, groups = buffer_policy(recipe), recipe.train.groups_per_batch
     most = policy.max_batches
-    held = "no bound" if most is None else f"{most} × {groups} = {most * groups} groups wait at most"
+    held = "" if most is None else f"{most} × {groups} = {most * groups} groups or "
     order = "submission" if is_in_submission_order(recipe) else "completion"
-    return f"buffer     {policy.name}: {held}, trained in {order} order"
+    return f"buffer     {policy.name}: {held}{recipe.buffer.max_gb:g} GB wait at most, trained in {order} order"

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import hashlib
 import json
+import sys
 from collections import deque
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
     from headrace.engine import Engine
     from headrace.records import Array, Plain, Sampling
 
-_MAX_CACHED = 4096
+_MAX_CACHED = 64 << 20
+"""Bytes of cached prompts: their text and their tokens."""
 
 
 class Client(Protocol):
@@ -48,11 +50,12 @@ class Client(Protocol):
 
 class PromptEncoder:
     """Turns prompts into token ids, with the chat template if they are messages; the policy continues a final assistant
-    message. Recent prompts are cached, because siblings share one."""
+    message. Recent prompts are cached up to a number of bytes, because siblings share one."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
         self._cache: dict[str, Rollout] = {}
+        self._num_cached = 0  # bytes
         self._decode = _decoder(tokenizer)
 
     def encode(self, prompt: Plain) -> Array:
@@ -62,9 +65,13 @@ class PromptEncoder:
         """A rollout of this prompt that belongs to no episode yet; siblings share its arrays."""
         key = prompt if isinstance(prompt, str) else json.dumps(prompt)
         if key not in self._cache:
-            if len(self._cache) >= _MAX_CACHED:
+            rollout = Rollout.from_prompt(self._encode(prompt), id="prompt")
+            size = sys.getsizeof(key) + rollout.num_bytes
+            if self._num_cached + size > _MAX_CACHED:
                 self._cache.clear()
-            self._cache[key] = Rollout.from_prompt(self._encode(prompt), id="prompt")
+                self._num_cached = 0
+            self._cache[key] = rollout  # of any size, because its siblings come next
+            self._num_cached += size
         return self._cache[key]
 
     def decode(self, rollout: Rollout) -> str:

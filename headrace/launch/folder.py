@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import time
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from headrace.config import Recipe
 
 SUMMARY = "summary.json"
+_MAX_LOG = 100_000_000
+"""Bytes of a launcher.log: a line for each episode that fails can be many in a week."""
 _MAY_NOT_WRITE = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
@@ -92,9 +95,9 @@ def locked(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def logged(folder: Path) -> Iterator[None]:
-    """Also write this process's warnings and log records to logs/launcher.log."""
+    """Also write this process's warnings and log records to logs/launcher.log; a full one becomes launcher.log.1."""
     (folder / "logs").mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(folder / "logs" / "launcher.log")
+    handler = RotatingFileHandler(folder / "logs" / "launcher.log", maxBytes=_MAX_LOG, backupCount=1)
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
     logging.getLogger().addHandler(handler)
     logging.captureWarnings(True)

@@ -142,6 +142,7 @@ class Launcher:
                 screen=self.screen,
                 sinks=self.recipe.observe.sinks,
                 trace=self.recipe.observe.trace,
+                max_gb=self.recipe.observe.max_gb,
                 restored=None if checkpoint is None else checkpoint.version,
                 config=to_dict(self.recipe),
                 elsewhere=orchestration.reporting_roles,

@@ -14,19 +14,23 @@ if TYPE_CHECKING:
     from headrace.records import Rollout
 
 
-def kept_steps(folder: Path) -> list[int]:
-    """Versions whose rollouts were kept."""
-    return sorted(int(path.stem.removeprefix("step-")) for path in (folder / "rollouts").glob("step-*.wire"))
+def kept_files(folder: Path) -> list[Path]:
+    """Files of kept rollouts, by version."""
+    return sorted((folder / "rollouts").glob("step-*.wire"), key=_version)
+
+
+def _version(file: Path) -> int:
+    return int(file.stem.removeprefix("step-"))
 
 
 def read_rollouts(folder: Path, step: int | None = None) -> tuple[int, list[Rollout]]:
     """(version, its rollouts) of `step`, by default the last whose rollouts were kept."""
-    steps = kept_steps(folder)
+    steps = [_version(file) for file in kept_files(folder)]
     if not steps:
         raise ConfigError(f"{folder} holds no rollouts; is it a run folder? (observe.keep_rollouts_every keeps them)")
     step = steps[-1] if step is None else step
     if step not in steps:
-        raise ConfigError(f"step {step} was not kept; there are {steps[0]} to {steps[-1]}")
+        raise ConfigError(f"step {step} was not kept, or was removed by observe.max_gb; there are {steps[0]} to {steps[-1]}")
     with (folder / "rollouts" / f"step-{step}.wire").open("rb") as file:
         return step, [rollout for columns in read_frames(file) for rollout in unpack_rollouts(columns)]
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any
 
+from headrace.observe.inspect import kept_files
 from headrace.observe.screen import Screen
-from headrace.observe.sinks import Sink, open_sinks
+from headrace.observe.settings import ObserveSettings
+from headrace.observe.sinks import Sink, open_sinks, remove_oldest
 from headrace.observe.timeline import STATES, MirroredTimeline, Timeline
 from headrace.observe.trace import Trace
 from headrace.records import encode, pack_rollouts
@@ -14,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from headrace.observe.timeline import Budget
+    from headrace.observe.timeline import Budget, Slice
     from headrace.records import Rollout
 
 
@@ -29,6 +32,7 @@ class Observer:
         screen: Screen | None = None,
         sinks: tuple[str, ...] = (),
         trace: bool = False,
+        max_gb: float = ObserveSettings.max_gb,
         restored: int | None = None,
         config: Mapping[str, Any] | None = None,
         elsewhere: Sequence[str] = (),
@@ -36,13 +40,15 @@ class Observer:
         self.screen: Screen = screen or Screen()
         self._folder = folder
         self._sinks: list[Sink] = open_sinks(sinks, folder, restored=restored, config=config or {}) if folder else []
-        self._trace = Trace(folder / "trace.json") if folder and trace else None
+        self._max_bytes = int(max_gb * 1e9)
+        self._trace = Trace(folder / "trace.json", max_bytes=self._max_bytes) if folder and trace else None
         if self._trace is not None:
             self._sinks.append(self._trace)
         self._timelines = {
-            role: (MirroredTimeline if role in elsewhere else Timeline)(role, on_span=self._on_span) for role in STATES
+            role: (MirroredTimeline if role in elsewhere else Timeline)(role, on_slice=self._on_slice) for role in STATES
         }
         self._before: dict[str, float] = {}
+        self._keeping = threading.Lock()
 
     def timeline(self, role: str) -> Timeline:
         return self._timelines[role]
@@ -82,28 +88,41 @@ class Observer:
         self.screen.row({"version": version, **metrics}, budget)
 
     def keep_rollouts(self, version: int, rollouts: Sequence[Rollout]) -> Path | None:
-        """Write them for `headrace inspect`, over any of the same version. Returns the file, or None if it was not written."""
+        """Write them for `headrace inspect`, over any of the same version, and remove older ones that leave no room for them.
+        Returns the file, or None if it was not written. Any thread may call it."""
         if self._folder is None:
             return None
-        path = self._folder / "rollouts" / f"step-{version}.wire"
+        path, size, room = self._folder / "rollouts" / f"step-{version}.wire", 0, -1
         try:
             path.parent.mkdir(exist_ok=True)
-            with path.open("wb") as file:
-                for rollout in rollouts:
-                    file.write(encode(pack_rollouts([rollout])))
+            with self._keeping, path.open("wb") as file:
+                for number, rollout in enumerate(rollouts):
+                    frame = encode(pack_rollouts([rollout]))
+                    size += len(frame)
+                    if size > self._max_bytes:
+                        what = f"{number} of {len(rollouts)} rollouts of step {version} are kept"
+                        self.screen.say(f"{what}: observe.max_gb = {self._max_bytes / 1e9:g} has no room for more")
+                        break
+                    if size > room:
+                        older = [each for each in kept_files(self._folder) if each != path]
+                        room = self._max_bytes - remove_oldest(older, max_bytes=self._max_bytes - size)
+                    file.write(frame)
         except Exception as error:  # noqa: BLE001  (as for sinks)
+            path.unlink(missing_ok=True)
             self.screen.say(f"the rollouts of step {version} are not kept: {error}")
             return None
         return path
 
     def close(self) -> None:
         self.screen.close()
+        for timeline in self._timelines.values():
+            timeline.end()
         for sink in self._sinks.copy():
             self._write(sink, sink.close)
 
-    def _on_span(self, role: str, state: str, start: float, stop: float) -> None:
+    def _on_slice(self, track: str, piece: Slice) -> None:
         if self._trace is not None and self._trace in self._sinks:
-            self._write(self._trace, self._trace.span, role, state, start, stop)
+            self._write(self._trace, self._trace.show, track, piece)
 
     def _write(self, sink: Sink, write: Callable[..., object], *arguments: object) -> None:
         """Write to a sink; if it fails, drop it."""

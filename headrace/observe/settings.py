@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
+
+from headrace.settings import check
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,3 +19,8 @@ class ObserveSettings:
     """Versions between two whose rollouts are kept for `headrace inspect`; 0 keeps none."""
     trace: bool = True
     """Write trace.json."""
+    max_gb: float = 2.0
+    """GB of disk that the trace may take, and again the kept rollouts; their oldest parts are removed first."""
+
+    def __post_init__(self) -> None:
+        check(0.001 <= self.max_gb < math.inf, "max_gb", self.max_gb, "a number ≥ 0.001")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from headrace.settings import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
 
@@ -87,6 +87,17 @@ class WeightsAndBiases:
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, int | float]:
     return {name: value for name, value in metrics.items() if isinstance(value, int | float)}
+
+
+def remove_oldest(files: Sequence[Path], *, max_bytes: int) -> int:
+    """Remove files, the first ones first, until the others have at most `max_bytes`. Returns the bytes left."""
+    sizes = [file.stat().st_size for file in files]
+    total = sum(sizes)
+    for file, size in zip(files, sizes, strict=True):
+        if total > max_bytes:
+            file.unlink()
+            total -= size
+    return total
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -11,14 +11,14 @@ import contextlib
 import os
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    OnSpan = Callable[[str, str, float, float], None]
+    OnSlice = Callable[[str, "Slice"], None]
 
 Budget: TypeAlias = dict[str, dict[str, float]]
 """Role → state → share of time."""
@@ -29,11 +29,15 @@ STATES = {
 }
 """`descheduled`: ready to run, but without a processor. `evaluate`: the trainer waits for a held-out evaluation."""
 BESIDE = "beside "
-"""Prefix of spans that are not states (`Timeline.beside`)."""
+"""Prefix of work that is not a state (`Timeline.beside`)."""
 IDLE = {"engine": "wait-gate", "trainer": "wait-batch", "scorer": "wait"}
 WAITING = frozenset({"wait-gate", "wait-weights", "wait-batch", "wait", "evaluate", "descheduled"})
-_MAX_SPANS = 20_000
-"""Spans kept between two reports. Beyond that the trace has gaps, but not the budget."""
+_FINE, _COARSE = 2e-4, 3.0
+"""Seconds: the shortest slice of a trace while there is detail left, and from then on."""
+_DETAILED = 10_000
+"""Slices of a timeline that may be short: the trace shows minutes step by step, and a week in slices of `_COARSE` seconds."""
+_MAX_SLICES = 20_000
+"""Slices kept between two reports. Beyond that the trace has gaps, but not the budget."""
 
 
 class Signal(asyncio.Event):
@@ -47,15 +51,59 @@ class Signal(asyncio.Event):
         super().set()
 
 
-class Timeline:
-    """The states of one role. `on_span(role, state, start, stop)` is called for every finished span."""
+class Slice(NamedTuple):
+    """A piece of a timeline, for the trace."""
 
-    def __init__(self, role: str, *, on_span: OnSpan | None = None) -> None:
+    start: float
+    stop: float
+    seconds: dict[str, float]
+    """By state. Work beside the states (`Timeline.beside`) has a slice of its own."""
+
+
+class Slicer:
+    """Merges the spans of a timeline, of which there are several per decode step, into slices. However often states change, n
+    seconds give at most `_DETAILED` + n / `_COARSE` slices."""
+
+    def __init__(self) -> None:
+        self._state = ""
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._first = self._start = self._stop = time.perf_counter()
+        self._num_cut = 0
+
+    def add(self, state: str, start: float, stop: float) -> Slice | None:
+        """Add the next span; returns the slice before it, if that is whole now."""
+        finished, length = None, self._stop - self._start
+        if state != self._state or length >= _COARSE:
+            has_detail = self._num_cut < _DETAILED + (start - self._first) / _COARSE
+            if length >= _COARSE or (has_detail and min(length, stop - start) >= _FINE):
+                finished = self.cut()
+            if not self._seconds:
+                self._start = start
+            if stop - start > self._stop - self._start:
+                self._state = state  # the longest span so far
+        self._seconds[state] += stop - start
+        self._stop = stop
+        return finished
+
+    def cut(self) -> Slice:
+        """The slice so far; the next span starts another."""
+        finished = Slice(self._start, self._stop, dict(self._seconds))
+        self._seconds.clear()
+        self._start, self._state = self._stop, ""
+        self._num_cut += 1
+        return finished
+
+
+class Timeline:
+    """The states of one role. `on_slice(track, slice)` is called for every piece of it that the trace shows."""
+
+    def __init__(self, role: str, *, on_slice: OnSlice | None = None) -> None:
         self.role = role
         self.totals = dict.fromkeys(STATES[role], 0.0)
         self.occupied = 0
         self.slots = 0
-        self._on_span = on_span
+        self._on_slice = on_slice
+        self._slicer = Slicer()
         self._state = IDLE[role]
         self._depth: Counter[str] = Counter()
         self._before: dict[str, str] = {}
@@ -103,8 +151,9 @@ class Timeline:
         try:
             yield
         finally:
+            stop = time.perf_counter()
             with self._lock:
-                self._note(BESIDE + what, start, time.perf_counter())
+                self._show(Slice(start, stop, {BESIDE + what: stop - start}))
 
     async def wait(self, state: str, signal: Signal) -> None:
         """Wait for the signal in `state`. From when it is set until this coroutine runs, the role is descheduled."""
@@ -127,22 +176,29 @@ class Timeline:
         window = sum(self.totals.values())
         return {state: total / window if window else float(state == IDLE[self.role]) for state, total in self.totals.items()}
 
+    def end(self) -> None:
+        """The run is over: show what was not yet shown."""
+        self._close(time.perf_counter())
+        self._show(self._slicer.cut())
+
     def _close(self, now: float) -> None:
         span = now - self._since
         if span > 0:
             delayed = self._delayed(span)
             self.totals["descheduled"] += delayed
             self.totals[self._state] += span - delayed
-            self._note(self._state, self._since, now)
+            finished = self._slicer.add(self._state, self._since, now)
+            if finished is not None:
+                self._show(finished)
             self._since = now
 
     def _delayed(self, span: float) -> float:
         """Seconds of the span in which the role waited for a processor, if that is known."""
         return 0.0
 
-    def _note(self, name: str, start: float, stop: float) -> None:
-        if self._on_span is not None:
-            self._on_span(self.role, name, start, stop)
+    def _show(self, finished: Slice) -> None:
+        if self._on_slice is not None:
+            self._on_slice(self.role, finished)
 
 
 class ProcessTimeline(Timeline):
@@ -150,21 +206,21 @@ class ProcessTimeline(Timeline):
 
     def __init__(self, role: str) -> None:
         super().__init__(role)
-        self._spans: list[tuple[str, float, float]] = []
+        self._slices: list[Slice] = []
         self._thread = 0
         self._schedstat = -1  # the thread's file of that name
         self._delay = 0  # nanoseconds of waiting that were counted
 
     def report(self) -> dict[str, Any]:
-        """Totals since the process started, and the spans since the last report. Any thread may call it."""
+        """Totals since the process started, and the slices since the last report. Any thread may call it."""
         with self._lock:
             totals, state = dict(self.totals), self._state
             span = max(0.0, time.perf_counter() - self._since)
             delayed = min(span, (self._read_delay() - self._delay) / 1e9)
             totals["descheduled"] += delayed
             totals[state] += span - delayed
-            spans, self._spans = self._spans, []
-            return {"totals": totals, "occupied": self.occupied, "slots": self.slots, "state": state, "spans": spans}
+            slices, self._slices = self._slices, []
+            return {"totals": totals, "occupied": self.occupied, "slots": self.slots, "state": state, "slices": slices}
 
     def _delayed(self, span: float) -> float:
         """The excess over `span` is left for the next one. Called by the working thread alone."""
@@ -186,31 +242,33 @@ class ProcessTimeline(Timeline):
         except OSError:  # the thread has ended
             return self._delay
 
-    def _note(self, name: str, start: float, stop: float) -> None:
-        if len(self._spans) < _MAX_SPANS:
-            self._spans.append((name, start, stop))
+    def _show(self, finished: Slice) -> None:
+        if len(self._slices) < _MAX_SLICES:
+            self._slices.append(finished)
 
 
 class MirroredTimeline(Timeline):
     """The sum of the reports of one role's processes. The launcher adds when the trainer waited for an evaluation."""
 
-    def __init__(self, role: str, *, on_span: OnSpan | None = None) -> None:
-        super().__init__(role, on_span=on_span)
+    def __init__(self, role: str, *, on_slice: OnSlice | None = None) -> None:
+        super().__init__(role, on_slice=on_slice)
         self._reports: dict[str, dict[str, Any]] = {}
+        """Of each live process its newest, and in "" the sum of those that have ended."""
         self._at_start = self._sums()
         self._evaluated = 0.0
 
     def take(self, name: str, report: dict[str, Any]) -> None:
-        """Store a process's newest report."""
-        self._reports[name] = report
-        for span in report["spans"]:
-            self._note(*span)
+        """Store a process's newest report. In the trace each process has its own track."""
+        self._reports[name] = {**report["totals"], "occupied": report["occupied"], "slots": report["slots"]}
+        if self._on_slice is not None:
+            for each in report["slices"]:
+                self._on_slice(name, Slice(*each))
         self._update()
 
     def forget(self, name: str) -> None:
         """A process has ended: its report still counts, and a restarted process may reuse the name."""
-        if name in self._reports:
-            self._reports[f"{name}, ended ({len(self._reports)})"] = self._reports.pop(name)
+        ended = [self._reports.pop(each) for each in ("", name) if each in self._reports]
+        self._reports[""] = {key: sum(report[key] for report in ended) for report in ended for key in report}
 
     def start(self) -> None:
         self._at_start, self._evaluated = self._sums(), 0.0
@@ -232,8 +290,8 @@ class MirroredTimeline(Timeline):
 
     def _sums(self) -> dict[str, float]:
         """Seconds in every state, and slot counts, of all processes since they started."""
-        reports = [{**report, **report["totals"]} for report in self._reports.values()]
-        return {name: sum(report[name] for report in reports) for name in (*STATES[self.role], "occupied", "slots")}
+        names = (*STATES[self.role], "occupied", "slots")
+        return {name: sum(report.get(name, 0) for report in self._reports.values()) for name in names}
 
     def _update(self) -> None:
         totals = {name: max(0.0, value - self._at_start[name]) for name, value in self._sums().items()}

@@ -1,4 +1,8 @@
-"""trace.json for Perfetto: a JSON array that is closed when the run ends; Perfetto can open it before."""
+"""trace.json for Perfetto: one track for each engine, for the trainer and the scorer, and for their threads that move weights.
+
+It is a JSON array with an event a line, closed when the run ends; Perfetto can open it before that, and after a crash. A full
+one becomes trace-1.json, trace-2.json and so on, and the oldest of these are removed.
+"""
 
 from __future__ import annotations
 
@@ -6,51 +10,113 @@ import json
 import time
 from typing import TYPE_CHECKING, Any
 
+from headrace.observe.sinks import remove_oldest
 from headrace.observe.timeline import BESIDE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
+    from typing import BinaryIO
 
-_TRACKS = {"engine": 1, "trainer": 2, "scorer": 3, "engine: weights": 4, "trainer: weights": 5}
-"""The track of each role, and of its threads that move weights."""
-_SHORTEST = 50e-6
-"""Seconds; shorter spans are counted in the budget but not shown."""
+    from headrace.observe.timeline import Slice
+
+_to_json = json.JSONEncoder(separators=(",", ":")).encode
+_NUM_PARTS = 8
+"""The most bytes are kept in so many files, so that removing one loses little."""
+_PENDING_BYTES = 64 << 10
+_FIRST_TRACKS = {"trainer": 1, "scorer": 3, "engine": 5}
+_LEAST_SECONDS, _LEAST_SHARE = 50e-6, 0.02
+"""Of work; slices with less, in seconds or of their length, are gaps."""
 
 
 class Trace:
-    """A sink of the spans of every role, with a mark at each version. A resumed run appends to its trace."""
+    """A sink of the slices of every timeline, with a mark at each version. A resumed run appends to its trace."""
 
-    def __init__(self, path: Path) -> None:
-        kept = []
-        if path.exists():  # a closed or truncated array: whole lines of it are kept, each ending in a comma
-            lines = [line.rstrip(",") for line in path.read_text(encoding="utf-8").splitlines()[1:]]
-            kept = [line for line in lines if line.endswith("}")]
-        self._file = path.open("w", encoding="utf-8")
-        self._file.write("[\n" + "".join(f"{line},\n" for line in kept))
+    def __init__(self, path: Path, *, max_bytes: int) -> None:
+        self._path, self._max_bytes = path, max_bytes
         self._origin = time.time() - time.perf_counter()
-        if not kept:
-            for role, track in _TRACKS.items():
-                self._event({"name": "thread_name", "ph": "M", "tid": track, "args": {"name": role}})
+        self._tracks: dict[str, int] = {}
+        self._pending = bytearray()
+        self._file = self._open()
 
-    def span(self, role: str, state: str, start: float, stop: float) -> None:
-        """One span, in `perf_counter` seconds."""
-        if stop - start >= _SHORTEST and not state.startswith("wait"):
-            track = _TRACKS[f"{role}: weights" if state.startswith(BESIDE) else role]
-            times = {"ts": round((self._origin + start) * 1e6, 1), "dur": round((stop - start) * 1e6, 1)}
-            self._event({"name": state.removeprefix(BESIDE), "ph": "X", "tid": track, **times})
+    def show(self, track: str, piece: Slice) -> None:
+        """Show a slice by the name of the work that took most of it."""
+        work = {state: seconds for state, seconds in piece.seconds.items() if not state.startswith("wait")}
+        length = piece.stop - piece.start
+        if sum(work.values()) < max(_LEAST_SECONDS, _LEAST_SHARE * length):
+            return
+        name = max(work, key=lambda state: work[state])
+        number = self._number(f"{track}: weights" if name.startswith(BESIDE) else track)
+        times = {"ts": round((self._origin + piece.start) * 1e6), "dur": round(length * 1e6)}
+        split = {state: round(seconds, 4) for state, seconds in piece.seconds.items() if seconds >= 0.01 * length}
+        args = {"args": split} if len(split) > 1 else {}
+        self._add({"name": name.removeprefix(BESIDE), "ph": "X", "tid": number, **times, **args})
 
     def write(self, version: int, metrics: Mapping[str, Any]) -> None:
         self._mark(f"version {version}")
-        self._file.flush()
+        self._flush()
 
     def close(self) -> None:
-        self._mark("end", after="\n]\n")
+        self._mark("end")
+        self._flush()
+        self._close()
+
+    def _number(self, track: str) -> int:
+        """The track's, which follows from its name: a resumed run continues it."""
+        if track not in self._tracks:
+            role, _, index = track.removesuffix(": weights").partition("-")
+            self._tracks[track] = _FIRST_TRACKS[role] + 2 * int(index or 0) + track.endswith(": weights")
+            self._introduce(track)
+        return self._tracks[track]
+
+    def _introduce(self, track: str) -> None:
+        self._add({"name": "thread_name", "ph": "M", "tid": self._tracks[track], "args": {"name": track}})
+
+    def _mark(self, name: str) -> None:
+        """A moment on every track."""
+        self._add({"name": name, "ph": "i", "s": "g", "tid": 1, "ts": round(time.time() * 1e6)})
+
+    def _add(self, event: dict[str, object]) -> None:
+        self._pending += _to_json({"pid": 1, **event}).encode() + b",\n"
+        if len(self._pending) >= _PENDING_BYTES:
+            self._flush()
+
+    # Files
+
+    def _flush(self) -> None:
+        """Write whole lines, so that a killed process leaves a trace that opens. If they do not fit, start another part."""
+        pending, self._pending = self._pending, bytearray()
+        part_bytes = self._max_bytes // _NUM_PARTS
+        if self._file.tell() + len(pending) > part_bytes:
+            self._close()
+            older = sorted(self._path.parent.glob("trace-[0-9]*.json"), key=_part_number)
+            number = 1 + (_part_number(older[-1]) if older else 0)
+            older.append(self._path.rename(self._path.with_name(f"trace-{number}.json")))
+            remove_oldest(older, max_bytes=self._max_bytes - part_bytes)
+            self._file = self._open()
+            for track in self._tracks:
+                self._introduce(track)
+            pending, self._pending = self._pending + pending, bytearray()
+        self._file.write(pending)
+        self._file.flush()
+
+    def _open(self) -> BinaryIO:
+        """The file, after its last whole line."""
+        file = self._path.open("a+b")
+        start = max(0, file.tell() - _PENDING_BYTES)
+        file.seek(start)
+        tail = file.read()
+        end = max(tail.rfind(b"},\n"), tail.rfind(b"}\n]"))
+        file.truncate(start + end + 1 if end >= 0 else 0)
+        file.write(b"[\n" if end < 0 else b",\n")
+        return file
+
+    def _close(self) -> None:
+        """Close the array, without the comma after its last event."""
+        self._file.truncate(self._file.tell() - 2)
+        self._file.write(b"\n]\n")
         self._file.close()
 
-    def _mark(self, name: str, *, after: str = ",\n") -> None:
-        """A moment on every track."""
-        self._event({"name": name, "ph": "i", "s": "g", "tid": 1, "ts": round(time.time() * 1e6, 1)}, after=after)
 
-    def _event(self, event: dict[str, object], *, after: str = ",\n") -> None:
-        self._file.write(json.dumps({"pid": 1, **event}) + after)
+def _part_number(path: Path) -> int:
+    return int(path.stem.removeprefix("trace-"))

@@ -155,12 +155,14 @@ def check_disk(subject: Subject) -> Iterator[Finding]:
         folder = folder.parent
     free = shutil.disk_usage(folder).free
     keep = subject.recipe.checkpoint.keep if subject.recipe is not None else 0
+    observed = 2e9 * subject.recipe.observe.max_gb if subject.recipe is not None else 1e9  # trace and kept rollouts
     need = (keep + 1) * 12 * subject.num_parameters  # float32 weights, two moments; a new one is written before one is removed
     what = f"disk at {folder}: {size(free)} free" + (f"; {keep} checkpoints and the next take {size(need)}" if need else "")
     if free < need:
         yield Finding("problem", what, "make room, give a --run-dir on another disk, or lower checkpoint.keep")
-    elif free < 10**9:
-        yield Finding("warning", what, "make room, or give a --run-dir on another disk")
+    elif free < need + observed:
+        what += f"; trace and rollouts up to {size(int(observed))}"
+        yield Finding("warning", what, "make room, give a --run-dir on another disk, or lower observe.max_gb")
     else:
         yield Finding("ok", what)
 

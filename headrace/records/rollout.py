@@ -82,6 +82,16 @@ class Rollout:
     def __len__(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def num_bytes(self) -> int:
+        """Of its arrays."""
+        arrays = [getattr(self, name) for name in TOKEN_ARRAYS] + list(self.columns.values())
+        if self.expert_routing is not None:
+            arrays.append(self.expert_routing)
+        if self.sampling_mask is not None:
+            arrays += [self.sampling_mask.offsets, self.sampling_mask.ids]
+        return sum(array.nbytes for array in arrays)
+
     def __eq__(self, other: object) -> bool:
         return equal_records(self, other)
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 from strategies import quick
 
 from headrace.buffer import Group, GroupBuffer, kinds
 from headrace.config import make_recipe
-from headrace.records import Episode
+from headrace.records import Episode, Rollout
 from headrace.settings import ConfigError
 
 
@@ -21,9 +22,10 @@ def make_group(number: int, size: int = 2) -> Group:
 class Buffer(GroupBuffer):
     """A buffer beside a table of groups in flight: at first all of them are."""
 
-    def __init__(self, *, batch: int, capacity: int | None, in_order: bool) -> None:
+    def __init__(self, *, batch: int, capacity: int | None, in_order: bool, max_bytes: int) -> None:
         self.in_flight = list(range(1000))
-        super().__init__(batch=batch, capacity=capacity, waits_for=(lambda: self.in_flight[0]) if in_order else None)
+        waits_for = (lambda: self.in_flight[0]) if in_order else None
+        super().__init__(batch=batch, capacity=capacity, max_bytes=max_bytes, waits_for=waits_for)
 
     def put(self, group: Group) -> None:
         self.in_flight.remove(group.number)
@@ -35,8 +37,8 @@ class Buffer(GroupBuffer):
         super().drop(number)
 
 
-def make_buffer(*, batch: int = 2, capacity: int | None = 4, in_order: bool = False) -> Buffer:
-    return Buffer(batch=batch, capacity=capacity, in_order=in_order)
+def make_buffer(*, batch: int = 2, capacity: int | None = 4, in_order: bool = False, max_bytes: int = 1 << 40) -> Buffer:
+    return Buffer(batch=batch, capacity=capacity, in_order=in_order, max_bytes=max_bytes)
 
 
 def fill(buffer: GroupBuffer, *numbers: int) -> None:
@@ -121,6 +123,35 @@ def test_putting_never_blocks_and_full_is_only_said() -> None:
     assert not endless.is_full
 
 
+def large_group(number: int, *, length: int) -> Group:
+    rollout = Rollout.from_prompt(np.zeros(length, dtype=np.int32), id="r", group=f"g{number}")
+    return Group(number, (Episode(id="e", group=f"g{number}", task={}, rollouts=(rollout,)),))
+
+
+def test_bytes_fill_it_too_but_a_batch_always_fits() -> None:
+    """Otherwise nothing more would be submitted, and the trainer would wait for the rest of a batch forever."""
+    group = large_group(0, length=100_000)
+    assert 14 * 100_000 < group.num_bytes < 14 * 100_000 + 5000
+    buffer = make_buffer(batch=3, capacity=None, max_bytes=5 * group.num_bytes)
+    for number in range(4):
+        buffer.put(large_group(number, length=100_000))
+    assert not buffer.is_full
+    buffer.put(large_group(4, length=100_000))
+    assert buffer.is_full and buffer.num_bytes == 5 * group.num_bytes
+    taken = buffer.take()
+    assert not buffer.is_full and buffer.num_bytes == 2 * group.num_bytes
+    buffer.put_back(taken)
+    assert buffer.is_full and buffer.num_bytes == 5 * group.num_bytes
+    buffer.drop(4)
+    buffer.drop(999)
+    assert not buffer.is_full and buffer.num_bytes == 4 * group.num_bytes
+    narrow = make_buffer(batch=2, capacity=None, max_bytes=1)
+    narrow.put(large_group(0, length=10))
+    assert not narrow.is_full
+    narrow.put(large_group(1, length=10))
+    assert narrow.is_full
+
+
 def test_episodes_are_counted_not_groups() -> None:
     buffer = make_buffer()
     buffer.put(make_group(0, size=3))
@@ -129,7 +160,7 @@ def test_episodes_are_counted_not_groups() -> None:
 
 
 def test_a_group_cannot_come_twice() -> None:
-    buffer = GroupBuffer(batch=1, capacity=None)
+    buffer = GroupBuffer(batch=1, capacity=None, max_bytes=1)
     fill(buffer, 0)
     with pytest.raises(AssertionError):
         fill(buffer, 0)
@@ -213,6 +244,6 @@ def test_a_kind_of_buffer_is_a_line_in_the_table(monkeypatch) -> None:
     fill(buffer, *range(5))
     assert not buffer.is_full
     fill(buffer, 5)
-    assert buffer.is_full and "buffer     hoard: 3 × 2 = 6 groups wait at most" in "\n".join(chosen.derivation())
+    assert buffer.is_full and "buffer     hoard: 3 × 2 = 6 groups or 8 GB wait at most" in "\n".join(chosen.derivation())
     with pytest.raises(ConfigError, match=r"buffer\.depth = 1: only buffer\.kind = 'bounded' has a depth, not 'hoard'"):
         dataclasses.replace(recipe, buffer=dataclasses.replace(chosen.buffer, depth=1))

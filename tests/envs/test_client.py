@@ -123,3 +123,26 @@ def test_messages_that_grow_in_place_are_another_prompt(tokenizer) -> None:
     before = client(encoder).prompt(messages)
     messages.append({"role": "assistant", "content": "12345"})
     assert len(client(encoder).prompt(messages)) > len(before)
+
+
+def test_cached_prompts_are_bounded_in_bytes(tokenizer, monkeypatch) -> None:
+    monkeypatch.setattr("headrace.envs.client._MAX_CACHED", 100_000)
+    encoder, num_encoded, most = PromptEncoder(tokenizer), 0, 0
+    encode = encoder._encode
+
+    def counting(prompt):
+        nonlocal num_encoded
+        num_encoded += 1
+        return encode(prompt)
+
+    monkeypatch.setattr(encoder, "_encode", counting)
+    for number in range(200):
+        for _ in range(4):
+            encoder.rollout(f"{number:04d}" + "7" * 1000)
+        most = max(most, sum(len(text) + rollout.num_bytes for text, rollout in encoder._cache.items()))
+    assert num_encoded == 200, "siblings, which come one after the other, share one"
+    assert 50_000 < most <= 100_000
+    long = encoder.rollout("7" * 50_000)
+    assert long is encoder.rollout("7" * 50_000) and len(encoder._cache) == 1, "one that is larger than all of it, too"
+    encoder.rollout("12")
+    assert list(encoder._cache) == ["12"]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
-import time
+from collections import Counter
 
 import pytest
 from helpers import small_run
@@ -13,13 +12,13 @@ from helpers import small_run
 from headrace.engine.native.core import EngineCore
 from headrace.observe import Observer, Signal, Timeline, bound_by
 from headrace.observe.screen import PlainLines, budget_table
-from headrace.observe.timeline import WAITING
+from headrace.observe.timeline import WAITING, Slice
 from headrace.trainer import DeviceTrainer
 
 
 def test_shares_sum_to_one_whatever_happens(clock) -> None:
-    spans: list[tuple[str, str, float, float]] = []
-    timeline = Timeline("engine", on_span=lambda *span: spans.append(span))
+    slices: list[Slice] = []
+    timeline = Timeline("engine", on_slice=lambda track, piece: slices.append(piece))
     timeline.start()
     for state in ("decode", "swap", "wait-weights", "decode"):
         timeline.enter(state)
@@ -29,10 +28,11 @@ def test_shares_sum_to_one_whatever_happens(clock) -> None:
         clock.sleep(4.0)
     shares = timeline.shares()
     assert sum(shares.values()) == pytest.approx(1.0)
-    expected = {"decode": 7 / 20, "swap": 8 / 20, "wait-weights": 4 / 20, "prefill": 1 / 20}
-    assert {state: share for state, share in shares.items() if share} == pytest.approx(expected)
-    assert sum(stop - start for *_, start, stop in spans) == pytest.approx(sum(timeline.totals.values()))
-    assert all(before[3] == pytest.approx(after[2]) for before, after in itertools.pairwise(spans))
+    expected_seconds = {"decode": 7.0, "swap": 8.0, "wait-weights": 4.0, "prefill": 1.0}
+    assert {state: 20 * share for state, share in shares.items() if share} == pytest.approx(expected_seconds)
+    timeline.end()
+    assert sum((Counter(piece.seconds) for piece in slices), Counter()) == pytest.approx(expected_seconds)
+    assert all(before.stop == pytest.approx(after.start) for before, after in itertools.pairwise(slices))
 
 
 def test_runnable_but_descheduled_is_told_apart_from_waiting(clock) -> None:
@@ -94,27 +94,6 @@ def test_bound_by_counts_work_not_waiting() -> None:
     }
     assert bound_by(budget) == ("trainer", pytest.approx(0.6))
     assert "bound by trainer: at work 60%" in budget_table(budget)[-1]
-
-
-def test_a_trace_opens_while_it_is_written(tmp_path) -> None:
-    observer = Observer(tmp_path, trace=True)
-    observer.start()
-    timeline = observer.timeline("engine")
-    timeline.enter("decode")
-    time.sleep(0.001)
-    timeline.enter("swap")
-    observer.version(1, {"reward": 0.5, "tokens_per_second": 1.0, "lag_mean": 0.0, "lag_max": 0})
-    text = (tmp_path / "trace.json").read_text()
-    events = json.loads(text.rstrip().rstrip(",") + "]")
-    decode = next(event for event in events if event["name"] == "decode")
-    assert decode["ph"] == "X" and decode["dur"] >= 1000 and abs(decode["ts"] / 1e6 - time.time()) < 60
-    assert {event["args"]["name"] for event in events if event["ph"] == "M"} == {
-        "engine",
-        "trainer",
-        "scorer",
-        "engine: weights",
-        "trainer: weights",
-    }
 
 
 def test_a_sink_that_fails_does_not_stop_the_run(tmp_path, capsys) -> None:

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from headrace.observe import MirroredTimeline, ProcessTimeline
-from headrace.observe.timeline import STATES
+from headrace.observe.timeline import STATES, Slice
 
 
-def report(role: str = "trainer", *, occupied: int = 0, slots: int = 0, spans: Any = (), **totals: float) -> dict[str, Any]:
+def report(role: str = "trainer", *, occupied: int = 0, slots: int = 0, slices: Any = (), **totals: float) -> dict[str, Any]:
     """Seconds by state; `wait_batch` is `wait-batch`."""
     named = {state.replace("_", "-"): seconds for state, seconds in totals.items()}
-    return {"totals": dict.fromkeys(STATES[role], 0.0) | named, "occupied": occupied, "slots": slots, "spans": spans}
+    return {"totals": dict.fromkeys(STATES[role], 0.0) | named, "occupied": occupied, "slots": slots, "slices": slices}
 
 
 def seconds(timeline: MirroredTimeline) -> dict[str, float]:
@@ -42,7 +42,10 @@ def test_a_report_holds_all_time_so_far_each_moment_once(clock):
     told = timeline.report()
     expected = {"decode": 12.0, "wait-gate": 8.0, "prefill": 4.0, "swap": 3.0}
     assert {state: total for state, total in told["totals"].items() if total} == expected and told["state"] == "decode"
-    assert [span[0] for span in told["spans"]] == ["swap"], "spans are told once"
+    assert [*told["slices"][-1].seconds] == ["decode"] and told["slices"][-1].stop == clock.now - 3.0
+    clock.sleep(1.0)
+    timeline.enter("wait-gate")
+    assert [[*piece.seconds] for piece in timeline.report()["slices"]] == [["swap"]], "slices are told once"
 
 
 @pytest.fixture
@@ -69,7 +72,7 @@ def test_reports_from_another_thread_neither_lose_nor_double_time(nervous):
 
     thread = threading.Thread(target=work)
     thread.start()
-    descheduled, wrong, spans = 0.0, [], []
+    descheduled, wrong, slices = 0.0, [], []
     for _ in range(2000):
         earliest = time.perf_counter()
         told = timeline.report()
@@ -79,12 +82,13 @@ def test_reports_from_another_thread_neither_lose_nor_double_time(nervous):
         if told["totals"]["descheduled"] < descheduled - 1e-6:
             wrong.append((descheduled, told["totals"]["descheduled"]))
         descheduled = told["totals"]["descheduled"]
-        spans += told["spans"]
+        slices += told["slices"]
     is_over.set()
     thread.join()
-    spans += timeline.report()["spans"]
+    slices += timeline.report()["slices"]
     assert not wrong, wrong[:5]
-    assert all(abs(first[2] - second[1]) < 1e-9 for first, second in itertools.pairwise(spans)), "a span is missing"
+    assert all(abs(first.stop - second.start) < 1e-9 for first, second in itertools.pairwise(slices)), "a slice is missing"
+    assert all(sum(piece.seconds.values()) == pytest.approx(piece.stop - piece.start) for piece in slices)
 
 
 BUSY = """
@@ -157,13 +161,23 @@ def test_what_a_process_reported_still_counts_when_it_is_gone_and_one_of_its_nam
     assert seconds(timeline) == {"decode": 4} and timeline.slots == 8
 
 
-def test_spans_are_passed_on_once():
-    spans = []
-    timeline = MirroredTimeline("trainer", on_span=lambda *span: spans.append(span))
-    timeline.take("trainer", report(compute=1, spans=[("compute", 0.0, 1.0)]))
-    timeline.take("trainer", report(compute=1))
+def test_slices_are_passed_on_once_and_each_process_has_a_track():
+    shown = []
+    timeline = MirroredTimeline("engine", on_slice=lambda *each: shown.append(each))
+    slices = [Slice(0.0, 1.0, {"decode": 0.75, "prefill": 0.25})]
+    for name in ("engine-0", "engine-1"):
+        timeline.take(name, report("engine", decode=1, slices=slices))
+        timeline.take(name, report("engine", decode=1))
     timeline.start()
-    assert spans == [("trainer", "compute", 0.0, 1.0)]
+    assert shown == [("engine-0", slices[0]), ("engine-1", slices[0])]
+
+
+def test_a_thousand_restarts_are_remembered_as_one():
+    timeline = MirroredTimeline("engine")
+    for _ in range(1000):
+        timeline.take("engine-0", report("engine", decode=1, slots=2))
+        timeline.forget("engine-0")
+    assert seconds(timeline) == {"decode": 1000} and timeline.slots == 2000 and len(timeline._reports) == 1
 
 
 def test_waiting_for_an_evaluation_is_told_apart_from_waiting_for_a_batch(clock):

@@ -176,6 +176,7 @@ def server_arguments(
     if share and not {"gpu_memory_utilization", "kv_cache_memory_bytes"} & set(engine.vllm.arguments):
         arguments["--gpu-memory-utilization"] = share
     words = [word for name, value in arguments.items() for word in (name, str(value))] + ["--no-trust-remote-code"]
+    words += ["--disable-uvicorn-access-log"]  # a line per call would fill the disk in a long run
     if is_on_cpu:  # vLLM 0.32 fails there when a prompt with a seed is computed in parts
         words += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(context, _CPU_STEP_TOKENS))]
     if is_on_cpu or not engine.graphs:

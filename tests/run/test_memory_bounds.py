@@ -1,0 +1,95 @@
+"""What waits in the launcher is bounded, whatever the settings of staleness and however slow the trainer."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+
+from headrace.bench.controller import trivial
+from headrace.bench.stubs import InstantEngine, StubTrainer
+from headrace.config import make_recipe
+from headrace.envs import PromptEncoder, SingleTurn
+from headrace.launch.inputs import UserInputs, open_tasks
+from headrace.model import build_tokenizer
+from headrace.observe import Observer
+from headrace.run import POLICY, Roles, Run, leg, make_canary, run_loops
+from headrace.score import RewardFunction, RewardScorer
+from headrace.sync import Lineage
+
+if TYPE_CHECKING:
+    from headrace.records import Batch
+    from headrace.run import PolicyState
+
+BATCH, GROUP, TOKENS, STEPS = 8, 4, 1000, 50
+MAX_GB = 0.001
+
+
+class StuckTrainer(StubTrainer):
+    """Trains nothing until it is let go."""
+
+    def __init__(self, lineage: Lineage) -> None:
+        super().__init__(lineage, is_inline=False)
+        self.may_go_on = asyncio.Event()
+
+    async def step(self, batch: Batch, *, learning_rate: float) -> dict[str, float]:
+        await self.may_go_on.wait()
+        return await super().step(batch, learning_rate=learning_rate)
+
+
+async def until_still(run: Run, policy: PolicyState) -> None:
+    """Waits until nothing has been submitted, generated or scored for some turns of the event loop."""
+    seen, turns = None, 0
+    while turns < 50:
+        await asyncio.sleep(0)
+        now = (policy.submitted_groups, len(policy.in_flight), len(policy.buffer), run.num_scoring)
+        seen, turns = now, turns + 1 if now == seen else 0
+
+
+@pytest.mark.parametrize("order", ["completion", "submission"])
+def test_without_gate_and_rejection_submission_stops_at_the_buffers_bytes(order: str) -> None:
+    recipe = make_recipe(
+        {
+            "steps": STEPS,
+            "sampling": {"max_tokens": 2 * TOKENS},
+            "engine": {"slots": 8},
+            "staleness": {"gate": False, "reject": False},
+            "buffer": {"max_gb": MAX_GB, "order": order},
+            "train": {"batch": BATCH, "group_size": GROUP},
+            "sync": {"canary_limit": 1e9},  # a stub has no logprobs
+        }
+    )
+    lineage, encoder = Lineage.new(), PromptEncoder(build_tokenizer())
+
+    async def after_version(policy: PolicyState) -> None: ...
+
+    async def main() -> None:
+        trainer = StuckTrainer(lineage)
+        roles = Roles(
+            engine=InstantEngine(tokens=TOKENS),
+            trainers={POLICY: trainer},
+            scorer=RewardScorer([(RewardFunction(trivial), 1.0)], decode=encoder.decode, settings=recipe.reward),
+            environment=SingleTurn(),
+            encoder=encoder,
+            tasks=open_tasks(recipe, UserInputs(tasks=[{"prompt": "12345"}])),
+            canary=make_canary(encoder.encode("canary")),
+            stop_ids=(1,),
+            services=(),
+        )
+        run = Run(recipe, roles, lineage=lineage, observer=Observer(), on_trained=lambda *_: None, after_version=after_version)
+        policy = run.policies[POLICY]
+        async with leg(run):
+            training = asyncio.ensure_future(run_loops(run))
+            await until_still(run, policy)
+            group_bytes = policy.buffer.num_bytes / len(policy.buffer)
+            assert GROUP * TOKENS * 14 < group_bytes < GROUP * (TOKENS * 16 + 5000)
+            most_in_flight = max(BATCH // GROUP, 2 * 8 // GROUP)
+            assert MAX_GB * 1e9 <= policy.buffer.num_bytes < MAX_GB * 1e9 + (1 + most_in_flight) * group_bytes
+            assert len(policy.in_flight) == run.queued.qsize() == len(run.finished) == 0
+            assert policy.submitted_groups < 0.5 * STEPS * BATCH // GROUP, "far from all that the run will train"
+            trainer.may_go_on.set()
+            await training
+        assert policy.ledger.counts()["trained"] == STEPS * BATCH
+
+    asyncio.run(main())
