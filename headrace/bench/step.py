@@ -201,16 +201,15 @@ def budget_of(seen: Sequence[dict[str, Any]]) -> dict[str, float]:
     return budget
 
 
-def memory_rows(variant: Variant, memory: GpuMemory, by_role: dict[str, dict[str, int]], *, peers: Peers) -> list[Row]:
+def memory_rows(variant: Variant, memory: GpuMemory, by_role: dict[str, dict[str, int | None]], *, peers: Peers) -> list[Row]:
     """GPU memory of all processes, whose goal is to take no more than a peer for the same work; then each role's peak and what
     the run had predicted (`by_role`)."""
     others = peers.peaks if variant.is_judged else {}
     goal = f"≤ {min(others.values()):.3g}" if others else ""
     rows = [] if memory.peak is None else [Row(f"{variant.name}: peak GPU memory", memory.peak, "GiB", goal, peers=others)]
     for role, sizes in by_role.items():
-        rows += [
-            Row(f"{variant.name}: memory of the {role}, {kind}", sizes[kind] / GIB, "GiB") for kind in ("predicted", "peak")
-        ]
+        known = {kind: size for kind, size in sizes.items() if size is not None}  # there may be no prediction
+        rows += [Row(f"{variant.name}: memory of the {role}, {kind}", size / GIB, "GiB") for kind, size in known.items()]
     return rows
 
 
