@@ -105,15 +105,14 @@ def measure(plan: Plan, variant: Variant, model: str, folder: Path, *, peers: Pe
             show_logs(Path(place))
             raise
         seen = read_metrics(run_dir / "metrics.jsonl")
-        summary = json.loads((run_dir / "summary.json").read_text())
+        by_role = json.loads((run_dir / "summary.json").read_text())["memory"]
     say(f"{variant.name}: seconds of each step: {', '.join(format(row['seconds'], '.2f') for row in seen)}")
     check_lengths(plan, variant, seen)
     middle = seen[plan.warmups : plan.warmups + plan.steps]
     return [
         *step_rows(plan, variant, middle, peers=peers),
         *role_rows(plan, variant, middle, model),
-        Row(f"{variant.name}: sampled and not trained", summary["tokens"]["wasted"] / summary["tokens"]["sampled"], "share"),
-        *memory_rows(variant, memory, summary["memory"], peers=peers),
+        *memory_rows(variant, memory, by_role, peers=peers),
     ]
 
 
@@ -156,36 +155,41 @@ def settings_of(plan: Plan, variant: Variant, model: str) -> dict[str, Any]:
 
 
 def step_rows(plan: Plan, variant: Variant, seen: Sequence[dict[str, Any]], *, peers: Peers) -> list[Row]:
-    """Medians over steps, the time budget over all of them, and their mean lag."""
+    """Medians over steps (on a long tail, tokens/s over all of them), the time budget over all of them, and their mean lag."""
     name, others = variant.name, {} if variant.has_tail else peers.rates
     goal = plan.goal if variant.is_judged else ""
     rate = statistics.median(row["tokens_per_second"] for row in seen)
+    if variant.has_tail:  # side by side, steps differ in their tokens
+        rate = sum(row["tokens_per_second"] * row["seconds"] for row in seen) / sum(row["seconds"] for row in seen)
     return [
         Row(f"{name}: step", statistics.median(row["seconds"] for row in seen), "s"),
         Row(f"{name}: completions", rate, "tokens/s", peers=others),
         *(Row(f"{name}: completions ÷ {who}", rate / theirs, "ratio", goal=goal) for who, theirs in others.items()),
         Row(f"{name}: mean lag", statistics.fmean(row["lag_mean"] for row in seen), "versions"),
+        Row(f"{name}: rejected as too old", statistics.fmean(row.get("rejected", 0.0) for row in seen), "share"),
         Row(f"{name}: exchange of weights", statistics.median(row.get("seconds/engine/swap", 0.0) for row in seen), "s"),
         *(Row(f"{name}: {state}", share, "share") for state, share in budget_of(seen).items() if share >= _SHOWN),
     ]
 
 
 def role_rows(plan: Plan, variant: Variant, seen: Sequence[dict[str, Any]], model: str) -> list[Row]:
-    """How fast engine and trainer are while they are at work, and on a GPU the trainer's MFU."""
-    completions = plan.lengths(has_tail=variant.has_tail)
-    lengths = [plan.prompt_tokens + length for length in completions]
+    """Trained tokens by the time that engine and trainer were at work, and on a GPU the trainer's MFU. Side by side a step may
+    train other lengths than the plan's: its FLOPs are then in proportion to its tokens."""
+    name, lengths = variant.name, [plan.prompt_tokens + length for length in plan.lengths(has_tail=variant.has_tail)]
+    completions = plan.completions * sum(row["completion_tokens"] for row in seen)
+    tokens = completions + plan.completions * plan.prompt_tokens * len(seen)
 
     def seconds(*states: str) -> float:
-        return max(sum(row.get(f"seconds/{state}", 0.0) for row in seen for state in states), 1e-9) / len(seen)
+        return max(sum(row.get(f"seconds/{state}", 0.0) for row in seen for state in states), 1e-9)
 
     training = seconds("trainer/compute")
-    sampling, name = seconds("engine/decode", "engine/prefill"), variant.name
     rows = [
-        Row(f"{name}: engine at work", sum(completions) / sampling, "tokens/s"),
-        Row(f"{name}: trainer at work, prompts included", sum(lengths) / training, "tokens/s"),
+        Row(f"{name}: engine at work", completions / seconds("engine/decode", "engine/prefill"), "tokens/s"),
+        Row(f"{name}: trainer at work, prompts included", tokens / training, "tokens/s"),
     ]
     if plan.device == "cuda":
-        rows.append(Row(f"{name}: trainer at work, MFU", flops_of(model, lengths) / training / PEAK_FLOPS, "share", bound=1.0))
+        flops = flops_of(model, lengths) * tokens / sum(lengths)
+        rows.append(Row(f"{name}: trainer at work, MFU", flops / training / PEAK_FLOPS, "share", bound=1.0))
     return rows
 
 

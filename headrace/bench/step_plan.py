@@ -99,6 +99,8 @@ VARIANTS = (
 )
 _VLLM = {"engine.kind": "vllm", "orchestrate": "local", "deadline": 600.0}
 """The deadline allows for a server that takes minutes to start."""
+IN_ORDER = Variant("lag 1, in order", {"buffer.order": "submission"}, max_lag=1)
+"""For long completions: a batch waits for the slow groups rather than leave them to be rejected as too old."""
 OVER_VLLM = (Variant("in turn, vLLM", _VLLM), Variant("lag 1, vLLM", _VLLM, max_lag=1))
 
 
@@ -124,7 +126,7 @@ def make_plan(device: str, *, quick: bool, longest: int = 0) -> Plan:
 def variants(lengths: str = "") -> dict[str, Variant]:
     """By the names that `--only` takes; with `lengths`, all of them on a long tail."""
     found = [*VARIANTS, *(OVER_VLLM if _has_vllm() else ())]
-    found += [] if lengths else [variant.on_tail("long tail") for variant in VARIANTS]
+    found += [IN_ORDER] if lengths else [variant.on_tail("long tail") for variant in VARIANTS]
     by_name = {variant.name.replace(", ", "-").replace(" ", "-"): variant for variant in found}
     return {name: variant.on_tail(lengths) for name, variant in by_name.items()} if lengths else by_name
 

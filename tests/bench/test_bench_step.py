@@ -55,6 +55,8 @@ def test_figures_are_medians_and_shares_of_all_steps(capsys):
     assert rows["completions"].peers == peers.rates and rows["completions ÷ TRL"].value == 5
     assert {name: r.goal for name, r in rows.items() if r.goal} == {"completions ÷ TRL": "≥ 6"}
     assert rows["engine, decode"].value == 0.5 and not any("scorer" in name for name in rows)
+    on_tail = {r.name: r.value for r in step_rows(plan, Variant("x", {}, has_tail=True), seen, peers=peers)}
+    assert on_tail["x: completions"] == pytest.approx(300 / 7) and on_tail["x: rejected as too old"] == 0
     for variant, others in ((Variant("x", {}, has_tail=True), peers), (Variant("x", {}), Peers())):
         assert not any(r.goal or r.peers for r in step_rows(plan, variant, seen, peers=others))
 
@@ -108,12 +110,11 @@ def test_long_completions_fit_a_pass_and_have_a_mean_of_a_quarter_of_the_longest
 def test_roles_are_measured_while_they_are_at_work(monkeypatch):
     plan = dataclasses.replace(PLAN, device="cuda", completions=2, tokens=100, prompt_tokens=20)
     monkeypatch.setattr(step, "flops_of", lambda model, lengths: step.PEAK_FLOPS * sum(lengths) / 240)
-    seen = [
-        row(9.0, tokens=200, engine__decode=1.0, engine__prefill=1.0, trainer__compute=c, trainer__wait_batch=5.0)
-        for c in (3, 5)
-    ]
+    times = {"engine__decode": 1.0, "engine__prefill": 1.0, "trainer__wait_batch": 5.0}
+    seen = [{**row(9.0, tokens=0, trainer__compute=4.0, **times), "completion_tokens": each} for each in (50.0, 100.0)]
     rows = {r.name.removeprefix("x: "): r.value for r in role_rows(plan, Variant("x", {}), seen, "model")}
-    assert rows == {"engine at work": 100, "trainer at work, prompts included": 60, "trainer at work, MFU": 0.25}
+    of_trainer = {"trainer at work, prompts included": 47.5, "trainer at work, MFU": 47.5 / 240}
+    assert rows == pytest.approx({"engine at work": 75, **of_trainer})
 
 
 def test_the_reward_tells_siblings_apart():
@@ -127,7 +128,7 @@ def test_a_run_with_a_long_tail_is_measured(tmp_path, monkeypatch):
     rows = {r.name.removeprefix(f"{variant.name}: "): r.value for r in measure(PLAN, variant, model, tmp_path, peers=Peers())}
     assert rows["completions"] > 0 and rows["step"] > 0 and 0 <= rows["mean lag"] <= 1
     assert sum(value for name, value in rows.items() if name.startswith("trainer, ")) > 0.9
-    assert rows["engine at work"] > 0 and rows["trainer at work, prompts included"] > 0 and rows["sampled and not trained"] < 1
+    assert rows["engine at work"] > 0 and rows["trainer at work, prompts included"] > 0 and 0 <= rows["rejected as too old"] < 1
     assert rows["memory of the trainer, predicted"] > 0 and rows["memory of the trainer, peak"] > 0
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
@@ -144,7 +145,7 @@ def test_a_part_that_fails_shows_its_logs_and_is_in_nobodys_way(tmp_path, monkey
             raise RuntimeError("nothing has moved")
         row = {"seconds": 1.0, "tokens_per_second": 2.0, "lag_mean": 0.0, "completion_tokens": float(PLAN.tokens)}
         (run_dir / "metrics.jsonl").write_text("".join(json.dumps({"version": n, **row}) + "\n" for n in range(3)))
-        (run_dir / "summary.json").write_text(json.dumps({"memory": {}, "tokens": {"wasted": 0, "sampled": 1}}))
+        (run_dir / "summary.json").write_text(json.dumps({"memory": {}}))
 
     monkeypatch.setattr("headrace.train", train)
     monkeypatch.setattr(step, "write_random_model", lambda shape, folder, dtype: str(folder))
