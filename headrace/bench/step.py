@@ -5,12 +5,16 @@ groups of siblings, a reward that takes no time, and fixed completion lengths. I
 works. Asleep: it also frees its cache. Lag 1 and 2: side by side. Each runs once with completions of one length and once with a
 long tail; where vLLM is installed, some also run on a vLLM server. Warm-up steps do not count, nor the last steps of a run,
 which have no generation beside them.
+
+`--lengths 8k` or `32k` measures long completions instead: a long tail up to that length, with a mean of about a quarter of it,
+after one warm-up step of short ones. TRL samples to one length only, that mean. On a CPU all lengths are divided by 64.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import statistics
 import tempfile
 from collections import Counter
@@ -18,132 +22,47 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
-
 import headrace
 from headrace.bench.child import PeerFailed
 from headrace.bench.harness import Row, default_device, run_parts, say
-from headrace.bench.loads import MEDIUM, QWEN3_0_6B, SMALL, lognormal_lengths, write_random_model
-from headrace.bench.measure import GpuMemory, release
+from headrace.bench.loads import write_random_model
+from headrace.bench.measure import GIB, GpuMemory, release
+from headrace.bench.step_plan import LONG, make_plan, variants
 from headrace.bench.step_trl import measure_steps, missing_modules
-from headrace.engine import choose_python, find_vllm
+from headrace.bench.trainer_speed import PEAK_FLOPS, flops_of
 from headrace.envs import SingleTurn
 from headrace.observe import read_metrics
-from headrace.settings import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from headrace.bench.harness import Part
+    from headrace.bench.step_plan import Plan, Variant
     from headrace.envs import Client, EngineClient
     from headrace.records import Episode, Plain
 
-LENGTHS = "lengths"
-"""The task column with the number of tokens of each sibling."""
 _SHOWN = 0.005
 """Smaller shares of a time budget get no row."""
 _QUICK = ("trl", "in-turn", "lag-1-long-tail")
-"""What `--quick` measures without `--only`."""
+_QUICK_LONG = ("in-turn", "lag-1")
+"""What `--quick` measures without `--only`, and with `--lengths`."""
 _LOG_LINES = 30
 """Printed of each process's log when a run fails, because its folder is deleted."""
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The load for a GPU or a CPU: after the warm-up, `steps` steps of `completions` completions, which have `tokens` tokens
-    each, or a long tail of that mean and at most `cap`."""
-
-    device: str
-    dtype: str
-    shape: dict[str, Any]
-    completions: int
-    prompt_tokens: int
-    tokens: int
-    cap: int
-    micro_batch_tokens: int
-    steps: int
-    warmups: int = 2
-    siblings: int = 8
-    goal: str = ""
-    """For our completion tokens/s ÷ TRL's, with completions of one length."""
-    orchestrate: str = "local"
-
-    def make_tasks(self, *, has_tail: bool = False) -> list[dict[str, Any]]:
-        """Prompts of made-up words, no two alike, some more than the steps need; with a long tail also a length for every
-        sibling: most are short, a few are very long."""
-        count = self.completions // self.siblings * (self.warmups + self.steps + 4)
-        prompts = np.random.default_rng(0).integers(1, int(self.shape["vocab_size"]), size=(count, self.prompt_tokens))
-        tasks: list[dict[str, Any]] = [{"prompt": " ".join(f"w{token}" for token in prompt)} for prompt in prompts]
-        if has_tail:
-            lengths = lognormal_lengths(count * self.siblings, mean=self.tokens, sigma=1.0, cap=self.cap)
-            for task, own in zip(tasks, np.reshape(lengths, (count, self.siblings)).tolist(), strict=True):
-                task[LENGTHS] = own
-        return tasks
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A way to run the same steps."""
-
-    name: str
-    settings: dict[str, Any]
-    max_lag: int = 0
-    has_tail: bool = False
-
-    @property
-    def is_judged(self) -> bool:
-        """Whether the goal applies: it is set for completions of one length on the native engine."""
-        return not self.has_tail and "engine.kind" not in self.settings
-
-
-VARIANTS = (
-    Variant("in turn", {}),
-    Variant("in turn, asleep", {"engine.sleep": "cache"}),
-    Variant("lag 1", {}, max_lag=1),
-    Variant("lag 2", {}, max_lag=2),
-)
-_VLLM = {"engine.kind": "vllm", "orchestrate": "local", "deadline": 600.0}
-"""The deadline allows for a server that takes minutes to start."""
-OVER_VLLM = (Variant("in turn, vLLM", _VLLM), Variant("lag 1, vLLM", _VLLM, max_lag=1))
-
-
-def make_plan(device: str, *, quick: bool) -> Plan:
-    """For a GPU or a CPU; `quick` takes fewer steps, and on a CPU a smaller model."""
-    if device == "cuda":
-        on_gpu = functools.partial(Plan, device, "bfloat16", QWEN3_0_6B, prompt_tokens=64, goal="≥ 6")
-        return on_gpu(completions=512, tokens=256, cap=1024, micro_batch_tokens=16_384, steps=2 if quick else 5)
-    on_cpu = functools.partial(Plan, device, "float32", prompt_tokens=16, micro_batch_tokens=4096)
-    if quick:  # prompt and completion are no shorter than the canary, which a vLLM server must score
-        return on_cpu({**SMALL, "num_hidden_layers": 2}, completions=16, tokens=24, cap=48, steps=2)
-    return on_cpu(MEDIUM, completions=64, tokens=64, cap=256, steps=6)
-
-
-def variants() -> dict[str, Variant]:
-    """By the names that `--only` takes."""
-    tails = [dataclasses.replace(variant, name=f"{variant.name}, long tail", has_tail=True) for variant in VARIANTS]
-    found = [*VARIANTS, *(OVER_VLLM if _has_vllm() else ()), *tails]
-    return {variant.name.replace(", ", "-").replace(" ", "-"): variant for variant in found}
-
-
-def _has_vllm() -> bool:
-    try:
-        find_vllm(choose_python(""))
-    except ConfigError:
-        return False
-    return True
-
-
-def run(*, quick: bool, json_file: Path | None, only: str | None = None) -> int:
+def run(*, quick: bool, json_file: Path | None, only: str | None = None, lengths: str = "") -> int:
     """`--quick` measures a few short steps of TRL and of two variants."""
-    plan = make_plan(default_device(), quick=quick)
+    plan = make_plan(default_device(), quick=quick, longest=LONG.get(lengths, 0))
+    if lengths:
+        say(f"{lengths}: {plan.describe()}")
     with tempfile.TemporaryDirectory() as folder:
-        parts = make_parts(plan, Path(folder))
+        parts = make_parts(plan, Path(folder), lengths=lengths)
         if quick and only is None:
-            only = ",".join(name for name in _QUICK if name in parts)
+            only = ",".join(name for name in (_QUICK_LONG if lengths else _QUICK) if name in parts)
         return run_parts("step", parts, only=only, quick=quick, json_file=json_file)
 
 
-def make_parts(plan: Plan, folder: Path) -> dict[str, Part]:
+def make_parts(plan: Plan, folder: Path, *, lengths: str = "") -> dict[str, Part]:
     """TRL first if it is installed, then every variant, which is compared with it."""
     peers = Peers()
 
@@ -162,7 +81,7 @@ def make_parts(plan: Plan, folder: Path) -> dict[str, Part]:
         say(f"TRL: {' and '.join(absent)} not installed here; it is not measured")
     else:
         parts["trl"] = lambda: measure_trl(plan, model(), folder, peers)
-    return parts | {name: part_of(variant) for name, variant in variants().items()}
+    return parts | {name: part_of(variant) for name, variant in variants(lengths).items()}
 
 
 @dataclass
@@ -175,8 +94,8 @@ class Peers:
 
 def measure(plan: Plan, variant: Variant, model: str, folder: Path, *, peers: Peers) -> list[Row]:
     """One run, and the figures of its middle steps."""
-    environment = OwnLengths() if variant.has_tail else None
-    given: dict[str, Any] = {"tasks": plan.make_tasks(has_tail=variant.has_tail), "reward": first_word_is_even}
+    environment = LongTail(plan) if variant.has_tail else None
+    given: dict[str, Any] = {"tasks": plan.make_tasks(), "reward": first_word_is_even}
     with tempfile.TemporaryDirectory(dir=folder) as place, GpuMemory() as memory:
         settings = settings_of(plan, variant, model)
         run_dir = Path(place) / "run"
@@ -186,10 +105,15 @@ def measure(plan: Plan, variant: Variant, model: str, folder: Path, *, peers: Pe
             show_logs(Path(place))
             raise
         seen = read_metrics(run_dir / "metrics.jsonl")
+        by_role = json.loads((run_dir / "summary.json").read_text())["memory"]
     say(f"{variant.name}: seconds of each step: {', '.join(format(row['seconds'], '.2f') for row in seen)}")
     check_lengths(plan, variant, seen)
     middle = seen[plan.warmups : plan.warmups + plan.steps]
-    return [*step_rows(plan, variant, middle, peers=peers), *memory_rows(variant, memory, peers=peers)]
+    return [
+        *step_rows(plan, variant, middle, peers=peers),
+        *role_rows(plan, variant, middle, model),
+        *memory_rows(variant, memory, by_role, peers=peers),
+    ]
 
 
 def show_logs(folder: Path) -> None:
@@ -231,18 +155,42 @@ def settings_of(plan: Plan, variant: Variant, model: str) -> dict[str, Any]:
 
 
 def step_rows(plan: Plan, variant: Variant, seen: Sequence[dict[str, Any]], *, peers: Peers) -> list[Row]:
-    """Medians over steps, the time budget over all of them, and their mean lag."""
+    """Medians over steps (on a long tail, tokens/s over all of them), the time budget over all of them, and their mean lag."""
     name, others = variant.name, {} if variant.has_tail else peers.rates
     goal = plan.goal if variant.is_judged else ""
     rate = statistics.median(row["tokens_per_second"] for row in seen)
+    if variant.has_tail:  # side by side, steps differ in their tokens
+        rate = sum(row["tokens_per_second"] * row["seconds"] for row in seen) / sum(row["seconds"] for row in seen)
     return [
         Row(f"{name}: step", statistics.median(row["seconds"] for row in seen), "s"),
         Row(f"{name}: completions", rate, "tokens/s", peers=others),
         *(Row(f"{name}: completions ÷ {who}", rate / theirs, "ratio", goal=goal) for who, theirs in others.items()),
         Row(f"{name}: mean lag", statistics.fmean(row["lag_mean"] for row in seen), "versions"),
+        Row(f"{name}: rejected as too old", statistics.fmean(row.get("rejected", 0.0) for row in seen), "share"),
         Row(f"{name}: exchange of weights", statistics.median(row.get("seconds/engine/swap", 0.0) for row in seen), "s"),
         *(Row(f"{name}: {state}", share, "share") for state, share in budget_of(seen).items() if share >= _SHOWN),
     ]
+
+
+def role_rows(plan: Plan, variant: Variant, seen: Sequence[dict[str, Any]], model: str) -> list[Row]:
+    """Trained tokens by the time that engine and trainer were at work, and on a GPU the trainer's MFU. Side by side a step may
+    train other lengths than the plan's: its FLOPs are then in proportion to its tokens."""
+    name, lengths = variant.name, [plan.prompt_tokens + length for length in plan.lengths(has_tail=variant.has_tail)]
+    completions = plan.completions * sum(row["completion_tokens"] for row in seen)
+    tokens = completions + plan.completions * plan.prompt_tokens * len(seen)
+
+    def seconds(*states: str) -> float:
+        return max(sum(row.get(f"seconds/{state}", 0.0) for row in seen for state in states), 1e-9)
+
+    training = seconds("trainer/compute")
+    rows = [
+        Row(f"{name}: engine at work", completions / seconds("engine/decode", "engine/prefill"), "tokens/s"),
+        Row(f"{name}: trainer at work, prompts included", tokens / training, "tokens/s"),
+    ]
+    if plan.device == "cuda":
+        flops = flops_of(model, lengths) * tokens / sum(lengths)
+        rows.append(Row(f"{name}: trainer at work, MFU", flops / training / PEAK_FLOPS, "share", bound=1.0))
+    return rows
 
 
 def budget_of(seen: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -257,11 +205,16 @@ def budget_of(seen: Sequence[dict[str, Any]]) -> dict[str, float]:
     return budget
 
 
-def memory_rows(variant: Variant, memory: GpuMemory, *, peers: Peers) -> list[Row]:
-    """GPU memory of all processes; the goal is to take no more than a peer for the same work."""
+def memory_rows(variant: Variant, memory: GpuMemory, by_role: dict[str, dict[str, int | None]], *, peers: Peers) -> list[Row]:
+    """GPU memory of all processes, whose goal is to take no more than a peer for the same work; then each role's peak and what
+    the run had predicted (`by_role`)."""
     others = peers.peaks if variant.is_judged else {}
     goal = f"≤ {min(others.values()):.3g}" if others else ""
-    return [] if memory.peak is None else [Row(f"{variant.name}: peak GPU memory", memory.peak, "GiB", goal, peers=others)]
+    rows = [] if memory.peak is None else [Row(f"{variant.name}: peak GPU memory", memory.peak, "GiB", goal, peers=others)]
+    for role, sizes in by_role.items():
+        known = {kind: size for kind, size in sizes.items() if size is not None}  # there may be no prediction
+        rows += [Row(f"{variant.name}: memory of the {role}, {kind}", size / GIB, "GiB") for kind, size in known.items()]
+    return rows
 
 
 def measure_trl(plan: Plan, model: str, folder: Path, peers: Peers) -> Iterator[list[Row]]:
@@ -287,10 +240,17 @@ def first_word_is_even(completions: list[str], **_: object) -> list[float]:
     return [float(text.partition(" ")[0].removeprefix("w")[-1:] in tuple("02468")) for text in completions]
 
 
-class OwnLengths(SingleTurn):
-    """The built-in environment, with the length that the task gives this sibling."""
+class LongTail(SingleTurn):
+    """The built-in environment, with the plan's length for each sibling of each group, in order of submission."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan, self._lengths = plan, plan.lengths(has_tail=True)
+        self._numbers: dict[str, int] = {}  # of groups
 
     async def run(self, task: dict[str, Plain], client: Client) -> Episode:
         engine = cast("EngineClient", client)
-        engine.sampling = dataclasses.replace(engine.sampling, max_tokens=cast("list[int]", task[LENGTHS])[engine.index])
+        number = self._numbers.setdefault(engine.group, len(self._numbers)) * self._plan.siblings + engine.index
+        is_warmup = number < self._plan.warmups * self._plan.completions
+        length = min(self._lengths[number % self._plan.completions], self._plan.warmup_cap if is_warmup else self._plan.cap)
+        engine.sampling = dataclasses.replace(engine.sampling, max_tokens=length)
         return await super().run(task, client)

@@ -59,6 +59,10 @@ class Request:
     """Key of its last block in the prefix cache; None once its blocks mix versions."""
     num_cached: int = 0
     """How many of its blocks are in the prefix cache."""
+    needed_blocks: int = 0
+    """How many had to be free when it was last refused a slot; 0 if it was not."""
+    refused_after: int = 0
+    """Chunks of prompts that had been computed by then: each may add a prefix that it shares to the cache."""
     leader: Request | None = None
     """The sibling that computes the prompt both share."""
     followers: list[Request] = field(default_factory=list)

@@ -19,18 +19,16 @@ from headrace.bench.harness import run_parts
 from headrace.bench.loads import write_random_model
 from headrace.bench.measure import GpuMemory
 from headrace.bench.step import (
-    LENGTHS,
-    OwnLengths,
+    LongTail,
     Peers,
-    Variant,
     budget_of,
     first_word_is_even,
-    make_plan,
     measure,
+    role_rows,
     settings_of,
     step_rows,
-    variants,
 )
+from headrace.bench.step_plan import LONG, Variant, make_plan, variants
 from headrace.bench.step_trl import TrlSteps, measure_steps
 from headrace.config import make_recipe
 from headrace.records import Rollout, Sampling
@@ -57,6 +55,8 @@ def test_figures_are_medians_and_shares_of_all_steps(capsys):
     assert rows["completions"].peers == peers.rates and rows["completions ÷ TRL"].value == 5
     assert {name: r.goal for name, r in rows.items() if r.goal} == {"completions ÷ TRL": "≥ 6"}
     assert rows["engine, decode"].value == 0.5 and not any("scorer" in name for name in rows)
+    on_tail = {r.name: r.value for r in step_rows(plan, Variant("x", {}, has_tail=True), seen, peers=peers)}
+    assert on_tail["x: completions"] == pytest.approx(300 / 7) and on_tail["x: rejected as too old"] == 0
     for variant, others in ((Variant("x", {}, has_tail=True), peers), (Variant("x", {}), Peers())):
         assert not any(r.goal or r.peers for r in step_rows(plan, variant, seen, peers=others))
 
@@ -70,26 +70,51 @@ def test_every_variant_is_a_valid_recipe():
         assert recipe.steps == PLAN.warmups + PLAN.steps + variant.max_lag
 
 
-def test_a_task_says_how_much_each_sibling_draws():
-    plan = dataclasses.replace(PLAN, completions=40, siblings=4, prompt_tokens=6, steps=-1, tokens=40, cap=128)
-    tasks = plan.make_tasks(has_tail=True)
-    assert len({task["prompt"] for task in tasks}) == 50 and all(len(task["prompt"].split()) == 6 for task in tasks)
-    lengths = np.array([task[LENGTHS] for task in tasks])
-    assert lengths.shape == (50, 4) and lengths.max() <= 128 and 25 < lengths.mean() < 50 and len(set(lengths[0])) > 1
+def test_a_long_tail_gives_every_sibling_its_length_and_every_step_the_same_work():
+    plan = dataclasses.replace(PLAN, completions=8, siblings=4, tokens=40, cap=128, warmups=1, warmup_cap=16)
+    lengths = plan.lengths(has_tail=True)
+    assert len(lengths) == 8 and max(lengths) <= 128 and 25 < np.mean(lengths) < 50 and len(set(lengths[:4])) > 1
     asked = []
 
     class FakeClient:
-        episode, group, index, sampling = "g0/2", "g0", 2, Sampling()
+        def __init__(self, number):
+            self.group, self.index, self.sampling = f"g{number // 4}", number % 4, Sampling()
+            self.episode = f"{self.group}/{self.index}"
 
         def prompt(self, prompt):
-            return Rollout.from_prompt([1, 2], id="g0/2", group="g0", index=2)
+            return Rollout.from_prompt([1, 2], id=self.episode, group=self.group, index=self.index)
 
         async def generate(self, rollout):
             asked.append(self.sampling.max_tokens)
             return rollout
 
-    episode = asyncio.run(OwnLengths().run(tasks[0], FakeClient()))
-    assert asked == [tasks[0][LENGTHS][2]] and episode.group == "g0" and len(episode.rollouts) == 1
+    environment = LongTail(plan)
+    episodes = [asyncio.run(environment.run({"prompt": "w1"}, FakeClient(number))) for number in range(24)]
+    assert asked == [min(length, 16) for length in lengths] + lengths + lengths
+    assert episodes[5].group == "g1" and len(episodes[5].rollouts) == 1
+
+
+def test_long_completions_fit_a_pass_and_have_a_mean_of_a_quarter_of_the_longest():
+    for name, longest in LONG.items():
+        plan = make_plan("cuda", quick=False, longest=longest)
+        lengths = plan.lengths(has_tail=True)
+        assert 0.9 * longest < max(lengths) <= longest and 0.2 < np.mean(lengths) / longest < 0.3
+        assert plan.micro_batch_tokens >= plan.prompt_tokens + longest and plan.completions % plan.siblings == 0
+        assert f"{sum(lengths):,} a step" in plan.describe() and "groups of 8" in plan.describe()
+        found = variants(name)
+        assert found["in-turn"].name == f"in turn, {name}" and {"lag-1", "lag-2"} <= found.keys()
+        assert all(variant.has_tail for variant in found.values())
+        assert make_recipe(settings_of(plan, found["lag-2"], "builtin:tiny")).model.context == 64 + longest
+
+
+def test_roles_are_measured_while_they_are_at_work(monkeypatch):
+    plan = dataclasses.replace(PLAN, device="cuda", completions=2, tokens=100, prompt_tokens=20)
+    monkeypatch.setattr(step, "flops_of", lambda model, lengths: step.PEAK_FLOPS * sum(lengths) / 240)
+    times = {"engine__decode": 1.0, "engine__prefill": 1.0, "trainer__wait_batch": 5.0}
+    seen = [{**row(9.0, tokens=0, trainer__compute=4.0, **times), "completion_tokens": each} for each in (50.0, 100.0)]
+    rows = {r.name.removeprefix("x: "): r.value for r in role_rows(plan, Variant("x", {}), seen, "model")}
+    of_trainer = {"trainer at work, prompts included": 47.5, "trainer at work, MFU": 47.5 / 240}
+    assert rows == pytest.approx({"engine at work": 75, **of_trainer})
 
 
 def test_the_reward_tells_siblings_apart():
@@ -103,6 +128,8 @@ def test_a_run_with_a_long_tail_is_measured(tmp_path, monkeypatch):
     rows = {r.name.removeprefix(f"{variant.name}: "): r.value for r in measure(PLAN, variant, model, tmp_path, peers=Peers())}
     assert rows["completions"] > 0 and rows["step"] > 0 and 0 <= rows["mean lag"] <= 1
     assert sum(value for name, value in rows.items() if name.startswith("trainer, ")) > 0.9
+    assert rows["engine at work"] > 0 and rows["trainer at work, prompts included"] > 0 and 0 <= rows["rejected as too old"] < 1
+    assert rows["memory of the trainer, predicted"] > 0 and rows["memory of the trainer, peak"] > 0
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
@@ -118,6 +145,7 @@ def test_a_part_that_fails_shows_its_logs_and_is_in_nobodys_way(tmp_path, monkey
             raise RuntimeError("nothing has moved")
         row = {"seconds": 1.0, "tokens_per_second": 2.0, "lag_mean": 0.0, "completion_tokens": float(PLAN.tokens)}
         (run_dir / "metrics.jsonl").write_text("".join(json.dumps({"version": n, **row}) + "\n" for n in range(3)))
+        (run_dir / "summary.json").write_text(json.dumps({"memory": {}}))
 
     monkeypatch.setattr("headrace.train", train)
     monkeypatch.setattr(step, "write_random_model", lambda shape, folder, dtype: str(folder))
@@ -154,9 +182,14 @@ def test_memory_is_what_was_taken_since_it_began(monkeypatch):
     monkeypatch.setattr(measuring, "_used_bytes", lambda: None)
     with GpuMemory() as nothing:
         pass
-    assert nothing.peak is None and step.memory_rows(Variant("x", {}), nothing, peers=Peers()) == []
-    (row,) = step.memory_rows(Variant("x", {}), memory, peers=Peers(peaks={"TRL": 99.2}))
+    assert nothing.peak is None and step.memory_rows(Variant("x", {}), nothing, {}, peers=Peers()) == []
+    by_role = {"trainer": {"predicted": 3 * gib, "peak": 2 * gib}}
+    row, *of_trainer = step.memory_rows(Variant("x", {}), memory, by_role, peers=Peers(peaks={"TRL": 99.2}))
     assert (row.goal, row.peers) == ("≤ 99.2", {"TRL": 99.2})
+    assert [(row.name, row.value) for row in of_trainer] == [
+        ("x: memory of the trainer, predicted", 3.0),
+        ("x: memory of the trainer, peak", 2.0),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -240,10 +273,10 @@ def test_trl_is_given_less_at_a_time_and_then_checkpointing_where_it_does_not_fi
     assert orders == [(64, False), (32, False), (32, True)]
     assert found.settings.startswith("micro-batches of 32, gradient checkpointing on")
     orders.clear()
-    fits_at = 4
+    fits_at = 5
     with pytest.raises(PeerFailed, match="TRL: it has ended: last line"):
         measure_steps(tmp_path, device="cuda", completions=512, steps=1)
-    assert len(orders) == 3
+    assert len(orders) == 4
 
 
 def test_trl_is_set_against_ours_where_it_ran(tmp_path, monkeypatch, capsys):
@@ -276,3 +309,6 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert asked == ["in turn", "lag 1, long tail"] and len(json.loads((tmp_path / "out.json").read_text())["rows"]) == 3
     asked.clear()
     assert step.run(quick=True, json_file=None, only="lag-2") == 0 and asked == ["lag 2"]
+    asked.clear()
+    assert step.run(quick=True, json_file=None, lengths="8k") == 0 and asked == ["in turn, 8k", "lag 1, 8k"]
+    assert f"8k: {make_plan('cpu', quick=True, longest=8192).describe()}\n" in capsys.readouterr().out

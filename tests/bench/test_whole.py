@@ -106,3 +106,12 @@ def test_step(tmp_path, kind) -> None:
     rows = run_bench(tmp_path, "step", "--only", ",".join(names), **variables)
     assert sum(name.endswith(": step") for name in rows) == len(names)
     assert any("completions ÷ TRL" in name for name in rows) == ("trl" in names)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("lengths", step.LONG)
+def test_step_of_long_completions(tmp_path, lengths) -> None:
+    rows = run_bench(tmp_path, "step", "--lengths", lengths)
+    for name in (f"in turn, {lengths}", f"lag 1, {lengths}"):
+        for figure in ("step", "engine at work", "trainer at work, prompts included", "memory of the trainer, predicted"):
+            assert rows[f"{name}: {figure}"]["value"] > 0

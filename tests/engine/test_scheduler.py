@@ -123,6 +123,65 @@ def test_a_pinned_rollout_gives_way_when_nothing_else_can(model) -> None:
     assert_nothing_is_held(core)
 
 
+def count_hashed(core: EngineCore, monkeypatch) -> list[int]:
+    """Grows by the tokens of every key that the scheduler makes from token ids."""
+    hashed: list[int] = []
+
+    class Leaders(dict):
+        def get(self, key, default=None):
+            hashed.append(len(key[1]) // 4)
+            return super().get(key, default)
+
+    scheduler, pieces = core.scheduler, core.scheduler._pieces
+    monkeypatch.setattr(scheduler, "_leaders", Leaders())
+    monkeypatch.setattr(
+        scheduler, "_pieces", lambda *given: (hashed.append(len(piece) // 4) or piece for piece in pieces(*given))
+    )
+    return hashed
+
+
+def test_a_long_prompt_that_waits_is_not_hashed_at_every_step(model, monkeypatch) -> None:
+    """Its prefix is in the cache, so that each look at the cache would hash all of it."""
+    core = make_core(model, slots=4, context=256, num_blocks=24 + 1)
+    monkeypatch.setattr(core, "runner", NoModel(core))
+    generate(core, prompt(160, id="cached", seed=1), Sampling(max_tokens=1))
+    first = ask(core, prompt(30, id="first"), Sampling(max_tokens=100))
+    core.step()
+    hashed = count_hashed(core, monkeypatch)
+    long = ask(core, prompt(160, id="long", seed=1), Sampling(max_tokens=3))
+    core.step()
+    once = sum(hashed)
+    assert core.num_waiting == 1 and once >= 160
+    for _ in range(40):
+        core.step()
+    assert core.num_waiting == 1 and not first.is_over and sum(hashed) == once
+    core.changed_weights(policy="policy", lineage="", version=1)
+    core.step()
+    assert core.num_waiting == 1
+    core.runner.prompt_rows = 0
+    while not long.is_over:
+        core.step()
+    assert first.is_over and core.runner.prompt_rows == 160  # nothing of the old weights is shared
+    assert sum(hashed) < 4 * 160
+    assert_nothing_is_held(core)
+
+
+def test_a_prompt_that_waits_starts_when_another_has_computed_what_they_share(model) -> None:
+    """It needs few blocks of its own by then: it does not wait for as many as it needed at first."""
+    core = make_core(model, slots=4, context=128, num_blocks=24 + 1, max_prompt_tokens=16)
+    shared = prompt(96, id="shared", seed=1).token_ids
+    ends = [[*shared, 90], [*shared, 91]]
+    first, second = (ask(core, Rollout.from_prompt(ids, id=str(ids[-1])), Sampling(max_tokens=20)) for ids in ends)
+    core.step()
+    assert core.num_waiting == 1  # each would take 13 of 24 blocks
+    for _ in range(9):
+        core.step()
+    assert core.num_waiting == 0 and not first.is_over
+    run(core)
+    assert_same_draws(second.done, generate(make_core(model, context=128), second.request.rollout, Sampling(max_tokens=20)))
+    assert_nothing_is_held(core)
+
+
 # Thousands of requests
 
 

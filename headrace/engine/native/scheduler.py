@@ -51,6 +51,7 @@ class Scheduler:
         self._max_sampled, self._max_prompt_tokens = max_sampled, max_prompt_tokens
         self._computing: dict[Request, PrefixKey] = {}  # prompts in progress; followers wait for theirs
         self._leaders: dict[PrefixKey, Request] = {}  # those that others with the same key follow
+        self._num_chunks = 0  # planned so far
         self._copies_before: list[tuple[int, int]] = []
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._num_blocks_of = np.zeros(num_slots, dtype=np.int64)
@@ -149,10 +150,15 @@ class Scheduler:
             del queue[request]
 
     def _place(self, request: Request, runner: Runner) -> bool:
-        """Give a request a slot, and blocks for its tokens; False if too few are free."""
+        """Give a request a slot, and blocks for its tokens; False if too few are free.
+
+        Once refused, it is looked up in the prefix cache again only when as many blocks are free as it needed then, or a prompt
+        was computed that it may share: hashing a long one takes milliseconds, and it may wait for thousands of steps."""
+        reserve = len(self.running) // 4 + 1 if self.running else 0  # running rollouts will soon need more
+        if request.refused_after == self._num_chunks and len(self.pool) < request.needed_blocks + reserve:
+            return False
         rollout, saved = request.rollout, request.saved
         token_ids = rollout.token_ids if saved is None else np.concatenate([rollout.token_ids, saved.token_ids])
-        reserve = len(self.running) // 4 + 1 if self.running else 0  # running rollouts will soon need more
         key = rollout.parent, token_ids.tobytes()  # a fork may reuse KV blocks of older weights, so its parent counts
         leader = self._leaders.get(key)
         if leader is not None and len(leader.followers) + 1 < self._max_sampled:
@@ -160,12 +166,13 @@ class Scheduler:
         elif is_placed := self._lead(request, token_ids, reserve):
             self._computing[request], self._leaders[key] = key, request
         if not is_placed:
+            request.refused_after = self._num_chunks
             return False
         slot = request.slot = self._free_slots.pop()
         self.running[slot] = request
         self._turn[slot], self._num_blocks_of[slot] = next(self._turns), len(request.blocks)
         self.slots.start(request, token_ids)
-        request.saved, request.started = None, request.started or time.time()
+        request.saved, request.needed_blocks, request.started = None, 0, request.started or time.time()
         runner.start_slot(slot)
         return True
 
@@ -173,6 +180,7 @@ class Scheduler:
         """Share the prompt a sibling is computing; its last block, if partly full, is copied once computed."""
         full, has_tail = length // self.block_size, length % self.block_size > 0
         if len(self.pool) < has_tail + reserve:
+            request.needed_blocks = int(has_tail)
             return False
         shared = leader.blocks[:full]
         self.pool.share(shared)
@@ -185,9 +193,10 @@ class Scheduler:
         """Take blocks for all tokens of a request: cached ones for a prefix, then new ones."""
         size, length = self.block_size, len(token_ids)
         shared, computed, source, chain = self._cached_prefix(request, token_ids)
-        needed = math.ceil(length / size) - len(shared)
+        needed, free = math.ceil(length / size) - len(shared), len(self.pool)
         self.pool.share(shared)
         if len(self.pool) < needed + reserve:
+            request.needed_blocks = needed + free - len(self.pool)  # cached blocks that nobody holds count as free
             self.pool.give_back(shared)
             return False
         request.blocks = shared + self.pool.take(needed)
@@ -239,6 +248,7 @@ class Scheduler:
             self._cache_blocks(request, stop)
             if sampling:
                 copies += self._complete(request, length)
+        self._num_chunks += len(chunks)
         return chunks, copies
 
     def _complete(self, request: Request, length: int) -> list[tuple[int, int]]:
