@@ -109,7 +109,7 @@ def make_frame(value: object) -> Frame:
             return msgpack.ExtType(_ARRAY, msgpack.packb([array.dtype.str, array.shape, start, array.nbytes]))
         if type(item) in _FIELDS:
             fields = {name: getattr(item, name) for name in _FIELDS[type(item)]}
-            return msgpack.ExtType(_RECORD, msgpack.packb([type(item).__name__, fields], default=extension))
+            return msgpack.ExtType(_RECORD, msgpack.packb([type(item).__name__, fields], default=extension))  # noqa: F821
         if isinstance(item, int):
             raise WireError(f"{item} does not fit in 64 bits")
         raise WireError(f"a {type(item).__name__} does not travel")
@@ -117,6 +117,7 @@ def make_frame(value: object) -> Frame:
     with wire_errors("cannot be encoded"):
         header: bytes = msgpack.packb(value, default=extension)
         _read(header, msgpack.ExtType)  # refuses here what a reader would refuse, such as bytes and keys that are numbers
+    del extension  # it refers to itself, which would keep the arrays in memory until the next garbage collection
     _, num_bytes = _checked_sizes(len(header), size, max_bytes=MAX_FRAME)
     preamble = _PREAMBLE.pack(_MAGIC, SCHEMA, len(header), size)
     return Frame(num_bytes, _pieces(preamble, [header, bytes(-len(header) % 8), *buffers]))
