@@ -27,7 +27,8 @@ def rollouts(model_path: str, count: int = 12, *, sampling: Sampling | None = No
     done: dict[int, Rollout] = {}
     for index in range(count):
         ids = np.random.default_rng(index).integers(6, 90, size=2 + (5 * index) % 11)
-        request = dataclasses.replace(sampling, seed=index, max_tokens=1 + (3 * index) % sampling.max_tokens)
+        most = 1 + (3 * index) % sampling.max_tokens
+        request = dataclasses.replace(sampling, seed=index, max_tokens=most, min_tokens=min(most, sampling.min_tokens))
         core.submit(Request(Rollout.from_prompt(ids, id=str(index)), request, on_done=lambda r: done.__setitem__(int(r.id), r)))
     while core.has_work:
         core.step()
