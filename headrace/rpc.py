@@ -15,6 +15,7 @@ import secrets
 import shutil
 import tempfile
 import traceback
+from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,38 +71,69 @@ class Stream:
         self._reader, self._writer = reader, writer
         writer.transport.set_write_buffer_limits(high=_HIGH_WATER)
         self.bytes_sent = 0
+        self._waiting: deque[frames.Frame] = deque()  # a frame of several pieces, and those behind it
+        self._num_waiting = 0  # their bytes that are not written yet
+        self._sending: asyncio.Task[None] | None = None
 
     @property
     def backlog(self) -> int:
         """Bytes written that the OS has not accepted yet."""
-        size: int = self._writer.transport.get_write_buffer_size()
-        return size
+        return self._num_waiting + int(self._writer.transport.get_write_buffer_size())
 
     def write(self, value: object) -> None:
-        """Send without waiting. Callers that write a lot check `backlog` or await `drain`."""
-        frame = frames.encode(value)
-        self.bytes_sent += len(frame)
+        """Send without waiting. Callers that write a lot check `backlog` or await `drain`. Arrays must not change until they
+        are sent: of a long frame, each piece is read when the one before has left."""
+        frame = frames.make_frame(value)
         if self._writer.is_closing():
             raise StreamClosed("the stream is closed")
-        self._writer.write(frame)
+        self.bytes_sent += frame.num_bytes
+        if not self._waiting and frame.num_bytes <= frames.PIECE:
+            self._writer.writelines(frame.pieces)
+            return
+        self._waiting.append(frame)
+        self._num_waiting += frame.num_bytes
+        if len(self._waiting) == 1:
+            self._sending = asyncio.get_running_loop().create_task(self._send_waiting())
+
+    async def _send_waiting(self) -> None:
+        """Other tasks run between two pieces."""
+        try:
+            while self._waiting:
+                for piece in self._waiting[0].pieces:
+                    self._num_waiting -= len(piece)
+                    self._writer.write(piece)
+                    await self._writer.drain()
+                self._waiting.popleft()
+        except ConnectionError:
+            pass  # whoever reads the stream sees that it is closed
+        finally:
+            self._waiting.clear()
+            self._num_waiting = 0
 
     async def drain(self) -> None:
         """Wait until the OS has accepted most of what was written."""
+        if self._sending is not None:
+            await asyncio.wait({self._sending})
         try:
             await self._writer.drain()
         except ConnectionError as error:
             raise StreamClosed(_CLOSED) from error
 
     async def receive(self, *, max_bytes: int = frames.MAX_FRAME) -> Any:  # noqa: ANN401  (anything that was sent)
+        reading = frames.reading(max_bytes=max_bytes)
+        wanted = next(reading)
         try:
-            preamble = await self._reader.readexactly(frames.PREAMBLE_BYTES)
-            rest = await self._reader.readexactly(frames.remaining_bytes(preamble, max_bytes=max_bytes))
+            while True:
+                wanted = reading.send(await self._reader.readexactly(wanted))
+        except StopIteration as end:
+            return end.value
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             raise StreamClosed(_CLOSED) from error
-        return frames.decode(preamble + rest, max_bytes=max_bytes)
 
     def close(self) -> None:
         with contextlib.suppress(RuntimeError):  # its event loop may be gone already
+            if self._sending is not None:
+                self._sending.cancel()
             self._writer.close()
 
 

@@ -270,10 +270,10 @@ def test_what_a_listener_says_is_read_up_to_the_same_limit():
     run(main)
 
 
-@pytest.mark.parametrize("words", [b"", b"GET / HTTP/1.1\r\n\r\n", b"HRW", "oversized", "not a dict", "no proof", "odd name"])
+@pytest.mark.parametrize("words", [b"", b"GET / HTTP/1.1", b"HRW", "oversized", "not a dict", "no proof", "odd name"])
 def test_who_says_nothing_or_nonsense_is_shown_out_and_hinders_nobody(monkeypatch, words):
     said: bytes = {
-        "oversized": frames._PREAMBLE.pack(frames._MAGIC, frames.SCHEMA, 0, 100, 1 << 30),
+        "oversized": frames._PREAMBLE.pack(frames._MAGIC, frames.SCHEMA, 100, 1 << 30),
         "not a dict": frames.encode([1, 2]),
         "no proof": frames.encode({"name": "engine-0", "channel": "data"}),
         "odd name": frames.encode({"proof": "00", "name": ["engine-0"], "channel": {}, "challenge": 3}),
@@ -528,6 +528,62 @@ def test_large_frames_cross_without_waiting_for_each_other(kind):
             assert all(np.array_equal(answer, block + 1) for answer in answers)
             for task in reading:
                 task.cancel()
+
+    run(main)
+
+
+def test_a_frame_of_many_pieces_lets_other_tasks_run_and_keeps_its_place(monkeypatch):
+    monkeypatch.setattr(frames, "PIECE", 1 << 16)
+
+    async def main() -> None:
+        seen: list[object] = []
+        block = np.arange(1 << 20, dtype=np.int32)
+        num_turns, written = 0, []
+
+        async def count_turns() -> None:
+            nonlocal num_turns
+            while True:
+                num_turns += 1
+                await asyncio.sleep(0)
+
+        async with peers({"echo": echo}, {"note": lambda value: seen.append(value)}) as (caller, *_):
+            write = caller.stream._writer.write
+            monkeypatch.setattr(caller.stream._writer, "write", lambda piece: (written.append(len(piece)), write(piece)))
+            turning = asyncio.ensure_future(count_turns())
+            caller.notify("note", "before")
+            answer = caller.begin("echo", block=block)
+            caller.notify("note", "after")
+            assert caller.stream.backlog > block.nbytes and caller.stream.bytes_sent > block.nbytes
+            assert np.array_equal(await answer, block)
+            assert len(await caller.call("echo", block=block[:1])) == 1 and seen == ["before", "after"]
+            turning.cancel()
+            assert caller.stream.backlog == 0 and len(written) > 60 and max(written) < (1 << 16) + 100
+            assert num_turns > 60
+
+    async def echo(block: np.ndarray) -> np.ndarray:
+        return block
+
+    run(main)
+
+
+def test_pieces_that_wait_can_be_drained_or_end_with_their_stream(monkeypatch):
+    monkeypatch.setattr(frames, "PIECE", 1 << 16)
+
+    async def main() -> None:
+        block = np.zeros(64 << 20, dtype=np.uint8)  # more than both ends and the system between them hold
+        async with joined() as (ours, theirs):
+            ours.write(block)
+            draining = asyncio.ensure_future(ours.drain())
+            await asyncio.sleep(0.02)
+            assert not draining.done() and ours.backlog > 0
+            assert len(await theirs.receive()) == len(block)
+            await draining
+            ours.write(block)
+            ours.close()
+            with pytest.raises(StreamClosed):
+                await theirs.receive()
+            with pytest.raises(StreamClosed):
+                ours.write(1)
 
     run(main)
 

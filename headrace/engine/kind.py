@@ -66,6 +66,8 @@ class EngineKind:
     """Whether it also runs on the launcher's event loop (`orchestrate = "inline"`)."""
     can_sleep: ClassVar[bool] = True
     """Whether it can give memory back while the trainer trains (`engine.sleep`)."""
+    records_routing: ClassVar[bool] = False
+    """Whether it can tell which experts each token was sent to (`engine.record_routing`)."""
     is_exact: ClassVar[bool] = False
     """Whether its logprobs equal the trainer's bitwise (`exact`)."""
     has_server: ClassVar[bool] = False

@@ -12,7 +12,7 @@ import numpy as np
 from headrace.engine.protocol import Increment, InFlight, NotFinite, PromptTooLong, UnusablePrompt
 from headrace.engine.request import Request, SampledTokens
 from headrace.errors import SyncError
-from headrace.records import FinishReason, WireError, pack_rollouts, pack_samplings, unpack_rollouts
+from headrace.records import FinishReason, WireError, pack_rollouts, pack_samplings, portions, unpack_rollouts
 from headrace.rpc import RemoteError, StreamClosed
 
 if TYPE_CHECKING:
@@ -120,15 +120,28 @@ class RemoteEngine:
             request.engine = self
             self.requests[request.key] = request
         self.credit -= len(requests)
-        self.data.notify(
-            "work",
-            {
-                "keys": np.asarray([request.key for request in requests], dtype=np.int64),
-                "rollouts": pack_rollouts([request.rollout for request in requests]),
-                "samplings": pack_samplings([request.sampling for request in requests]),
-                "streamed": [request.key for request in requests if request.on_tokens is not None],
-            },
-        )
+        for span in portions([request.rollout for request in requests]):
+            self._send_portion(self.data, requests[span])
+
+    def _send_portion(self, data: Peer, requests: list[PoolRequest]) -> None:
+        try:
+            data.notify(
+                "work",
+                {
+                    "keys": np.asarray([request.key for request in requests], dtype=np.int64),
+                    "rollouts": pack_rollouts([request.rollout for request in requests]),
+                    "samplings": pack_samplings([request.sampling for request in requests]),
+                    "streamed": [request.key for request in requests if request.on_tokens is not None],
+                },
+            )
+        except WireError as error:  # fails the one that cannot be sent, not those beside it
+            for request in requests:
+                if len(requests) > 1:
+                    self._send_portion(data, [request])
+                elif self.requests.pop(request.key, None) is not None:
+                    self.credit += 1
+                    assert request.on_failed is not None
+                    request.on_failed(error)
 
     def cancel(self, request: PoolRequest) -> None:
         """Tell it in the next turn of the event loop, so that calls cancelled together go in one message."""

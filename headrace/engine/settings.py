@@ -57,7 +57,7 @@ class SamplingSettings:
 class EngineSettings:
     """The engines that generate."""
 
-    OPERATIONAL = ("restarts", "sleep")
+    OPERATIONAL = ("restarts", "sleep", "record_routing")
     kind: KindName = "native"
     """`native`: the embedded engine, which runs the trainer's own model code. `vllm`: a stock vLLM server over HTTP, for models
     past one GPU."""
@@ -77,6 +77,9 @@ class EngineSettings:
     later."""
     graphs: bool = True
     """On a GPU: compile the model's layers and capture steps as CUDA graphs, beside serving. False serves eagerly."""
+    record_routing: bool = False
+    """In models with experts: record which experts each token was sent to, as `Rollout.expert_routing`. Only for code of your
+    own: no loss of Headrace uses it, and it takes a byte or two per token, layer and expert."""
     sleep: Literal["never", "cache", "weights"] = "never"
     """In a synchronous run, what engines free while the trainer trains, so that both use one GPU in turns: `cache` the KV
     cache's memory, `weights` that of the weights too."""
@@ -130,6 +133,8 @@ def check_engine_kind(recipe: Recipe) -> None:
         raise ConfigError(f"{named}: exact = true needs the embedded engine; set it to 'native'")
     if engine.sleeps and not kind.can_sleep:
         raise ConfigError(f"engine.sleep = '{engine.sleep}': {named} cannot sleep; leave it 'never'")
+    if engine.record_routing and not kind.records_routing:
+        raise ConfigError(f"engine.record_routing = true: {named} does not record it; leave it false")
     if recipe.is_inline and not kind.runs_inline:
         raise ConfigError(f"{named}: a server is a process of its own; set orchestrate = 'local'")
     for name, value, can in (

@@ -19,7 +19,8 @@ import numpy as np
 from headrace.engine.protocol import EngineDied
 from headrace.engine.request import Request, SampledSince
 from headrace.partial import Interrupt
-from headrace.records import Rollout, SamplingMask, pack_rollouts, unpack_rollouts, unpack_samplings
+from headrace.records import Rollout, SamplingMask, pack_rollouts, portions, unpack_rollouts, unpack_samplings
+from headrace.rpc import StreamClosed
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -39,6 +40,8 @@ class EngineWorker:
     def __init__(self, engine: ProcessEngine, *, timeline: ProcessTimeline) -> None:
         self._engine, self._timeline = engine, timeline
         self._loop = asyncio.get_running_loop()
+        self.failed: asyncio.Future[None] = self._loop.create_future()
+        """Fails with what keeps it from reporting."""
         self._data: Peer | None = None
         self._requests: dict[int, Request] = {}
         self._streamed: set[Request] = set()
@@ -96,26 +99,41 @@ class EngineWorker:
             self._loop.call_soon_threadsafe(self._flush)
 
     def _flush(self) -> None:
-        if self._data is None or not self._news:
-            return
+        """Report the news. If they cannot be sent, `failed` ends this process: the launcher has not been told that the requests
+        ended, so it continues them elsewhere."""
+        try:
+            if self._data is not None and self._news:
+                self._tell_news(self._data)
+        except StreamClosed:
+            pass  # the launcher is gone, or has given this process up
+        except Exception as error:  # noqa: BLE001  (in the event loop's hands it would only be logged)
+            if not self.failed.done():
+                self.failed.set_exception(error)
+
+    def _tell_news(self, data: Peer) -> None:
         news = [self._news.popleft() for _ in range(len(self._news))]  # the engine's thread may append at the same time
         news = [(request, each) for request, each in news if request.key in self._requests]  # not cancelled
         sampled = [each for _, each in news if isinstance(each, SampledSince)]
         if sampled:
-            self._tell_sampled(self._data, sampled)
+            self._tell_sampled(data, sampled)
         finished = {request: each for request, each in news if isinstance(each, Rollout)}
-        if finished:
-            keys = np.asarray([self._forget(request) for request in finished], dtype=np.int64)
-            self._data.notify("done", {"keys": keys, "rollouts": pack_rollouts(list(finished.values()))})
+        requests, rollouts = list(finished), list(finished.values())
+        for span in portions(rollouts):
+            keys = np.asarray([request.key for request in requests[span]], dtype=np.int64)
+            data.notify("done", {"keys": keys, "rollouts": pack_rollouts(rollouts[span])})
+            for request in requests[span]:
+                self._forget(request)
         refused = {request: each for request, each in news if isinstance(each, Exception)}
         if refused:
-            told = [[self._forget(request), type(error).__name__, str(error)] for request, error in refused.items()]
-            self._data.notify("refused", told)
+            told = [[request.key, type(error).__name__, str(error)] for request, error in refused.items()]
+            data.notify("refused", told)
+            for request in refused:
+                self._forget(request)
         if finished or refused:
-            self._data.notify("pull", len(finished) + len(refused))
+            data.notify("pull", len(finished) + len(refused))
         if time.monotonic() - self._reported_at >= REPORT_SECONDS:
             self._reported_at = time.monotonic()
-            self._data.notify("report", self._timeline.report())
+            data.notify("report", self._timeline.report())
 
     def _tell_sampled(self, data: Peer, sampled: list[SampledSince]) -> None:
         masks = {str(place): SamplingMask.from_rows(list(each.masks)) for place, each in enumerate(sampled) if each.masks}
@@ -134,10 +152,9 @@ class EngineWorker:
             },
         )
 
-    def _forget(self, request: Request) -> int:
+    def _forget(self, request: Request) -> None:
         del self._requests[request.key]
         self._streamed.discard(request)
-        return request.key
 
     # The control stream
 

@@ -173,6 +173,7 @@ class RoleWorker:
         engine, worker = opened.engine, EngineWorker(opened.engine, timeline=self._timeline)
         self._worker = worker
         self._control.calls.update(worker.calls())
+        worker.failed.add_done_callback(lambda failed: self._fail(failed.exception()))
         engine.died.add_done_callback(lambda died: self._loop.call_soon_threadsafe(self._fail, died.exception()))
         engine.start()
         data = Peer(await self._connect("data"), notices=worker.notices())

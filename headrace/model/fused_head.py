@@ -81,7 +81,8 @@ def product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True)
 class AllowedTokens:
-    """A ragged sampling mask: row r allows ids[offsets[r]:offsets[r+1]]; an empty row allows everything."""
+    """A ragged sampling mask: row r allows ids[offsets[r]:offsets[r+1]], or if these are negative all but ~ids; an empty row
+    allows everything."""
 
     offsets: Tensor
     ids: Tensor
@@ -92,18 +93,21 @@ class AllowedTokens:
     def is_few(self, vocabulary: int) -> bool:
         """Whether every row is restricted, and on average to few tokens."""
         counts = self.offsets.diff()
-        return len(self.ids) * _FEW <= len(counts) * vocabulary and bool((counts > 0).all())
+        return len(self.ids) * _FEW <= len(counts) * vocabulary and bool((counts > 0).all() & (self.ids >= 0).all())
 
     def pairs(self) -> tuple[Tensor, Tensor]:
-        """(row, token id) of each allowed token."""
+        """(row, entry) of each token listed."""
         counts = self.offsets.diff()
         rows = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
         return rows, self.ids[self.offsets[0] : self.offsets[-1]]
 
     def dense(self, vocabulary: int) -> Tensor:
         """[rows, vocabulary] bool."""
-        allowed = (self.offsets.diff() == 0).unsqueeze(1).expand(-1, vocabulary).clone()
-        allowed[self.pairs()] = True
+        rows, ids = self.pairs()
+        is_allowed = ids >= 0
+        num_allowed = torch.zeros_like(self.offsets[1:]).index_add_(0, rows, is_allowed.long())
+        allowed = (num_allowed == 0).unsqueeze(1).expand(-1, vocabulary).clone()
+        allowed[rows, torch.where(is_allowed, ids, ~ids)] = is_allowed
         return allowed
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         pack_episodes,
         pack_rollouts,
         pack_samplings,
+        portions,
         unpack_batch,
         unpack_episodes,
         unpack_rollouts,

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from headrace.records import frames
 from headrace.records.batch import Batch
 from headrace.records.check import TOKEN_ARRAYS, check_calls, check_tokens, read_fields
 from headrace.records.episode import Episode
@@ -31,7 +32,7 @@ from headrace.records.sampling import Call, FinishReason, InfraAbort, Invalid, S
 from headrace.records.validate import frozen, unchecked_many
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     import numpy.typing as npt
 
@@ -52,6 +53,7 @@ _OPTIONAL: Kinds = {
 """Fields that only some rollouts have. The last type makes the value of a rollout without the field."""
 _CALLS: Kinds = {**dict.fromkeys(("start", "stop"), (int,)), **dict.fromkeys(("started", "finished"), (float, int))}
 _CALLS |= dict.fromkeys(("engine", "finish_reason"), (str,))
+_FIXED_BYTES, _TOKEN_BYTES = 256, sum(dtype.itemsize for dtype in TOKEN_ARRAYS.values())
 _REASONS = {reason.value: reason for reason in FinishReason}
 _SETTINGS = [field.name for field in dataclasses.fields(Sampling) if field.name != "seed"]
 _BATCH_SETTINGS = {field.name for field in dataclasses.fields(Batch)} - {"rollouts", "advantages", "weights"}
@@ -77,6 +79,30 @@ def pack_rollouts(rollouts: Sequence[Rollout]) -> dict[str, Any]:
         "calls": _checked_table("calls", {name: _values(calls, name) for name in _CALLS} | reasons, _CALLS),
         "samplings": pack_samplings(_values(calls, "sampling")),
     }
+
+
+def portions(rollouts: Sequence[Rollout]) -> Iterator[slice]:
+    """Consecutive rollouts that take about one piece of a frame together; a longer one is alone."""
+    start = total = 0
+    for at, rollout in enumerate(rollouts):
+        size = num_bytes(rollout)
+        if at > start and total + size > frames.PIECE:
+            yield slice(start, at)
+            start, total = at, 0
+        total += size
+    if start < len(rollouts):
+        yield slice(start, len(rollouts))
+
+
+def num_bytes(rollout: Rollout) -> int:
+    """About what it takes in a frame."""
+    routing, mask = rollout.expert_routing, rollout.sampling_mask
+    size = _FIXED_BYTES + _TOKEN_BYTES * rollout.token_ids.size
+    if rollout.columns:
+        size += sum(array.nbytes for array in rollout.columns.values())
+    if routing is not None:
+        size += routing.nbytes
+    return size if mask is None else size + mask.ids.nbytes + mask.offsets.nbytes
 
 
 def pack_samplings(samplings: Sequence[Sampling]) -> dict[str, Any]:

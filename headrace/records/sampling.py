@@ -85,6 +85,8 @@ class Sampling:
     """Token ids that end the call; the stop token is part of the rollout."""
     stop: tuple[str, ...] = ()
     """Stop strings; the tokens that complete one are part of the rollout, and the engine trims any later ones."""
+    keep_mask: bool = True
+    """Record which tokens could be sampled, where not all could. Training needs it; evaluation and serving do not."""
     seed: int = 0
     """Seed and token position key the random numbers, so the same seed samples the same tokens in any batch."""
 
@@ -104,6 +106,7 @@ class Sampling:
         self._require(0 <= self.min_p < 1, "min_p", "in [0, 1)")
         self._require(self.max_tokens >= 1, "max_tokens", "≥ 1")
         self._require(0 <= self.min_tokens <= self.max_tokens, "min_tokens", "between 0 and max_tokens")
+        self._require(isinstance(self.keep_mask, bool), "keep_mask", "true or false")
         self._require(-(1 << 63) <= self.seed < 1 << 63, "seed", "a 64-bit number")
 
     def _require(self, holds: bool, name: str, wanted: str) -> None:
@@ -120,6 +123,11 @@ class Sampling:
         return self.temperature > 0 and (
             self.top_k > 0 or self.top_p < 1 or self.min_p > 0 or (self.min_tokens > 0 and bool(self.stop_ids))
         )
+
+    @property
+    def needs_mask(self) -> bool:
+        """Whether the engine records a sampling mask."""
+        return self.keep_mask and self.is_truncated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +156,8 @@ class Call:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingMask:
-    """The ids the sampler could choose for each token: row t is ids[offsets[t]:offsets[t+1]]. An empty row means no
+    """The ids the sampler could choose for each token: row t is ids[offsets[t]:offsets[t+1]]. Where it could choose most of the
+    vocabulary, as under `min_tokens`, the row has those it could not, each as ~id, which is negative. An empty row means no
     restriction (a prompt token, or one sampled from the whole vocabulary)."""
 
     offsets: Array
@@ -162,10 +171,19 @@ class SamplingMask:
             raise ValueError("sampling_mask: offsets and ids must be one-dimensional, offsets not empty")
         if offsets[0] != 0 or offsets[-1] != len(self.ids) or bool((np.diff(offsets) < 0).any()):
             raise ValueError(f"sampling_mask: offsets must rise from 0 to {len(self.ids)}, the number of ids")
+        changes = np.flatnonzero(np.diff(self.ids < 0)) + 1
+        if bool((offsets[np.searchsorted(offsets, changes)] != changes).any()):
+            raise ValueError("sampling_mask: a row lists either what could be chosen or, as ~id, what could not")
 
     def row(self, index: int) -> Array:
-        """The ids that token `index` was chosen from."""
+        """The ids that token `index` was chosen from, or ~id of those it could not be."""
         return self.ids[self.offsets[index] : self.offsets[index + 1]]
+
+    @staticmethod
+    def make_row(is_allowed: Array) -> Array:
+        """The row of a token, given which of the vocabulary it could be; the shorter of the two forms."""
+        ids = np.flatnonzero(is_allowed)
+        return (ids if 2 * len(ids) <= len(is_allowed) else ~np.flatnonzero(~is_allowed)).astype(np.int32)
 
     @classmethod
     def from_rows(cls, rows: list[Array]) -> SamplingMask:

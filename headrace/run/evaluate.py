@@ -41,7 +41,11 @@ class Evaluator:
         self._roles, self._seed, self._success_at = roles, recipe.seed, recipe.evaluate.success_at
         given = recipe.sampling
         self._sampling = Sampling(
-            max_tokens=given.max_tokens, min_tokens=given.min_tokens, stop=given.stop, stop_ids=roles.stop_ids
+            max_tokens=given.max_tokens,
+            min_tokens=given.min_tokens,
+            stop=given.stop,
+            stop_ids=roles.stop_ids,
+            keep_mask=False,
         )
 
     async def sampled_success(self, tasks: Sequence[Task], *, name: str) -> float:

@@ -94,7 +94,7 @@ def test_generated_logprobs_are_those_of_one_packed_pass(family: str) -> None:
 
 
 def in_a_crowd(model: PreTrainedModel, exact: bool, sampling: Sampling) -> Rollout:
-    core = make_core(model, slots=6, exact=exact)
+    core = make_core(model, slots=6, exact=exact, record_routing=True)
     crowd = [prompt(2 + 5 * index, id=f"other {index}", seed=10 + index) for index in range(9)]
     others = [ask(core, each, Sampling(max_tokens=11, seed=index)) for index, each in enumerate(crowd)]
     asked = ask(core, prompt(), sampling)
@@ -104,14 +104,14 @@ def in_a_crowd(model: PreTrainedModel, exact: bool, sampling: Sampling) -> Rollo
 
 
 def in_chunks(model: PreTrainedModel, exact: bool, sampling: Sampling) -> Rollout:
-    core = make_core(model, max_prompt_tokens=5, exact=exact)
+    core = make_core(model, max_prompt_tokens=5, exact=exact, record_routing=True)
     asked = ask(core, prompt(), sampling)
     assert [step.prompt_rows for step in run(core)][:5] == [5, 5, 5, 5, 1]
     return asked.done
 
 
 def after_a_cached_beginning(model: PreTrainedModel, exact: bool, sampling: Sampling) -> Rollout:
-    core = make_core(model, exact=exact)
+    core = make_core(model, exact=exact, record_routing=True)
     generate(core, prompt(id="before"), Sampling(max_tokens=4, seed=99))
     asked = ask(core, prompt(), sampling)
     assert prompt_rows(run(core)) == PROMPT % BLOCK
@@ -119,7 +119,7 @@ def after_a_cached_beginning(model: PreTrainedModel, exact: bool, sampling: Samp
 
 
 def after_its_blocks_were_taken(model: PreTrainedModel, exact: bool, sampling: Sampling) -> Rollout:
-    core = make_core(model, num_blocks=10 + 1, exact=exact)
+    core = make_core(model, num_blocks=10 + 1, exact=exact, record_routing=True)
     first = ask(core, prompt(30, id="first", seed=1), Sampling(max_tokens=30, seed=1))
     core.step()
     asked = ask(core, prompt(), sampling)
@@ -130,7 +130,7 @@ def after_its_blocks_were_taken(model: PreTrainedModel, exact: bool, sampling: S
 
 
 def beside_siblings(model: PreTrainedModel, exact: bool, sampling: Sampling) -> Rollout:
-    core = make_core(model, exact=exact)
+    core = make_core(model, exact=exact, record_routing=True)
     group = [ask(core, prompt(id=f"sibling {index}"), Sampling(max_tokens=9, seed=50 + index)) for index in range(3)]
     asked = ask(core, prompt(), sampling)
     assert prompt_rows(run(core)) == PROMPT
@@ -139,7 +139,7 @@ def beside_siblings(model: PreTrainedModel, exact: bool, sampling: Sampling) -> 
 
 
 def aborted_and_resumed(model: PreTrainedModel, exact: bool, sampling: Sampling) -> Rollout:
-    core = make_core(model, exact=exact)
+    core = make_core(model, exact=exact, record_routing=True)
     begun = ask(core, prompt(), sampling)
     for _ in range(10):
         core.step()
@@ -395,7 +395,7 @@ def test_recorded_experts_are_those_of_one_packed_pass(family: str, way: Callabl
 @every_routed
 def test_every_sibling_and_every_fork_has_its_own_experts(family: str) -> None:
     model = shared_model(family, exact=True)
-    core = make_core(model, exact=True)
+    core = make_core(model, exact=True, record_routing=True)
     core.scheduler.pins.pin("sibling 0")
     group = [ask(core, prompt(id=f"sibling {index}"), Sampling(max_tokens=9, seed=index)) for index in range(4)]
     run(core)
@@ -411,7 +411,7 @@ def test_every_sibling_and_every_fork_has_its_own_experts(family: str) -> None:
 @every_routed
 def test_an_aborted_rollout_knows_the_experts_of_all_but_its_last_token(family: str) -> None:
     model = shared_model(family, exact=True)
-    core = make_core(model, max_prompt_tokens=8, exact=True)
+    core = make_core(model, max_prompt_tokens=8, exact=True, record_routing=True)
     asked = ask(core, prompt(), Sampling(max_tokens=NEW, seed=5))
     waiting = ask(core, prompt(id="in part", seed=1), Sampling(max_tokens=NEW, seed=5))
     for _ in range(5):
@@ -426,11 +426,18 @@ def test_an_aborted_rollout_knows_the_experts_of_all_but_its_last_token(family: 
 
 @pytest.mark.parametrize("family", DENSE)
 def test_a_model_without_experts_records_none(family: str) -> None:
-    assert alone(family).expert_routing is None
+    core = make_core(shared_model(family), record_routing=True)
+    assert generate(core, prompt(), Sampling(max_tokens=2)).expert_routing is None
+
+
+@every_routed
+def test_experts_are_recorded_only_if_asked_for(family: str) -> None:
+    core = make_core(shared_model(family, exact=True), exact=True)
+    assert core.cache.routing is None and alone(family, exact=True).expert_routing is None
 
 
 def test_a_model_whose_routers_cannot_be_read_is_served_without_its_routing(monkeypatch) -> None:
     monkeypatch.setattr("headrace.model.routers._ROUTER", re.compile("no such router"))
-    core = make_core(prepare(make("qwen3_moe"), name="qwen3_moe"))
+    core = make_core(prepare(make("qwen3_moe"), name="qwen3_moe"), record_routing=True)
     rollout = generate(core, Rollout.from_prompt([3, 4, 5], id="r"), Sampling(max_tokens=4))
     assert rollout.num_sampled == 4 and rollout.expert_routing is None

@@ -16,7 +16,7 @@ from headrace.engine.request import Request
 from headrace.model.head import Head
 from headrace.model.load import load_model
 from headrace.model.packing import score
-from headrace.records import Rollout, Sampling
+from headrace.records import Rollout, Sampling, encode, pack_rollouts
 from headrace.settings import ConfigError
 
 
@@ -135,7 +135,32 @@ def test_a_draw_from_the_whole_vocabulary_has_no_mask_in_any_company(tiny_model:
             core.step()
         masks.append(done["0"].sampling_mask)
     assert masks[0] == masks[1]
-    assert [len(masks[1].row(index)) for index in range(3, 11)] == [core.head.vocabulary - 1] * 3 + [0] * 5
+    assert [masks[1].row(index).tolist() for index in range(3, 11)] == [[~1]] * 3 + [[]] * 5
+
+
+def test_a_mask_is_recorded_only_where_it_is_kept(tiny_model: str) -> None:
+    core, done = EngineCore(load_model(tiny_model), name="e", slots=2, context=64), {}
+    for name, keep_mask in (("kept", True), ("dropped", False)):
+        sampling = Sampling(max_tokens=8, min_tokens=8, top_k=5, stop_ids=(1,), seed=4, keep_mask=keep_mask)
+        core.submit(Request(Rollout.from_prompt([7, 8], id=name), sampling, on_done=lambda r: done.__setitem__(r.id, r)))
+    while core.has_work:
+        core.step()
+    assert np.array_equal(done["kept"].token_ids, done["dropped"].token_ids)
+    assert done["dropped"].sampling_mask is None and len(done["kept"].sampling_mask.ids) == 8 * 5
+
+
+def test_min_tokens_costs_few_bytes_a_token(tiny_model: str) -> None:
+    """It records the stop tokens it forbids, not the vocabulary it allows."""
+    core, done = EngineCore(load_model(tiny_model), name="e", slots=2, context=64), []
+    for given in ({}, {"min_tokens": 40}):
+        sampling = Sampling(max_tokens=40, stop_ids=(1, 2), seed=4, **given)
+        core.submit(Request(Rollout.from_prompt([7, 8], id="r"), sampling, on_done=done.append))
+    while core.has_work:
+        core.step()
+    plain, early = sorted(done, key=lambda rollout: rollout.calls[0].sampling.min_tokens)
+    assert early.num_sampled == 40
+    cost = len(encode(pack_rollouts([early]))) / 42 - len(encode(pack_rollouts([plain]))) / len(plain)
+    assert cost < 24, "bytes per token"
 
 
 def test_blocks_are_handed_out_once() -> None:

@@ -15,13 +15,14 @@ from transformers import AutoModelForCausalLM
 
 from headrace.config import make_recipe
 from headrace.engine.kind import EngineKind
+from headrace.engine.native.kind import build_core
 from headrace.engine.protocol import EngineState
 from headrace.engine.request import append_call
 from headrace.engine.settings import KINDS, EngineSettings, engine_kind
 from headrace.engine.stop_strings import stop_tokens
 from headrace.launch.inputs import UserInputs
 from headrace.launch.launcher import Launch, launch
-from headrace.model import StagedWeights, load_tokenizer
+from headrace.model import ModelError, StagedWeights, load_tokenizer
 from headrace.observe.sinks import read_metrics
 from headrace.records import Call, FinishReason
 from headrace.settings import ConfigError
@@ -164,9 +165,17 @@ def test_what_a_kind_cannot_do_is_refused(kind: RecomputingKind) -> None:
         recipe_with(KIND, **{"engine.sleep": "cache", "staleness.max_lag": 0})
     with pytest.raises(ConfigError, match=rf"^engine.kind = '{KIND}': exact = true needs the embedded engine"):
         recipe_with(KIND, exact=True)
+    with pytest.raises(ConfigError, match=rf"^engine.record_routing = true: engine.kind = '{KIND}' does not record it"):
+        recipe_with(KIND, **{"engine.record_routing": True})
     kind.payloads = frozenset()
     with pytest.raises(ConfigError, match=rf"^sync.payload = 'full': engine.kind = '{KIND}' cannot do that"):
         recipe_with(KIND)
+
+
+def test_routing_that_cannot_be_read_is_refused(tiny_model: str) -> None:
+    recipe = recipe_with("native", **{"engine.record_routing": True})
+    with pytest.raises(ModelError, match=r"^engine.record_routing = true: .* has no experts"):
+        build_core(recipe, tiny_model, name="e", device="cpu")
 
 
 def test_the_setting_offers_the_kinds_of_the_table() -> None:

@@ -19,7 +19,8 @@ from headrace.errors import SyncError
 from headrace.model.load import load_model
 from headrace.model.weights import named_tensors
 from headrace.partial import Interrupt
-from headrace.records import Call, FinishReason, Rollout, Sampling
+from headrace.records import Call, FinishReason, Rollout, Sampling, WireError, frames
+from headrace.rpc import Peer
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -183,6 +184,92 @@ def test_looking_at_an_engine_does_not_wait_behind_its_work(tiny_model):
         for call in calls:
             call.cancel()
         await until(lambda: far.remote.credit == len(rollouts))
+
+    run(check, tiny_model)
+
+
+# Sizes
+
+
+@pytest.fixture
+def small_pieces(monkeypatch):
+    monkeypatch.setattr(frames, "PIECE", 1 << 14)
+
+
+@pytest.fixture
+def notices(monkeypatch) -> Counter[str]:
+    """How many of each were sent, by either end."""
+    sent: Counter[str] = Counter()
+    notify = Peer.notify
+    monkeypatch.setattr(Peer, "notify", lambda self, name, value: (sent.update([name]), notify(self, name, value)))
+    return sent
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_work_and_results_are_cut_by_their_bytes(tiny_model, notices):
+    async def check(bench: Pooled) -> None:
+        far = await bench.join(slots=64, context=700)
+        await bench.pool.pause(Interrupt.KEEP)
+        await until(lambda: far.remote.credit == 128)
+        rollouts = [prompt(f"r{i}", length=400, seed=i) for i in range(60)]  # of 5.6 kB each
+        calls = [asyncio.ensure_future(bench.pool.generate(each, Sampling(max_tokens=200, seed=1))) for each in rollouts]
+        await until(lambda: len(far.worker._requests) == 60)
+        assert notices["work"] >= 20
+        await bench.pool.resume()
+        await until(lambda: far.core.num_sampled > 300)
+        await bench.pool.pause(Interrupt.ABORT)  # all of them end at once
+        done = await asyncio.gather(*calls)
+        assert [each.id for each in done] == [each.id for each in rollouts] and 20 <= notices["done"] <= 60
+        assert all(np.array_equal(each.token_ids[:400], given.token_ids) for each, given in zip(done, rollouts, strict=True))
+        assert not far.worker._requests and not far.requests
+        await until(lambda: far.remote.credit == 128)
+
+    run(check, tiny_model)
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_one_rollout_may_be_longer_than_a_piece(tiny_model):
+    async def check(bench: Pooled) -> None:
+        await bench.join(slots=2, context=4096)
+        given = prompt(length=4000)
+        done = await bench.pool.generate(given, Sampling(max_tokens=8))
+        assert done.num_sampled == 8 and np.array_equal(done.token_ids[:4000], given.token_ids)
+
+    run(check, tiny_model)
+
+
+def test_work_that_cannot_be_sent_fails_alone(tiny_model):
+    async def check(bench: Pooled) -> None:
+        far = await bench.join()
+        await until(lambda: far.remote.credit == 8)
+        names = ["a", "half of a character \ud800", "b"]
+        requests = [bench.pool.generate(prompt().replace(id=name), Sampling(max_tokens=3)) for name in names]
+        first, failed, last = await asyncio.gather(*requests, return_exceptions=True)
+        assert isinstance(failed, WireError) and first.num_sampled == last.num_sampled == 3
+        assert not far.requests
+        await until(lambda: far.remote.credit == 8)
+
+    run(check, tiny_model)
+
+
+def test_results_that_cannot_be_sent_are_not_forgotten_and_end_the_engine(tiny_model, monkeypatch):
+    """As child processes do, the test loses the engine when its worker has failed."""
+
+    async def check(bench: Pooled) -> None:
+        far = await bench.join()
+        refuse = pytest.MonkeyPatch()
+        refuse.setattr(worker, "pack_rollouts", raise_wire_error)
+        call = asyncio.ensure_future(bench.pool.generate(prompt(), Sampling(max_tokens=3, seed=1)))
+        with pytest.raises(WireError, match="too odd"):
+            await far.worker.failed
+        refuse.undo()
+        assert len(far.worker._requests) == len(far.requests) == 1 and not call.done()
+        far.kill()
+        await bench.join()
+        assert (await call).num_sampled == 3
+
+    def raise_wire_error(_: object) -> None:
+        raise WireError("too odd")
 
     run(check, tiny_model)
 

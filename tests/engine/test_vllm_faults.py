@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import re
 import socket
 import subprocess
@@ -22,6 +23,7 @@ from headrace.engine.vllm import server, server_keeper
 from headrace.engine.vllm.api import VllmApi, VllmError, VllmGone
 from headrace.engine.vllm.engine import Unsupported, VllmEngine
 from headrace.engine.vllm.handover import FolderHandover
+from headrace.engine.vllm.score import score
 from headrace.engine.vllm.server import find_vllm, start
 from headrace.engine.vllm.server_checks import check_abilities, try_generate
 from headrace.engine.worker import EngineWorker
@@ -29,7 +31,7 @@ from headrace.model.load import load_model
 from headrace.model.weights import StagedWeights, named_tensors
 from headrace.observe import ProcessTimeline, Timeline
 from headrace.partial import Interrupt
-from headrace.records import FinishReason, Rollout, Sampling
+from headrace.records import FinishReason, Rollout, Sampling, SamplingMask
 from headrace.records.columns import pack_rollouts, pack_samplings
 from headrace.settings import ConfigError
 from headrace.sync import Lineage, MemoryTransport, WeightSync
@@ -162,6 +164,32 @@ def test_a_mask_that_leaves_out_what_could_have_been_drawn_is_no_mask(run):
         assert [sorted(rollout.sampling_mask.row(3 + place)) for place in range(4)] == [[10 + place, 50] for place in range(4)]
 
     run(check, fake)
+
+
+def test_what_min_tokens_forbids_is_recorded(run):
+    async def check(engine, _):
+        sampling = Sampling(max_tokens=4, min_tokens=2, stop_ids=(3, engine.vocabulary + 7))
+        rollout = await engine.generate(PROMPT, sampling)
+        assert [rollout.sampling_mask.row(3 + place).tolist() for place in range(4)] == [[~3], [~3], [], []]
+        dropped = await engine.generate(PROMPT, dataclasses.replace(sampling, keep_mask=False))
+        assert dropped.sampling_mask is None
+
+    run(check, Fake())
+
+
+@pytest.mark.parametrize(("row", "allowed"), [([~1, ~3], [0, 2]), ([0, 2], [0, 2]), ([], [0, 1, 2, 3])], ids=str)
+def test_scores_are_of_what_could_be_sampled(row, allowed):
+    logprobs = {token: float(np.log(share)) for token, share in enumerate((0.1, 0.2, 0.3, 0.4))}
+
+    class Api:
+        async def prompt_logprobs(self, token_ids, *, salt, whole):
+            return np.asarray([0.0, logprobs[2]], np.float32), [logprobs] if whole else []
+
+    mask = SamplingMask.from_rows([np.zeros(0, int), np.asarray(row, int)])
+    rollout = Rollout.from_prompt([0, 2], id="r").replace(sampling_mask=mask)
+    found = asyncio.run(score(Api(), rollout, salt="", may_ask_for_all=True))
+    expected = 0.3 / sum(np.exp(logprobs[token]) for token in allowed)
+    np.testing.assert_allclose(found[1], np.log(expected), rtol=1e-5)
 
 
 def test_an_idle_spell_is_no_silence(run):

@@ -40,12 +40,14 @@ def _few_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "CudaRunner", functools.partial(runner.CudaRunner, prompt_buckets=(64, 128)))
 
 
-def make_core(*, graphs: bool, is_moe: bool = False) -> EngineCore:
+def make_core(*, graphs: bool, is_moe: bool = False, record_routing: bool = False) -> EngineCore:
     config = transformers.Qwen3MoeConfig(**SMALL, **MOE) if is_moe else transformers.Qwen3Config(**SMALL)
     torch.manual_seed(0)
     dtype = torch.bfloat16 if is_moe else torch.float32  # torch groups experts on the device in bfloat16 alone
     model = transformers.AutoModelForCausalLM.from_config(config).to("cuda", dtype).eval()
-    core = EngineCore(prepare(model, name="small"), name="e", slots=6, context=96, kernels=True, graphs=graphs, num_blocks=24)
+    sizes = {"slots": 6, "context": 96, "num_blocks": 24}
+    prepared = prepare(model, name="small")
+    core = EngineCore(prepared, name="e", kernels=True, graphs=graphs, record_routing=record_routing, **sizes)
     core.wait_warm()
     return core
 
@@ -129,9 +131,25 @@ def test_replayed_steps_see_exchanged_weights() -> None:
 
 
 def test_replayed_steps_record_which_experts_they_took() -> None:
-    eager, graphs = make_core(graphs=False, is_moe=True), make_core(graphs=True, is_moe=True)
+    eager, graphs = (make_core(graphs=each, is_moe=True, record_routing=True) for each in (False, True))
     assert captured(graphs, is_restricted=False)
     expected, found = generate(eager), generate(graphs)
     assert_same(found, expected)
     for name, rollout in expected.items():
+        assert rollout.expert_routing is not None
         assert np.array_equal(found[name].expert_routing, rollout.expert_routing), name
+    unrecorded = generate(make_core(graphs=True, is_moe=True))
+    assert_same(unrecorded, expected)
+    assert all(rollout.expert_routing is None for rollout in unrecorded.values())
+
+
+def test_what_min_tokens_forbids_is_recorded_under_graphs() -> None:
+    """Next to rows that list what they allow, and rows that need no mask."""
+    core = make_core(graphs=True)
+    for _ in range(2):
+        for sampling, rows in (({}, [[~5, ~6]] * 4 + [[]] * 16), ({"keep_mask": False}, None)):
+            for rollout in generate(core, min_tokens=4, **sampling).values():
+                start, mask = rollout.calls[0].start, rollout.sampling_mask
+                found = None if mask is None else [mask.row(start + at).tolist() for at in range(rollout.num_sampled)]
+                assert found == (None if rows is None else rows[: rollout.num_sampled])
+        core.wait_warm()

@@ -22,12 +22,14 @@ def numbers(*shape: int, seed: int, scale: float = 1.0) -> torch.Tensor:
 
 
 def kept_tokens(targets: torch.Tensor, *, most: int = 9, with_free: bool = False) -> AllowedTokens:
-    """Some tokens of each row, its target among them; `with_free`: every fifth row is not cut."""
+    """Some tokens of each row, its target among them; `with_free`: every fifth row is not cut, and every third lists what it
+    may not be."""
     generator = torch.Generator().manual_seed(5)
     rows = []
     for row, target in enumerate(targets.tolist()):
         others = torch.randperm(VOCABULARY, generator=generator)[: row % most].tolist()
-        rows.append([] if with_free and row % 5 == 0 else sorted({target, *others}))
+        listed = sorted({target, *others}) if row % 3 or not with_free else [~token for token in others if token != target]
+        rows.append([] if with_free and row % 5 == 0 else listed)
     counts = torch.tensor([0, *(len(row) for row in rows)])
     return AllowedTokens(offsets=counts.cumsum(0), ids=torch.tensor([token for row in rows for token in row]))
 
@@ -48,8 +50,9 @@ def naive(
         for row in range(len(logits)):
             kept = targets.allowed.ids[targets.allowed.offsets[row] : targets.allowed.offsets[row + 1]]
             if len(kept):
-                out = torch.ones(VOCABULARY, dtype=torch.bool)
-                out[kept] = False
+                is_allowed = bool(kept[0] >= 0)
+                out = torch.full((VOCABULARY,), is_allowed)
+                out[kept if is_allowed else ~kept] = not is_allowed
                 logits = logits.index_put((torch.tensor(row), out), torch.tensor(float("-inf"), dtype=logits.dtype))
     logprobs = torch.log_softmax(logits, dim=-1)
     entropy = -(logprobs.exp() * logprobs.clamp_min(-1e30)).sum(dim=1)

@@ -7,6 +7,7 @@ import io
 import random
 import struct
 import time
+import tracemalloc
 import zlib
 from pathlib import Path
 
@@ -41,15 +42,14 @@ from headrace.records import (
 )
 from headrace.records.frames import WireError, decode, encode, read_frames
 
-PREAMBLE = struct.Struct("<3sBIIQ")
-MAX_DEPTH = 1024  # msgpack's own
+PREAMBLE = struct.Struct("<3sBIQ")
 
 
 def seal(header: object, body: bytes = b"", *, schema: int = frames.SCHEMA) -> bytes:
-    """A frame whose checksum is right whatever it holds; `header` is packed unless it is bytes already."""
+    """A frame of one piece whose checksum is right whatever it holds; `header` is packed unless it is bytes already."""
     packed = header if isinstance(header, bytes) else msgpack.packb(closed(header), use_bin_type=True)
-    payload = packed + bytes(-(PREAMBLE.size + len(packed)) % 8) + body
-    return PREAMBLE.pack(b"HRW", schema, zlib.crc32(payload), len(packed), len(body)) + payload
+    payload = packed + bytes(-len(packed) % 8) + body
+    return PREAMBLE.pack(b"HRW", schema, len(packed), len(body)) + payload + struct.pack("<I", zlib.crc32(payload))
 
 
 def opened(frame: bytes) -> tuple[dict, bytes]:
@@ -60,9 +60,9 @@ def opened(frame: bytes) -> tuple[dict, bytes]:
         content = msgpack.unpackb(data, ext_hook=show)
         return {"$array": content} if code == frames._ARRAY else {"$record": content[0], **content[1]}
 
-    header_size = PREAMBLE.unpack_from(frame)[3]
-    start = PREAMBLE.size + header_size
-    return msgpack.unpackb(frame[PREAMBLE.size :][:header_size], ext_hook=show), frame[start + -start % 8 :]
+    header_size = PREAMBLE.unpack_from(frame)[2]
+    payload = frame[PREAMBLE.size : -4]
+    return msgpack.unpackb(payload[:header_size], ext_hook=show), payload[header_size + -header_size % 8 :]
 
 
 def closed(item: object) -> object:
@@ -219,6 +219,7 @@ def test_plain_types_and_their_subclasses() -> None:
         b"bytes",
         {1, 2},
         1j,
+        msgpack.Timestamp(1),
         np.array([None]),
         np.array(["text"]),
         np.zeros(2, dtype=complex),
@@ -247,7 +248,7 @@ def nested(depth: int, innermost: object) -> object:
 @pytest.mark.parametrize("innermost", [1, [], np.zeros(2)], ids=["number", "list", "array"])
 def test_what_can_be_encoded_can_be_decoded_at_any_depth(innermost) -> None:
     num_carried = 0
-    for depth in range(MAX_DEPTH - 3, MAX_DEPTH + 4):
+    for depth in range(frames.MAX_DEPTH - 3, frames.MAX_DEPTH + 4):
         try:
             frame = encode(nested(depth, innermost))
         except WireError:
@@ -263,9 +264,10 @@ def test_what_can_be_encoded_can_be_decoded_at_any_depth(innermost) -> None:
         {"prompt": "x", "schema": {"$ref": "#/definitions/a"}},
         {"prompt": "x", "answer": 2**70},
         {"prompt": "\ud83d"},
-        {"prompt": "x", "tree": nested(MAX_DEPTH + 5, 1)},
+        {"prompt": "x", "tree": nested(frames.MAX_DEPTH - 5, 1)},
+        {"prompt": "x", "tree": nested(frames.MAX_DEPTH + 5, 1)},
     ],
-    ids=["JSON schema", "large number", "half a surrogate pair", "deep"],
+    ids=["JSON schema", "large number", "half a surrogate pair", "deep", "deeper"],
 )
 def test_an_episode_that_can_be_made_can_travel(row) -> None:
     """A row is refused when tasks are opened or it is carried: a checkpoint hours later must not be where it fails."""
@@ -425,12 +427,12 @@ def test_another_magic_is_refused() -> None:
         decode(b"GET / HTTP/1.1\r\nHost: example\r\n\r\n")
 
 
-OVERSIZED = [(0, 2**63), (2**32 - 1, 0), (2**32 - 1, 2**64 - 1), (0, frames.MAX_FRAME)]
+OVERSIZED = [(0, 2**63), (2**32 - 1, 0), (2**32 - 1, 2**64 - 1), (0, frames.MAX_FRAME), (frames.MAX_HEADER + 1, 0)]
 
 
 @pytest.mark.parametrize(("header_size", "body_size"), OVERSIZED)
 def test_an_oversized_announcement_is_refused_before_anything_is_read(header_size: int, body_size: int) -> None:
-    frame = PREAMBLE.pack(b"HRW", frames.SCHEMA, 0, header_size, body_size)
+    frame = PREAMBLE.pack(b"HRW", frames.SCHEMA, header_size, body_size)
     with pytest.raises(WireError, match="oversized"):
         decode(frame)
     file = io.BytesIO(frame)
@@ -447,7 +449,7 @@ def test_a_receiver_may_take_less() -> None:
 
 def test_a_changed_checksum_is_refused() -> None:
     frame = bytearray(encode([1, 2, 3]))
-    frame[4] ^= 1
+    frame[-1] ^= 1
     with pytest.raises(WireError, match="checksum"):
         decode(bytes(frame))
 
@@ -532,13 +534,17 @@ def test_an_array_that_lies_about_itself_is_refused(claim) -> None:
         decode(seal({"$array": claim}, body))
 
 
-def test_deep_nesting_is_refused() -> None:
+@pytest.mark.parametrize("depth", [frames.MAX_DEPTH + 1, 500, 100_000])
+def test_deep_nesting_is_refused(depth: int) -> None:
     with pytest.raises(WireError):
-        decode(seal(b"\x91" * 100_000 + b"\xc0"))
+        decode(seal(b"\x91" * depth + b"\xc0"))
     with pytest.raises(WireError):
-        decode(seal(b"\x81\xa1a" * 100_000 + b"\xc0"))
+        decode(seal(b"\x81\xa1a" * depth + b"\xc0"))
     with pytest.raises(WireError):
-        encode(nested(5000, 1))
+        encode(nested(depth, 1))
+
+
+def test_deeply_nested_records_are_refused() -> None:
     record = msgpack.ExtType(frames._RECORD, msgpack.packb(["Invalid", {"reason": "x"}]))
     for _ in range(2000):
         record = msgpack.ExtType(frames._RECORD, msgpack.packb(["Invalid", {"reason": record}]))
@@ -556,6 +562,11 @@ FOREIGN = {
     "bytes": b"\xc4\x01a",
     "extension": b"\xd4\x05a",
     "short timestamp": b"\xc7\x03\xff\0\0\0",
+    "timestamp of 32 bits": b"\xd6\xff\0\0\0\1",
+    "timestamp of 64 bits": b"\xd7\xff\0\0\0\0\0\0\0\1",
+    "timestamp of 96 bits": b"\xc7\x0c\xff" + bytes(12),
+    "timestamp in a list": b"\x92\xc0\xd6\xff\0\0\0\1",
+    "timestamp in a dict": b"\x81\xa1a\xd6\xff\0\0\0\1",
     "not UTF-8": b"\xa1\xff",
     "number for a key": b"\x81\x01\x02",
     "nothing for a key": b"\x81\xc0\xc0",
@@ -567,6 +578,11 @@ FOREIGN = {
 def test_msgpack_we_do_not_write_is_refused(header: bytes) -> None:
     with pytest.raises(WireError):
         decode(seal(header))
+
+
+def test_an_empty_frame_is_refused() -> None:
+    with pytest.raises(WireError, match="truncated"):
+        decode(b"")
 
 
 def test_keys_are_text_that_encode_would_take() -> None:
@@ -582,11 +598,62 @@ def test_hostile_frames_are_answered_quickly() -> None:
         seal(b"\xdd\x7f\xff\xff\xff" + b"\xc0" * 1000),
         seal(b"\x91" * 50_000),
         seal(b"\x81\xa1a" * 50_000),
-        PREAMBLE.pack(b"HRW", frames.SCHEMA, 0, 2**31, 2**31),
+        PREAMBLE.pack(b"HRW", frames.SCHEMA, 2**31, 2**31),
     ]
     started = time.process_time()
     assert all(is_refused(frame) for _ in range(50) for frame in hostile)
     assert time.process_time() - started < 5
+
+
+# Long frames
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "PIECE", 64)
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_frame_of_several_pieces_comes_out_as_it_went_in(rich, kind: str) -> None:
+    frame = frames.make_frame(packed(rich[kind]))
+    pieces = list(frame.pieces)
+    assert len(pieces) > 3 and max(map(len, pieces)) <= PREAMBLE.size + 64 + 4
+    whole = b"".join(pieces)
+    assert len(whole) == frame.num_bytes and unpacked(kind, decode(whole)) == rich[kind]
+    assert [unpacked(kind, value) for value in read_frames(io.BytesIO(2 * whole))] == [rich[kind]] * 2
+    assert is_refused(whole[:-1]) and is_refused(whole + b"\0")
+    for place in range(0, len(whole), 7):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1
+        assert is_refused(bytes(damaged)), place
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_a_piece_may_end_anywhere() -> None:
+    for length in range(200):
+        value = {"text": "x" * (length % 70), "bytes": np.arange(length, dtype=np.uint8), "none": np.zeros((0, 3))}
+        copy = decode(encode(value))
+        assert copy["text"] == value["text"] and np.array_equal(copy["bytes"], value["bytes"]) and copy["none"].shape == (0, 3)
+        assert all(array.flags.aligned and not array.flags.writeable for array in (copy["bytes"], copy["none"]))
+
+
+def test_memory_is_taken_as_pieces_arrive_and_not_as_announced() -> None:
+    reader = frames.reading()
+    assert next(reader) == PREAMBLE.size
+    assert reader.send(PREAMBLE.pack(b"HRW", frames.SCHEMA, 8, frames.MAX_FRAME - (1 << 20))) == frames.PIECE + 4
+
+
+def test_making_the_pieces_of_a_long_frame_holds_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "PIECE", 1 << 20)
+    array = np.zeros(1 << 26, dtype=np.uint8)
+    tracemalloc.start()
+    try:
+        num_bytes = sum(len(piece) for piece in frames.make_frame({"array": array}).pieces)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert num_bytes > array.nbytes and peak < 4 << 20
 
 
 # Files of frames

@@ -485,6 +485,16 @@ def test_rows_of_a_sampling_mask() -> None:
 
 
 @pytest.mark.parametrize(
+    ("allowed", "row"),
+    [([2], [2]), ([0, 1], [0, 1]), ([0, 1, 3], [~2]), ([0, 1, 2, 3], []), ([1, 2, 3], [~0])],
+)
+def test_a_row_of_a_sampling_mask_lists_what_is_fewer(allowed: list[int], row: list[int]) -> None:
+    made = SamplingMask.make_row(np.isin(np.arange(4), allowed))
+    assert made.tolist() == row and made.dtype == np.int32
+    assert SamplingMask.from_rows([made, np.array([1])]).row(0).tolist() == row
+
+
+@pytest.mark.parametrize(
     ("offsets", "ids"),
     [
         ([], []),
@@ -494,6 +504,8 @@ def test_rows_of_a_sampling_mask() -> None:
         ([0, 2, 1, 2], [5, 6]),
         ([[0, 2]], [5, 6]),
         ([0, 2], [[5, 6]]),
+        ([0, 2], [5, ~6]),
+        ([0, 2, 5], [~5, ~6, 3, ~2, ~1]),
         ([0.0, 2.0], [5, 6]),
         ([0, 2], [5.0, 6.0]),
         (0, []),
@@ -554,6 +566,11 @@ def test_sampling_takes_its_limits(name: str) -> None:
 )
 def test_when_a_sampling_mask_is_needed(settings: dict, is_truncated: bool) -> None:
     assert Sampling(**settings).is_truncated is is_truncated
+
+
+def test_a_sampling_mask_is_recorded_where_it_is_used() -> None:
+    assert Sampling(top_k=5).needs_mask
+    assert not Sampling(top_k=5, keep_mask=False).needs_mask and not Sampling().needs_mask
 
 
 def test_stop_texts_become_a_tuple_and_cut_nothing_off() -> None:

@@ -85,6 +85,7 @@ class Recording(SingleTurn):
 
     def __init__(self) -> None:
         self.drawn: list[tuple[str, Sampling]] = []
+        self.has_mask: set[tuple[bool, bool]] = set()
 
     async def run(self, task: dict[str, Any], client: Any) -> Episode:
         if task["prompt"] == "lost":
@@ -92,6 +93,7 @@ class Recording(SingleTurn):
         episode = await super().run(task, client)
         if client.episode.startswith("eval"):
             self.drawn.append((client.episode.rpartition("/")[2], episode.rollouts[0].calls[0].sampling))
+        self.has_mask.add((client.episode.startswith("eval"), episode.rollouts[0].sampling_mask is not None))
         return episode
 
 
@@ -113,6 +115,11 @@ def test_evaluation_ends_rollouts_where_training_does(evaluated) -> None:
     environment, _ = evaluated
     assert {(sampling.min_tokens, sampling.stop) for _, sampling in environment.drawn} == {(2, ("9",))}
     assert {sampling.temperature for _, sampling in environment.drawn} == {0.0, 1.0}
+
+
+def test_only_rollouts_that_are_trained_on_have_a_sampling_mask(evaluated) -> None:
+    environment, _ = evaluated
+    assert environment.has_mask == {(True, False), (False, True)}
 
 
 def test_every_evaluation_draws_the_same_random_numbers(evaluated) -> None:

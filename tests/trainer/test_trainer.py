@@ -27,7 +27,8 @@ def rollouts(model_path: str, count: int = 12, *, sampling: Sampling | None = No
     done: dict[int, Rollout] = {}
     for index in range(count):
         ids = np.random.default_rng(index).integers(6, 90, size=2 + (5 * index) % 11)
-        request = dataclasses.replace(sampling, seed=index, max_tokens=1 + (3 * index) % sampling.max_tokens)
+        most = 1 + (3 * index) % sampling.max_tokens
+        request = dataclasses.replace(sampling, seed=index, max_tokens=most, min_tokens=min(most, sampling.min_tokens))
         core.submit(Request(Rollout.from_prompt(ids, id=str(index)), request, on_done=lambda r: done.__setitem__(int(r.id), r)))
     while core.has_work:
         core.step()
@@ -79,7 +80,8 @@ def naive(model_path: str, batch: Batch, *, correction: str = "none") -> tuple[f
         for index in np.flatnonzero(rollout.loss_mask):
             row = logits[index - 1] / float(rollout.temperatures[index])
             if rollout.sampling_mask is not None and len(rollout.sampling_mask.row(index)):
-                kept = torch.from_numpy(rollout.sampling_mask.row(index).astype(np.int64))
+                listed = rollout.sampling_mask.row(index).astype(np.int64)
+                kept = torch.from_numpy(listed if listed[0] >= 0 else np.setdiff1d(np.arange(len(row)), ~listed))
                 row = torch.full_like(row, float("-inf")).index_put((kept,), row[kept])
             logprob = torch.log_softmax(row, dim=-1)[ids[index]]
             recorded, advantage = float(rollout.logprobs[index]), float(advantages[index])
@@ -97,6 +99,7 @@ SAMPLINGS = {
     "plain": Sampling(max_tokens=14),
     "temperature": Sampling(max_tokens=14, temperature=0.7),
     "cut": Sampling(max_tokens=14, temperature=1.3, top_k=30, top_p=0.9),
+    "early": Sampling(max_tokens=14, min_tokens=9, stop_ids=(1, 5, 40)),
 }
 
 

@@ -67,10 +67,12 @@ class EngineCore:
         decode: Callable[[list[int]], str] | None = None,
         kernels: bool | None = None,
         graphs: bool = True,
+        record_routing: bool = False,
     ) -> None:
         """`num_blocks`: of the KV cache; 0 takes `most_blocks`, or if that is 0 too as many as the slots can use, within a
         share of the free memory. `max_tokens`: the most one call samples, used with `most_blocks`. `kernels`: paged attention
-        and sampling in Triton; None means on a GPU, except in exact mode. `graphs`: capture steps as CUDA graphs."""
+        and sampling in Triton; None means on a GPU, except in exact mode. `graphs`: capture steps as CUDA graphs.
+        `record_routing`: keep which experts each token was sent to, if the model's routers can be read."""
         self.model, self.name, self.context, self.exact = model, name, context, exact
         self.version, self.lineage, self.policy = 0, "", "policy"
         self.num_slots = slots
@@ -90,7 +92,8 @@ class EngineCore:
         num_blocks = num_blocks or shape.choose_num_blocks(
             block_size, slots=slots, context=context, most_blocks=most_blocks, max_tokens=max_tokens
         )
-        self.cache = PagedCache(shape, num_blocks=num_blocks, block_size=block_size, routers=routers)
+        recorded = routers if record_routing else None
+        self.cache = PagedCache(shape, num_blocks=num_blocks, block_size=block_size, routers=recorded)
         self._slots = Slots(slots=slots, context=context, blocks=math.ceil(context / block_size))
         self.runner: Runner
         if twin is None:
@@ -327,8 +330,8 @@ class EngineCore:
             request = self.scheduler.running.get(int(slots[index]))
             if request is None:
                 continue  # retracted because its leader failed
-            if request.sampling.is_truncated:
-                request.masks.append(_NO_IDS if output.allowed is None else output.allowed[rows[index]])
+            if request.sampling.needs_mask:
+                request.masks.append(_NO_IDS if output.masks is None else output.masks[rows[index]])
             if is_lost[index]:
                 self._fail(request, NotFinite(f"rollout {request.rollout.id!r}: the model's logits are not finite"))
                 continue

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 class NativeKind(EngineKind):
     name = "native"
-    is_exact = True
+    is_exact = records_routing = True
 
     def make_inline(
         self, recipe: Recipe, model_path: str, *, device: str, sync: WeightSync, timeline: Timeline, most_blocks: int
@@ -45,7 +45,7 @@ def build_core(
     """(the engine's core, the model's stop tokens). `most_blocks`: KV blocks that can be in use at once, 0 if unknown."""
     from headrace.engine.native.core import EngineCore
     from headrace.engine.stop_strings import decoder_of, stop_tokens
-    from headrace.model import context_limit, load_model, load_tokenizer
+    from headrace.model import ModelError, context_limit, load_model, load_tokenizer
 
     model = load_model(model_path, dtype=recipe.model.dtype, device=device, exact=recipe.exact)
     tokenizer = load_tokenizer(model_path)
@@ -61,5 +61,8 @@ def build_core(
         exact=recipe.exact,
         decode=decoder_of(tokenizer) if recipe.sampling.stop else None,
         graphs=recipe.engine.graphs,
+        record_routing=recipe.engine.record_routing,
     )
+    if recipe.engine.record_routing and core.cache.routing is None:
+        raise ModelError(f"engine.record_routing = true: {model_path} has no experts whose routing can be read; leave it false")
     return core, stop_tokens(model.generation_config, tokenizer)

@@ -12,6 +12,7 @@ import torch
 from headrace.engine.native.sampling import sample, uniform
 from headrace.engine.native.step import Runner, StepOutput
 from headrace.model import EXACT_ROWS, AttentionSpec, PackedContext, attend, causal, hidden_states, layer_of
+from headrace.records import SamplingMask
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from headrace.engine.native.step import Slots, StepPlan
     from headrace.model import Head, Routers
     from headrace.records import Array
+
+_NO_IDS = np.zeros(0, dtype=np.int32)
 
 
 class CachedRows(NamedTuple):
@@ -138,11 +141,11 @@ class PlainRunner(Runner):
             forbidden=forbidden,
             is_restricted=bool(forbidden) or bool(slots.is_truncated[sampling].any()),
         )
-        allowed = None
-        if sampled.allowed is not None:
-            # An unrestricted row next to restricted ones records no ids rather than all.
-            allowed = [np.flatnonzero(row & ~row.all()).astype(np.int32) for row in sampled.allowed.cpu().numpy()]
-        return StepOutput(sampled.token_ids.cpu().numpy(), sampled.logprobs.cpu().numpy(), allowed)
+        masks, needs_mask = None, slots.needs_mask[sampling]
+        if sampled.allowed is not None and needs_mask.any():
+            rows = zip(needs_mask, sampled.allowed.cpu().numpy(), strict=True)
+            masks = [SamplingMask.make_row(row) if needs else _NO_IDS for needs, row in rows]
+        return StepOutput(sampled.token_ids.cpu().numpy(), sampled.logprobs.cpu().numpy(), masks)
 
     def _to_device(self, array: Array) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)

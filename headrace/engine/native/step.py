@@ -64,7 +64,7 @@ class StepOutput:
 
     token_ids: Array  # -1 where the rollout had already ended
     logprobs: Array
-    allowed: list[Array] | None  # the token ids each row could have sampled, if some row was restricted
+    masks: list[Array] | None  # a row of a `SamplingMask` each, if some row needs one
 
 
 class Slots:
@@ -83,6 +83,7 @@ class Slots:
         self.table = np.full((slots, blocks), SCRATCH, dtype=np.int64)
         self.is_watched = np.zeros(slots, dtype=bool)  # every token is looked at: for a stream, a sampling mask or stop strings
         self.is_truncated = np.zeros(slots, dtype=bool)  # by top-k, top-p or min-p
+        self.needs_mask = np.zeros(slots, dtype=bool)
         self.in_flight = np.zeros(slots, dtype=np.int64)  # tokens of steps launched and not yet collected
         self.epoch = np.zeros(slots, dtype=np.int64)  # counts a slot's rollouts: tokens sampled for an earlier one are dropped
 
@@ -105,7 +106,8 @@ class Slots:
         self.epoch[slot] += 1
         self.sampling[slot] = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
         self.is_truncated[slot] = sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0)
-        self.is_watched[slot] = request.on_tokens is not None or sampling.is_truncated or bool(sampling.stop)
+        self.needs_mask[slot] = sampling.needs_mask
+        self.is_watched[slot] = request.on_tokens is not None or sampling.needs_mask or bool(sampling.stop)
         self.table[slot] = SCRATCH
         self.table[slot, : len(request.blocks)] = request.blocks
         if len(sampling.stop_ids) > self.stops.shape[1]:

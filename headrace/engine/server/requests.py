@@ -166,6 +166,7 @@ def _sampling(body: Body, served: ServedModel, *, max_tokens: int) -> Sampling:
             max_tokens=max_tokens,
             min_tokens=min_tokens,
             stop_ids=tuple(sorted(stop_ids)),
+            keep_mask=False,
             seed=body.number("seed", secrets.randbits(62), low=-_SEEDS, high=_SEEDS - 1),
         )
     except ValueError as error:  # "sampling.top_p = 0: must be in (0, 1]"

@@ -86,7 +86,7 @@ class VllmCall:
     def _num_candidates(self) -> int:
         """Logprobs to request with each token, so that all tokens that could have been sampled are among them."""
         sampling, vocabulary = self.request.sampling, self._engine.vocabulary
-        if not (sampling.temperature > 0 and (sampling.top_k or sampling.top_p < 1 or sampling.min_p)):
+        if not (sampling.needs_mask and (sampling.top_k or sampling.top_p < 1 or sampling.min_p)):
             return 0
         return min(sampling.top_k + _TIES if sampling.top_k else vocabulary, vocabulary, self._engine.num_candidates)
 
@@ -105,7 +105,7 @@ class VllmCall:
             self._logprobs.append(logprob if sampling.temperature > 0 else 0.0)
             self._versions.append(version)
             self._lineage = self._lineage or self._engine.lineage
-            if sampling.is_truncated:
+            if sampling.needs_mask:
                 self._masks.append(self._mask(piece, place))
             if sampling.stop and self._completes_stop():
                 reason = FinishReason.STOP
@@ -117,12 +117,12 @@ class VllmCall:
         return reason
 
     def _mask(self, piece: Piece, place: int) -> Array:
-        """The ids that could have been sampled at the position just filled; empty if all could."""
+        """The row of a `SamplingMask` for the position just filled."""
         sampling = self.request.sampling
         if piece.masks is not None:
             return piece.masks[place]
         if len(self._token_ids) <= sampling.min_tokens and sampling.stop_ids:
-            return np.setdiff1d(np.arange(self._engine.vocabulary, dtype=np.int32), sampling.stop_ids)
+            return ~np.asarray([stop for stop in sampling.stop_ids if stop < self._engine.vocabulary], np.int32)
         return _NOTHING
 
     def _completes_stop(self) -> bool:

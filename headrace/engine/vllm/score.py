@@ -24,9 +24,9 @@ async def score(api: VllmApi, rollout: Rollout, *, salt: str, may_ask_for_all: b
     token_ids, temperatures, mask = rollout.token_ids.tolist(), rollout.temperatures.tolist(), rollout.sampling_mask
     masks = [_EVERYTHING] * len(token_ids) if mask is None else [mask.row(index) for index in range(len(token_ids))]
     changed = {
-        index: (temperature or 1.0, allowed)  # greedy tokens are scored at 1
-        for index, (temperature, allowed) in enumerate(zip(temperatures, masks, strict=True))
-        if index and (temperature not in (0, 1) or len(allowed))
+        index: (temperature or 1.0, mask_row)  # greedy tokens are scored at 1
+        for index, (temperature, mask_row) in enumerate(zip(temperatures, masks, strict=True))
+        if index and (temperature not in (0, 1) or len(mask_row))
     }
     if changed and not may_ask_for_all:
         raise VllmRefused(
@@ -34,8 +34,9 @@ async def score(api: VllmApi, rollout: Rollout, *, salt: str, may_ask_for_all: b
             f"give the logprobs of all of it (--max-logprobs): it cannot be scored there"
         )
     values, rows = await api.prompt_logprobs(token_ids, salt=salt, whole=bool(changed))
-    for index, (temperature, allowed) in changed.items():
-        row = rows[index - 1]
-        logits = np.asarray([row[token] for token in (allowed.tolist() or row)]) / temperature
+    for index, (temperature, mask_row) in changed.items():
+        row, listed = rows[index - 1], set(mask_row.tolist())
+        tokens = listed if any(id >= 0 for id in listed) else [token for token in row if ~token not in listed]
+        logits = np.asarray([row[token] for token in tokens]) / temperature
         values[index] = row[token_ids[index]] / temperature - np.logaddexp.reduce(logits)
     return values

@@ -43,7 +43,7 @@ class _Part(NamedTuple):
     host: Tensor  # [2 × bucket] int32: a copy of the bucket's `out`, in borrowed memory
     size: int
     rows: int
-    allowed: list[Array] | None
+    masks: list[Array] | None
 
 
 class _StepInFlight(NamedTuple):
@@ -153,12 +153,12 @@ class CudaRunner(Runner):
         parts = launched.parts
         outputs = [part.host.numpy()[: 2 * part.size].reshape(2, part.size)[:, : part.rows] for part in parts]
         tokens, logprobs = np.concatenate(outputs, axis=1)
-        allowed = None
-        if any(part.allowed is not None for part in parts):
-            allowed = [row for part in parts for row in part.allowed or [_NO_IDS] * part.rows]
+        masks = None
+        if any(part.masks is not None for part in parts):
+            masks = [row for part in parts for row in part.masks or [_NO_IDS] * part.rows]
         for buffer in launched.lent:
             self._stream.give_back(buffer)
-        return StepOutput(tokens, logprobs.view(np.float32), allowed)
+        return StepOutput(tokens, logprobs.view(np.float32), masks)
 
     def in_order(self) -> contextlib.AbstractContextManager[object]:
         return self._stream.entered()
@@ -253,8 +253,8 @@ class CudaRunner(Runner):
 
     def _launch_bucket(self, bucket: Bucket, buffer: Tensor, sampling: Array) -> _Part:
         """`sampling`: the slot of each row."""
-        restricted = np.flatnonzero(self._slots.is_restricted(sampling))
-        is_restricted, rows = len(restricted) > 0, len(sampling)
+        restricted = self._slots.is_restricted(sampling)
+        is_restricted, needing = bool(restricted.any()), np.flatnonzero(restricted & self._slots.needs_mask[sampling])
         bucket.control.copy_(buffer[: bucket.control.numel()], non_blocking=True)
         captured = bucket.graphs.get(is_restricted)
         if captured is None:
@@ -267,10 +267,16 @@ class CudaRunner(Runner):
         host = self._borrow(bucket.out.numel())
         host[: bucket.out.numel()].copy_(bucket.out.view(-1), non_blocking=True)
         masks = None
-        if allowed is not None:
-            ids = allowed.index_select(0, torch.from_numpy(restricted).to(self._device)).nonzero().cpu().numpy()
-            by_row = np.split(ids[:, 1].astype(np.int32), np.searchsorted(ids[:, 0], np.arange(1, len(restricted))))
-            masks = [_NO_IDS] * rows
-            for row, mask in zip(restricted.tolist(), by_row, strict=True):
+        if allowed is not None and len(needing):
+            masks = [_NO_IDS] * len(sampling)
+            for row, mask in zip(needing.tolist(), self._mask_rows(allowed, needing), strict=True):
                 masks[row] = mask
-        return _Part(host, bucket.out.shape[1], rows, masks)
+        return _Part(host, bucket.out.shape[1], len(sampling), masks)
+
+    def _mask_rows(self, allowed: Tensor, needing: Array) -> list[Array]:
+        """`SamplingMask.make_row` of these rows, without bringing them to the host."""
+        rows = allowed.index_select(0, torch.from_numpy(needing).to(self._device))
+        lists_allowed = 2 * rows.sum(dim=1, keepdim=True) <= rows.shape[1]
+        ids = (rows == lists_allowed).nonzero().cpu().numpy()
+        by_row = np.split(ids[:, 1].astype(np.int32), np.searchsorted(ids[:, 0], np.arange(1, len(needing))))
+        return [mask if is_allowed else ~mask for mask, is_allowed in zip(by_row, lists_allowed[:, 0].tolist(), strict=True)]
