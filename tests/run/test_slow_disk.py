@@ -19,9 +19,9 @@ from headrace.observe.sinks import read_metrics
 if TYPE_CHECKING:
     from pathlib import Path
 
-SYNC_SECONDS = 0.25
+SYNC_SECONDS = 0.2
 STEP_SECONDS = 1.5
-EVERY, STEPS = 3, 15
+EVERY, STEPS = 4, 16
 
 SLOW = f"""
 import os, time
