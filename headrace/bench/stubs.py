@@ -19,8 +19,10 @@ from headrace.trainer import Published
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+    from pathlib import Path
 
     from headrace.config import Recipe
+    from headrace.durable import Fingerprints
     from headrace.engine import Engine, Increment
     from headrace.observe import Observer
     from headrace.records import Array, Batch
@@ -164,7 +166,10 @@ class StubTrainer:
         update = WeightUpdate(policy="policy", lineage=self._lineage.id, version=version)
         return Published(update, np.zeros(1, dtype=np.float32))
 
-    release = abort = abandon = save = load = _nothing
+    async def save(self, folder: Path) -> Fingerprints:
+        return {}
+
+    release = abort = abandon = load = _nothing
 
 
 class StubStore:

@@ -174,7 +174,12 @@ class Launcher:
         """The store, its newest checkpoint, and the lineage of the weights trained from now on."""
         place = hashlib.sha256(str(self.folder.resolve()).encode()).hexdigest()[:12]
         rescue = cache_folder() / "rescue" / f"{self.folder.name}-{place}"
-        store = CheckpointStore(self.folder / "checkpoints", rescue=rescue, keep=self.recipe.checkpoint.keep)
+        store = CheckpointStore(
+            self.folder / "checkpoints",
+            rescue=rescue,
+            keep=self.recipe.checkpoint.keep,
+            in_threads=not self.recipe.is_inline,
+        )
         if self.how.fresh:
             store.clear_rescued()
         checkpoint = store.latest(warn=self.screen.say)

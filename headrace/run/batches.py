@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -59,8 +59,8 @@ class StartedBatch:
     rejected: float = 0.0
     """The share of rollouts rejected, of those trained or rejected since the version before."""
     evaluation: Evaluation | None = None
-    completed: float | None = None
-    """When any evaluation that was due was done and metrics can be written, by `time.perf_counter`."""
+    metrics: dict[str, Any] | None = None
+    """Of the version, once any evaluation that was due is done."""
 
 
 def make_batches(groups: Sequence[Group], recipe: Recipe, *, version: int) -> list[Batch]:

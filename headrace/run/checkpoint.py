@@ -1,13 +1,14 @@
 """Checkpoints: a Hugging Face folder plus a manifest and the groups not trained yet.
 
-Each is written under a temporary name, synced and renamed, so a folder named `step-N` is always complete. If the disk is full,
-the checkpoint goes to the cache folder instead and the run stops; the same command finds it there.
+Each is written under a temporary name, synced and renamed, so a folder named `step-N` is always complete. The trainer writes
+the weights and returns their checksums; a thread adds the rest while the run goes on. If the disk is full, the checkpoint goes
+to the cache folder instead and the run stops; the same command finds it there.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
-import os
 import random
 import re
 import shutil
@@ -21,11 +22,14 @@ import torch
 from safetensors import SafetensorError
 
 from headrace.buffer import Group
-from headrace.records import frames, pack_episodes, unpack_episodes
+from headrace.durable import fingerprint, sync
+from headrace.records import frames, pack_episodes, pack_rollouts, unpack_episodes
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable
+    from collections.abc import Awaitable, Callable, Coroutine, Iterable
     from pathlib import Path
+
+    from headrace.durable import Fingerprints
 
 MANIFEST = "manifest.json"
 BUFFER = "buffer.wire"
@@ -64,44 +68,79 @@ class Checkpoint:
 
 
 class CheckpointStore:
-    """The checkpoints of one run."""
+    """The checkpoints of one run. `in_threads`: write in threads, to keep the event loop free."""
 
-    def __init__(self, folder: Path, *, rescue: Path, keep: int) -> None:
+    def __init__(self, folder: Path, *, rescue: Path, keep: int, in_threads: bool = False) -> None:
         self._folder, self._rescue, self._keep = folder, rescue, keep
+        self._in_threads = in_threads
 
-    async def save(
+    def save(
         self,
         version: int,
         *,
-        write_weights: Callable[[Path], Awaitable[None]],
+        write_weights: Callable[[Path], Awaitable[Fingerprints]],
         buffered: Iterable[Group],
         in_flight: Iterable[dict[str, Any]],
         manifest: dict[str, Any],
-    ) -> Path:
-        """Write `step-{version}`, then remove the oldest beyond `keep`. `in_flight`: entries of `InFlightTable`."""
-        waiting = ({"number": group.number, "episodes": pack_episodes(group.episodes)} for group in buffered)
-        contents = {
-            BUFFER: b"".join(map(frames.encode, waiting)),
-            PARTIAL: b"".join(map(frames.encode, in_flight)),
-        }
+        beside: bool = False,
+    ) -> Coroutine[Any, Any, Path]:
+        """Ask for the weights now; the coroutine then writes `step-{version}` and removes the oldest beyond `keep`.
+        `in_flight`: entries of `InFlightTable`. `beside`: the trainer goes on meanwhile, so that it cannot be asked for these
+        weights again if the disk is full."""
+        groups = [{"number": group.number, "episodes": group.episodes} for group in buffered]
+        contents = {BUFFER: groups, PARTIAL: list(in_flight)}
         manifest = {"format": FORMAT, "version": version, **manifest}
+
+        def write(parent: Path) -> Coroutine[Any, Any, Path]:
+            target = parent / f"step-{version}"
+            return self._write(target, write_weights(_temporary(target)), contents, manifest)
+
+        return self._save(version, write(self._folder), None if beside else write)
+
+    async def _save(
+        self, version: int, writing: Awaitable[Path], write_again: Callable[[Path], Awaitable[Path]] | None
+    ) -> Path:
         try:
-            written = await _write(self._folder / f"step-{version}", write_weights, contents, manifest)
+            written = await writing
         except (OSError, SafetensorError) as error:
-            rescued = await _write(self._rescue / f"step-{version}", write_weights, contents, manifest)
+            problem = f"checkpoint of version {version} could not be written to {self._folder}: {error}."
+            if write_again is None:
+                raise CheckpointError(f"{problem} Earlier ones are untouched.") from error
+            rescued = await write_again(self._rescue)
             raise CheckpointError(
-                f"checkpoint of version {version} could not be written to {self._folder}: {error}. Nothing is lost: it is in "
-                f"{rescued}, and earlier ones are untouched. Make room and give the same command to go on from it."
+                f"{problem} Nothing is lost: it is in {rescued}, and earlier ones are untouched. Make room and give the same "
+                f"command to go on from it."
             ) from error
+        await self._run(self._remove_oldest, written)
+        return written
+
+    async def _write(
+        self, target: Path, weights: Awaitable[Fingerprints], contents: dict[str, list[Any]], manifest: dict[str, Any]
+    ) -> Path:
+        temporary = _temporary(target)
+        try:
+            files = await weights
+            await self._run(_complete, temporary, target, contents, files, manifest)
+        except Exception:  # if cancelled, a thread may still be writing there: the next start removes it
+            await self._run(shutil.rmtree, temporary, True)
+            raise
+        return target
+
+    async def _run(self, function: Callable[..., object], *arguments: object) -> None:
+        if self._in_threads:
+            await asyncio.to_thread(function, *arguments)
+        else:
+            function(*arguments)
+
+    def _remove_oldest(self, written: Path) -> None:
         others = [path for path in reversed(checkpoints_in(self._folder)) if path != written]
         for folder in others[self._keep - 1 :]:  # never the one just written, even if its number is not the highest
             shutil.rmtree(folder, ignore_errors=True)
-        return written
 
     def latest(self, *, warn: Callable[[str], None]) -> Checkpoint | None:
         """The newest intact checkpoint in the run's or the rescue folder. One with a file that is missing or differs from
         the manifest is renamed. A failed read may be temporary, so it raises instead of using an older checkpoint."""
-        for leftover in self._folder.glob(".step-*.tmp"):
+        for leftover in (path for parent in (self._folder, self._rescue) for path in parent.glob(".step-*.tmp")):
             shutil.rmtree(leftover, ignore_errors=True)
         for folder in reversed(checkpoints_in(self._folder, self._rescue)):
             try:
@@ -121,31 +160,36 @@ class CheckpointStore:
         shutil.rmtree(self._rescue, ignore_errors=True)
 
 
-async def _write(
-    target: Path,
-    write_weights: Callable[[Path], Awaitable[None]],
-    contents: dict[str, bytes],
-    manifest: dict[str, Any],
-) -> Path:
-    temporary = target.with_name(f".{target.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        temporary.mkdir(parents=True)
-        await write_weights(temporary)
-        for name, content in contents.items():
-            (temporary / name).write_bytes(content)
-        written = sorted(path for path in temporary.rglob("*") if path.is_file())
-        files = {str(path.relative_to(temporary)): _fingerprint(path) for path in written}
-        (temporary / MANIFEST).write_text(json.dumps({**manifest, "files": files}, indent=1))
-        for path in [*temporary.rglob("*"), temporary]:
-            _sync(path)
-        shutil.rmtree(target, ignore_errors=True)
-        temporary.rename(target)
-        _sync(target.parent)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    return target
+def _temporary(target: Path) -> Path:
+    return target.with_name(f".{target.name}.tmp")
+
+
+def _complete(
+    temporary: Path, target: Path, contents: dict[str, list[Any]], files: Fingerprints, manifest: dict[str, Any]
+) -> None:
+    """Write the rest beside the weights, which are on the disk, then give the folder its name."""
+    written = {name: _write_frames(temporary / name, entries) for name, entries in contents.items()}
+    (temporary / MANIFEST).write_text(json.dumps({**manifest, "files": files | written}))
+    sync(temporary / MANIFEST)
+    for folder in [*(path for path in temporary.rglob("*") if path.is_dir()), temporary]:
+        sync(folder)
+    shutil.rmtree(target, ignore_errors=True)
+    temporary.rename(target)
+    sync(target.parent)
+
+
+def _write_frames(path: Path, entries: Iterable[dict[str, Any]]) -> list[int]:
+    """A frame for each entry, so that only one is in memory at a time; returns the file's fingerprint."""
+    packers: dict[str, Callable[[Any], Any]] = {"episodes": pack_episodes, "rollouts": pack_rollouts}
+    size = checksum = 0
+    with path.open("wb") as file:
+        for entry in entries:
+            packed = {key: packers[key](value) if key in packers else value for key, value in entry.items()}
+            frame = frames.encode(packed)
+            file.write(frame)
+            size, checksum = size + len(frame), zlib.crc32(frame, checksum)
+    sync(path)
+    return [size, checksum]
 
 
 def checkpoints_in(*parents: Path) -> list[Path]:
@@ -182,24 +226,7 @@ def _checked_manifest(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{MANIFEST} cannot be read: {error}") from error
     if format_ != FORMAT:
         raise ValueError(f"its format is {format_}, this version reads {FORMAT}")
-    for name, fingerprint in files.items():
-        if _fingerprint(folder / name) != fingerprint:
+    for name, expected in files.items():
+        if fingerprint(folder / name) != expected:
             raise ValueError(f"{name} has changed")
     return manifest
-
-
-def _fingerprint(path: Path) -> list[int]:
-    """(bytes, crc32)."""
-    value, size = 0, 0
-    with path.open("rb") as file:
-        while part := file.read(1 << 22):
-            value, size = zlib.crc32(part, value), size + len(part)
-    return [size, value]
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.buffer import Group
 from headrace.partial import is_over_age, is_resumable, surviving_part
-from headrace.records import Scored, pack_episodes, pack_rollouts, unpack_episodes, unpack_rollouts
+from headrace.records import Scored, unpack_episodes, unpack_rollouts
 from headrace.staleness import too_old
 
 if TYPE_CHECKING:
@@ -141,12 +141,12 @@ class InFlightTable:
         return sorted(self.episodes(), key=lambda record: not record.partials)
 
     async def entries(self) -> list[dict[str, Any]]:
-        """The groups for a checkpoint: ended episodes, and the partial rollouts of the others."""
+        """The groups for a checkpoint, not yet packed: ended episodes, and the partial rollouts of the others."""
         partials, entries = await self._partial_rollouts(), []
         for group in self.groups.values():
             unfinished = (rollout for each in group.episodes if each.ended is None for rollout in partials[each.id])
-            rollouts = pack_rollouts([rollout for rollout in unfinished if is_resumable(rollout)])
-            entries.append({"number": group.number, "episodes": pack_episodes(group.ended), "rollouts": rollouts})
+            rollouts = [rollout for rollout in unfinished if is_resumable(rollout)]
+            entries.append({"number": group.number, "episodes": group.ended, "rollouts": rollouts})
         return entries
 
     async def _partial_rollouts(self) -> dict[str, list[Rollout]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import time
@@ -66,6 +67,8 @@ class Session:
         )
         self.policy = self.run.policies[POLICY]
         self._saved_version = -1
+        self._saving: asyncio.Task[None] | None = None
+        """The last checkpoint, being written or on disk."""
         self._counts = self.policy.ledger.counts()
         """The ledger's, when a version was last trained."""
         self._trainer_peak = 0
@@ -78,26 +81,33 @@ class Session:
     async def train(self) -> None:
         """Train to the last step. In exact mode a leg ends at every checkpoint with nothing in flight: what follows depends
         on the checkpoint alone, so a resumed run equals an uninterrupted one."""
-        run, policy, recipe = self.run, self.policy, self.recipe
         with fewer_gc_pauses():
             await self.roles.refresh()
             self.observer.start()
             self._last_moment = time.perf_counter()
-            while policy.version < recipe.steps and not run.is_stopping:
-                if recipe.exact:
-                    every = recipe.checkpoint.every
-                    run.leg_end = min(recipe.steps, (policy.version // every + 1) * every)
-                async with leg(run):
-                    if policy.version == 0 and self.progress.held_out_before is None:
-                        await self._evaluate()
-                    await run_loops(run)
-                    await policy.published()
-                    await self._write_metrics()
-                    if recipe.exact and policy.version == run.leg_end:
-                        await run.drained()
-                if policy.version == run.leg_end or not recipe.exact:
-                    await self.save()
+            try:
+                await self._train_legs()
+            except CheckpointError:
+                await self.save_after_failure()  # raises its own if the newest version had to go to the rescue folder
+                raise
         self.progress.seconds_rl += time.perf_counter() - self._last_moment
+
+    async def _train_legs(self) -> None:
+        run, policy, recipe = self.run, self.policy, self.recipe
+        while policy.version < recipe.steps and not run.is_stopping:
+            if recipe.exact:
+                every = recipe.checkpoint.every
+                run.leg_end = min(recipe.steps, (policy.version // every + 1) * every)
+            async with leg(run):
+                if policy.version == 0 and self.progress.held_out_before is None:
+                    await self._evaluate()
+                await run_loops(run)
+                await policy.published()
+                await self._write_metrics()
+                if recipe.exact and policy.version == run.leg_end:
+                    await run.drained()
+            if policy.version == run.leg_end or not recipe.exact:
+                await self.save()
 
     def _on_trained(self, policy: PolicyState, started: StartedBatch) -> None:
         before, self._counts = self._counts, policy.ledger.counts()
@@ -108,21 +118,32 @@ class Session:
         self._unwritten.append(started)
 
     async def _after_version(self, policy: PolicyState) -> None:
-        """Called by the `train` loop after each version. The trainer waits for evaluation and checkpoints; if it has its own
-        process, metrics are written during its next step."""
+        """Called by the `train` loop after each version. The trainer waits for an evaluation; if it has its own process,
+        metrics and checkpoints are written during its next steps."""
         started, version = self._unwritten[-1], policy.version
         if not self.progress.first_step:
             self.progress.first_step = time.perf_counter() - self.command_started
         if self._is_evaluated(version):
             started.evaluation = await self._evaluate()
-        started.completed = time.perf_counter()
+        self._count(started)
         if policy.trainer.is_inline or version == self.recipe.steps:
             await self._write_metrics()
         else:
             self.run.spawn(self._write_metrics)
         if self._is_saved(version):
-            await self.save()
+            if policy.trainer.is_inline:
+                await self.save()
+            else:
+                await self._saved()  # one after the other
+                await self._start_saving(beside=True)
+                self.run.spawn(self._saved)  # if it fails, so does the run
         self.run.note_progress()
+
+    def _count(self, started: StartedBatch) -> None:
+        """Add a version to the totals, which are saved in checkpoints."""
+        now = time.perf_counter()
+        started.metrics = self.progress.count(started, seconds=now - self._last_moment)
+        self._last_moment = now
 
     def _is_evaluated(self, version: int) -> bool:
         every = self.recipe.evaluate.every
@@ -162,14 +183,21 @@ class Session:
         """Write the metrics of all trained versions, except one still being evaluated."""
         if self._unwritten:
             await self.roles.refresh()
-        while self._unwritten and (completed := self._unwritten[0].completed) is not None:
-            seconds, self._last_moment = completed - self._last_moment, completed
-            self._write_version(self._unwritten.popleft(), seconds)
+        while self._unwritten and self._unwritten[0].metrics is not None:
+            started = self._unwritten.popleft()
+            version, keep = started.version + 1, self.recipe.observe.keep_rollouts_every
+            self._write_version(version, started)
+            if keep and (version == self.recipe.steps or version % keep == 0):
+                rollouts = [rollout for batch in started.batches for rollout in batch.rollouts]
+                if self.policy.trainer.is_inline:
+                    self.observer.keep_rollouts(version, rollouts)
+                else:
+                    await asyncio.to_thread(self.observer.keep_rollouts, version, rollouts)
 
-    def _write_version(self, started: StartedBatch, seconds: float) -> None:
-        version = started.version + 1
+    def _write_version(self, version: int, started: StartedBatch) -> None:
+        assert started.metrics is not None
         metrics = {
-            **self.progress.count(started, seconds=seconds),
+            **started.metrics,
             "rejected": started.rejected,
             "occupancy": self.observer.occupancy,
             **self.policy.sync_metrics,
@@ -180,9 +208,6 @@ class Session:
             **({} if started.evaluation is None else started.evaluation.metrics),
         }
         self._warn_if_tied(version, int(metrics["tied_groups"]), len(started.groups))
-        keep = self.recipe.observe.keep_rollouts_every
-        if keep and (version == self.recipe.steps or version % keep == 0):
-            self.observer.keep_rollouts(version, [rollout for batch in started.batches for rollout in batch.rollouts])
         self.observer.version(version, metrics)
 
     def _warn_if_tied(self, version: int, tied: int, groups: int) -> None:
@@ -248,13 +273,21 @@ class Session:
         self._counts = self.policy.ledger.counts()
 
     async def save(self) -> None:
-        """Write a checkpoint of the newest version, unless it is already saved."""
+        """Write a checkpoint of the newest version, unless it is already saved, and wait until it is on disk. The trainer has
+        nothing to do meanwhile, so that it can save again, to the rescue folder."""
+        with contextlib.suppress(CheckpointError):  # of an earlier version: this one replaces it
+            await self._saved()
+        if await self._start_saving(beside=False):
+            await self._saved()
+
+    async def _start_saving(self, *, beside: bool) -> bool:
+        """Take all that a checkpoint of the newest version needs, and return whether there is one to write; a task then writes
+        it. `beside`: while training goes on. The trainer copies its weights before any step sent later."""
         policy = self.policy
         if policy.version == self._saved_version or not policy.has_whole_version:
-            return
-        await self._write_metrics()
+            return False
         self.progress.wasted_tokens = policy.wasted_tokens
-        in_flight = await policy.in_flight.entries()  # no await until the manifest is made: both must show the same moment
+        in_flight = await policy.in_flight.entries()  # no await until all is taken: it must show the same moment
         manifest = {
             **policy.state(),
             "config_hash": self.identity,
@@ -262,18 +295,35 @@ class Session:
             "progress": dict(vars(self.progress)),
             "random": random_state(),
         }
-        try:
-            self.checkpoint_folder = await self.store.save(
+        writing = asyncio.ensure_future(
+            self.store.save(
                 policy.version,
                 write_weights=policy.trainer.save,
                 buffered=policy.buffer.groups(),
                 in_flight=in_flight,
                 manifest=manifest,
+                beside=beside,
             )
-        except CheckpointError:
-            self._saved_version = policy.version  # it is in the rescue folder; a second attempt would fail too
-            raise
-        self._saved_version = policy.version
+        )
+        self._saving = asyncio.ensure_future(self._finish_saving(policy.version, writing, beside=beside))
+        self._saving.add_done_callback(lambda saving: saving.cancelled() or saving.exception())  # `_saved` may never be called
+        return True
+
+    async def _finish_saving(self, version: int, writing: asyncio.Task[Path], *, beside: bool) -> None:
+        with self.observer.timeline("trainer").beside(f"checkpoint {version}"):
+            await self._write_metrics()  # a resumed run has the metrics of every version up to its checkpoint
+            try:
+                self.checkpoint_folder = await writing
+            except CheckpointError:
+                if not beside:
+                    self._saved_version = version  # it is in the rescue folder; a second attempt would fail too
+                raise
+        self._saved_version = version
+
+    async def _saved(self) -> None:
+        """Wait until the checkpoint being written is on disk. Cancelling the wait does not cancel the writing."""
+        if self._saving is not None:
+            await asyncio.shield(self._saving)
 
     async def save_after_failure(self) -> None:
         """Save the last version if the trainer still has exactly its weights. An exact run resumes only from the end of a leg,
@@ -282,7 +332,8 @@ class Session:
             await self.run.finish_started(self.policy)
         if self.policy.version and not self.recipe.exact:
             for started in self._unwritten:
-                started.completed = started.completed or time.perf_counter()  # no evaluation will follow
+                if started.metrics is None:  # no evaluation will follow
+                    self._count(started)
             await self.save()
 
     @property

@@ -11,6 +11,7 @@ generated text.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import math
 from dataclasses import dataclass
@@ -74,6 +75,8 @@ class RewardFunction:
         self.required: list[str] = [name for name in needed if name not in GIVEN]
         """Task columns it cannot be called without."""
         self._is_batched = bool(self._names & {"prompts", "completions"})
+        self.num_awaited = 0
+        """Async calls that have ended, in time or not."""
         self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
         if not self._is_batched and "completion" not in self._names and not self._takes_all:
             raise RewardError(
@@ -86,10 +89,17 @@ class RewardFunction:
         return self.function(*arguments, **keywords)
 
     async def score(
-        self, samples: Sequence[Sample], *, attempts: int, deadline: float = 300.0, workers: RewardWorkers | None = None
+        self,
+        samples: Sequence[Sample],
+        *,
+        attempts: int,
+        deadline: float = 300.0,
+        workers: RewardWorkers | None = None,
+        places: asyncio.Semaphore | None = None,
     ) -> list[Result]:
         """One result per sample. If a batch raises, each sample is retried alone, so that one cannot fail all. `workers` call a
-        plain function in their threads, under their timeout; without them it is called here.
+        plain function in their threads, under their timeout; without them it is called here. Each call of an async function
+        takes one of `places`.
 
         A batch that times out in a thread is split too, but with one attempt per sample, a quarter of the timeout for each and
         one timeout for all: one sample that hangs does not fail the others, and four that hang end the batch."""
@@ -97,7 +107,7 @@ class RewardFunction:
         timeout = deadline if threads is None else threads.timeout
         limit, budget = timeout, math.inf
         if self._is_batched and len(samples) > 1:
-            (whole,) = await self._try_each([samples], threads, limit=timeout)
+            (whole,) = await self._try_each([samples], threads, places, limit=timeout)
             if isinstance(whole, list):
                 return whole
             if isinstance(whole, TimedOut):
@@ -105,7 +115,7 @@ class RewardFunction:
         results: dict[int, Result] = {}
         left = list(range(len(samples)))
         for _ in range(attempts):
-            tried = await self._try_each([[samples[index]] for index in left], threads, limit=limit, budget=budget)
+            tried = await self._try_each([[samples[index]] for index in left], threads, places, limit=limit, budget=budget)
             found = dict(zip(left, tried, strict=True))
             for index, result in found.items():
                 if isinstance(result, TimedOut):
@@ -116,19 +126,28 @@ class RewardFunction:
         return [results[index] for index in range(len(samples))]
 
     async def _try_each(
-        self, batches: Sequence[Sequence[Sample]], threads: RewardWorkers | None, *, limit: float, budget: float = math.inf
+        self,
+        batches: Sequence[Sequence[Sample]],
+        threads: RewardWorkers | None,
+        places: asyncio.Semaphore | None,
+        *,
+        limit: float,
+        budget: float = math.inf,
     ) -> Sequence[list[Result] | Failure | TimedOut]:
         """Call the function once with each batch."""
+
+        async def finish(batch: Sequence[Sample], tried: object = None) -> list[Result] | Failure:
+            async with places or contextlib.nullcontext():
+                return await self._finish(batch, limit, tried)
+
         if self.is_async:
-            return await asyncio.gather(*(self._finish(batch, limit) for batch in batches))
+            return await asyncio.gather(*map(finish, batches))
         if threads is not None:
             tried = await threads.map(self._try, batches, name=self.name, limit=limit, budget=budget)
         else:
             tried = [self._try(batch) for batch in batches]
         if any(inspect.isawaitable(found) for found in tried):  # it did not look async
-            return await asyncio.gather(
-                *(self._finish(batch, limit, found) for batch, found in zip(batches, tried, strict=True))
-            )
+            return await asyncio.gather(*map(finish, batches, tried))
         return tried
 
     def _try(self, samples: Sequence[Sample]) -> Any:  # noqa: ANN401
@@ -141,7 +160,7 @@ class RewardFunction:
         except Exception as error:  # noqa: BLE001  (anything a user's function raises becomes a typed outcome)
             return self._failed(error)
 
-    async def _finish(self, samples: Sequence[Sample], deadline: float, tried: Any = None) -> list[Result] | Failure:  # noqa: ANN401
+    async def _finish(self, samples: Sequence[Sample], deadline: float, tried: Any) -> list[Result] | Failure:  # noqa: ANN401
         """Await what `_try` returned, calling it first unless it was called."""
         tried = self._try(samples) if tried is None else tried
 
@@ -161,6 +180,8 @@ class RewardFunction:
             return self._failed(TimeoutError(f"no answer within reward.timeout = {deadline:g} s"))
         except Exception as error:  # noqa: BLE001
             return self._failed(error)
+        finally:
+            self.num_awaited += 1
 
     def _call(self, samples: Sequence[Sample]) -> Any:  # noqa: ANN401  (what the user's function returns)
         """Call the function once; the per-sample form takes exactly one sample."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Protocol
 
 from headrace.records import InfraAbort, Invalid, Scored
@@ -23,7 +24,7 @@ class Scorer(Protocol):
 
     @property
     def num_calls(self) -> int:
-        """Reward calls that have ended in worker threads: shows progress while `score` runs."""
+        """Reward calls that have ended in worker threads or were awaited: shows progress while `score` runs."""
 
     async def score(self, episodes: Sequence[Episode]) -> list[Episode]:
         """The same episodes, in order, each with an outcome. The score loop calls it with all that have finished."""
@@ -40,23 +41,34 @@ class RewardScorer:
         settings: RewardSettings,
         workers: RewardWorkers | None = None,
     ) -> None:
-        """`workers` call plain rewards in their threads; without them, rewards are called in the event loop's thread."""
+        """`workers` call plain rewards in their threads, and completions are decoded in another; without them, all of it
+        happens in the event loop's thread."""
         self._rewards = list(rewards)
         self._decode, self._settings, self._workers = decode, settings, workers
+        self._decoding = None if workers is None else ThreadPoolExecutor(max_workers=1, thread_name_prefix="decode")
+        self._places = asyncio.Semaphore(settings.max_concurrent)
         self._failures_in_a_row = 0
 
     @property
     def num_calls(self) -> int:
-        return 0 if self._workers is None else self._workers.num_calls
+        awaited = sum(function.num_awaited for function, _ in self._rewards)
+        return awaited + (0 if self._workers is None else self._workers.num_calls)
 
     async def score(self, episodes: Sequence[Episode]) -> list[Episode]:
-        samples = []
-        for episode in episodes:
-            rollout = episode.rollouts[-1]
-            samples.append(Sample(episode.task, completion=self._decode(rollout), completion_ids=rollout.completion_ids))
-        attempts, timeout = self._settings.attempts, self._settings.timeout
+        if self._decoding is None:
+            samples = self._samples(episodes)
+        else:  # one thread, so that rewards are called in the order of episodes
+            samples = await asyncio.get_running_loop().run_in_executor(self._decoding, self._samples, episodes)
+        settings = self._settings
         calls = (
-            function.score(samples, attempts=attempts, deadline=timeout, workers=self._workers) for function, _ in self._rewards
+            function.score(
+                samples,
+                attempts=settings.attempts,
+                deadline=settings.timeout,
+                workers=self._workers,
+                places=self._places,
+            )
+            for function, _ in self._rewards
         )
         is_elsewhere = self._workers is not None or any(function.is_async for function, _ in self._rewards)
         # What is computed right here is awaited here: as tasks, other roles would run within the scorer's time.
@@ -67,6 +79,10 @@ class RewardScorer:
             rollouts = tuple(rollout.replace(outcome=outcome, rewards=parts) for rollout in episode.rollouts)
             scored.append(episode.replace(outcome=outcome, rollouts=rollouts))
         return scored
+
+    def _samples(self, episodes: Sequence[Episode]) -> list[Sample]:
+        last = [(episode.task, episode.rollouts[-1]) for episode in episodes]
+        return [Sample(task, completion=self._decode(rollout), completion_ids=rollout.completion_ids) for task, rollout in last]
 
     def _outcome(self, results: list[Result]) -> tuple[Outcome, dict[str, float]]:
         """The weighted sum, and its parts by reward; a failure of any part fails the whole."""

@@ -12,7 +12,7 @@ from headrace.settings import ConfigError, check
 class RewardSettings:
     """The reward functions, and what happens when one fails."""
 
-    OPERATIONAL = ("timeout", "workers", "max_failures")
+    OPERATIONAL = ("timeout", "workers", "max_concurrent", "max_failures")
     functions: tuple[str, ...] = ()
     """`module:name` or `file.py:name` of each reward function; empty uses the one that comes with the task."""
     weights: tuple[float, ...] = ()
@@ -21,6 +21,8 @@ class RewardSettings:
     """Seconds one call of a reward may take before it counts as failed. `inline` cannot interrupt a plain function."""
     workers: int = 1
     """Threads that call plain rewards. With more than one, rewards must be thread-safe; `inline` has none."""
+    max_concurrent: int = 256
+    """Calls of async rewards in flight at once; the others wait, and their timeout has not started."""
     attempts: int = 2
     """How often a reward that raises is called before its rollouts count as failed."""
     max_failures: int = 64
@@ -32,3 +34,4 @@ class RewardSettings:
         check(self.attempts >= 1, "attempts", self.attempts, "≥ 1")
         check(0 < self.timeout < math.inf, "timeout", self.timeout, "a number above 0")
         check(self.workers >= 1, "workers", self.workers, "≥ 1")
+        check(self.max_concurrent >= 1, "max_concurrent", self.max_concurrent, "≥ 1")

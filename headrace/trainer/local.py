@@ -1,7 +1,8 @@
 """A trainer in this process: called by the loops of an inline run, or by `RemoteTrainer` in a trainer process.
 
-In a trainer process one compute thread runs calls in order. Publishing copies the weights during the next forward and backward
-pass, which does not change them; the optimizer step waits for the copy, and runs while the copy is hashed and sent.
+In a trainer process one compute thread runs calls in order. Publishing and saving copy the weights during the next forward and
+backward pass, which does not change them; the optimizer step waits for the copy, and runs while the copy is hashed and sent, or
+written.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from headrace.trainer.protocol import Published, Superseded
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
+    from headrace.durable import Fingerprints
     from headrace.observe import Timeline
     from headrace.records import Array, WeightUpdate
     from headrace.sync import WeightSync
@@ -45,7 +47,7 @@ class LocalTrainer:
         self._trainer, self._sync, self._timeline = trainer, sync, timeline
         self._frees_memory = frees_memory
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute") if in_threads else None
-        self._copied: list[threading.Event] = []  # one per publication, set when it has copied the weights
+        self._copied: list[tuple[str, threading.Event]] = []  # of each publication and save: set when it has copied the weights
         self._is_held = asyncio.Event()  # the engines hold the last update, or it was aborted
         self._is_held.set()
         self._is_abandoned = False
@@ -89,7 +91,7 @@ class LocalTrainer:
             logprobs = self._trainer.forward(_unpacked(canary))[0]
             if self._frees_memory and torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
-            self._copied.append(copied)  # from here on the weights do not change until they are copied
+            self._copied.append(("publish", copied))  # from here on the weights do not change until they are copied
             return logprobs
 
         def offer() -> WeightUpdate:
@@ -111,9 +113,9 @@ class LocalTrainer:
 
     def _wait_for_copies(self) -> None:
         """Called in the compute thread before the weights change."""
-        if not all(copied.is_set() for copied in self._copied):
-            with self._timeline.during("publish"):
-                for copied in self._copied:
+        for what, copied in self._copied:
+            if not copied.is_set():
+                with self._timeline.during(what):
                     copied.wait()
         self._copied.clear()
 
@@ -137,8 +139,19 @@ class LocalTrainer:
         self._is_abandoned = True
         self._is_held.set()
 
-    async def save(self, folder: Path | str) -> None:
-        await self._compute("save", lambda: self._trainer.save(Path(folder)))
+    async def save(self, folder: Path | str) -> Fingerprints:
+        copied = threading.Event()
+
+        def save() -> Fingerprints:
+            return self._trainer.save(Path(folder), on_read=copied.set)
+
+        if self._thread is None:
+            return await self._compute("save", save)
+        await self._compute("save", lambda: self._copied.append(("save", copied)))
+        try:
+            return await self._beside(f"save {self.version}", save)
+        finally:
+            copied.set()
 
     async def load(self, folder: Path | str) -> None:
         def load() -> None:

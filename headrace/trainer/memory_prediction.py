@@ -127,6 +127,7 @@ class TrainerMemory:
     moments: int
     references: int  # weights of frozen models: a reference, a teacher
     publishing: int  # copies of the weights for the engines
+    saving: int  # on a CPU, copies of weights and moments while a checkpoint is written; on a GPU they are on the host
     activations: int  # at the end of a forward pass
     head: int  # workspace of the head
     layer: int  # workspace of one layer's backward pass; with recomputation, its activations too
@@ -137,7 +138,8 @@ class TrainerMemory:
     @property
     def resident(self) -> int:
         """Between passes and steps."""
-        return self.process + self.weights + self.gradients + self.references + self.publishing + self.optimizer_in_passes
+        copies = self.references + self.publishing + self.saving
+        return self.process + self.weights + self.gradients + copies + self.optimizer_in_passes
 
     @property
     def total(self) -> int:
@@ -153,6 +155,7 @@ class TrainerMemory:
             "AdamW's moments": self.moments,
             "reference and teacher": self.references,
             "made ready for engines": self.publishing,
+            "checkpoint being written": self.saving,
             f"activations of {self.tokens:,} tokens": self.activations,
             "head, at work": self.head,
             "a layer's backward pass": self.layer,
@@ -201,6 +204,7 @@ def predict_memory(
         moments=moments,
         references=0 if "reference" in settings.offload else num_references * weights,
         publishing=publishing,
+        saving=0 if on_gpu else _WIDE * (matrices + vectors) + moments,
         activations=int(costs.spread * (layers * (tokens * _WIDE * shape.hidden if recomputes else saved) + size(OUTSIDE))),
         head=int(chunk + _WIDE * costs.head_gradients * shape.embedding + _WIDE * tokens * shape.hidden),
         layer=int((saved if recomputes else 0) + size(BACKWARD) + width * shape.layer_matrices),

@@ -178,9 +178,9 @@ class FlatAdamW:
             return {}
         found = {}
         for name, part in self._parts.items():
-            found[f"{name}.exp_avg"] = part.means.cpu().clone()
-            found[f"{name}.exp_avg_sq"] = part.squares.cpu().clone()
-            found[f"{name}.step"] = self.num_steps.cpu().clone()
+            found[f"{name}.exp_avg"] = part.means.to("cpu", copy=True)
+            found[f"{name}.exp_avg_sq"] = part.squares.to("cpu", copy=True)
+            found[f"{name}.step"] = self.num_steps.to("cpu", copy=True)
         return found
 
     @torch.no_grad()

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from headrace.algorithms import PROXIMAL
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Iterable
+    from collections.abc import Awaitable, Callable, Iterable
     from pathlib import Path
 
     from torch import Tensor
 
+    from headrace.durable import Fingerprints
     from headrace.records import Array, Batch, WeightUpdate
 
 Metrics = dict[str, float]
@@ -36,8 +37,9 @@ class Trainer(Protocol):
     def tensors(self) -> Iterable[tuple[str, Tensor]]:
         """Return the weights to publish after a version has been trained."""
 
-    def save(self, folder: Path) -> None:
-        """Write the weights as a Hugging Face folder, with the optimizer state in it."""
+    def save(self, folder: Path, *, on_read: Callable[[], None] = lambda: None) -> Fingerprints:
+        """Write the weights as a Hugging Face folder, with the optimizer state in it, and return the size and checksum of each
+        file. Copies them to the host first, then calls `on_read`: from then on the weights may change."""
 
     def load(self, folder: Path) -> None:
         """Read weights and optimizer state from such a folder."""
@@ -56,7 +58,7 @@ class Published(NamedTuple):
 
 class PolicyTrainer(Protocol):
     """One policy's trainer as the loops see it: `LocalTrainer` in this process, or `RemoteTrainer` for another process.
-    `forward`, `save` and `load` are those of `Trainer`."""
+    `forward` and `load` are those of `Trainer`."""
 
     is_inline: bool  # it computes in the event loop, and blocks it meanwhile
     num_steps: int  # optimizer steps started; the weights change only when this does
@@ -87,6 +89,8 @@ class PolicyTrainer(Protocol):
     async def abandon(self) -> None:
         """Called when the run ends: engines load no more updates, so no step may wait for one."""
 
-    async def save(self, folder: Path) -> None: ...
+    def save(self, folder: Path) -> Awaitable[Fingerprints]:
+        """Save the weights as they are after the steps sent so far; later steps wait until they are copied, not until they are
+        written."""
 
     async def load(self, folder: Path) -> None: ...

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Generator, Sequence
     from pathlib import Path
 
+    from headrace.durable import Fingerprints
     from headrace.launch import RoleProcess
     from headrace.records import Array, WeightUpdate
     from headrace.trainer.protocol import Metrics
@@ -40,7 +41,7 @@ class RemoteTrainer:
     is_inline = False
 
     def __init__(self, child: RoleProcess, *, deadline: float) -> None:
-        """`deadline`: seconds that saving or loading a checkpoint may take."""
+        """`deadline`: seconds that loading a checkpoint may take. Saving runs beside training, however slow the disk."""
         self._child, self._deadline = child, deadline
         self.num_steps = 0
 
@@ -77,18 +78,15 @@ class RemoteTrainer:
     async def abandon(self) -> None:
         await self._call("abandon")
 
-    async def save(self, folder: Path) -> None:
-        await self._in_time("save", folder)
+    def save(self, folder: Path) -> Answer[Fingerprints]:
+        return self._call("save", dict, folder=str(folder))
 
     async def load(self, folder: Path) -> None:
-        await self._in_time("load", folder)
-
-    async def _in_time(self, name: str, folder: Path) -> None:
         try:
             async with asyncio.timeout(self._deadline):
-                await self._call(name, folder=str(folder))
+                await self._call("load", folder=str(folder))
         except TimeoutError as error:
-            self._child.give_up(f"does not {name} a checkpoint within {self._deadline:g} s (deadline)")
+            self._child.give_up(f"does not load a checkpoint within {self._deadline:g} s (deadline)")
             raise await self._child.explain() from error
 
     def _call(self, name: str, make: Callable[[Any], T] = lambda answer: answer, **arguments: Any) -> Answer[T]:  # noqa: ANN401

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import TYPE_CHECKING
 
@@ -9,31 +10,61 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.utils import logging as transformers_logging
 
+from headrace.durable import seal
 from headrace.model import named_tensors
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from headrace.durable import Fingerprints
     from headrace.trainer.optimizer import FlatAdamW
 
 OPTIMIZER_FILE = "trainer/optimizer.safetensors"  # other readers take .safetensors files in the folder itself for weights
 VALUE_HEAD = "value_head"  # prefix of the value head's parameters, saved with the optimizer: the folder itself is the policy
 
 
-def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, optimizer: FlatAdamW, folder: Path) -> None:
-    """Write the optimizer's float32 masters as weights, so that a restart loses nothing."""
+def save(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    optimizer: FlatAdamW,
+    folder: Path,
+    *,
+    on_read: Callable[[], None],
+) -> Fingerprints:
+    """Write the optimizer's float32 masters as weights, so that a restart loses nothing. All state is copied to the host before
+    `on_read` is called; any thread may write it."""
     transformers_logging.disable_progress_bar()
-    optimizer.settle()
-    model.save_pretrained(folder, state_dict=_state(model, optimizer))
+    with _side_stream(next(model.parameters()).device):
+        optimizer.settle()
+        weights, state = _state(model, optimizer), optimizer.state()
+        for name in optimizer.names:
+            if name.startswith(f"{VALUE_HEAD}."):
+                state[name] = optimizer.master(name).to("cpu", copy=True)
+    on_read()
+    model.save_pretrained(folder, state_dict=weights)
+    del weights  # before the rest is written
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "dtype": "float32"}, indent=2, sort_keys=True) + "\n")
     tokenizer.save_pretrained(folder)
     (folder / OPTIMIZER_FILE).parent.mkdir(exist_ok=True)
-    values = {name: optimizer.master(name).cpu().clone() for name in optimizer.names if name.startswith(f"{VALUE_HEAD}.")}
-    save_file({**optimizer.state(), **values}, folder / OPTIMIZER_FILE)
+    save_file(state, folder / OPTIMIZER_FILE)
+    return seal(folder)
+
+
+@contextlib.contextmanager
+def _side_stream(device: torch.device) -> Iterator[None]:
+    """On a GPU, copy in a separate stream, after what is queued so far: the next pass need not wait for the copies."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield
 
 
 def _state(model: PreTrainedModel, optimizer: FlatAdamW) -> dict[str, Tensor]:

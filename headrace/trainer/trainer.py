@@ -40,12 +40,13 @@ from headrace.trainer.diagnostics import Diagnostics, is_sampled_by
 from headrace.trainer.optimizer import FlatAdamW
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from headrace.durable import Fingerprints
     from headrace.records import Array, Batch, Rollout
     from headrace.trainer.frozen_model import FrozenModel
     from headrace.trainer.protocol import Metrics
@@ -166,11 +167,11 @@ class DeviceTrainer:
         """Return the weights in the engine's dtypes."""
         return self.arena
 
-    def save(self, place: Path) -> None:
-        saving.save(self.model, self._tokenizer, self.optimizer, place)
+    def save(self, folder: Path, *, on_read: Callable[[], None] = lambda: None) -> Fingerprints:
+        return saving.save(self.model, self._tokenizer, self.optimizer, folder, on_read=on_read)
 
-    def load(self, place: Path) -> None:
-        saving.load(self.model, self.optimizer, place)
+    def load(self, folder: Path) -> None:
+        saving.load(self.model, self.optimizer, folder)
 
     def _passes(self, rollouts: Sequence[Rollout]) -> Iterator[tuple[list[int], Packed]]:
         """Yield the indexes of each pass's rollouts, and these packed."""

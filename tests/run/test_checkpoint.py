@@ -5,35 +5,53 @@ from __future__ import annotations
 import asyncio
 import builtins
 import errno
+import faulthandler
 import io
 import os
 import shutil
+import threading
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from headrace.bench.stubs import answer
+from headrace.buffer import Group
 from headrace.cli import _token_text
-from headrace.run import checkpoint as checkpoints
+from headrace.durable import seal
+from headrace.records import Episode, frames
 from headrace.run.checkpoint import CheckpointError, CheckpointStore
+from headrace.score.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+    from headrace.durable import Fingerprints
 
 
 class Store:
     """A run's checkpoints, and weights that can fail to be written."""
 
-    def __init__(self, folder: Path, *, keep: int = 1) -> None:
+    def __init__(self, folder: Path, *, keep: int = 1, in_threads: bool = True) -> None:
         self.folder, self.rescue = folder / "checkpoints", folder / "rescue"
-        self.store = CheckpointStore(self.folder, rescue=self.rescue, keep=keep)
+        self.store = CheckpointStore(self.folder, rescue=self.rescue, keep=keep, in_threads=in_threads)
         self.said: list[str] = []
         self.full: Path | None = None
         """A disk that takes nothing more."""
 
     def save(self, version: int) -> Path:
-        async def write(folder: Path) -> None:
+        return asyncio.run(self.saving(version))
+
+    def saving(self, version: int, **more: Any) -> Coroutine[Any, Any, Path]:
+        def write(folder: Path) -> Fingerprints:
+            folder.mkdir(parents=True)
             (folder / "model.safetensors").write_bytes(b"weights %d" % version)
             if self.full is not None and self.full in folder.parents:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return seal(folder)
 
-        return asyncio.run(self.store.save(version, write_weights=write, buffered=(), in_flight=(), manifest={}))
+        given: dict[str, Any] = {"buffered": (), "in_flight": (), "manifest": {}, **more}
+        return self.store.save(version, write_weights=lambda folder: asyncio.to_thread(write, folder), **given)
 
     def latest(self) -> int | None:
         found = self.store.latest(warn=self.said.append)
@@ -43,9 +61,9 @@ class Store:
         return {path.name for path in self.folder.iterdir()}
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Store:
-    return Store(tmp_path)
+@pytest.fixture(params=[True, False], ids=["in threads", "inline"])
+def run(tmp_path: Path, request: pytest.FixtureRequest) -> Store:
+    return Store(tmp_path, in_threads=request.param)
 
 
 def test_a_rescued_checkpoint_prunes_none(run: Store) -> None:
@@ -143,7 +161,7 @@ def test_every_file_and_folder_is_synced_before_the_rename_and_its_parent_after(
         done.append(f"to {target}")
         return rename(self, target)
 
-    monkeypatch.setattr(checkpoints.os, "fsync", synced)
+    monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(Path, "rename", renamed)
     target = run.save(3)
     temporary = run.folder / ".step-3.tmp"
@@ -156,3 +174,67 @@ def test_half_a_checkpoint_is_none(run: Store) -> None:
     whole = run.save(3)
     shutil.copytree(whole, run.folder / ".step-6.tmp")
     assert run.latest() == 3 and run.names() == {"step-3"}
+
+
+def test_the_weights_are_asked_for_at_once(run: Store) -> None:
+    """The next step is sent to the trainer right after, and must not come first."""
+    asked: list[Path] = []
+
+    def write(folder: Path) -> Coroutine[Any, Any, Fingerprints]:
+        asked.append(folder)
+        folder.mkdir(parents=True)
+        return asyncio.to_thread(seal, folder)
+
+    saving = run.store.save(3, write_weights=write, buffered=(), in_flight=(), manifest={})
+    assert asked == [run.folder / ".step-3.tmp"]
+    assert asyncio.run(saving) == run.folder / "step-3"
+
+
+def test_the_event_loop_runs_and_the_watchdog_is_quiet_while_the_disk_is_slow(tmp_path: Path, monkeypatch) -> None:
+    """Every sync takes until the watchdog has been reset twice; on the event loop, that would be forever."""
+    resets: list[float] = []
+    fsync, reset = os.fsync, threading.Condition()
+
+    def set_timer(seconds: float, **_: object) -> None:
+        with reset:
+            resets.append(seconds)
+            reset.notify_all()
+
+    def slow(descriptor: int) -> None:
+        before = len(resets)
+        with reset:
+            assert reset.wait_for(lambda: len(resets) >= before + 2, timeout=10), "the event loop is blocked"
+        fsync(descriptor)
+
+    async def main() -> Path:
+        with Watchdog(io.StringIO(), timeout=60, margin=0.003).watching():  # a reward is being called
+            return await run.saving(3)
+
+    run = Store(tmp_path)
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", set_timer)
+    monkeypatch.setattr(os, "fsync", slow)
+    assert asyncio.run(main()) == run.folder / "step-3" and len(resets) > 8
+
+
+def test_what_is_waiting_is_written_frame_by_frame_and_as_it_was(run: Store, monkeypatch) -> None:
+    rollouts = [answer(number).replace(group="g", episode=str(number)) for number in range(5)]
+    episodes = [Episode(id=rollout.episode, group="g", task={}, rollouts=(rollout,)) for rollout in rollouts[:4]]
+    groups = [Group(number=number, episodes=(episodes[number],)) for number in range(3)]
+    entries = [{"number": 3, "episodes": [episodes[3]], "rollouts": rollouts[4:]}]
+    encoded: list[int] = []
+    really = frames.encode
+
+    def encode(value: Any) -> bytes:
+        encoded.append(value["number"])
+        return really(value)
+
+    monkeypatch.setattr(frames, "encode", encode)
+    saving = run.saving(3, buffered=groups, in_flight=entries)
+    groups.clear()
+    entries.clear()
+    assert not encoded, "nothing is encoded on the event loop"
+    asyncio.run(saving)
+    assert encoded == [0, 1, 2, 3]
+    found = run.store.latest(warn=run.said.append)
+    assert found is not None
+    assert [group.number for group in found.buffered()] == [0, 1, 2] and found.in_flight()[0]["number"] == 3

@@ -324,6 +324,65 @@ def test_a_reward_that_sets_an_alarm_is_told_what_to_do() -> None:
     assert "timeout_seconds" not in other.reason
 
 
+# Async rewards
+
+
+@pytest.mark.parametrize("is_marked", [True, False])
+def test_no_more_async_calls_than_max_concurrent_are_in_flight_and_waiting_does_not_count_as_late(is_marked: bool) -> None:
+    """Forty calls, two at a time, take longer than the timeout of one."""
+    in_flight, most = 0, 0
+
+    async def judge(completion) -> float:
+        nonlocal in_flight, most
+        in_flight += 1
+        most = max(most, in_flight)
+        await asyncio.sleep(TIMEOUT / 15)
+        in_flight -= 1
+        return 1.0
+
+    def unmarked(completion) -> object:
+        return judge(completion)
+
+    workers = RewardWorkers(timeout=TIMEOUT)
+    scorer = make_scorer(judge if is_marked else unmarked, workers=workers, timeout=TIMEOUT, max_concurrent=2, attempts=1)
+    episodes = [make_episode(number) for number in range(40)]
+
+    async def main() -> list:
+        return await asyncio.gather(scorer.score(episodes[:20]), scorer.score(episodes[20:]))
+
+    for judged in asyncio.run(main()):
+        assert [episode.outcome for episode in judged] == [Scored(1.0)] * 20
+    assert most == 2 and scorer.num_calls >= 40, "the calls show that scoring makes progress"
+
+
+# Detokenizing
+
+
+def test_completions_are_decoded_in_another_thread_and_rewards_called_in_order() -> None:
+    """The event loop is free while they are: it lets the first decode go on when both rounds are submitted."""
+    may_decode, seen = threading.Event(), []
+
+    def slow(rollout) -> str:
+        assert may_decode.wait(10), "the event loop waits for the decoder"
+        return decode(rollout)
+
+    def watch(completion, n) -> float:
+        seen.append(n)
+        return 1.0
+
+    settings, workers = RewardSettings(), RewardWorkers(timeout=10)
+    scorer = RewardScorer([(RewardFunction(watch), 1.0)], decode=slow, settings=settings, workers=workers)
+
+    async def main() -> None:
+        rounds = [asyncio.create_task(scorer.score([make_episode(number)])) for number in range(5)]
+        await asyncio.sleep(0.01)
+        may_decode.set()
+        await asyncio.gather(*rounds)
+
+    asyncio.run(main())
+    assert seen == [0, 1, 2, 3, 4]
+
+
 # The end
 
 

@@ -47,6 +47,9 @@ class Noting:
         self.weight = torch.zeros(4)
         self.num_passes = 0
         self.asked: list[str] = []
+        self.is_saving, self.may_copy, self.may_write = threading.Event(), threading.Event(), threading.Event()
+        self.may_copy.set()
+        self.may_write.set()
 
     def forward(self, batch: Batch, *, column: str = "proximal") -> list[Array]:
         self.asked.append("forward")
@@ -64,8 +67,14 @@ class Noting:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield "weight", self.weight
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, *, on_read: Callable[[], None]) -> dict[str, list[int]]:
+        self.is_saving.set()
+        self.may_copy.wait(10)
         self.asked.append("save")
+        saved = float(self.weight[0])
+        on_read()
+        self.may_write.wait(10)
+        return {"weight": [int(saved), 0]}
 
     def load(self, folder: Path) -> None:
         self.asked.append("load")
@@ -186,6 +195,40 @@ def test_the_end_of_one_publication_does_not_give_free_what_the_next_has_yet_to_
     run(check)
 
 
+def test_the_optimizer_waits_until_a_save_has_copied_the_weights_and_not_until_they_are_written():
+    async def check(bench: Bench) -> None:
+        bench.trainer.may_copy.clear()
+        bench.trainer.may_write.clear()
+        saving = bench.begin("save", folder="somewhere")
+        stepping = bench.begin("step", batch=LESSON, learning_rate=0.5)
+        await is_set(bench.trainer.is_saving)
+        assert await bench.asked(1) == ["forward_backward"], "the pass does not wait"
+        assert bench.timeline.report()["state"] == "save" and not stepping.done()
+        bench.trainer.may_copy.set()
+        await stepping
+        await bench.begin("step", batch=LESSON, learning_rate=0.5)
+        assert bench.trainer.weight[0] == 2 and not saving.done(), "two steps were made while it was written"
+        bench.trainer.may_write.set()
+        assert await saving == {"weight": [0, 0]}
+        assert "beside save" in str(bench.timeline.report())
+
+    run(check)
+
+
+def test_a_save_that_fails_lets_the_optimizer_go():
+    async def check(bench: Bench) -> None:
+        def full(folder: Path, *, on_read: Callable[[], None]) -> None:
+            raise OSError(28, "No space left on device")
+
+        bench.trainer.save = full  # type: ignore[method-assign,assignment]
+        saving, stepping = bench.begin("save", folder="x"), bench.begin("step", batch=LESSON, learning_rate=0.5)
+        with pytest.raises(OSError, match="No space left"):
+            await saving
+        await asyncio.wait_for(stepping, 2)
+
+    run(check)
+
+
 def test_a_version_is_offered_again_only_while_its_weights_are_there():
     async def check(bench: Bench) -> None:
         bench.sync.may_read.set()
@@ -268,7 +311,9 @@ def test_calls_are_done_in_the_order_they_were_made():
         ]
         await asyncio.gather(*calls)
         one_step = ["forward_backward", "optim_step"]
-        assert bench.trainer.asked == [*one_step, "save", "forward", "forward", "save", *one_step, "load"]
+        assert [call for call in bench.trainer.asked if call != "save"] == [*one_step, "forward", "forward", *one_step, "load"]
+        saves = [index for index, call in enumerate(bench.trainer.asked) if call == "save"]
+        assert len(saves) == 2 and saves[0] > 1 and saves[1] < len(bench.trainer.asked) - 2, "before the next optimizer step"
         assert torch.equal(bench.sync.read[1]["weight"], torch.ones(4))
 
     run(check)
@@ -276,10 +321,10 @@ def test_calls_are_done_in_the_order_they_were_made():
 
 def test_what_a_call_raises_is_the_callers_and_the_next_goes_on():
     async def check(bench: Bench) -> None:
-        def full(folder: Path) -> None:
+        def full(folder: Path, *, on_read: Callable[[], None]) -> None:
             raise OSError(28, "No space left on device")
 
-        bench.trainer.save = full  # type: ignore[method-assign]
+        bench.trainer.save = full  # type: ignore[method-assign,assignment]
         failing, going_on = bench.begin("save", folder="x"), bench.begin("forward", batch=PACKED)
         with pytest.raises(OSError, match="No space left"):
             await failing

@@ -144,6 +144,12 @@ def test_the_table_for_people_ends_with_the_peak() -> None:
     assert any(line.startswith("activations of 16,384 tokens") for line in lines)
 
 
+def test_a_checkpoint_being_written_is_a_copy_of_weights_and_moments_which_a_gpu_keeps_on_the_host() -> None:
+    on_cpu = predict_memory(MIDDLING, TrainSettings(), dtype="float32", tokens=1024, on_gpu=False)
+    assert on_cpu.saving == on_cpu.weights + on_cpu.moments and middling().saving == 0
+    assert "checkpoint being written" in str(on_cpu) and "checkpoint" not in str(middling())
+
+
 def test_a_model_that_is_only_asked_counts_its_weights() -> None:
     one = predict_memory(MIDDLING, TrainSettings(), dtype="bfloat16", tokens=1024, num_references=1)
     assert one.references == one.weights

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headrace.algorithms.columns import PROXIMAL
+from headrace.durable import seal
 from headrace.engine.native.core import EngineCore
 from headrace.engine.request import Request
 from headrace.model.head import Head
@@ -257,7 +258,7 @@ def test_checkpoint_is_a_hugging_face_folder_and_training_goes_on_bitwise(tiny_m
     for _ in range(3):
         trainer.forward_backward(batch)
         trainer.optim_step(1e-3)
-    trainer.save(tmp_path)
+    assert trainer.save(tmp_path) == seal(tmp_path) and OPTIMIZER_FILE in seal(tmp_path)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert len(AutoTokenizer.from_pretrained(tmp_path)) == plain.config.vocab_size
     ids = torch.randint(6, 90, (1, 12))

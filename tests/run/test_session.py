@@ -1,0 +1,202 @@
+"""What happens between versions: checkpoints are written beside training, in order, and none is lost when one fails."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from headrace.bench.stubs import InstantEngine, StubTrainer
+from headrace.config import make_recipe
+from headrace.durable import seal
+from headrace.envs import PromptEncoder, SingleTurn
+from headrace.launch.inputs import UserInputs, open_tasks
+from headrace.model import build_tokenizer
+from headrace.observe import Observer
+from headrace.run import MANIFEST, POLICY, Checkpoint, CheckpointStore, Roles, Session, make_canary
+from headrace.run.checkpoint import CheckpointError
+from headrace.score import RewardFunction, RewardScorer
+from headrace.sync import Lineage
+from headrace.trainer.remote import Answer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from headrace.durable import Fingerprints
+    from headrace.records import Batch
+    from headrace.trainer import Published
+
+STEPS, EVERY = 8, 2
+
+
+class Trainer(StubTrainer):
+    """As in another process: calls start at once and run in order. A save takes until `later` more steps were asked for."""
+
+    def __init__(self, lineage: Lineage, *, later: int) -> None:
+        super().__init__(lineage, is_inline=False)
+        self.later = later
+        self.full: Path | None = None
+        """A disk that takes nothing more."""
+        self.asked: list[tuple[str, int]] = []
+        """Folder and steps so far of each save."""
+        self.stepped = asyncio.Event()
+
+    def step(self, batch: Batch, *, learning_rate: float) -> Answer[dict[str, float]]:  # type: ignore[override]
+        self.num_steps += 1
+        self.stepped.set()
+        return Answer(self._step())
+
+    async def _step(self) -> dict[str, float]:
+        await asyncio.sleep(0.001)
+        return {"loss": 0.0, "mismatch": 0.0, "mismatch_max": 0.0}
+
+    def publish(self, version: int, **arguments: Any) -> Answer[Published]:  # type: ignore[override]
+        return Answer(super().publish(version, **arguments))
+
+    def save(self, folder: Path) -> Answer[Fingerprints]:  # type: ignore[override]
+        self.asked.append((folder.name, self.num_steps))
+        return Answer(self._save(folder, until=min(self.num_steps + self.later, STEPS)))
+
+    async def _save(self, folder: Path, *, until: int) -> Fingerprints:
+        while self.num_steps < until:
+            self.stepped.clear()
+            await asyncio.wait_for(self.stepped.wait(), 10)  # that long only if training waits for this
+        if self.full is not None and self.full in folder.parents:
+            self.later = 0  # the run ends, and no step will follow
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        def write() -> Fingerprints:
+            folder.mkdir(parents=True)
+            (folder / "model.safetensors").write_text(f"after {until} steps")
+            return seal(folder)
+
+        return await asyncio.to_thread(write)
+
+
+def make_session(folder: Path, *, later: int) -> tuple[Session, Trainer]:
+    recipe = make_recipe(
+        {
+            "steps": STEPS,
+            "sampling": {"max_tokens": 4},
+            "engine": {"slots": 8},
+            "staleness": {"max_lag": 2},
+            "train": {"batch": 8, "group_size": 4},
+            "sync": {"canary_limit": 1e9},
+            "checkpoint": {"every": EVERY},
+            "observe": {"keep_rollouts_every": 2},
+        }
+    )
+    lineage, encoder = Lineage.new(), PromptEncoder(build_tokenizer())
+    trainer = Trainer(lineage, later=later)
+    roles = Roles(
+        engine=InstantEngine(tokens=3),
+        trainers={POLICY: trainer},
+        scorer=RewardScorer([(RewardFunction(length), 1.0)], decode=encoder.decode, settings=recipe.reward),
+        environment=SingleTurn(),
+        encoder=encoder,
+        tasks=open_tasks(recipe, UserInputs(tasks=[{"prompt": str(number)} for number in range(7)])),
+        canary=make_canary(encoder.encode("canary")),
+        stop_ids=(1,),
+        services=(),
+    )
+    store = CheckpointStore(folder / "checkpoints", rescue=folder / "rescue", keep=10, in_threads=True)
+    session = Session(
+        recipe=recipe,
+        roles=roles,
+        lineage=lineage,
+        observer=Observer(folder),
+        store=store,
+        held_out={},
+        command_started=time.perf_counter(),
+        identity="test",
+    )
+    return session, trainer
+
+
+def length(completion: str, **_: object) -> float:
+    return float(len(completion))
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+
+
+def test_training_goes_on_while_checkpoints_are_written_in_order(tmp_path: Path) -> None:
+    async def main() -> tuple[Session, Trainer]:
+        session, trainer = make_session(tmp_path, later=EVERY)
+        await asyncio.wait_for(session.train(), 30)
+        return session, trainer
+
+    session, trainer = asyncio.run(main())
+    assert trainer.asked == [(f".step-{version}.tmp", version) for version in (2, 4, 6, 8)], "after exactly its own steps"
+    assert names(tmp_path / "checkpoints") == [f"step-{version}" for version in (2, 4, 6, 8)]
+    found = session.store.latest(warn=print)
+    assert found is not None and found.version == session.resumes_from == STEPS
+    assert found.manifest["progress"]["trained_tokens"] == STEPS * 8 * 3
+    assert names(tmp_path / "rollouts") == [f"step-{version}.wire" for version in (2, 4, 6, 8)]
+    summary = session.summary("finished", seconds={})
+    assert summary["checkpoint"] == str(tmp_path / "checkpoints" / "step-8")
+
+
+def test_a_checkpoint_shows_the_moment_when_it_was_begun(tmp_path: Path) -> None:
+    """Although it is written when training has moved on: its books close, with what waited and was in flight then."""
+
+    async def main() -> None:
+        session, _ = make_session(tmp_path, later=EVERY)
+        await asyncio.wait_for(session.train(), 30)
+        session.observer.close()
+
+    asyncio.run(main())
+    for version in (2, 4, 6):
+        folder = tmp_path / "checkpoints" / f"step-{version}"
+        session, _ = make_session(tmp_path, later=0)
+        asyncio.run(session.restore(Checkpoint(folder, json.loads((folder / MANIFEST).read_text()))))
+        session.policy.ledger.check()
+        counts = session.policy.ledger.counts()
+        assert counts["trained"] == version * 8 and counts["buffered"] + counts["in_flight"] > 0
+        session.observer.close()
+
+
+def test_a_checkpoint_that_fails_beside_training_ends_the_run_and_the_newest_version_is_rescued(tmp_path: Path) -> None:
+    async def main() -> tuple[Session, Trainer, str]:
+        session, trainer = make_session(tmp_path, later=1)
+        trainer.full = tmp_path / "checkpoints"
+        with pytest.raises(CheckpointError, match="No space left on device") as caught:
+            await asyncio.wait_for(session.train(), 30)
+        await session.save_after_failure()  # as the launcher does, whatever failed: there is nothing left to save
+        return session, trainer, str(caught.value)
+
+    session, trainer, message = asyncio.run(main())
+    version = session.policy.version
+    assert 2 < version < STEPS and version == trainer.num_steps == session.resumes_from
+    assert f"Nothing is lost: it is in {tmp_path / 'rescue' / f'step-{version}'}" in message
+    assert names(tmp_path / "rescue") == [f"step-{version}"] and names(tmp_path / "checkpoints") == []
+    found = session.store.latest(warn=print)
+    assert found is not None and (found.folder / "model.safetensors").read_text() == f"after {version} steps"
+
+
+def test_a_disk_that_works_again_gets_the_newest_version_and_the_run_still_says_what_failed(tmp_path: Path) -> None:
+    async def main() -> Session:
+        session, trainer = make_session(tmp_path, later=1)
+        trainer.full = tmp_path / "checkpoints"
+        really = trainer._save
+
+        async def once(folder: Path, **until: Any) -> Fingerprints:
+            try:
+                return await really(folder, **until)
+            finally:
+                trainer.full = None
+
+        trainer._save = once  # type: ignore[method-assign]
+        with pytest.raises(CheckpointError, match=r"version 2 could not be written.*Earlier ones are untouched"):
+            await asyncio.wait_for(session.train(), 30)
+        return session
+
+    session = asyncio.run(main())
+    assert names(tmp_path / "checkpoints") == [f"step-{session.policy.version}"] and session.resumes_from > 2
+    assert not names(tmp_path / "rescue")
