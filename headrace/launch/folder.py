@@ -168,12 +168,12 @@ class Comparison:
         notes = [", ".join(self.changed)] if self.changed else []
         notes += [f"{'reward' if key.startswith('reward') else key} {name!r} {since}" for key, name in code.items()]
         notes += [f"the content of {each} {since}" for each in data]
-        if self.steps != recipe.steps and recipe.train.schedule != "constant" and version:
-            before = learning_rate(recipe.train, version=version - 1, steps=self.steps)
-            after = learning_rate(recipe.train, version=version, steps=recipe.steps)
+        planned, now = (learning_rate(recipe.train, version=version, steps=steps) for steps in (self.steps, recipe.steps))
+        if planned != now and version:
+            last = learning_rate(recipe.train, version=version - 1, steps=self.steps)
             notes.append(
-                f"the {recipe.train.schedule} schedule now ends at version {recipe.steps}: the learning rate was {before:.3g} "
-                f"at version {version}, and is {after:.3g} at version {version + 1}"
+                f"the {recipe.train.schedule} schedule now ends at version {recipe.steps}: the learning rate was {last:.3g} at "
+                f"version {version}, and is {now:.3g} at version {version + 1}"
             )
         return [f"changed    {note}" for note in notes]
 
@@ -219,7 +219,7 @@ def compare(folder: Path, recipe: Recipe, *, inputs: dict[str, list[str]]) -> Co
             change = f"{key} was {theirs.get(key)!r}, is {ours.get(key)!r}"
             (found.other if key in fixed else found.changed).append(change + ", which exact = true fixes" * (key in by_exact))
     for key in sorted(known.keys() | inputs.keys()) if known else ():
-        (old_name, old_content), (name, content) = known.get(key, (None, None)), inputs.get(key, (None, None))
+        (old_name, old_content), (name, content) = known.get(key, ("", "")), inputs.get(key, ("", ""))
         if name == old_name and content != old_content:
             found.edited[key] = name
         elif name != old_name:
@@ -231,7 +231,7 @@ def compare(folder: Path, recipe: Recipe, *, inputs: dict[str, list[str]]) -> Co
 def set_aside(folder: Path) -> Path:
     """Move a run's folder away, with what the cache folder holds of it, and return its new place."""
     if Path.cwd().is_relative_to(folder.resolve()):
-        raise ConfigError(f"--fresh: {folder} is in use as the working directory and cannot be moved; give another --run-dir")
+        raise ConfigError(f"--fresh: {folder} holds the working directory and cannot be moved; give another --run-dir")
     target = _unused(folder.with_name(f"{folder.absolute().name}.old-{time.strftime('%Y%m%d-%H%M%S')}"))
     rescued = rescue_folder(folder)
     with locked(folder):

@@ -134,8 +134,8 @@ RESUMES: dict[str, tuple[Callable[[], None] | None, dict[str, Any], list[str]]] 
     ),
     "timeouts, restarts, `[sync]`": (
         None,
-        {"reward__timeout": 9.0, "engine__restarts": 1, "sync__patience": 1.0, "deadline": 99.0},
-        ["deadline was 600.0, is 99.0", "engine.restarts was 3, is 1", "reward.timeout was 300.0, is 9.0", "sync.patience"],
+        {"heartbeat": 9.0, "engine__restarts": 1, "sync__patience": 1.0, "deadline": 99.0},
+        ["deadline was 600.0, is 99.0", "engine.restarts was 3, is 1", "heartbeat was 60.0, is 9.0", "sync.patience"],
     ),
     "`steps`, to more": (None, {"steps": 5}, ["steps was 4, is 5"]),
     "`steps`, to more, with a decaying learning rate": (
@@ -258,7 +258,7 @@ def test_fresh_does_not_move_a_run_in_use_or_the_working_directory(copied: None,
         resume(fresh=True)
     lock.release()
     monkeypatch.chdir("run")
-    with pytest.raises(ConfigError, match="is the working directory"):
+    with pytest.raises(ConfigError, match="holds the working directory"):
         set_aside(Path())
     assert Path("summary.json").exists()
 
