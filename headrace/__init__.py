@@ -51,6 +51,7 @@ def train(
     run_dir: str | Path | None = None,
     name: str = "run",
     fresh: bool = False,
+    resume_anyway: bool = False,
     quiet: bool = False,
     **settings: Any,  # noqa: ANN401  (sections of a recipe)
 ) -> RunResult:
@@ -62,7 +63,8 @@ def train(
     signature or is `f(prompt, completion, **row)`; a list is summed with `reward_weights`; a dict is the recipe's reward
     section. `held_out` tasks are evaluated, never trained. Any other section of a recipe is a keyword argument,
     `train={"learning_rate": 1e-5}`, and overrides the file `recipe` if given. `fresh` starts a new run even if the same call
-    would resume an unfinished one; `quiet` prints nothing. Ctrl-C saves, then raises `KeyboardInterrupt`.
+    would resume an unfinished one, `resume_anyway` resumes one although its tasks or model have been edited; `quiet` prints
+    nothing. Ctrl-C saves, then raises `KeyboardInterrupt`.
     """
     overrides: dict[str, Any] = dict(settings)
     if isinstance(reward, dict):
@@ -82,6 +84,7 @@ def train(
             name=Path(recipe).stem if recipe is not None else name,
             run_dir=None if run_dir is None else Path(run_dir),
             fresh=fresh,
+            resume_anyway=resume_anyway,
             quiet=quiet,
         )
         inputs = UserInputs(tasks=tasks, held_out=held_out, reward=reward, environment=environment)

@@ -72,7 +72,10 @@ def make_parser() -> argparse.ArgumentParser:
     train.add_argument("recipe", help="a TOML file; recipes/ has examples")
     train.add_argument("--dry-run", action="store_true", help="check the recipe, print its sizes and all settings, and stop")
     train.add_argument("--run-dir", type=Path, help="the run's folder (default: runs/<recipe>-<time>)")
-    train.add_argument("--fresh", action="store_true", help="start a new run even where an unfinished one could be resumed")
+    train.add_argument(
+        "--fresh", action="store_true", help="start a new run where one could be resumed; what --run-dir holds is moved"
+    )
+    train.add_argument("--resume-anyway", action="store_true", help="resume although the tasks or the model have been edited")
     train.set_defaults(run=_train)
 
     doctor = commands.add_parser(
@@ -155,6 +158,7 @@ def _launch(recipe: Recipe, options: argparse.Namespace) -> None:
         recipe_text=Path(options.recipe).read_text(),
         run_dir=options.run_dir,
         fresh=options.fresh,
+        resume_anyway=options.resume_anyway,
         command_started=STARTED,
         command=f"{command()} {shlex.join(sys.argv[1:])}",
     )

@@ -24,6 +24,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", bound="DataclassInstance")
 
+ELASTIC = {"resume": "elastic"}
+"""Metadata of a setting that says how or where a run runs, not what it is: it may change when the run is resumed, except in
+exact mode. A setting without metadata is part of what the run is."""
+OPERATIONAL = {"resume": "operational"}
+"""Of a setting that changes no bit of the result: it may change in exact mode too."""
+
 
 class ConfigError(ValueError):
     """A setting is wrong; the message names the key, the value and the fix."""
@@ -143,21 +149,25 @@ def _plain(value: object) -> object:
     return to_dict(value) if dataclasses.is_dataclass(value) else value
 
 
-def identity(settings: Any) -> dict[str, Any]:  # noqa: ANN401  (any settings dataclass)
-    """`to_dict` without each section's `OPERATIONAL` settings, which do not affect the result; its `identity` may refine it."""
-    left_out = getattr(settings, "OPERATIONAL", ())
-    result = {name: value for name, value in to_dict(settings).items() if name not in left_out}
-    for name in result:
-        value = getattr(settings, name)
-        if dataclasses.is_dataclass(value):
-            result[name] = identity(value)
+def identity(settings: Any, *, is_exact: bool) -> dict[str, Any]:  # noqa: ANN401  (any settings dataclass)
+    """`to_dict` without the settings that may change when a run is resumed; a section's own `identity` may refine it."""
+    left_out = (OPERATIONAL,) if is_exact else (OPERATIONAL, ELASTIC)
+    result = to_dict(settings)
+    for f in dataclasses.fields(settings):
+        value = getattr(settings, f.name)
+        if f.metadata in left_out:
+            result.pop(f.name, None)
+        elif dataclasses.is_dataclass(value):
+            result[f.name] = identity(value, is_exact=is_exact)
     return settings.identity(result) if hasattr(settings, "identity") else result
 
 
 def flatten(data: Mapping[str, Any], *, prefix: str = "") -> dict[str, Any]:
-    """Nested tables as dotted keys; lists stay values."""
+    """Nested tables and lists of tables as dotted keys; other lists stay values."""
     flat: dict[str, Any] = {}
     for key, value in data.items():
+        if isinstance(value, list) and _is_table(value):
+            value = {str(index): item for index, item in enumerate(value)}
         if isinstance(value, dict):
             flat |= flatten(value, prefix=f"{prefix}{key}.")
         else:
@@ -176,18 +186,20 @@ def to_toml(data: Mapping[str, Any], *, prefix: str = "") -> str:
     return "\n".join(lines) + "\n"
 
 
-def describe(cls: type[Any], *, prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
-    """(dotted key, type, default, documentation) of every setting, in order."""
+def describe(cls: type[Any], *, prefix: str = "", may_change: bool = False) -> Iterator[tuple[str, str, str, str]]:
+    """(dotted key, type, default, documentation) of every setting, in order. `may_change`: all of them may on resume."""
     hints, docs = typing.get_type_hints(cls), _field_docs(cls)
     for f in dataclasses.fields(cls):
         hint = hints[f.name]
         inner = _section_of(hint)
+        is_elastic = may_change or "resume" in f.metadata
         if inner is not None:
-            yield from describe(inner, prefix=f"{prefix}{f.name}." if hint is inner else f"{prefix}{f.name}.N.")
+            below = f"{prefix}{f.name}." if hint is inner else f"{prefix}{f.name}.N."
+            yield from describe(inner, prefix=below, may_change=is_elastic)
         else:
             default = _default(f)
             shown = "" if default is dataclasses.MISSING else _toml_value(default)
-            yield prefix + f.name, _type_name(hint), shown, docs.get(f.name, "")
+            yield prefix + f.name, _type_name(hint), shown, docs.get(f.name, "") + " May change on resume." * is_elastic
 
 
 def _convert(hint: Any, value: Any, *, origin: Origin, path: str) -> Any:  # noqa: ANN401

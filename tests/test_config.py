@@ -369,18 +369,20 @@ def test_the_derivation_counts() -> None:
     assert "gate       none" in ungated and "stream: 8 GB wait at most" in ungated
 
 
-def test_the_hash_is_of_what_decides_the_result() -> None:
+def test_the_hash_is_of_what_a_run_is() -> None:
     base = make_recipe({})
     changes: list[dict] = [
-        {"steps": 7},
         {"seed": 1},
         {"train.learning_rate": 2e-6},
         {"train.constants": {"clip_low": 0.1}},
         {"staleness.max_lag": 0},
         {"tasks": [{"source": "a"}]},
         {"tasks": [{"source": "a", "options": {"b": 1}}]},
-        {"evaluate.every": 3},
+        {"evaluate.limit": 3},
         {"exact": True},
+        {"exact": True, "steps": 7},
+        {"exact": True, "threads": 2},
+        {"exact": True, "evaluate.every": 3},
     ]
     hashes = {make_recipe(change).hash for change in changes} | {base.hash}
     assert len(hashes) == len(changes) + 1
@@ -388,8 +390,10 @@ def test_the_hash_is_of_what_decides_the_result() -> None:
     assert make_recipe({"train": {"learning_rate": 1e-6}}).hash == base.hash
     assert make_recipe({"train": {"max_skipped": 0}}).hash == base.hash, "a run that it stopped may go on with another"
     assert make_recipe({"engine.sleep": "cache", "staleness.max_lag": 0}).hash == make_recipe({"staleness.max_lag": 0}).hash
-    for change in ({"recompute": "layers"}, {"offload": ["optimizer"]}):
+    for change in ({"recompute": "layers"}, {"offload": ["optimizer"]}, {"micro_batch_tokens": 64}):
         assert make_recipe({"train": change}).hash == base.hash, "one that ran out of memory may go on with less"
+    for change in ({"steps": 7}, {"threads": 2}, {"engine.count": 2}, {"evaluate.every": 3}, {"checkpoint.every": 3}):
+        assert make_recipe(change).hash == base.hash, "where and how long it runs is not what it is"
 
 
 def test_a_recipe_is_frozen() -> None:

@@ -17,7 +17,19 @@ from headrace.observe import ObserveSettings
 from headrace.partial import PartialSettings
 from headrace.run import CheckpointSettings, EvaluateSettings, WarmupSettings
 from headrace.score import RewardSettings
-from headrace.settings import ConfigError, Origin, apply_overrides, build, check, describe, identity, load_toml
+from headrace.settings import (
+    ELASTIC,
+    OPERATIONAL,
+    ConfigError,
+    Origin,
+    apply_overrides,
+    build,
+    check,
+    describe,
+    flatten,
+    identity,
+    load_toml,
+)
 from headrace.staleness import StalenessSettings, describe_gate
 from headrace.sync import SyncSettings
 from headrace.tasks import TaskSettings  # noqa: TC001  (`build` reads type hints at run time)
@@ -31,23 +43,22 @@ if TYPE_CHECKING:
 class Recipe:
     """All settings of a run; each section is defined in its room."""
 
-    OPERATIONAL = ("observe", "orchestrate", "deadline", "heartbeat", "sync")
-    steps: int = 100
+    steps: int = field(default=100, metadata=ELASTIC)
     """Versions to train."""
     seed: int = 0
     """Of the order of tasks, of sampling and of new weights."""
     exact: bool = False
     """Engine and trainer logprobs bitwise equal at equal weights on CPU, and a resumed run bitwise the uninterrupted one."""
-    orchestrate: Literal["local", "inline"] = "local"
+    orchestrate: Literal["local", "inline"] = field(default="local", metadata=OPERATIONAL)
     """`local`: engines and trainer in processes of their own. `inline`: one process, deterministic under a seed, breakpoints
     work."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = field(default="auto", metadata=ELASTIC)
     """`auto` takes a GPU where there is one."""
-    threads: int = 0
+    threads: int = field(default=0, metadata=ELASTIC)
     """Of torch on CPU, in each process; 0 shares the cores among them."""
-    deadline: float = 600.0
+    deadline: float = field(default=600.0, metadata=OPERATIONAL)
     """Seconds without a token, a score or a version after which the run stops and says what it waits for."""
-    heartbeat: float = 60.0
+    heartbeat: float = field(default=60.0, metadata=OPERATIONAL)
     """Seconds a process may take to answer the launcher. After that an engine is restarted, and a trainer ends the run. A
     process that hears nothing from the launcher for three times as long ends itself; the trainer saves first."""
     model: ModelSettings = field(default_factory=ModelSettings)
@@ -59,11 +70,11 @@ class Recipe:
     buffer: BufferSettings = field(default_factory=BufferSettings)
     staleness: StalenessSettings = field(default_factory=StalenessSettings)
     partial: PartialSettings = field(default_factory=PartialSettings)
-    sync: SyncSettings = field(default_factory=SyncSettings)
+    sync: SyncSettings = field(default_factory=SyncSettings, metadata=OPERATIONAL)
     train: TrainSettings = field(default_factory=TrainSettings)
     evaluate: EvaluateSettings = field(default_factory=EvaluateSettings)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
-    observe: ObserveSettings = field(default_factory=ObserveSettings)
+    observe: ObserveSettings = field(default_factory=ObserveSettings, metadata=OPERATIONAL)
 
     def __post_init__(self) -> None:
         check(self.steps >= 1, "steps", self.steps, "≥ 1")
@@ -79,9 +90,14 @@ class Recipe:
         return self.orchestrate == "inline"
 
     @property
+    def fixed_settings(self) -> dict[str, Any]:
+        """The settings that say what a run is, by dotted key. The others may change when it is resumed."""
+        return flatten(identity(self, is_exact=self.exact))
+
+    @property
     def hash(self) -> str:
-        """Identifies a run by the settings that affect its result. The others may change when it is resumed."""
-        return hashlib.sha256(json.dumps(identity(self), sort_keys=True).encode()).hexdigest()[:16]
+        """Of the settings that say what a run is."""
+        return hashlib.sha256(json.dumps(self.fixed_settings, sort_keys=True).encode()).hexdigest()[:16]
 
     def derivation(self) -> list[str]:
         """How a run's sizes follow from its settings, one line each."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from headrace.partial import Interrupt
 
@@ -77,10 +77,6 @@ class EngineKind:
 
     def num_engines(self, settings: EngineSettings) -> int:
         return settings.count
-
-    def identity(self, settings: EngineSettings, given: dict[str, Any]) -> dict[str, Any]:
-        """The settings that decide what is generated; others may change when a run is resumed. `given`: those of all kinds."""
-        return {**given, "count": self.num_engines(settings)}
 
     def check(self, recipe: Recipe) -> None:
         """Raise `ConfigError` for settings this engine cannot follow."""

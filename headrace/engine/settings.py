@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from headrace.engine.native.kind import NativeKind
 from headrace.engine.vllm.kind import VllmKind
 from headrace.engine.vllm.settings import VllmSettings
-from headrace.settings import ConfigError, check, to_dict
+from headrace.settings import ELASTIC, OPERATIONAL, ConfigError, check, to_dict
 
 if TYPE_CHECKING:
     from headrace.config import Recipe
@@ -57,30 +57,29 @@ class SamplingSettings:
 class EngineSettings:
     """The engines that generate."""
 
-    OPERATIONAL = ("restarts", "sleep", "record_routing")
     kind: KindName = "native"
     """`native`: the embedded engine, which runs the trainer's own model code. `vllm`: a stock vLLM server over HTTP, for models
     past one GPU."""
-    count: int = 1
+    count: int = field(default=1, metadata=ELASTIC)
     """Engine processes, each with slots of its own."""
-    threads: int = 0
+    threads: int = field(default=0, metadata=ELASTIC)
     """Of torch on CPU in each engine; 0 takes `threads`."""
-    restarts: int = 3
+    restarts: int = field(default=3, metadata=OPERATIONAL)
     """How often in a run an engine that died or stopped answering is started again."""
-    slots: int = 256
+    slots: int = field(default=256, metadata=ELASTIC)
     """Rollouts decoded at once, by each engine."""
-    block_size: int = 16
+    block_size: int = field(default=16, metadata=ELASTIC)
     """Tokens in a KV block; exact mode needs 16."""
-    kv_blocks: int = 0
+    kv_blocks: int = field(default=0, metadata=ELASTIC)
     """KV blocks in all; 0 takes what the rollouts that can be in flight need (the longest of the first prompts and
     `sampling.max_tokens`), within 40 % of the free memory. If they need more, those admitted last are retracted and continue
     later."""
-    graphs: bool = True
+    graphs: bool = field(default=True, metadata=ELASTIC)
     """On a GPU: compile the model's layers and capture steps as CUDA graphs, beside serving. False serves eagerly."""
-    record_routing: bool = False
+    record_routing: bool = field(default=False, metadata=OPERATIONAL)
     """In models with experts: record which experts each token was sent to, as `Rollout.expert_routing`. Only for code of your
     own: no loss of Headrace uses it, and it takes a byte or two per token, layer and expert."""
-    sleep: Literal["never", "cache", "weights"] = "never"
+    sleep: Literal["never", "cache", "weights"] = field(default="never", metadata=OPERATIONAL)
     """In a synchronous run, what engines free while the trainer trains, so that both use one GPU in turns: `cache` the KV
     cache's memory, `weights` that of the weights too."""
     vllm: VllmSettings = field(default_factory=VllmSettings)
@@ -109,11 +108,6 @@ class EngineSettings:
     def gives_back_weights(self) -> bool:
         """Whether they give back the weights' memory too, not only the KV cache's."""
         return self.sleep == "weights"
-
-    def identity(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """The settings that decide a run's result, out of all of them."""
-        sections = {kind.section for kind in KINDS.values()}
-        return engine_kind(self).identity(self, {name: value for name, value in settings.items() if name not in sections})
 
     def describe(self, *, max_tokens: int) -> list[str]:
         """How much is generated at once, and where, for the summary of a recipe."""

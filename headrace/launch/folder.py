@@ -5,15 +5,22 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
+import itertools
 import json
 import logging
 import os
+import re
 import time
+from dataclasses import dataclass, field
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from headrace.settings import ConfigError, flatten, load_toml, to_dict, to_toml
+from headrace.config import parse_recipe
+from headrace.launch.inputs import ROWS
+from headrace.settings import ConfigError, flatten, identity, to_dict, to_toml
+from headrace.trainer import learning_rate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,6 +28,7 @@ if TYPE_CHECKING:
     from headrace.config import Recipe
 
 SUMMARY = "summary.json"
+INPUTS = "inputs.json"
 _MAX_LOG = 100_000_000
 """Bytes of a launcher.log: a line for each episode that fails can be many in a week."""
 _MAY_NOT_WRITE = (errno.EROFS, errno.EACCES, errno.EPERM)
@@ -112,58 +120,147 @@ def logged(folder: Path) -> Iterator[None]:
         handler.close()
 
 
-def find_folder(name: str, recipe: Recipe, *, identity: str, run_dir: Path | None, fresh: bool) -> Path:
-    """The folder of this command's unfinished run, or a new one."""
+@dataclass
+class Comparison:
+    """What a command changes about the run in a folder. Each change reads like `engine.slots was 8, is 4`."""
+
+    folder: Path
+    summary: dict[str, Any]
+    other: list[str] = field(default_factory=list)
+    """Changes that make it another run."""
+    changed: list[str] = field(default_factory=list)
+    """Changes that a resumed run may have."""
+    edited: dict[str, str] = field(default_factory=dict)
+    """Inputs whose content has changed, by setting or argument, with their names."""
+    steps: int = 0
+    """`steps` before."""
+
+    @property
+    def is_finished(self) -> bool:
+        return self.summary.get("status") == "finished"
+
+    def is_meant(self, recipe: Recipe) -> bool:
+        """Whether a command that names no folder means this run. Rows that a Python caller passes have no name, so other ones
+        may be another experiment's. A finished run is only resumed to train it further, with the caller's code as it was."""
+        if self.other or ROWS in self.edited.values():
+            return False
+        is_own_code = any(key.startswith(("reward[", "environment")) for key in self.edited)
+        return not self.is_finished or (recipe.steps > self.summary["version"] and not is_own_code)
+
+    def check(self, recipe: Recipe, *, version: int, resume_anyway: bool) -> list[str]:
+        """What to tell the user before the run is resumed from `version`. Raises if it must not be."""
+        if self.other:
+            checkpoint = self.folder / "checkpoints" / f"step-{version}"
+            raise ConfigError(
+                f"{self.folder} holds another run ({', '.join(self.other[:4])}); resume it with the settings it had, or give "
+                f"another --run-dir" + (f" (--model.path={checkpoint} starts from its weights)" if version else "")
+            )
+        if recipe.steps < version or (recipe.steps == version and self.is_finished):
+            raise ConfigError(
+                f"steps = {recipe.steps}: {self.folder} holds a run that has trained {version} versions already, and is left "
+                f"as it is; --steps above {version} trains it further, --fresh or another --run-dir starts a new one"
+            )
+        code = {key: name for key, name in self.edited.items() if key.startswith(("reward", "environment"))}
+        data = [f"{key} = {name!r}" for key, name in self.edited.items() if key not in code]
+        if data and not resume_anyway:
+            raise ConfigError(
+                f"{', '.join(data)}: its content has changed since version {version} of the run in {self.folder}; "
+                f"--resume-anyway goes on with the new one, --fresh or another --run-dir starts a new run"
+            )
+        since = f"has changed since version {version}"
+        notes = [", ".join(self.changed)] if self.changed else []
+        notes += [f"{'reward' if key.startswith('reward') else key} {name!r} {since}" for key, name in code.items()]
+        notes += [f"the content of {each} {since}" for each in data]
+        planned, now = (learning_rate(recipe.train, version=version, steps=steps) for steps in (self.steps, recipe.steps))
+        if planned != now and version:
+            last = learning_rate(recipe.train, version=version - 1, steps=self.steps)
+            notes.append(
+                f"the {recipe.train.schedule} schedule now ends at version {recipe.steps}: the learning rate was {last:.3g} at "
+                f"version {version}, and is {now:.3g} at version {version + 1}"
+            )
+        return [f"changed    {note}" for note in notes]
+
+
+def find_folder(
+    name: str, recipe: Recipe, *, inputs: dict[str, list[str]], run_dir: Path | None, fresh: bool
+) -> tuple[Path, Comparison | None]:
+    """The folder of the run that this command means, compared with it, or a new one."""
     if run_dir is not None:
-        _check_same(run_dir, recipe, identity=identity, fresh=fresh)
-        return run_dir
+        return run_dir, None if fresh or not read_summary(run_dir) else compare(run_dir, recipe, inputs=inputs)
     runs = Path("runs")
     if not fresh:
         for folder in sorted(runs.glob(f"{name}-*"), key=lambda path: path.stat().st_mtime, reverse=True):
-            summary = read_summary(folder)
-            is_same = summary.get("config_hash") == identity and summary.get("status") != "finished"
-            if is_same and not is_in_use(folder):
-                return folder
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    folder, number = runs / f"{name}-{stamp}", 1
-    while folder.exists():
-        number += 1
-        folder = runs / f"{name}-{stamp}-{number}"
-    return folder
+            if read_summary(folder) and not is_in_use(folder):
+                found = compare(folder, recipe, inputs=inputs)
+                if found.is_meant(recipe):
+                    return folder, found
+    return _unused(runs / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"), None
 
 
-def _check_same(folder: Path, recipe: Recipe, *, identity: str, fresh: bool) -> None:
-    """Raise if the folder holds another run, or one that must not be resumed."""
-    summary = read_summary(folder)
-    if not summary:
-        return
-    if summary.get("config_hash") != identity:
-        raise ConfigError(
-            f"{folder} holds another run ({_difference(folder, recipe)}); give another --run-dir, or the same settings, "
-            f"tasks and reward to resume it"
-        )
-    if fresh or summary.get("status") == "finished":
-        raise ConfigError(f"{folder} holds a run already ({summary.get('status')}); give another --run-dir")
+def _unused(folder: Path) -> Path:
+    """The folder, with a number after its name if it exists."""
+    numbered = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(2))
+    return next(each for each in itertools.chain([folder], numbered) if not each.exists())
 
 
-def _difference(folder: Path, recipe: Recipe) -> str:
+def compare(folder: Path, recipe: Recipe, *, inputs: dict[str, list[str]]) -> Comparison:
+    """Key by key, with the settings and inputs that the folder's last command had. Folders of earlier versions of Headrace
+    have no record of their inputs."""
+    found = Comparison(folder, read_summary(folder))
     try:
-        theirs = flatten(load_toml((folder / "resolved.toml").read_text(), name="resolved.toml"))
-    except (OSError, ConfigError):
-        return "its settings cannot be read"
-    ours = flatten(to_dict(recipe))
-    keys = sorted(key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key))
-    shown = ", ".join(f"{key} was {theirs.get(key)!r}, is {ours.get(key)!r}" for key in keys[:4])
-    return shown or "its tasks or its reward differ"
+        before = parse_recipe((folder / "resolved.toml").read_text(), name=str(folder / "resolved.toml"))
+        known = json.loads((folder / INPUTS).read_text()) if (folder / INPUTS).exists() else {}
+    except (OSError, ValueError) as error:
+        found.other.append(f"its settings cannot be read: {error}")
+        return found
+    fixed = before.fixed_settings.keys() | recipe.fixed_settings.keys()
+    by_exact = fixed - flatten(identity(recipe, is_exact=False)).keys()
+    theirs, ours = flatten(to_dict(before)), flatten(to_dict(recipe))
+    by_content = {re.sub(r"\.\d+$", "", key) for key in known.keys() | inputs.keys()} if known else set()
+    for key in sorted((theirs.keys() | ours.keys()) - by_content):
+        if theirs.get(key) != ours.get(key):
+            change = f"{key} was {theirs.get(key)!r}, is {ours.get(key)!r}"
+            (found.other if key in fixed else found.changed).append(change + ", which exact = true fixes" * (key in by_exact))
+    for key in sorted(known.keys() | inputs.keys()) if known else ():
+        (old_name, old_content), (name, content) = known.get(key, ("", "")), inputs.get(key, ("", ""))
+        if name == old_name and content != old_content:
+            found.edited[key] = name
+        elif name != old_name:
+            (found.changed if content == old_content else found.other).append(f"{key} was {old_name!r}, is {name!r}")
+    found.steps = before.steps
+    return found
 
 
-def prepare_folder(folder: Path, recipe: Recipe, *, recipe_text: str) -> None:
-    """Make the folder and write the recipe into it."""
+def set_aside(folder: Path) -> Path:
+    """Move a run's folder away, with what the cache folder holds of it, and return its new place."""
+    if Path.cwd().is_relative_to(folder.resolve()):
+        raise ConfigError(f"--fresh: {folder} holds the working directory and cannot be moved; give another --run-dir")
+    target = _unused(folder.with_name(f"{folder.absolute().name}.old-{time.strftime('%Y%m%d-%H%M%S')}"))
+    rescued = rescue_folder(folder)
+    with locked(folder):
+        try:
+            folder.rename(target)
+        except OSError as error:
+            raise ConfigError(f"--fresh: {folder} cannot be moved: {error}; give another --run-dir") from error
+    if rescued.exists():
+        rescued.rename(rescue_folder(target))
+    return target
+
+
+def rescue_folder(folder: Path) -> Path:
+    """Where a run's checkpoints go if its own folder cannot take them."""
+    place = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12]
+    return cache_folder() / "rescue" / f"{folder.name}-{place}"
+
+
+def prepare_folder(folder: Path, recipe: Recipe, *, recipe_text: str, inputs: dict[str, list[str]]) -> None:
+    """Make the folder, and write the recipe and what it reads into it."""
     for sub in ("rollouts", "logs", "checkpoints"):
         (folder / sub).mkdir(parents=True, exist_ok=True)
     resolved = to_toml(to_dict(recipe))
-    (folder / "recipe.toml").write_text(recipe_text or resolved)
-    (folder / "resolved.toml").write_text(resolved)
+    _replace(folder / "recipe.toml", recipe_text or resolved)
+    _replace(folder / "resolved.toml", resolved)
+    _replace(folder / INPUTS, json.dumps(inputs, indent=1) + "\n")
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
@@ -176,7 +273,12 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 
 def write_summary(folder: Path, summary: dict[str, Any]) -> None:
-    """Replace summary.json atomically."""
-    temporary = folder / f".{SUMMARY}.tmp"
-    temporary.write_text(json.dumps(summary, indent=2) + "\n")
-    temporary.replace(folder / SUMMARY)
+    """Replace summary.json."""
+    _replace(folder / SUMMARY, json.dumps(summary, indent=2) + "\n")
+
+
+def _replace(file: Path, text: str) -> None:
+    """Atomically: a kill or a full disk leaves the file as it was."""
+    temporary = file.with_name(f".{file.name}.tmp")
+    temporary.write_text(text)
+    temporary.replace(file)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import inspect
-import itertools
-import json
 from collections.abc import Sized
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +24,10 @@ if TYPE_CHECKING:
 
 
 _RESERVED = GIVEN - {"prompt"}
+_MODEL_FILES = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja")
+_PIECE = 4096
+ROWS = "rows"
+"""The name of tasks that a Python caller passed as rows."""
 
 
 @dataclass(frozen=True)
@@ -45,35 +47,73 @@ class UserInputs:
         tasks, held_out = (list(rows) if hasattr(rows, "__next__") else rows for rows in (self.tasks, self.held_out))
         return dataclasses.replace(self, tasks=tasks, held_out=held_out)
 
-    def fingerprint(self) -> str:
-        """A hash of the objects, to tell experiments apart; "" if none were passed."""
-        if self.tasks is None and self.held_out is None and self.reward is None and self.environment is None:
-            return ""
-        parts: list[object] = [_source_of(self.environment)]
-        for given in (self.tasks, self.held_out):
-            is_rows = given is not None and not isinstance(given, str) and hasattr(given, "__iter__")
-            parts.append([repr(row) for row in itertools.islice(given, 256)] if is_rows else repr(given))
-            parts.append(len(given) if hasattr(given, "__len__") else 0)
-        rewards = self.reward if isinstance(self.reward, list | tuple) else [self.reward]
-        parts += [_source_of(reward) for reward in rewards]
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:8]
+
+def fingerprint_inputs(recipe: Recipe, given: UserInputs) -> dict[str, list[str]]:
+    """[name, hash of the content] of whatever a run reads, by the setting that names it; for what a Python caller passed, by
+    the argument. A resumed run is compared with it: the same name with other content has been edited, and another name with
+    the same content has been moved. What has no content here, such as a generated task, has its name as the hash."""
+    train = recipe.train
+    models = {"model.path": recipe.model.path, "train.reference": train.reference, "train.teacher": train.teacher}
+    found = {key: [path, _hash_model(path)] for key, path in models.items()}
+    for argument, section, sources, rows in (
+        ("", "warmup.tasks", recipe.warmup.tasks, None),
+        ("tasks", "tasks", recipe.tasks, given.tasks),
+        ("held_out", "evaluate.tasks", recipe.evaluate.tasks, given.held_out),
+    ):
+        if rows is None:
+            found |= {f"{section}.{i}.source": [each.source, _hash_tasks(each.source)] for i, each in enumerate(sources)}
+            continue
+        for index, (source, weight) in enumerate(_mix(rows)):
+            name = str(source) if isinstance(source, str | Path) else ROWS
+            found[f"{argument}[{index}]"] = [name, _hash(weight, _hash_tasks(source))]
+    names = recipe.reward.functions if given.reward is None else ()
+    for index, (reward, _) in enumerate(reward_functions(recipe, given)):
+        key, name = (f"reward.functions.{index}", names[index]) if names else (f"reward[{index}]", reward.name)
+        found[key] = [name, _hash(_source_of(reward.function))]
+    own_loss = import_name(train.loss, setting="train.loss") if ":" in train.loss else None
+    found["train.loss"] = [train.loss, train.loss if own_loss is None else _hash(_source_of(own_loss))]
+    if given.environment is not None:
+        found["environment"] = [type(given.environment).__qualname__, _hash(_source_of(given.environment))]
+    return found
 
 
 def _source_of(function: Any) -> str:  # noqa: ANN401
-    if isinstance(function, RewardFunction):
-        function = function.function
-    if function is None or isinstance(function, str):
-        return str(function)
     try:
-        return inspect.getsource(function if callable(function) and hasattr(function, "__name__") else type(function))
+        return inspect.getsource(function if hasattr(function, "__name__") else type(function))
     except (OSError, TypeError):
-        return getattr(function, "__qualname__", type(function).__qualname__)
+        return str(getattr(function, "__qualname__", type(function).__qualname__))
 
 
-def run_identity(recipe: Recipe, given: UserInputs) -> str:
-    """A hash that only the same command reproduces, used to find its unfinished run."""
-    fingerprint = given.fingerprint()
-    return f"{recipe.hash}-{fingerprint}" if fingerprint else recipe.hash
+def _hash(*parts: object) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def _hash_tasks(source: Any) -> str:  # noqa: ANN401
+    digest = hashlib.sha256()
+    if not isinstance(source, str | Path):
+        for row in source:
+            digest.update(repr(row).encode())
+    elif Path(source).is_file():
+        with Path(source).open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256")
+    else:
+        return str(source)
+    return digest.hexdigest()[:16]
+
+
+def _hash_model(path: str) -> str:
+    """Of a folder's files: names, sizes and up to 64 pieces of each, since a model may be too large to read whole."""
+    if not path or not Path(path).is_dir():
+        return path
+    digest = hashlib.sha256()
+    for file in sorted(each for each in Path(path).iterdir() if each.suffix in _MODEL_FILES):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}".encode())
+        with file.open("rb") as content:
+            for start in range(0, size, max(_PIECE, size // 64)):
+                content.seek(start)
+                digest.update(content.read(_PIECE))
+    return digest.hexdigest()[:16]
 
 
 def open_tasks(recipe: Recipe, given: UserInputs) -> TaskStream:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import random
+import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -16,17 +16,17 @@ import torch
 
 from headrace.envs import PromptEncoder
 from headrace.launch.build import preflight
-from headrace.launch.folder import cache_folder, find_folder, locked, logged, prepare_folder, write_summary
+from headrace.launch.folder import find_folder, locked, logged, prepare_folder, rescue_folder, set_aside, write_summary
 from headrace.launch.forecast import NUM_CHECKED_PROMPTS, forecast_memory, longest_prompt
 from headrace.launch.inline import Inline
-from headrace.launch.inputs import UserInputs, held_out_tasks, open_tasks, run_identity
+from headrace.launch.inputs import UserInputs, fingerprint_inputs, held_out_tasks, open_tasks
 from headrace.launch.local import LocalProcesses
 from headrace.launch.placement import set_threads
 from headrace.launch.stop import StopRequest, sigterm_as_interrupt
 from headrace.launch.warmup import model_folder
 from headrace.model import ModelShape, config_limit, load_config, load_tokenizer
 from headrace.observe import Observer, final_report, open_screen
-from headrace.run import CheckpointStore, Session
+from headrace.run import CheckpointStore, Session, checkpoints_in
 from headrace.settings import ConfigError, to_dict
 from headrace.sync import Lineage
 
@@ -68,6 +68,8 @@ class Launch:
     recipe_text: str = ""
     run_dir: Path | None = None
     fresh: bool = False
+    resume_anyway: bool = False
+    """Resume although tasks or model have been edited."""
     quiet: bool = False
     command_started: float = 0.0
     command: str = ""
@@ -118,12 +120,12 @@ class Launcher:
         recipe, how = self.recipe, self.how
         set_threads(recipe)
         preflight(recipe, self.given)
-        self.identity = run_identity(recipe, self.given)
-        self.folder = find_folder(how.name, recipe, identity=self.identity, run_dir=how.run_dir, fresh=how.fresh)
+        inputs = fingerprint_inputs(recipe, self.given)
+        notes = self._choose_folder(inputs)
         with locked(self.folder), logged(self.folder), sigterm_as_interrupt():
-            prepare_folder(self.folder, recipe, recipe_text=how.recipe_text)
+            prepare_folder(self.folder, recipe, recipe_text=how.recipe_text, inputs=inputs)
             with (Inline if recipe.is_inline else LocalProcesses)(recipe, self.folder) as orchestration:
-                self.screen.say(f"run        {self.folder}")
+                self.screen.say("\n".join([f"run        {self.folder}", *notes]))
                 self.seconds["setup"] = time.perf_counter() - self.started
                 with model_folder(recipe, self.given, say=self.screen.say) as path:
                     self.seconds["warmup"] = time.perf_counter() - self.started - self.seconds["setup"]
@@ -131,6 +133,23 @@ class Launcher:
                     np.random.seed(recipe.seed % 2**32)
                     torch.manual_seed(recipe.seed)
                     return asyncio.run(self._run(path, orchestration))
+
+    def _choose_folder(self, inputs: dict[str, list[str]]) -> list[str]:
+        """Find or make up the run's folder, and return what to tell the user about it. A folder keeps the identity that its
+        checkpoints have."""
+        recipe, how, notes = self.recipe, self.how, list[str]()
+        if how.fresh and how.run_dir is not None and (how.run_dir / "checkpoints").exists():
+            notes.append(f"moved      the run before is now in {set_aside(how.run_dir)}")
+        self.folder, found = find_folder(how.name, recipe, inputs=inputs, run_dir=how.run_dir, fresh=how.fresh)
+        self.identity = recipe.hash
+        if how.fresh:
+            shutil.rmtree(rescue_folder(self.folder), ignore_errors=True)  # of a run that was removed from here
+        if found is not None:
+            self.identity = found.summary.get("config_hash", recipe.hash)
+            saved = checkpoints_in(self.folder / "checkpoints", rescue_folder(self.folder))
+            version = int(saved[-1].name.removeprefix("step-")) if saved else 0
+            notes += found.check(recipe, version=version, resume_anyway=how.resume_anyway)
+        return notes
 
     async def _run(self, model_path: str, orchestration: Inline | LocalProcesses) -> RunResult:
         """Open a session, resumed from the last checkpoint if there is one, and train. A second stop request cancels it."""
@@ -172,22 +191,21 @@ class Launcher:
 
     def _find_checkpoint(self) -> tuple[CheckpointStore, Checkpoint | None, Lineage]:
         """The store, its newest checkpoint, and the lineage of the weights trained from now on."""
-        place = hashlib.sha256(str(self.folder.resolve()).encode()).hexdigest()[:12]
-        rescue = cache_folder() / "rescue" / f"{self.folder.name}-{place}"
         store = CheckpointStore(
             self.folder / "checkpoints",
-            rescue=rescue,
+            rescue=rescue_folder(self.folder),
             keep=self.recipe.checkpoint.keep,
             in_threads=not self.recipe.is_inline,
         )
-        if self.how.fresh:
-            store.clear_rescued()
         checkpoint = store.latest(warn=self.screen.say)
         if checkpoint is None:
             return store, None, Lineage.new()
         manifest = checkpoint.manifest
         if manifest["config_hash"] != self.identity:
-            raise ConfigError(f"{checkpoint.folder} belongs to another run; give another --run-dir")
+            raise ConfigError(
+                f"{checkpoint.folder} belongs to another run that was in {self.folder}, with other settings; --fresh removes "
+                f"it, or give another --run-dir"
+            )
         return store, checkpoint, Lineage(manifest["lineage"], manifest["ancestors"]).after_restart(checkpoint.version)
 
     def _forecast(self, model_path: str, held_out: dict[str, list[dict[str, Plain]]]) -> Forecast:

@@ -27,7 +27,7 @@ from headrace.envs import PromptEncoder
 from headrace.launch.build import build_roles
 from headrace.launch.folder import FolderLock, cache_folder
 from headrace.launch.forecast import longest_prompt
-from headrace.launch.inputs import UserInputs, open_tasks
+from headrace.launch.inputs import UserInputs, fingerprint_inputs, open_tasks
 from headrace.model import config_limit, load_config, load_tokenizer, tiny
 from headrace.observe import Observer
 from headrace.records import Batch, Call, FinishReason, Rollout, Sampling
@@ -209,18 +209,15 @@ def _supervised_batch(examples: list[Rollout]) -> Batch:
 
 
 def _key(recipe: Recipe, given: UserInputs) -> str:
-    """A hash of everything that decides the warmed-up weights; of each task source, only the first rows."""
-    tasks = open_tasks(recipe, given)
-    demonstrations = open_tasks(dataclasses.replace(recipe, tasks=recipe.warmup.tasks or recipe.tasks), given)
-    settings, train, sampling = to_dict(recipe), recipe.train, recipe.sampling
+    """A hash of everything that decides the warmed-up weights."""
+    settings, inputs, train, sampling = to_dict(recipe), fingerprint_inputs(recipe, given), recipe.train, recipe.sampling
     parts = {
-        **{name: settings[name] for name in ("model", "tasks", "reward", "warmup", "seed", "exact")},
-        "given": given.fingerprint(),
+        **{name: settings[name] for name in ("model", "tasks", "warmup", "seed", "exact")},
+        "reward_weights": recipe.reward.weights,
+        "inputs": [content for key, (_, content) in inputs.items() if not key.startswith(("evaluate.", "held_out", "train."))],
         "success_at": recipe.evaluate.success_at,
         "optimizer": [train.beta1, train.beta2, train.weight_decay, train.max_grad_norm],
         "sampling": [sampling.max_tokens, sampling.min_tokens, sampling.stop],
-        "files": [[p.name, p.stat().st_size, p.stat().st_mtime_ns] for p in sorted(Path(recipe.model.path).glob("*"))],
-        "rows": [[tasks.next(), demonstrations.next()] for _ in range(8)],
         "versions": [torch.__version__, transformers.__version__, __version__],
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

@@ -179,15 +179,15 @@ def _complete(
 
 
 def _write_frames(path: Path, entries: Iterable[dict[str, Any]]) -> list[int]:
-    """A frame for each entry, so that only one is in memory at a time; returns the file's fingerprint."""
+    """A frame for each entry, of which one piece is in memory at a time; returns the file's fingerprint."""
     packers: dict[str, Callable[[Any], Any]] = {"episodes": pack_episodes, "rollouts": pack_rollouts}
     size = checksum = 0
     with path.open("wb") as file:
         for entry in entries:
             packed = {key: packers[key](value) if key in packers else value for key, value in entry.items()}
-            frame = frames.encode(packed)
-            file.write(frame)
-            size, checksum = size + len(frame), zlib.crc32(frame, checksum)
+            for piece in frames.make_frame(packed).pieces:
+                file.write(piece)
+                size, checksum = size + len(piece), zlib.crc32(piece, checksum)
     sync(path)
     return [size, checksum]
 

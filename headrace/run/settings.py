@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from headrace.settings import check
+from headrace.settings import ELASTIC, OPERATIONAL, check
 from headrace.tasks import TaskSettings  # noqa: TC001  (`settings.build` reads the hints while it runs)
 
 
@@ -38,7 +38,7 @@ class WarmupSettings:
 class EvaluateSettings:
     """Held-out evaluation, counted apart from training."""
 
-    every: int = 0
+    every: int = field(default=0, metadata=ELASTIC)
     """Versions between evaluations; the first and last are always made if there are tasks. 0: only those two."""
     tasks: tuple[TaskSettings, ...] = ()
     """Held-out sources; built-in and reasoning-gym tasks keep held-out rows of their own."""
@@ -56,9 +56,9 @@ class EvaluateSettings:
 class CheckpointSettings:
     """Hugging Face folders from which the same command resumes."""
 
-    every: int = 50
+    every: int = field(default=50, metadata=ELASTIC)
     """Versions between checkpoints; the last version is always saved."""
-    keep: int = 2
+    keep: int = field(default=2, metadata=OPERATIONAL)
     """Newest checkpoints kept."""
 
     def __post_init__(self) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from headrace.algorithms import ADVANTAGES, loss_traits
-from headrace.settings import ConfigError, check
+from headrace.settings import ELASTIC, OPERATIONAL, ConfigError, check
 
 _LEAST = {"threads": 0, "batch": 1, "mini_batches": 1, "max_skipped": 0, "warmup_steps": 0, "micro_batch_tokens": 16}
 
@@ -16,8 +16,7 @@ _LEAST = {"threads": 0, "batch": 1, "mini_batches": 1, "max_skipped": 0, "warmup
 class TrainSettings:
     """The trainer and its algorithm."""
 
-    OPERATIONAL = ("max_skipped", "recompute", "offload")
-    threads: int = 0
+    threads: int = field(default=0, metadata=ELASTIC)
     """Of torch on CPU; 0 takes `threads`."""
     batch: int = 256
     """Rollouts trained per version."""
@@ -25,15 +24,15 @@ class TrainSettings:
     """Rollouts of one task, compared with each other."""
     mini_batches: int = 1
     """Optimizer steps per version."""
-    micro_batch_tokens: int = 16384
+    micro_batch_tokens: int = field(default=16384, metadata=ELASTIC)
     """Tokens in one forward pass; changes memory and speed, not the gradient."""
-    recompute: Literal["none", "layers"] = "none"
+    recompute: Literal["none", "layers"] = field(default="none", metadata=OPERATIONAL)
     """`layers`: a pass keeps each layer's input alone, and computes the layer again when its gradient is taken: a third more
     time, a fraction of the memory."""
-    offload: tuple[Literal["optimizer", "reference", "activations"], ...] = ()
+    offload: tuple[Literal["optimizer", "reference", "activations"], ...] = field(default=(), metadata=OPERATIONAL)
     """What waits in the host's memory while the GPU does not need it: the optimizer's state, a reference model's weights, what
     a pass keeps for its gradient."""
-    share_prefixes: bool = True
+    share_prefixes: bool = field(default=True, metadata=ELASTIC)
     """Siblings' common prompt goes through the model once for all that are in one pass; changes speed, not the gradient."""
     learning_rate: float = 1e-6
     """Of AdamW, at the top of its schedule."""
@@ -54,7 +53,7 @@ class TrainSettings:
     """Of AdamW; biases and norms are spared."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm; 0 leaves them."""
-    max_skipped: int = 3
+    max_skipped: int = field(default=3, metadata=OPERATIONAL)
     """A step whose gradient is NaN or infinite is skipped, and its rollouts are kept for `headrace inspect`. So many skipped
     one after another stop the run; 0 never does."""
     loss: str = "grpo"

@@ -222,13 +222,13 @@ def test_what_is_waiting_is_written_frame_by_frame_and_as_it_was(run: Store, mon
     groups = [Group(number=number, episodes=(episodes[number],)) for number in range(3)]
     entries = [{"number": 3, "episodes": [episodes[3]], "rollouts": rollouts[4:]}]
     encoded: list[int] = []
-    really = frames.encode
+    really = frames.make_frame
 
-    def encode(value: Any) -> bytes:
+    def make_frame(value: Any) -> frames.Frame:
         encoded.append(value["number"])
         return really(value)
 
-    monkeypatch.setattr(frames, "encode", encode)
+    monkeypatch.setattr(frames, "make_frame", make_frame)
     saving = run.saving(3, buffered=groups, in_flight=entries)
     groups.clear()
     entries.clear()

@@ -350,7 +350,7 @@ def test_another_experiment_is_never_resumed(tmp_path, monkeypatch):
     first, second = sorted((tmp_path / "runs").iterdir(), key=lambda path: path.stat().st_mtime)
     assert json.loads((first / "summary.json").read_text())["status"] == "failed"
     assert json.loads((second / "summary.json").read_text())["status"] == "finished"
-    with pytest.raises(headrace.ConfigError, match="its tasks or its reward differ"):
+    with pytest.raises(headrace.ConfigError, match=r"another run \(reward\[0\] was 'broken', is '<lambda>'\)"):
         small_run(first, reward=lambda prompt, completion, **row: 0.0, held_out=None, steps=2)
 
 

@@ -195,14 +195,6 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, monkeypatch, capsys):
     assert result.summary["status"] == "finished"
 
 
-def test_a_finished_or_different_run_is_not_overwritten(tmp_path):
-    small_run(tmp_path / "run", steps=2)
-    with pytest.raises(headrace.ConfigError, match=r"a run already \(finished\)"):
-        small_run(tmp_path / "run", steps=2)
-    with pytest.raises(headrace.ConfigError, match=r"another run \(steps was 2, is 3\)"):
-        small_run(tmp_path / "run", steps=3)
-
-
 def test_training_changes_behaviour(tmp_path):
     """The reward of shorter answers rises: the whole loop pushes the policy the right way."""
     result = small_run(tmp_path / "run", steps=40, train={"learning_rate": 5e-3}, evaluate={"limit": 0})

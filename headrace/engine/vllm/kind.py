@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from headrace.engine.kind import EngineKind
 from headrace.engine.native.engine_memory import EngineMemory
@@ -38,10 +38,6 @@ class VllmKind(EngineKind):
 
     def num_engines(self, settings: EngineSettings) -> int:
         return len(settings.vllm.urls) or settings.count
-
-    def identity(self, settings: EngineSettings, given: dict[str, Any]) -> dict[str, Any]:
-        """What its servers are started with; where they run does not matter."""
-        return {**super().identity(settings, given), "vllm": {"arguments": settings.vllm.arguments}}
 
     def check(self, recipe: Recipe) -> None:
         temperature, settings = recipe.sampling.temperature, recipe.engine.vllm

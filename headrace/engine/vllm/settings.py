@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from headrace.settings import ConfigError, check
+from headrace.settings import OPERATIONAL, ConfigError, check
 
 _DECIDED = {
     "model": "model.path decides it; set that instead",
@@ -39,6 +39,8 @@ _DECIDED = {
 """vLLM's arguments that a recipe must not set, and why."""
 PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 """Arguments that multiply the GPUs of a server."""
+_PLACEMENT = (*PARALLEL, "gpu_memory_utilization", "kv_cache_memory_bytes")
+"""Arguments that say where a server runs, not what it computes."""
 _JSON_LISTS = ("allowed_origins", "allowed_methods", "allowed_headers")
 _COMMA_LISTS = ("device_ids", "disable_access_log_for_endpoints")
 _REPEATED = ("middleware",)
@@ -49,22 +51,22 @@ _REPEATED = ("middleware",)
 class VllmSettings:
     """For `engine.kind = "vllm"`: servers that already run, or are started on this machine."""
 
-    python: str = ""
+    python: str = field(default="", metadata=OPERATIONAL)
     """Python interpreter of an environment with vLLM; empty takes the variable HEADRACE_VLLM_PYTHON, then this one."""
-    urls: tuple[str, ...] = ()
+    urls: tuple[str, ...] = field(default=(), metadata=OPERATIONAL)
     """Servers that already run, one engine each, such as `http://host:8000`; empty starts engine.count of them here."""
-    token_variable: str = "VLLM_API_KEY"
+    token_variable: str = field(default="VLLM_API_KEY", metadata=OPERATIONAL)
     """The environment variable with the token of the servers in `urls`; never the token itself, since recipes are saved."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """Arguments for vLLM's own command line: `tensor_parallel_size = 2` is `--tensor-parallel-size=2`, true a bare flag, false
     the flag with `--no-` before it, a list its words one after another; tables are given as JSON."""
-    handover: Literal["auto", "folder", "ipc", "nccl"] = "auto"
+    handover: Literal["auto", "folder", "ipc", "nccl"] = field(default="auto", metadata=OPERATIONAL)
     """How new weights get into a server. `folder`: it reads files in sync.folder. `ipc`: it opens GPU memory of the engine's
     process, on the same GPU. `nccl`: they are broadcast from the trainer's GPU to its own. auto is folder for `urls` and on the
     CPU, ipc for servers of one GPU, nccl for those of more."""
-    start_seconds: float = 300.0
+    start_seconds: float = field(default=300.0, metadata=OPERATIONAL)
     """How long a server may take to come up."""
-    answer_seconds: float = 120.0
+    answer_seconds: float = field(default=120.0, metadata=OPERATIONAL)
     """How long a server may be silent while rollouts are in flight before it counts as dead."""
 
     def __post_init__(self) -> None:
@@ -81,6 +83,10 @@ class VllmSettings:
                 raise ConfigError(f"{name} = {getattr(self, name)!r}: no server is started where urls names some; leave it out")
         check(0 < self.start_seconds < math.inf, "start_seconds", self.start_seconds, "a number above 0")
         check(0 < self.answer_seconds < math.inf, "answer_seconds", self.answer_seconds, "a number above 0")
+
+    def identity(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """Without the arguments that may change when a run is resumed."""
+        return {"arguments": {key: value for key, value in settings["arguments"].items() if key not in _PLACEMENT}}
 
     def command_line(self) -> list[str]:
         """`arguments` as vLLM's command line takes them."""
