@@ -180,7 +180,7 @@ def role_rows(plan: Plan, variant: Variant, seen: Sequence[dict[str, Any]], mode
     tokens = completions + plan.completions * plan.prompt_tokens * len(seen)
 
     def seconds(*states: str) -> float:
-        return max(sum(row.get(f"seconds/{state}", 0.0) for row in seen for state in states), 1e-9)
+        return max(sum(float(row.get(f"seconds/{state}", 0.0)) for row in seen for state in states), 1e-9)
 
     training = seconds("trainer/compute")
     rows = [

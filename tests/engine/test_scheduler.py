@@ -162,7 +162,7 @@ def test_a_long_prompt_that_waits_is_not_hashed_at_every_step(model, monkeypatch
     while not long.is_over:
         core.step()
     assert first.is_over and core.runner.prompt_rows == 160  # nothing of the old weights is shared
-    assert sum(hashed) < 4 * 160
+    assert sum(hashed) <= once + 4 * 160  # one more look, and what entered the cache as it was computed
     assert_nothing_is_held(core)
 
 
