@@ -66,7 +66,8 @@ class EngineSettings:
     threads: int = 0
     """Of torch on CPU in each engine; 0 takes `threads`."""
     restarts: int = 3
-    """How often in a run an engine that died or stopped answering is started again."""
+    """How often within an hour each engine that died or stopped answering is started again. Then the run goes on with the
+    others; without any, it ends."""
     slots: int = 256
     """Rollouts decoded at once, by each engine."""
     block_size: int = 16

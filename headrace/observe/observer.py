@@ -98,7 +98,8 @@ class Observer:
 
     def close(self) -> None:
         self.screen.close()
-        for sink in self._sinks.copy():
+        sinks, self._sinks = self._sinks, []  # spans that still come are not written
+        for sink in sinks:
             self._write(sink, sink.close)
 
     def _on_span(self, role: str, state: str, start: float, stop: float) -> None:
@@ -111,4 +112,4 @@ class Observer:
             write(*arguments)
         except Exception as error:  # noqa: BLE001  (a full disk, or whatever a metrics service raises)
             self.screen.say(f"{type(sink).__name__} is no longer written: {error}; the run goes on")
-            self._sinks.remove(sink)
+            self._sinks = [each for each in self._sinks if each is not sink]

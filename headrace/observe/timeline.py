@@ -209,8 +209,9 @@ class MirroredTimeline(Timeline):
 
     def forget(self, name: str) -> None:
         """A process has ended: its report still counts, and a restarted process may reuse the name."""
-        if name in self._reports:
-            self._reports[f"{name}, ended ({len(self._reports)})"] = self._reports.pop(name)
+        before = self._sums()
+        self._reports.pop(name, None)
+        self._at_start = {key: self._at_start[key] - before[key] + left for key, left in self._sums().items()}
 
     def start(self) -> None:
         self._at_start, self._evaluated = self._sums(), 0.0

@@ -167,13 +167,14 @@ class Session:
             self._write_version(self._unwritten.popleft(), seconds)
 
     def _write_version(self, started: StartedBatch, seconds: float) -> None:
-        version = started.version + 1
+        version, held = started.version + 1, self.roles.versions()
         metrics = {
             **self.progress.count(started, seconds=seconds),
             "rejected": started.rejected,
             "occupancy": self.observer.occupancy,
             **self.policy.sync_metrics,
-            **{f"held/{name}": held for name, held in self.roles.versions().items()},
+            **({} if self.policy.trainer.is_inline else {"engines": len(held)}),
+            **{f"held/{name}": newest for name, newest in held.items()},
             "engine/memory_peak": self.roles.engine_peak(),
             **trainer_metrics(started.seen, memory_peak=self._trainer_peak),
             **{f"rollouts/{name}": count for name, count in self.policy.ledger.counts().items()},
@@ -231,6 +232,7 @@ class Session:
             "bound_by": role,
             "bound_share": share_of_time,
             "memory": memory,
+            **self.roles.losses(),
             "checkpoint": None if self.checkpoint_folder is None else str(self.checkpoint_folder),
         }
 

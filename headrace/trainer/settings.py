@@ -9,14 +9,16 @@ from typing import Literal
 from headrace.algorithms import ADVANTAGES, loss_traits
 from headrace.settings import ConfigError, check
 
-_LEAST = {"threads": 0, "batch": 1, "mini_batches": 1, "max_skipped": 0, "warmup_steps": 0, "micro_batch_tokens": 16}
+_LEAST = {
+    "threads": 0, "batch": 1, "mini_batches": 1, "max_skipped": 0, "restarts": 0, "warmup_steps": 0, "micro_batch_tokens": 16,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings:
     """The trainer and its algorithm."""
 
-    OPERATIONAL = ("max_skipped", "recompute", "offload")
+    OPERATIONAL = ("max_skipped", "restarts", "recompute", "offload")
     threads: int = 0
     """Of torch on CPU; 0 takes `threads`."""
     batch: int = 256
@@ -57,6 +59,8 @@ class TrainSettings:
     max_skipped: int = 3
     """A step whose gradient is NaN or infinite is skipped, and its rollouts are kept for `headrace inspect`. So many skipped
     one after another stop the run; 0 never does."""
+    restarts: int = 2
+    """How often a trainer whose process died or stopped answering is started again from the same checkpoint."""
     loss: str = "grpo"
     """`grpo`, `ppo`, `reinforce`, `gspo`, `cispo`, `topr`, `decoupled_ppo`, `a3po`, `dppo`, `m2po`, `aipo`, `distill`, or your
     own as `module:name` or `file.py:name`. docs/losses.md has their formulas and constants."""
