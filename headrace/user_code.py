@@ -40,7 +40,8 @@ async def await_user(coroutine: Coroutine[Any, Any, T], *, name: str, on_stuck: 
 
 def _place(task: asyncio.Task[Any]) -> str:
     """Its innermost line in the user's own code."""
-    found, inner = "a place in a library", task.get_coro()
+    found = "a place in a library"
+    inner: Any = task.get_coro()
     while inspect.iscoroutine(inner) and inner.cr_frame is not None:
         file, line, name = inner.cr_code.co_filename, inner.cr_frame.f_lineno, inner.cr_code.co_qualname
         if not file.startswith(NOT_THE_USERS):

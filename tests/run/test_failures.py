@@ -465,7 +465,8 @@ def test_environments_that_do_not_end_hold_up_no_run_and_are_named_once(tmp_path
                     await asyncio.sleep(1000)
             return await super().run(task, client)
 
-    result = small_run(tmp_path / "run", environment=Stubborn(), held_out=None, steps=1, quiet=False)
+    more = {"held_out": None, "quiet": False, "partial": {"oversample": 2.0}}
+    result = small_run(tmp_path / "run", environment=Stubborn(), steps=1, **more)
     assert result.summary["status"] == "finished" and counts(result)["trained"] == 16 and counts(result)["unused"] > 1
     lines = [line for line in capsys.readouterr().out.splitlines() if "has not ended" in line]
     assert (
