@@ -27,7 +27,7 @@ from faults import Running, is_alive, start, wait_until  # noqa: E402
 
 ROLES = ("engine-0", "engine-1", "trainer")
 SETTINGS = ("--steps=100000000", "--engine.count=2", "--engine.restarts=100000", "--train.restarts=100000")
-QUIET = ("--observe.keep_rollouts_every=0", "--observe.trace=false", "--checkpoint.every=20")
+QUIET = ("--observe.keep_rollouts_every=0", "--observe.trace=false", "--checkpoint.every=5")
 GROWS = {"MB": 25.0, "descriptors": 3.0, "files": 3.0, "in shared memory": 3.0}
 """By how much the second half's median may exceed the first's, besides a tenth of it."""
 
@@ -114,6 +114,7 @@ def main() -> int:
     checks = {
         f"ended by its interrupt (status {run.process.returncode})": run.process.returncode == 130,
         f"accounting: {counts['submitted']} submitted = {settled} in its terms": counts["submitted"] == settled,
+        f"version {summary['version']} is trained": summary["version"] >= 2,
         f"{summary['restarts']} restarts": sum(summary["restarts"].values()) >= sum(map(kills.get, ROLES, [0] * 3)),
         "no process, socket or shared memory is left": is_gone,
     }
