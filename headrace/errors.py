@@ -9,6 +9,8 @@ import traceback
 from pathlib import Path
 
 _OURS = str(Path(__file__).parent)
+NOT_THE_USERS = (_OURS, sys.prefix, sys.base_prefix, "<")
+"""What file names of Headrace and of libraries start with."""
 
 
 class SyncError(RuntimeError):
@@ -30,7 +32,7 @@ def user_frame(error: BaseException) -> str:
     """The last frame in the user's own code, or "" if there is none."""
     cause = error.__cause__ or error
     frames = traceback.extract_tb(cause.__traceback__)
-    own = [f for f in frames if not f.filename.startswith((_OURS, sys.prefix, sys.base_prefix, "<"))]
+    own = [f for f in frames if not f.filename.startswith(NOT_THE_USERS)]
     return f"in {own[-1].filename}:{own[-1].lineno}, {own[-1].name}: {own[-1].line}" if own else ""
 
 

@@ -38,13 +38,15 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Clock:
-    """Stands for the module `time` in timelines: it moves only when it is told to."""
+    """Stands for the module `time`: it moves only when it is told to."""
 
     def __init__(self) -> None:
         self.now = 1000.0
 
     def perf_counter(self) -> float:
         return self.now
+
+    monotonic = perf_counter
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds

@@ -12,6 +12,7 @@ from headrace.buffer import BufferSettings, describe_buffer
 from headrace.config.cross_checks import check_across_rooms
 from headrace.config.trl_names import TRL
 from headrace.engine import EngineSettings, SamplingSettings
+from headrace.envs import EpisodeSettings
 from headrace.model import ModelSettings
 from headrace.observe import ObserveSettings
 from headrace.partial import PartialSettings
@@ -59,13 +60,14 @@ class Recipe:
     deadline: float = field(default=600.0, metadata=OPERATIONAL)
     """Seconds without a token, a score or a version after which the run stops and says what it waits for."""
     heartbeat: float = field(default=60.0, metadata=OPERATIONAL)
-    """Seconds a process may take to answer the launcher. After that an engine is restarted, and a trainer ends the run. A
-    process that hears nothing from the launcher for three times as long ends itself; the trainer saves first."""
+    """Seconds a process may take to answer the launcher. After that it is killed and restarted. A process that hears nothing
+    from the launcher for three times as long ends itself; the trainer saves first."""
     model: ModelSettings = field(default_factory=ModelSettings)
     warmup: WarmupSettings = field(default_factory=WarmupSettings)
     tasks: tuple[TaskSettings, ...] = ()
     reward: RewardSettings = field(default_factory=RewardSettings)
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    episode: EpisodeSettings = field(default_factory=EpisodeSettings)
     engine: EngineSettings = field(default_factory=EngineSettings)
     buffer: BufferSettings = field(default_factory=BufferSettings)
     staleness: StalenessSettings = field(default_factory=StalenessSettings)

@@ -65,7 +65,8 @@ class EngineSettings:
     threads: int = field(default=0, metadata=ELASTIC)
     """Of torch on CPU in each engine; 0 takes `threads`."""
     restarts: int = field(default=3, metadata=OPERATIONAL)
-    """How often in a run an engine that died or stopped answering is started again."""
+    """How often within an hour each engine that died or stopped answering is started again. Then the run goes on with the
+    others; without any, it ends."""
     slots: int = field(default=256, metadata=ELASTIC)
     """Rollouts decoded at once, by each engine."""
     block_size: int = field(default=16, metadata=ELASTIC)

@@ -56,6 +56,14 @@ class WeightDelivery:
             engine.is_behind = True
             self.catching_up[engine] = asyncio.ensure_future(self._catch_up(engine, loading))
 
+    def forget(self) -> None:
+        """The source is lost, and its update with it: engines may join and stay as they are until another one is loaded."""
+        self.wanted = None
+        for engine, catching_up in self.catching_up.items():
+            engine.is_behind = False
+            catching_up.cancel()
+        self.catching_up.clear()
+
     def is_current(self, engine: RemoteEngine) -> bool:
         return self.wanted is None or holds(engine, self.wanted)
 

@@ -9,6 +9,7 @@ from headrace.front_door import front_door
 
 if TYPE_CHECKING:
     from headrace.envs.client import CallLimit, Client, EngineClient, PromptEncoder
+    from headrace.envs.settings import EpisodeSettings
     from headrace.envs.single_turn import Environment, SingleTurn, run_episode
 else:
     __getattr__ = front_door(__name__)

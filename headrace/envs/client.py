@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import hashlib
 import json
+import logging
 import sys
 from collections import deque
 from dataclasses import KW_ONLY, dataclass, field
@@ -160,6 +161,12 @@ class EngineClient:
     aborted, until their call ends."""
     limit: CallLimit | None = None
     """Bounds the calls in flight at the engine."""
+    clock: asyncio.Timeout | None = None
+    """Ends the episode after `episode.timeout`; it stands still while the first call waits for a place."""
+    on_stuck: Callable[[str], None] = logging.getLogger("headrace").warning
+    """Called if the environment does not end when it is cancelled."""
+    is_over: bool = False
+    """An environment that did not end gets nothing more from the engine."""
     num_prompts: int = 0
     has_called: bool = False
 
@@ -171,10 +178,19 @@ class EngineClient:
         return shared.replace(**names, index=self.index, rewards={}, columns={})  # its own dictionaries
 
     async def generate(self, rollout: Rollout) -> Rollout:
+        if self.is_over:
+            await asyncio.Event().wait()  # not an exception, which it might catch, and call again without end
         if self.limit is None:
             return await self._generate(rollout)
         is_first, self.has_called = not self.has_called, True
-        await self.limit.acquire(is_first=is_first)
+        until = self.clock.when() if self.clock is not None and is_first else None
+        if self.clock is None or until is None:
+            await self.limit.acquire(is_first=is_first)
+        else:
+            waited = asyncio.get_running_loop().time()
+            self.clock.reschedule(None)
+            await self.limit.acquire(is_first=is_first)
+            self.clock.reschedule(until + asyncio.get_running_loop().time() - waited)
         try:
             return await self._generate(rollout)  # an interrupted call keeps its place until it is finished
         finally:

@@ -1,7 +1,7 @@
 """From one command to a run: check, folder, processes, model, session, train, close.
 
 `launcher.py` takes these steps in order. Each choice of `orchestrate` is a file: `inline.py` (everything in the launcher's
-process) and `local.py` (engines and trainer in their own processes; lost engines are restarted). `process.py` is the
+process) and `local.py` (engines and trainer in their own processes; lost ones are restarted). `process.py` is the
 launcher's side of a process and `child.py` the process itself; `heartbeat.py` tells it that the launcher is gone.
 `placement.py` decides where each runs, `build.py` makes engines and trainers from a recipe, and `forecast.py` predicts memory.
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import random
 import shutil
 import time
@@ -22,6 +23,7 @@ from headrace.launch.inline import Inline
 from headrace.launch.inputs import UserInputs, fingerprint_inputs, held_out_tasks, open_tasks
 from headrace.launch.local import LocalProcesses
 from headrace.launch.placement import set_threads
+from headrace.launch.process import RestartBudget, TrainerLost
 from headrace.launch.stop import StopRequest, sigterm_as_interrupt
 from headrace.launch.warmup import model_folder
 from headrace.model import ModelShape, config_limit, load_config, load_tokenizer
@@ -115,6 +117,8 @@ class Launcher:
         self.screen = open_screen(steps=recipe.steps, quiet=how.quiet)
         self.seconds: dict[str, float] = {}
         """How long setup and warm-up took."""
+        self._restarts = RestartBudget("train.restarts", recipe.train.restarts, window=math.inf)
+        """Of the trainer from the same checkpoint."""
 
     def launch(self) -> RunResult:
         recipe, how = self.recipe, self.how
@@ -129,9 +133,7 @@ class Launcher:
                 self.seconds["setup"] = time.perf_counter() - self.started
                 with model_folder(recipe, self.given, say=self.screen.say) as path:
                     self.seconds["warmup"] = time.perf_counter() - self.started - self.seconds["setup"]
-                    random.seed(recipe.seed)  # for users' functions; Headrace derives its own seeds from names
-                    np.random.seed(recipe.seed % 2**32)
-                    torch.manual_seed(recipe.seed)
+                    self._seed()
                     return asyncio.run(self._run(path, orchestration))
 
     def _choose_folder(self, inputs: dict[str, list[str]]) -> list[str]:
@@ -152,42 +154,79 @@ class Launcher:
         return notes
 
     async def _run(self, model_path: str, orchestration: Inline | LocalProcesses) -> RunResult:
-        """Open a session, resumed from the last checkpoint if there is one, and train. A second stop request cancels it."""
+        """Open a session, resumed from the last checkpoint if there is one, and train; if the trainer's process is lost, open
+        another over the same engines. A second stop request cancels it."""
         with self.how.stop.cancels_this_task():
             began = time.perf_counter()
             store, checkpoint, lineage = self._find_checkpoint()
-            observer = Observer(
-                self.folder,
-                screen=self.screen,
-                sinks=self.recipe.observe.sinks,
-                trace=self.recipe.observe.trace,
-                max_gb=self.recipe.observe.max_gb,
-                restored=None if checkpoint is None else checkpoint.version,
-                config=to_dict(self.recipe),
-                elsewhere=orchestration.reporting_roles,
-            )
+            observer = self._observe(checkpoint, orchestration)
             held_out = held_out_tasks(self.recipe, self.given)
             expected = self._forecast(model_path, held_out)  # before anything takes memory
             async with orchestration.roles(
                 model_path, self.given, observer=observer, lineage=lineage, most_blocks=expected.most_blocks
             ) as roles:
-                session = Session(
-                    recipe=self.recipe,
-                    roles=roles,
-                    lineage=lineage,
-                    observer=observer,
-                    store=store,
-                    held_out=held_out,
-                    command_started=self.started,
-                    identity=self.identity,
-                    forecast=expected,
-                )
-                if checkpoint is not None:
-                    await self._restore(session, checkpoint)
-                self.seconds["setup"] += time.perf_counter() - began
-                summary = await self._train(session)
+                has_trainer = True
+                while True:
+                    try:
+                        if not has_trainer:
+                            assert isinstance(orchestration, LocalProcesses)
+                            roles = await orchestration.restart_trainer(observer=observer, lineage=lineage)
+                            self._seed()
+                        session = Session(
+                            recipe=self.recipe,
+                            roles=roles,
+                            lineage=lineage,
+                            observer=observer,
+                            store=store,
+                            held_out=held_out,
+                            command_started=self.started,
+                            identity=self.identity,
+                            forecast=expected,
+                        )
+                        if checkpoint is not None:
+                            await self._restore(session, checkpoint)
+                        self.seconds["setup"] += time.perf_counter() - began
+                        summary = await self._train(session)
+                        break
+                    except TrainerLost as lost:
+                        has_trainer, began, before = False, time.perf_counter(), checkpoint
+                        observer.close()
+                        store, checkpoint, lineage = await asyncio.to_thread(self._find_checkpoint)
+                        await self._before_restart(lost, before, checkpoint)
+                        observer = self._observe(checkpoint, orchestration)
         self.screen.say(final_report(summary, session.policy.ledger.equation(), _sample_texts(session), folder=self.folder))
         return RunResult(folder=self.folder, summary=summary, samples=session.samples)
+
+    def _observe(self, checkpoint: Checkpoint | None, orchestration: Inline | LocalProcesses) -> Observer:
+        return Observer(
+            self.folder,
+            screen=self.screen,
+            sinks=self.recipe.observe.sinks,
+            trace=self.recipe.observe.trace,
+            max_gb=self.recipe.observe.max_gb,
+            restored=None if checkpoint is None else checkpoint.version,
+            config=to_dict(self.recipe),
+            elsewhere=orchestration.reporting_roles,
+        )
+
+    def _seed(self) -> None:
+        """For users' functions; Headrace derives its own seeds from names."""
+        random.seed(self.recipe.seed)
+        np.random.seed(self.recipe.seed % 2**32)
+        torch.manual_seed(self.recipe.seed)
+
+    async def _before_restart(self, lost: TrainerLost, before: Checkpoint | None, now: Checkpoint | None) -> None:
+        """Raise if the trainer's restarts are spent, which a newer checkpoint gives back, or the user has asked to stop."""
+        start = 0 if now is None else now.version
+        self._add_way_on(lost, start)
+        if self.how.stop.num_made:
+            raise lost
+        if start > (0 if before is None else before.version):
+            self._restarts.refill()
+        seconds = self._restarts.spend(lost)
+        counted = f"{self._restarts.num_spent} of {self._restarts.most}"
+        self.screen.say(f"{lost}\n  it is started again from version {start} ({counted}) in {seconds:.0f} s")
+        await asyncio.sleep(seconds)
 
     def _find_checkpoint(self) -> tuple[CheckpointStore, Checkpoint | None, Lineage]:
         """The store, its newest checkpoint, and the lineage of the weights trained from now on."""
@@ -248,14 +287,16 @@ class Launcher:
                 session.store.clear_rescued()
             await session.roles.refresh()
         except Exception as error:
-            if not session.roles.trainer.is_lost:
+            if session.roles.trainer.is_lost:
+                with contextlib.suppress(Exception):  # the trainer may have been lost before it had written its weights
+                    await session.saved()
+            else:
                 try:
                     await session.save_after_failure()
                 except Exception as second:  # noqa: BLE001  (the first failure is raised)
                     self.screen.say(f"and version {session.policy.version} could not be saved: {second}")
-            command = f": {self.how.command}" if self.how.command else ""
-            error.add_note(f"the same command resumes from version {session.resumes_from}{command}")
-            error.add_note(f"run folder {self.folder}, log {self.folder / 'logs' / 'launcher.log'}")
+            if not isinstance(error, TrainerLost):
+                self._add_way_on(error, session.resumes_from)
             raise
         finally:
             summary = session.summary(status, seconds=self.seconds)
@@ -263,6 +304,11 @@ class Launcher:
                 write_summary(self.folder, summary)
             session.observer.close()
         return summary
+
+    def _add_way_on(self, error: Exception, version: int) -> None:
+        command = f": {self.how.command}" if self.how.command else ""
+        error.add_note(f"the same command resumes from version {version}{command}")
+        error.add_note(f"run folder {self.folder}, log {self.folder / 'logs' / 'launcher.log'}")
 
 
 def _sample_texts(session: Session) -> list[tuple[str, str, float | None]]:

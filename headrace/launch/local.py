@@ -1,6 +1,7 @@
 """`orchestrate = "local"`: engines and trainer in their own processes on this host.
 
-A lost engine is restarted; a lost trainer ends the run.
+A lost engine is restarted, up to `engine.restarts` times an hour; after that the run goes on with the others. When the trainer
+is lost, the launcher starts another from the newest checkpoint (`LocalProcesses.restart_trainer`), and the engines stay.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import secrets
 import sys
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -21,7 +23,14 @@ from headrace.launch.build import make_roles
 from headrace.launch.forecast import count_parameters
 from headrace.launch.heartbeat import SILENT_HEARTBEATS, send_heartbeats
 from headrace.launch.placement import Order, choose_transport, place_on_this_host
-from headrace.launch.process import PING_GRACE_SECONDS, ChildProcess, RoleFailed, RoleProcess
+from headrace.launch.process import (
+    PING_GRACE_SECONDS,
+    ChildProcess,
+    RestartBudget,
+    RoleFailed,
+    RoleProcess,
+    TrainerLost,
+)
 from headrace.leftovers import Claim, sweep
 from headrace.rpc import Listener, RemoteError, StreamClosed, socket_place
 from headrace.score import RewardWorkers
@@ -45,6 +54,8 @@ if TYPE_CHECKING:
 _GOODBYE_SECONDS = 2.0
 """Processes that have not ended by themselves by then (most take hundredths of a second) are killed."""
 _PING_SECONDS = 1.0
+_RESTART_WINDOW = 3600.0
+"""Seconds after which a restart of an engine no longer counts."""
 _SWITCH_SECONDS = 0.001
 """Thread switch interval: how long a computing reward may block the event loop; Python's default is 0.005."""
 
@@ -78,7 +89,12 @@ class LocalProcesses:
         self._connected: dict[str, RoleProcess] = {}
         self._relays: dict[str, str] = {}
         """Engine name -> the address at which it relays weights, or ""."""
-        self._num_restarts = 0
+        self._restarts = [
+            RestartBudget("engine.restarts", recipe.engine.restarts, window=_RESTART_WINDOW)
+            for _ in range(recipe.engine.num_engines)
+        ]
+        self._given_up: list[str] = []
+        """Engines whose restarts are spent."""
         self._engine_peak = 0
         """Peak memory in bytes reported by any engine, lost ones included."""
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -86,6 +102,7 @@ class LocalProcesses:
         self._has_failed = asyncio.Event()
         self._build: dict[str, Any] = {}
         """Arguments of each process's `build` call."""
+        self._stop_ids: list[int] = []
         self._timelines: dict[str, MirroredTimeline] = {}
         self._say: Callable[[str], None] = print
 
@@ -113,7 +130,7 @@ class LocalProcesses:
     # Start
 
     def start_process(self, role: str, index: int) -> RoleProcess:
-        """Called at the start, and again to restart a lost engine: a new incarnation."""
+        """Called at the start, and again to restart a lost process: a new incarnation."""
         name = f"engine-{index}" if role == "engine" else role
         self._incarnations[name] += 1
         placement = place_on_this_host(
@@ -121,7 +138,7 @@ class LocalProcesses:
         )
         handle, incarnation = ChildProcess(name, placement), self._incarnations[name]
         process = RoleProcess(name, role, handle=handle, placement=placement, index=index, incarnation=incarnation)
-        self._started.append(process)
+        self._started = [*(each for each in self._started if not each.ended.is_set()), process]
         return process
 
     async def listen(self) -> None:
@@ -163,13 +180,8 @@ class LocalProcesses:
         recipe = self._recipe
         weight_bytes = count_parameters(Path(model_path)) * {"float32": 4, "bfloat16": 2}[recipe.model.dtype]
         transport_class(self._transport.transport).check_space(self._transport, weight_bytes)
-        self._build = {
-            "recipe": to_dict(recipe),
-            "model": model_path,
-            "lineage": {"id": lineage.id, "ancestors": lineage.ancestors},
-            "most_blocks": most_blocks,
-        }
-        self._timelines, self._say = observer.mirrored(), observer.screen.say
+        self._build = {"recipe": to_dict(recipe), "model": model_path, "most_blocks": most_blocks}
+        self._serve(observer, lineage)
         try:
             with contextlib.ExitStack() as watching:
                 watching.callback(sys.setswitchinterval, sys.getswitchinterval())
@@ -184,34 +196,67 @@ class LocalProcesses:
             raise
         await self._say_goodbye()
 
+    def _serve(self, observer: Observer, lineage: Lineage) -> None:
+        """Report to this observer; processes started from now on are of this lineage."""
+        self._build["lineage"] = {"id": lineage.id, "ancestors": lineage.ancestors}
+        self._timelines, self._say = observer.mirrored(), observer.screen.say
+
     async def _connect_all(self, model_path: str, given: UserInputs, workers: RewardWorkers) -> Roles:
         recipe = self._recipe
         await self.listen()
-        trainer = RemoteTrainer(self.trainer, deadline=recipe.deadline)
-        delivery = self.pool.delivery
-        delivery.source, delivery.patience = TrainerSource(trainer, relays=self._relays), recipe.sync.patience
+        self.pool.delivery.patience = recipe.sync.patience
+        self._make_roles = partial(
+            make_roles,
+            recipe,
+            model_path,
+            given,
+            engine=self.pool,
+            workers=workers,
+            services=(self._watch,),
+            describe=self._describe,
+            versions=lambda: self.pool.versions,
+            engine_peak=lambda: self._engine_peak,
+            refresh=self._refresh,
+            losses=self._losses,
+        )
         starting: list[asyncio.Task[Any]] = [asyncio.ensure_future(self.start_engine(each)) for each in self.engines]
         starting.append(asyncio.ensure_future(self._start(self.trainer)))
         try:
-            roles = make_roles(
-                recipe,
-                model_path,
-                given,
-                engine=self.pool,
-                trainer=trainer,
-                workers=workers,
-                services=(self._watch,),
-                describe=self._describe,
-                versions=lambda: self.pool.versions,
-                engine_peak=lambda: self._engine_peak,
-                refresh=self._refresh,
-            )
+            roles = self._roles_with(self.trainer)
             engine, *_ = await asyncio.gather(*starting)
         except BaseException:
             for task in starting:
                 task.cancel()
             raise
-        return roles.with_stop_ids(engine["stop_ids"])
+        self._stop_ids = engine["stop_ids"]
+        return roles.with_stop_ids(self._stop_ids)
+
+    def _roles_with(self, process: RoleProcess) -> Roles:
+        """Everything the launcher keeps itself starts anew: tasks, scorer, encoder."""
+        trainer = RemoteTrainer(process, deadline=self._recipe.deadline)
+        self.pool.delivery.source = TrainerSource(trainer, relays=self._relays)
+        return self._make_roles(trainer=trainer)
+
+    async def restart_trainer(self, *, observer: Observer, lineage: Lineage) -> Roles:
+        """Start a trainer in place of a lost one, for another session. The engines stay, idle, until it publishes: no generate
+        call is in flight any more. What the lost one left in shared memory is removed."""
+        self.trainer.give_up("was lost")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_GOODBYE_SECONDS):
+                await self.trainer.ended.wait()
+        for path in self._shared_folder.glob(f"{self.prefix}-*"):
+            if path.is_file():  # engines have folders there
+                path.unlink(missing_ok=True)
+        self.pool.delivery.forget()
+        if self._failure is None:  # otherwise the last engine is lost too, and `_watch` ends the next session
+            self._has_failed.clear()
+        self._serve(observer, lineage)
+        self.trainer = self.start_process("trainer", 0)
+        await self._start(self.trainer)
+        if self._recipe.engine.sleeps:
+            await self.pool.wake()
+        await self.pool.resume()
+        return self._roles_with(self.trainer).with_stop_ids(self._stop_ids)
 
     async def _say_goodbye(self) -> None:
         for process in self._started:
@@ -221,8 +266,8 @@ class LocalProcesses:
                 await asyncio.gather(*(process.ended.wait() for process in self._started if process.streams))
 
     async def start_engine(self, process: RoleProcess, *, is_first: bool = True) -> dict[str, Any]:
-        """Start an engine and return its `build` answer. If its process ends meanwhile, it is restarted, up to
-        `engine.restarts` times. A first start that raises or hangs is not: the next would too."""
+        """Start an engine and return its `build` answer. If its process ends meanwhile, it is restarted within its budget. A
+        first start that raises or hangs is not: the next would too."""
         while True:
             try:
                 return await self._start(process)
@@ -230,15 +275,14 @@ class LocalProcesses:
                 if is_first and (process.verdict or not process.lost.is_set()):
                     raise
                 process.give_up("could not be started")
-                process = self._start_again(process, error)
+                process = await self._start_again(process, error)
 
-    def _start_again(self, process: RoleProcess, error: Exception) -> RoleProcess:
-        """A new process in place of a lost one; raises once `engine.restarts` are used up."""
-        most = self._recipe.engine.restarts
-        if self._num_restarts >= most:
-            raise RoleFailed(f"{error}\n  engine.restarts = {most} are spent")
-        self._num_restarts += 1
-        self._say(f"{error}\n  it is started again ({self._num_restarts} of {most})")
+    async def _start_again(self, process: RoleProcess, error: RoleFailed) -> RoleProcess:
+        """A new process in place of a lost engine, after a pause that grows; raises `error` once its budget is spent."""
+        budget = self._restarts[process.index]
+        seconds = budget.spend(error)
+        self._say(f"{error}\n  it is started again ({budget.num_spent} of {budget.most}) in {seconds:.0f} s")
+        await asyncio.sleep(seconds)
         return self.start_process(process.role, process.index)
 
     async def _start(self, process: RoleProcess) -> dict[str, Any]:
@@ -250,7 +294,7 @@ class LocalProcesses:
             if process.role == "engine":
                 await self._join(process, arriving["data"], relay=told["relay"])
             else:
-                self._spawn(self._end_run_without(process))
+                self._spawn(self._on_lost_trainer(process))
         except TimeoutError as error:
             process.give_up(f"has been loading its model for {deadline:g} s (deadline)")
             raise await process.explain() from error
@@ -272,7 +316,9 @@ class LocalProcesses:
         return arriving
 
     async def _join(self, process: RoleProcess, data: asyncio.Future[Stream], *, relay: str) -> None:
-        report = self._timelines["engine"].take
+        def report(name: str, told: dict[str, Any]) -> None:  # to the timeline of the current session
+            self._timelines["engine"].take(name, told)
+
         engine = RemoteEngine(process.name, self.pool, control=process.control, on_report=report, log=process.log)
         engine.data = await process.open("data", data, deadline=self._recipe.deadline, notices=engine.notices())
         self._spawn(process.read(engine.data))
@@ -283,10 +329,9 @@ class LocalProcesses:
     # Watch
 
     async def _watch(self) -> None:
-        """Waits for a failure that no restart fixes, and raises it."""
+        """Waits for a failure that no restart of an engine fixes, and raises it."""
         await self._has_failed.wait()
-        assert self._failure is not None
-        raise self._failure
+        raise self._failure or await self.trainer.explain()
 
     def _describe(self) -> str:
         """Each process, its last reported activity, and its log."""
@@ -316,20 +361,42 @@ class LocalProcesses:
         self._timelines[process.role].take(process.name, report)
         return True
 
-    async def _end_run_without(self, trainer: RoleProcess) -> None:
-        """Waits for the trainer to be lost; ends the run then."""
+    async def _on_lost_trainer(self, trainer: RoleProcess) -> None:
+        """Waits for the trainer to be lost; ends the session then. Engines that join or catch up just now do so without it."""
         await trainer.lost.wait()
-        raise await trainer.explain()
+        self.pool.delivery.forget()
+        self._timelines["trainer"].forget(trainer.name)
+        self._has_failed.set()
 
     async def _replace(self, process: RoleProcess, engine: RemoteEngine) -> None:
-        """Waits for an engine to be lost; restarts it then."""
+        """Waits for an engine to be lost; restarts it then, or goes on without it while others are left."""
         await process.lost.wait()
         error = await process.explain()
         process.give_up("was lost")
         self.pool.lose(engine)
         self._timelines["engine"].forget(process.name)
-        await self.start_engine(self._start_again(process, error), is_first=False)
-        self._say(f"{process.name} is back")
+        if not isinstance(error, RoleFailed):  # a setting or the model, and no restart changes it
+            raise error
+        try:
+            await self.start_engine(await self._start_again(process, error), is_first=False)
+        except RoleFailed as spent:
+            self._go_on_without(process, spent)
+        else:
+            self._say(f"{process.name} is back")
+
+    def _go_on_without(self, process: RoleProcess, error: RoleFailed) -> None:
+        """An engine's restarts are spent; raises if it was the last."""
+        self._given_up.append(process.name)
+        self._connected.pop(process.name, None)
+        left = len(self._restarts) - len(self._given_up)
+        if not left:
+            raise error
+        self._say(f"{error}\n  the run goes on with {left} of {len(self._restarts)} engines")
+
+    def _losses(self) -> dict[str, Any]:
+        """For the summary."""
+        restarts = {name: count - 1 for name, count in self._incarnations.items() if count > 1}
+        return {"restarts": restarts, "engines_given_up": list(self._given_up)}
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Run a task in the background; what it raises ends the run."""
@@ -364,4 +431,7 @@ class TrainerSource:
             await self._trainer.send(update, receivers)
 
     async def catch_up(self, version: int | None) -> Sequence[WeightUpdate]:
-        return await self._trainer.catch_up(version)
+        try:
+            return await self._trainer.catch_up(version)
+        except TrainerLost as error:  # which is not the fault of the engine that asks
+            raise SyncError(str(error)) from error

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from typing import TYPE_CHECKING, Any, Protocol
 
 from headrace.model import ModelError
@@ -27,12 +28,48 @@ if TYPE_CHECKING:
 
 _END_SECONDS = 5.0
 """How long to wait for a lost process's exit status, which says most about the cause."""
+_SHORTEST_PAUSE, _LONGEST_PAUSE, _WORKED_SECONDS = 1.0, 60.0, 60.0
+"""Seconds between a loss and a restart, and of work after which the next pause is short again."""
 PING_GRACE_SECONDS = 2.0
 """Extra time to read an answer that arrived while the launcher was itself blocked."""
 
 
 class RoleFailed(RuntimeError):
     """A process of the run failed; the message says which, why, and where its log is."""
+
+
+class TrainerLost(RoleFailed):
+    """The trainer's process was killed, crashed or stopped answering; it raised nothing that it would raise again."""
+
+
+class RestartBudget:
+    """How often one process may be started again, and how long to wait before each time: twice as long as the last time if it
+    has not worked for a minute since."""
+
+    def __init__(self, key: str, most: int, *, window: float) -> None:
+        """`key`: the setting that says `most`. Restarts longer than `window` seconds ago do not count."""
+        self.key, self.most, self._window = key, most, window
+        self._times: list[float] = []
+        self._pause = 0.0
+
+    def spend(self, error: RoleFailed) -> float:
+        """Count a restart and return the seconds to wait before it; raises `error` if none is left."""
+        now = time.monotonic()
+        has_worked = not self._times or now - self._times[-1] - self._pause >= _WORKED_SECONDS
+        self._times = [then for then in self._times if now - then < self._window]
+        if len(self._times) >= self.most:
+            error.args = (f"{error}\n  {self.key} = {self.most} are spent",)
+            raise error
+        self._times.append(now)
+        self._pause = _SHORTEST_PAUSE if has_worked else min(2 * self._pause, _LONGEST_PAUSE)
+        return self._pause
+
+    @property
+    def num_spent(self) -> int:
+        return len(self._times)
+
+    def refill(self) -> None:
+        self._times.clear()
 
 
 class ProcessHandle(Protocol):
@@ -255,4 +292,5 @@ class RoleProcess:
             is_signal = self._status < 0
             ended = f"was killed by {signal.Signals(-self._status).name}" if is_signal else f"ended with status {self._status}"
         process = self._description or self.handle.describe()
-        return RoleFailed(f"{self.name} ({process}) {self.verdict or ended}\n  log {self.log}")
+        kind = TrainerLost if self.role == "trainer" else RoleFailed
+        return kind(f"{self.name} ({process}) {self.verdict or ended}\n  log {self.log}")

@@ -117,7 +117,8 @@ class Observer:
         self.screen.close()
         for timeline in self._timelines.values():
             timeline.end()
-        for sink in self._sinks.copy():
+        sinks, self._sinks = self._sinks, []  # slices that still come are not written
+        for sink in sinks:
             self._write(sink, sink.close)
 
     def _on_slice(self, track: str, piece: Slice) -> None:
@@ -130,4 +131,4 @@ class Observer:
             write(*arguments)
         except Exception as error:  # noqa: BLE001  (a full disk, or whatever a metrics service raises)
             self.screen.say(f"{type(sink).__name__} is no longer written: {error}; the run goes on")
-            self._sinks.remove(sink)
+            self._sinks = [each for each in self._sinks if each is not sink]

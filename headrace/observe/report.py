@@ -33,6 +33,10 @@ def final_report(summary: dict[str, Any], equation: str, samples: list[tuple[str
     lines += [f"           {count} {reason}" for reason, count in summary["dropped_because"].items()]
     if summary["skipped_steps"]:
         lines += [f"skipped    {summary['skipped_steps']} optimizer steps, whose gradient was not finite"]
+    if summary.get("restarts"):
+        lines += ["restarts   " + ", ".join(f"{name} {count}" for name, count in summary["restarts"].items())]
+    if summary.get("engines_given_up"):
+        lines += [f"given up   {', '.join(summary['engines_given_up'])}: engine.restarts were spent"]
     lines += [f"checkpoint {summary['checkpoint']}", f"look       {command()} inspect {folder}"]
     if summary["status"] == "interrupted":
         lines += ["resume     give the same command again"]

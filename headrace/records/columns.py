@@ -53,7 +53,7 @@ _OPTIONAL: Kinds = {
 """Fields that only some rollouts have. The last type makes the value of a rollout without the field."""
 _CALLS: Kinds = {**dict.fromkeys(("start", "stop"), (int,)), **dict.fromkeys(("started", "finished"), (float, int))}
 _CALLS |= dict.fromkeys(("engine", "finish_reason"), (str,))
-_FIXED_BYTES, _TOKEN_BYTES = 256, sum(dtype.itemsize for dtype in TOKEN_ARRAYS.values())
+_FIXED_BYTES = 256
 _REASONS = {reason.value: reason for reason in FinishReason}
 _SETTINGS = [field.name for field in dataclasses.fields(Sampling) if field.name != "seed"]
 _BATCH_SETTINGS = {field.name for field in dataclasses.fields(Batch)} - {"rollouts", "advantages", "weights"}
@@ -85,24 +85,13 @@ def portions(rollouts: Sequence[Rollout]) -> Iterator[slice]:
     """Consecutive rollouts that take about one piece of a frame together; a longer one is alone."""
     start = total = 0
     for at, rollout in enumerate(rollouts):
-        size = num_bytes(rollout)
+        size = _FIXED_BYTES + rollout.num_bytes
         if at > start and total + size > frames.PIECE:
             yield slice(start, at)
             start, total = at, 0
         total += size
     if start < len(rollouts):
         yield slice(start, len(rollouts))
-
-
-def num_bytes(rollout: Rollout) -> int:
-    """About what it takes in a frame."""
-    routing, mask = rollout.expert_routing, rollout.sampling_mask
-    size = _FIXED_BYTES + _TOKEN_BYTES * rollout.token_ids.size
-    if rollout.columns:
-        size += sum(array.nbytes for array in rollout.columns.values())
-    if routing is not None:
-        size += routing.nbytes
-    return size if mask is None else size + mask.ids.nbytes + mask.offsets.nbytes
 
 
 def pack_samplings(samplings: Sequence[Sampling]) -> dict[str, Any]:

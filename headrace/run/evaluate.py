@@ -39,6 +39,7 @@ class Evaluator:
 
     def __init__(self, recipe: Recipe, roles: Roles) -> None:
         self._roles, self._seed, self._success_at = roles, recipe.seed, recipe.evaluate.success_at
+        self._timeout = recipe.episode.timeout
         given = recipe.sampling
         self._sampling = Sampling(
             max_tokens=given.max_tokens,
@@ -87,7 +88,8 @@ class Evaluator:
         def client(id: str) -> EngineClient:
             return EngineClient(roles.engine, roles.encoder, episode=id, group=id, index=0, sampling=sampling, seed=self._seed)
 
-        running = (run_episode(roles.environment, task, client(f"{name}/{index}")) for index, task in enumerate(tasks))
+        clients = [(task, client(f"{name}/{index}")) for index, task in enumerate(tasks)]
+        running = (run_episode(roles.environment, task, each, timeout=self._timeout) for task, each in clients)
         episodes = await asyncio.gather(*running)
         judged = iter(await roles.scorer.score([episode for episode in episodes if episode.outcome is None]))
         return [episode if episode.outcome is not None else next(judged) for episode in episodes]

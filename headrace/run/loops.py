@@ -56,7 +56,8 @@ async def generate(run: Run) -> NoReturn:
 
 
 async def _run_episode(run: Run, record: EpisodeInFlight) -> None:
-    run.finish(record, await run_episode(run.roles.environment, record.group.task, run.client(record)))
+    timeout = run.recipe.episode.timeout
+    run.finish(record, await run_episode(run.roles.environment, record.group.task, run.client(record), timeout=timeout))
 
 
 async def score(run: Run) -> NoReturn:

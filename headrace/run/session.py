@@ -134,9 +134,9 @@ class Session:
             if policy.trainer.is_inline:
                 await self.save()
             else:
-                await self._saved()  # one after the other
+                await self.saved()  # one after the other
                 await self._start_saving(beside=True)
-                self.run.spawn(self._saved)  # if it fails, so does the run
+                self.run.spawn(self.saved)  # if it fails, so does the run
         self.run.note_progress()
 
     def _count(self, started: StartedBatch) -> None:
@@ -196,12 +196,14 @@ class Session:
 
     def _write_version(self, version: int, started: StartedBatch) -> None:
         assert started.metrics is not None
+        held = self.roles.versions()
         metrics = {
             **started.metrics,
             "rejected": started.rejected,
             "occupancy": self.observer.occupancy,
             **self.policy.sync_metrics,
-            **{f"held/{name}": held for name, held in self.roles.versions().items()},
+            **({} if self.policy.trainer.is_inline else {"engines": len(held)}),
+            **{f"held/{name}": newest for name, newest in held.items()},
             "engine/memory_peak": self.roles.engine_peak(),
             **trainer_metrics(started.seen, memory_peak=self._trainer_peak),
             **{f"rollouts/{name}": count for name, count in self.policy.ledger.counts().items()},
@@ -256,6 +258,7 @@ class Session:
             "bound_by": role,
             "bound_share": share_of_time,
             "memory": memory,
+            **self.roles.losses(),
             "checkpoint": None if self.checkpoint_folder is None else str(self.checkpoint_folder),
         }
 
@@ -276,9 +279,9 @@ class Session:
         """Write a checkpoint of the newest version, unless it is already saved, and wait until it is on disk. The trainer has
         nothing to do meanwhile, so that it can save again, to the rescue folder."""
         with contextlib.suppress(CheckpointError):  # of an earlier version: this one replaces it
-            await self._saved()
+            await self.saved()
         if await self._start_saving(beside=False):
-            await self._saved()
+            await self.saved()
 
     async def _start_saving(self, *, beside: bool) -> bool:
         """Take all that a checkpoint of the newest version needs, and return whether there is one to write; a task then writes
@@ -306,7 +309,7 @@ class Session:
             )
         )
         self._saving = asyncio.ensure_future(self._finish_saving(policy.version, writing, beside=beside))
-        self._saving.add_done_callback(lambda saving: saving.cancelled() or saving.exception())  # `_saved` may never be called
+        self._saving.add_done_callback(lambda saving: saving.cancelled() or saving.exception())  # `saved` may never be called
         return True
 
     async def _finish_saving(self, version: int, writing: asyncio.Task[Path], *, beside: bool) -> None:
@@ -320,7 +323,7 @@ class Session:
                 raise
         self._saved_version = version
 
-    async def _saved(self) -> None:
+    async def saved(self) -> None:
         """Wait until the checkpoint being written is on disk. Cancelling the wait does not cancel the writing."""
         if self._saving is not None:
             await asyncio.shield(self._saving)

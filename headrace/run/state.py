@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 from headrace.algorithms import ADVANTAGES
 from headrace.envs import CallLimit, EngineClient
@@ -66,6 +66,8 @@ class Roles:
     """Peak memory of the engine in bytes; of several, the largest."""
     refresh: Callable[[], Awaitable[None]] = _nothing
     """Makes every process report how it has spent its time so far."""
+    losses: Callable[[], Mapping[str, Any]] = dict
+    """Which processes were started again how often, and which were given up, for the summary."""
 
     def with_stop_ids(self, ids: Iterable[int]) -> Roles:
         """A copy in which these tokens end a turn too."""
@@ -116,6 +118,7 @@ class Run:
         """The version at which `train` returns."""
         self.is_stopping = False
         self.num_scoring = 0
+        self._stuck_at: set[str] = set()
         self.progressed_at = time.monotonic()
         self._sampling = Sampling(**dataclasses.asdict(recipe.sampling), stop_ids=roles.stop_ids)
         self._tasks: asyncio.TaskGroup | None = None
@@ -205,7 +208,15 @@ class Run:
             seed=self.recipe.seed,
             partials=record.partials,
             limit=self.generate_calls,
+            on_stuck=self._on_stuck,
         )
+
+    def _on_stuck(self, message: str) -> None:
+        """Say the first at each place: a leg may end with thousands of them."""
+        place = message.partition(" left at ")[2]
+        if place not in self._stuck_at:
+            self._stuck_at.add(place)
+            self.observer.screen.say(message)
 
     def finish(self, record: EpisodeInFlight, episode: Episode) -> None:
         """Hand an ended episode to `score`."""

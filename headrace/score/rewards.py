@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from headrace.score.workers import RewardError, TimedOut
+from headrace.user_code import await_user
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -165,7 +166,7 @@ class RewardFunction:
         tried = self._try(samples) if tried is None else tried
 
         async def result() -> object:
-            try:  # inside the task that `wait_for` makes: a `SystemExit` that leaves a task ends the whole event loop
+            try:  # inside the task that `await_user` makes: a `SystemExit` that leaves a task ends the whole event loop
                 return await tried
             except SystemExit as error:
                 raise self._exited(error) from error
@@ -173,7 +174,9 @@ class RewardFunction:
         if not inspect.isawaitable(tried):
             return cast("list[Result] | Failure", tried)
         try:
-            return self._checked_results(await asyncio.wait_for(result(), deadline), samples)
+            async with asyncio.timeout(deadline):
+                found = await await_user(result(), name=f"reward {self.name!r}")
+            return self._checked_results(found, samples)
         except RewardError:
             raise
         except TimeoutError:

@@ -9,7 +9,9 @@ from typing import Literal
 from headrace.algorithms import ADVANTAGES, loss_traits
 from headrace.settings import ELASTIC, OPERATIONAL, ConfigError, check
 
-_LEAST = {"threads": 0, "batch": 1, "mini_batches": 1, "max_skipped": 0, "warmup_steps": 0, "micro_batch_tokens": 16}
+_LEAST = {
+    "threads": 0, "batch": 1, "mini_batches": 1, "max_skipped": 0, "restarts": 0, "warmup_steps": 0, "micro_batch_tokens": 16,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +58,8 @@ class TrainSettings:
     max_skipped: int = field(default=3, metadata=OPERATIONAL)
     """A step whose gradient is NaN or infinite is skipped, and its rollouts are kept for `headrace inspect`. So many skipped
     one after another stop the run; 0 never does."""
+    restarts: int = field(default=2, metadata=OPERATIONAL)
+    """How often a trainer whose process died or stopped answering is started again from the same checkpoint."""
     loss: str = "grpo"
     """`grpo`, `ppo`, `reinforce`, `gspo`, `cispo`, `topr`, `decoupled_ppo`, `a3po`, `dppo`, `m2po`, `aipo`, `distill`, or your
     own as `module:name` or `file.py:name`. docs/losses.md has their formulas and constants."""

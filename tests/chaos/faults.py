@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -93,14 +94,16 @@ class Running:
         return [*shared_folder().glob(name), *Path(tempfile.gettempdir()).glob(name)]
 
 
-def start(tmp_path: Path, *overrides: str) -> Running:
+def start(tmp_path: Path, *overrides: str, output: Path | None = None) -> Running:
+    """`output`: a file for what it prints, where that is more than a pipe holds."""
+    tmp_path.mkdir(exist_ok=True)
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(RECIPE)
     folder = tmp_path / "run"
     command = [sys.executable, "-m", "headrace.cli", "train", str(recipe), f"--run-dir={folder}", *overrides]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with output.open("w") if output else contextlib.nullcontext(subprocess.PIPE) as stdout:
+        process = subprocess.Popen(command, stdout=stdout, stderr=subprocess.STDOUT, text=True, env=environment)
     return Running(process, folder, command)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import signal
 import time
@@ -9,6 +10,7 @@ import time
 import numpy as np
 import pytest
 from faults import Running, again, is_alive, start, wait_until
+from helpers import same_weights
 
 from headrace.errors import command
 from headrace.observe.inspect import read_rollouts
@@ -99,13 +101,13 @@ def test_a_stopped_engine_is_named_and_replaced(tmp_path):
 
 @pytest.mark.parametrize(("number", "words"), [(signal.SIGKILL, "killed by SIGKILL"), (signal.SIGSTOP, "has not answered for")])
 @pytest.mark.long
-def test_a_lost_trainer_ends_the_run_and_the_same_command_resumes(tmp_path, number, words):
-    run = start(tmp_path)
+def test_a_lost_trainer_without_restarts_ends_the_run_and_the_same_command_resumes(tmp_path, number, words):
+    run = start(tmp_path, "--train.restarts=0")
     run.wait_for_version(6)
     run.hit("trainer", number)
     output = run.finish(seconds=30)
     assert run.process.returncode == 1
-    assert "trainer" in output and words in output and "logs/trainer.log" in output
+    assert "trainer" in output and words in output and "logs/trainer.log" in output and "train.restarts = 0 are spent" in output
     assert f"the same command resumes from version 4: {command()} train {tmp_path / 'recipe.toml'}" in output.replace(
         "version 8", "version 4"
     ), "the checkpoint is every fourth version"
@@ -114,6 +116,62 @@ def test_a_lost_trainer_ends_the_run_and_the_same_command_resumes(tmp_path, numb
     output = resumed.finish()
     check_finished(resumed, output)
     assert "resumed    version" in output
+
+
+@pytest.mark.parametrize("version", [pytest.param(0, marks=pytest.mark.long), 6])
+def test_a_killed_trainer_is_started_again_from_the_newest_checkpoint(tmp_path, version):
+    """Also before the first one. The engine's process stays."""
+    run = start(tmp_path)
+    run.wait_for_version(max(version, 1))
+    engine = run.role("engine-0")
+    run.hit("trainer", signal.SIGKILL)
+    run.wait_for_version(version + 8)
+    assert run.role("engine-0") == engine
+    output = run.finish()
+    check_finished(run, output)
+    assert "trainer" in output and "killed by SIGKILL" in output and "(1 of 2) in 1 s" in output
+    assert "started again from version" in output and run.summary["restarts"] == {"trainer": 1}
+
+
+@pytest.mark.long
+def test_a_trainer_killed_at_any_moment_costs_no_rollout(tmp_path):
+    """Also while it starts, while it saves, and while engines load its weights or start themselves."""
+    run = start(tmp_path, "--engine.restarts=50", "--train.restarts=50", "--steps=60", "--engine.count=2")
+    chance, trained = random.Random(1), 0
+    for _ in range(8):
+        run.wait_for_version(run.version + 1)
+        time.sleep(chance.random())
+        for name in chance.choice([("trainer",), ("trainer", "engine-0"), ("engine-1", "trainer")]):
+            with contextlib.suppress(LookupError):
+                run.hit(name, signal.SIGKILL)
+                trained += name == "trainer"
+    output = run.finish(seconds=300)
+    check_finished(run, output)
+    assert run.summary["restarts"]["trainer"] == trained and not run.summary["engines_given_up"]
+
+
+@pytest.mark.long
+def test_a_killed_trainer_changes_no_bit_of_an_exact_run(tmp_path):
+    whole, broken = (start(tmp_path / name, "--exact=true", "--staleness.max_lag=0") for name in ("whole", "broken"))
+    broken.wait_for_version(6)
+    broken.hit("trainer", signal.SIGKILL)
+    for run in (whole, broken):
+        output = run.finish()
+        assert run.process.returncode == 0, output
+    assert broken.summary["restarts"] == {"trainer": 1}
+    assert same_weights(whole.summary["checkpoint"], broken.summary["checkpoint"])
+
+
+@pytest.mark.long
+def test_with_its_restarts_spent_an_engine_is_done_without(tmp_path):
+    run = start(tmp_path, "--engine.restarts=0", "--engine.count=2")
+    run.wait_for_version(3)
+    run.hit("engine-1", signal.SIGKILL)
+    output = run.finish()
+    check_finished(run, output)
+    assert "engine.restarts = 0 are spent" in output and "the run goes on with 1 of 2 engines" in output
+    assert run.summary["engines_given_up"] == ["engine-1"]
+    assert read_metrics(run.folder / "metrics.jsonl")[-1]["engines"] == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])

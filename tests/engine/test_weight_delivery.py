@@ -385,6 +385,32 @@ def test_an_engine_that_is_gone_is_told_and_is_no_failure_of_the_others():
     asyncio.run(check())
 
 
+def test_engines_are_not_to_blame_for_a_source_that_is_lost():
+    """One is late and asks what it missed, and the source is gone: it waits for the next update like the others."""
+
+    async def check() -> None:
+        lost: list[str] = []
+
+        async def hangs() -> None:
+            await asyncio.Event().wait()
+
+        async def works() -> None:
+            """At once."""
+
+        delivery = WeightDelivery(on_lost=lambda engine: lost.append(engine.name))
+        delivery.patience = 0.0
+        engines, update = [Stub("late", hangs), Stub("there", works)], WeightUpdate(policy="policy", lineage="life", version=3)
+        engines[1].update = update
+        await delivery.load(update, engines, Interrupt.KEEP)  # type: ignore[arg-type]
+        assert engines[0].is_behind and len(delivery.catching_up) == 1
+        catching_up = list(delivery.catching_up.values())
+        delivery.forget()
+        await asyncio.wait(catching_up)
+        assert not lost and not engines[0].is_behind and delivery.is_current(engines[0]) and not delivery.catching_up  # type: ignore[arg-type]
+
+    asyncio.run(check())
+
+
 def test_a_delivery_that_is_cancelled_leaves_nothing_under_way():
     async def check() -> None:
         ended: list[str] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -12,13 +13,20 @@ from headrace.config import make_recipe
 from headrace.errors import SyncError
 from headrace.launch.local import LocalProcesses
 from headrace.launch.placement import Placement
-from headrace.launch.process import RoleFailed, RoleProcess
+from headrace.launch.process import RestartBudget, RoleFailed, RoleProcess, TrainerLost
 from headrace.rpc import RemoteError, StreamClosed
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from conftest import Clock
+
     from headrace.launch.placement import Order
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.launch.process._SHORTEST_PAUSE", 0.0)
 
 
 class FarProcess:
@@ -61,10 +69,11 @@ def placement(log: Path) -> Placement:
 class Starting(LocalProcesses):
     """Whose processes are on that host, and end, raise, hang or come up while they are built, as told."""
 
-    def __init__(self, folder: Path, *ends: str, said: list[str]) -> None:
-        super().__init__(make_recipe({"engine.restarts": 2}), folder)
+    def __init__(self, folder: Path, *ends: str, said: list[str], count: int = 2) -> None:
+        super().__init__(make_recipe({"engine.restarts": 2, "engine.count": count}), folder)
         self._ends, self.started, self._say = list(ends), [], said.append
-        self._timelines = {"engine": SimpleNamespace(take=None)}  # type: ignore[dict-item]
+        silent = SimpleNamespace(take=None, forget=lambda _: None)
+        self._timelines = {"engine": silent, "trainer": silent}  # type: ignore[dict-item]
 
     def start_process(self, role: str, index: int) -> RoleProcess:
         name, incarnation = f"{role}-{index}", len(self.started) + 1
@@ -157,3 +166,110 @@ def test_what_the_first_start_raises_ends_the_run_at_once(tmp_path: Path, how: s
     assert isinstance(error, RoleFailed) and words in str(error) and len(started) == 1 and not said
     started, said, error = start(tmp_path, how, is_first=False)
     assert error is None and len(started) == 2 and words in said[0]
+
+
+# Budgets
+
+
+def spend(budget: RestartBudget) -> float | str:
+    """The pause before a restart, or the last line of the error when none is left."""
+    try:
+        return budget.spend(RoleFailed("engine-0 was killed"))
+    except RoleFailed as error:
+        return str(error).splitlines()[-1].strip()
+
+
+def test_restarts_wait_longer_each_time_and_no_longer_than_a_minute(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.launch.process.time", clock)
+    monkeypatch.setattr("headrace.launch.process._SHORTEST_PAUSE", 1.0)
+    budget, pauses = RestartBudget("engine.restarts", 100, window=3600), []
+    for _ in range(9):
+        pauses.append(spend(budget))
+        clock.sleep(float(pauses[-1]) + 5)  # it dies again when it has worked for five seconds
+    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    clock.sleep(60)
+    assert spend(budget) == 1, "it has worked for a minute"
+
+
+def test_a_week_is_not_ended_by_its_fifth_lost_engine_but_an_hour_is(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.launch.process.time", clock)
+    budget = RestartBudget("engine.restarts", 2, window=3600)
+    for _ in range(20):
+        assert isinstance(spend(budget), float)
+        clock.sleep(1900)
+    clock.sleep(3600)
+    assert [isinstance(spend(budget), float) for _ in range(2)] == [True, True]
+    clock.sleep(3500)
+    assert spend(budget) == "engine.restarts = 2 are spent"
+    clock.sleep(101)
+    assert isinstance(spend(budget), float)
+
+
+def test_restarts_of_a_trainer_come_back_with_a_newer_checkpoint(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.launch.process.time", clock)
+    budget = RestartBudget("train.restarts", 1, window=math.inf)
+    spend(budget)
+    clock.sleep(1e6)
+    assert spend(budget) == "train.restarts = 1 are spent"
+    budget.refill()
+    assert isinstance(spend(budget), float)
+
+
+async def until_given_up(processes: Starting, name: str) -> None:
+    for _ in range(10_000):
+        if name in processes._given_up:
+            return
+        await asyncio.sleep(0.001)
+
+
+def lose_engines(tmp_path: Path, *names: int, count: int) -> tuple[Starting, list[str]]:
+    """Engines are lost one after another; nothing that is started in their place comes up."""
+    said: list[str] = []
+
+    async def main() -> Starting:
+        processes = Starting(tmp_path, said=said, count=count)
+        for index in range(count):
+            await processes.start_engine(processes.start_process("engine", index))
+        first = processes.started.copy()
+        processes._ends = ["killed"] * 100
+        for index in names:
+            first[index].lost.set()
+            first[index]._status = -9
+            first[index].ended.set()
+            await until_given_up(processes, f"engine-{index}")
+        await asyncio.sleep(0)
+        processes._cancel_tasks()
+        return processes
+
+    return asyncio.run(asyncio.wait_for(main(), 20)), said
+
+
+def test_each_engine_has_its_own_restarts_and_the_run_goes_on_without_one_that_has_none_left(tmp_path: Path) -> None:
+    processes, said = lose_engines(tmp_path, 1, 0, count=3)
+    assert processes._failure is None and [engine.name for engine in processes.pool.engines] == ["engine-2"]
+    assert [line.splitlines()[-1].strip() for line in said if "goes on" in line] == [
+        "the run goes on with 2 of 3 engines",
+        "the run goes on with 1 of 3 engines",
+    ]
+    assert sum("started again (2 of 2)" in line for line in said) == 2, "each of the two was started again twice"
+    assert processes._losses()["engines_given_up"] == ["engine-1", "engine-0"]
+
+
+def test_without_any_engine_the_run_ends(tmp_path: Path) -> None:
+    processes, _ = lose_engines(tmp_path, 0, 1, count=2)
+    assert isinstance(processes._failure, RoleFailed) and "engine.restarts = 2 are spent" in str(processes._failure)
+
+
+@pytest.mark.parametrize("last_words", [False, True])
+def test_a_trainer_that_raised_is_not_taken_for_a_lost_one(tmp_path: Path, last_words: bool) -> None:
+    """A lost one is started again; what one raised, it would raise again."""
+
+    async def main() -> Exception:
+        process = RoleProcess("trainer", "trainer", handle=FarProcess(), placement=placement(tmp_path / "trainer.log"))
+        if last_words:
+            process._take_last_words({"kind": "OutOfMemoryError", "message": "of 80 GB"})
+        process.watch_end()
+        return await process.explain()
+
+    error = asyncio.run(main())
+    assert isinstance(error, RoleFailed) and isinstance(error, TrainerLost) is not last_words

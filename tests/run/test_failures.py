@@ -440,6 +440,43 @@ def test_an_environment_that_raises_fails_its_episode(tmp_path):
     assert any("sandbox went away" in reason for reason in result.summary["dropped_because"])
 
 
+def test_an_episode_that_takes_too_long_is_run_again_then_counted(tmp_path):
+    class Hangs(headrace.envs.SingleTurn):
+        async def run(self, task, client):
+            if task["answer"] == "3":
+                await asyncio.Event().wait()
+            return await super().run(task, client)
+
+    result = small_run(tmp_path / "run", environment=Hangs(), held_out=None, steps=4, episode={"timeout": 0.3})
+    assert counts(result)["failed"] > 0 and counts(result)["trained"] == 4 * 16
+    assert any("took longer than episode.timeout = 0.3 s" in reason for reason in result.summary["dropped_because"])
+
+
+def test_environments_that_do_not_end_hold_up_no_run_and_are_named_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("headrace.user_code.END_SECONDS", 0.05)
+
+    class Stubborn(headrace.envs.SingleTurn):
+        num_calls = 0
+
+        async def run(self, task, client):
+            self.num_calls += 1
+            while self.num_calls > 16:  # all but those of the only batch
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.sleep(1000)
+            return await super().run(task, client)
+
+    more = {"held_out": None, "quiet": False, "partial": {"oversample": 2.0}}
+    result = small_run(tmp_path / "run", environment=Stubborn(), steps=1, **more)
+    assert result.summary["status"] == "finished" and counts(result)["trained"] == 16 and counts(result)["unused"] > 1
+    lines = [line for line in capsys.readouterr().out.splitlines() if "has not ended" in line]
+    assert (
+        len(lines) == 1
+        and "the environment of g" in lines[0]
+        and "test_failures.py:" in lines[0]
+        and "Stubborn.run" in lines[0]
+    )
+
+
 def test_the_checkpoint_just_written_is_never_pruned(tmp_path, monkeypatch):
     from test_runs import run_and_kill
 

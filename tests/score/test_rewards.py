@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import sys
 
@@ -311,6 +312,20 @@ def test_cancelling_is_not_a_failure() -> None:
             await task
 
     asyncio.run(main())
+
+
+def test_a_reward_that_ignores_its_timeout_holds_up_nothing(monkeypatch, caplog) -> None:
+    """Neither its batch nor the end of the run; it is named with the line it is at."""
+    monkeypatch.setattr("headrace.user_code.END_SECONDS", 0.02)
+
+    async def stubborn(completion) -> float:
+        while True:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(1000)
+
+    (result,) = asyncio.run(RewardFunction(stubborn).score([make_sample()], attempts=1, deadline=0.02))
+    assert isinstance(result, Failure) and "no answer within reward.timeout = 0.02 s" in result.reason
+    assert "reward 'stubborn' was cancelled" in caplog.text and "test_rewards.py:" in caplog.text
 
 
 # From results to outcomes

@@ -1,0 +1,50 @@
+"""Awaits coroutines that users wrote, which may not end when they are cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from headrace.errors import NOT_THE_USERS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+T = TypeVar("T")
+log = logging.getLogger("headrace")
+END_SECONDS = 10.0
+"""How long a cancelled coroutine may take to end."""
+
+
+async def await_user(coroutine: Coroutine[Any, Any, T], *, name: str, on_stuck: Callable[[str], None] = log.warning) -> T:
+    """Await it in a task of its own. If this is cancelled, so is the task; if that has not ended after `END_SECONDS`, because
+    it catches `CancelledError` and goes on, it is left behind, and `on_stuck` is told where it stands."""
+    task = asyncio.ensure_future(coroutine)
+    try:
+        await asyncio.wait({task})
+    except asyncio.CancelledError:
+        task.cancel()
+        try:
+            await asyncio.wait({task}, timeout=END_SECONDS)
+        finally:
+            if task.done():
+                _ = task.cancelled() or task.exception()  # so that asyncio does not report it
+            else:
+                asyncio._unregister_task(task)  # otherwise `asyncio.run` waits for it when the run ends
+                on_stuck(f"{name} was cancelled and has not ended within {END_SECONDS:g} s; it is left at {_place(task)}")
+        raise
+    return task.result()
+
+
+def _place(task: asyncio.Task[Any]) -> str:
+    """Its innermost line in the user's own code."""
+    found = "a place in a library"
+    inner: Any = task.get_coro()
+    while inspect.iscoroutine(inner) and inner.cr_frame is not None:
+        file, line, name = inner.cr_code.co_filename, inner.cr_frame.f_lineno, inner.cr_code.co_qualname
+        if not file.startswith(NOT_THE_USERS):
+            found = f"{file}:{line}, in {name}"
+        inner = inner.cr_await
+    return found

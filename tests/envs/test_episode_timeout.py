@@ -1,0 +1,113 @@
+"""Environments that take too long, and those that do not end when they are cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from headrace.envs import CallLimit, EngineClient, SingleTurn, run_episode
+from headrace.records import Episode, InfraAbort, Sampling
+
+TASK = {"prompt": "1"}
+
+
+class Engine:
+    """Never finishes a call."""
+
+    num_running = 0
+
+    async def generate(self, rollout: object, sampling: Sampling) -> object:
+        self.num_running += 1
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.num_running -= 1
+        return rollout
+
+
+class Prompt:
+    id = "e"
+
+    def __len__(self) -> int:
+        return 1
+
+
+async def settle() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def make_client(engine: Engine, **more: Any) -> EngineClient:
+    client = EngineClient(engine, None, episode="e", group="g", index=0, sampling=Sampling(), seed=0, **more)  # type: ignore[arg-type]
+    client.prompt = lambda _: Prompt()  # type: ignore[method-assign, assignment, return-value]
+    return client
+
+
+class Stubborn:
+    """Catches every cancellation and goes on."""
+
+    async def run(self, task: dict[str, Any], client: EngineClient) -> Episode:
+        while True:
+            try:
+                await client.generate(client.prompt(task["prompt"]))
+            except asyncio.CancelledError:
+                continue
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.user_code.END_SECONDS", 0.02)
+
+
+@pytest.mark.parametrize("environment", [SingleTurn(), Stubborn()])
+def test_an_episode_that_takes_too_long_fails_and_frees_its_slot(environment: Any, soon: None) -> None:
+    engine, limit, said = Engine(), CallLimit(1), []
+
+    async def main() -> Episode:
+        client = make_client(engine, limit=limit, on_stuck=said.append)
+        return await run_episode(environment, TASK, client, timeout=0.02)
+
+    episode = asyncio.run(asyncio.wait_for(main(), 10))
+    assert isinstance(episode.outcome, InfraAbort) and "episode.timeout = 0.02 s" in episode.outcome.reason
+    if isinstance(environment, SingleTurn):
+        assert engine.num_running == 0 and limit.num_free == 1 and not said
+    else:
+        assert "the environment of e was cancelled" in said[0]
+        assert "test_episode_timeout.py:" in said[0]
+
+
+def test_waiting_for_a_place_at_the_engines_does_not_count() -> None:
+    async def main() -> None:
+        limit, engine = CallLimit(1), Engine()
+        await limit.acquire(is_first=True)
+        client = make_client(engine, limit=limit)
+        loop = asyncio.get_running_loop()
+        running = asyncio.ensure_future(run_episode(SingleTurn(), TASK, client, timeout=1000))
+        await settle()
+        assert client.clock is not None and client.clock.when() is None
+        limit.release()
+        await settle()
+        assert engine.num_running
+        assert 990 < (client.clock.when() or 0) - loop.time() <= 1000
+        running.cancel()
+        await asyncio.wait({running})
+
+    asyncio.run(asyncio.wait_for(main(), 10))
+
+
+def test_an_environment_that_does_not_end_is_named_and_left_behind_when_the_run_ends(soon: None) -> None:
+    """Nobody waits for it: neither the leg nor `asyncio.run`. And it gets nothing more from the engines."""
+    engine, said = Engine(), []
+
+    async def main() -> None:
+        running = asyncio.ensure_future(run_episode(Stubborn(), TASK, make_client(engine, on_stuck=said.append)))
+        await settle()
+        assert engine.num_running
+        running.cancel()
+        await asyncio.wait({running}, timeout=5)
+        assert running.cancelled()
+
+    asyncio.run(main())
+    assert len(said) == 1 and "has not ended within 0.02 s" in said[0]
