@@ -106,18 +106,18 @@ OVER_VLLM = (Variant("in turn, vLLM", _VLLM), Variant("lag 1, vLLM", _VLLM, max_
 
 def make_plan(device: str, *, quick: bool, longest: int = 0) -> Plan:
     """For a GPU or a CPU; `quick` takes fewer steps, and on a CPU a smaller model. `longest`: of completions in a long tail."""
-    long: dict[str, Any] = {"steps": 2, "warmups": 1}
     if device == "cuda":
         on_gpu = functools.partial(Plan, device, "bfloat16", QWEN3_0_6B, prompt_tokens=64)
         if longest:  # few rollouts, since the last of a step takes a decode step per token
-            few = {"completions": 16 if longest > LONG["8k"] else 64, "warmup_cap": 512, **long}
+            few = {"completions": 64, "steps": 4} if longest == LONG["8k"] else {"completions": 16, "steps": 2}
+            few |= {"warmups": 1, "warmup_cap": 512}
             return on_gpu(tokens=longest // 4, cap=longest, micro_batch_tokens=max(16_384, 64 + longest), **few)
         return on_gpu(completions=512, tokens=256, cap=1024, micro_batch_tokens=16_384, steps=2 if quick else 5, goal="≥ 6")
     on_cpu = functools.partial(Plan, device, "float32", prompt_tokens=16, micro_batch_tokens=4096)
     small = {**SMALL, "num_hidden_layers": 2}
     if longest:
         cap = longest // _LONG_ON_CPU
-        return on_cpu(small if quick else MEDIUM, tokens=cap // 4, cap=cap, completions=16, warmup_cap=16, **long)
+        return on_cpu(small if quick else MEDIUM, tokens=cap // 4, cap=cap, completions=16, steps=2, warmups=1, warmup_cap=16)
     if quick:  # prompt and completion are no shorter than the canary, which a vLLM server must score
         return on_cpu(small, completions=16, tokens=24, cap=48, steps=2)
     return on_cpu(MEDIUM, completions=64, tokens=64, cap=256, steps=6)
