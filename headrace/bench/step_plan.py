@@ -109,7 +109,7 @@ def make_plan(device: str, *, quick: bool, longest: int = 0) -> Plan:
     if device == "cuda":
         on_gpu = functools.partial(Plan, device, "bfloat16", QWEN3_0_6B, prompt_tokens=64)
         if longest:  # few rollouts, since the last of a step takes a decode step per token
-            few = {"completions": 64, "steps": 4} if longest == LONG["8k"] else {"completions": 16, "steps": 2}
+            few: dict[str, Any] = {"completions": 64, "steps": 4} if longest == LONG["8k"] else {"completions": 16, "steps": 2}
             few |= {"warmups": 1, "warmup_cap": 512}
             return on_gpu(tokens=longest // 4, cap=longest, micro_batch_tokens=max(16_384, 64 + longest), **few)
         return on_gpu(completions=512, tokens=256, cap=1024, micro_batch_tokens=16_384, steps=2 if quick else 5, goal="≥ 6")
