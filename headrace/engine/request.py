@@ -6,12 +6,10 @@ import asyncio
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headrace.engine.protocol import Increment, PromptTooLong, UnusablePrompt
-from headrace.records import Call, FinishReason, Rollout, SamplingMask
+from headrace.records import Call, FinishReason, Rollout, SamplingMask, join_masks
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Sequence
@@ -19,8 +17,6 @@ if TYPE_CHECKING:
     from headrace.engine.protocol import RequestQueue
     from headrace.records import Array, Sampling
 
-T = TypeVar("T")
-_NOTHING = np.zeros(0, np.int32)
 
 
 class SampledTokens(NamedTuple):
@@ -29,7 +25,8 @@ class SampledTokens(NamedTuple):
     token_ids: Array
     logprobs: Array
     versions: Array
-    masks: Sequence[Array] = ()
+    masks: Sequence[Array] | SamplingMask = ()
+    """Of each token, or none at all."""
 
 
 @dataclass(eq=False, slots=True)
@@ -117,7 +114,7 @@ def append_call(
     token_ids: Array,
     logprobs: Array,
     versions: Array,
-    masks: Sequence[Array] = (),
+    masks: Sequence[Array] | SamplingMask = (),
     policy: str,
     lineage: str,
     expert_routing: Array | None = None,
@@ -133,10 +130,9 @@ def append_call(
     """
     if any(each.stop > each.start for each in rollout.calls):
         lineage = rollout.lineage
-    mask = rollout.sampling_mask
-    if mask is not None or masks:
-        old = [_NOTHING] * call.start if mask is None else [mask.row(index) for index in range(call.start)]
-        mask = SamplingMask.from_rows([*old, *(masks or [_NOTHING] * len(token_ids))])
+    if not isinstance(masks, SamplingMask):
+        masks = SamplingMask.from_rows(list(masks)) if masks else None
+    mask = join_masks(rollout.sampling_mask, masks, num_old=call.start, num_new=len(token_ids))
     return rollout.extend(
         call,
         token_ids=token_ids,
@@ -153,13 +149,15 @@ async def generate(
     engine: RequestQueue, rollout: Rollout, sampling: Sampling, *, make_request: type[Request] = Request
 ) -> Rollout:
     """The rollout with one more call's tokens; cancelling the await cancels the call."""
-    done: asyncio.Future[Rollout | Exception] = asyncio.get_running_loop().create_future()
+    loop, thread = asyncio.get_running_loop(), threading.get_ident()
+    done: asyncio.Future[Rollout | Exception] = loop.create_future()
 
-    def settle(answer: Rollout | Exception) -> None:
-        if not done.done():  # otherwise the await was cancelled
+    def tell(answer: Rollout | Exception) -> None:
+        if threading.get_ident() != thread:
+            loop.call_soon_threadsafe(tell, answer)
+        elif not done.done():  # otherwise the await was cancelled
             done.set_result(answer)
 
-    tell = _from_any_thread(settle)
     request = make_request(rollout, sampling, on_done=tell, on_failed=tell)
     engine.submit([request], lambda _, error: tell(error))
     try:
@@ -176,9 +174,16 @@ async def stream(
     engine: RequestQueue, rollout: Rollout, sampling: Sampling, *, make_request: type[Request] = Request
 ) -> AsyncIterator[Increment]:
     """The same call, token by token; closing the iterator cancels the call."""
+    loop, thread = asyncio.get_running_loop(), threading.get_ident()
     answers: asyncio.Queue[Increment | Rollout | Exception] = asyncio.Queue()
     answer: Increment | Rollout | Exception = Increment((), (), (), None)
-    tell = _from_any_thread(answers.put_nowait)
+
+    def tell(answer: Increment | Rollout | Exception) -> None:
+        if threading.get_ident() != thread:
+            loop.call_soon_threadsafe(tell, answer)
+        else:
+            answers.put_nowait(answer)
+
     request = make_request(rollout, sampling, on_done=tell, on_failed=tell, on_tokens=tell)
     engine.submit([request], lambda _, error: tell(error))
     try:
@@ -194,19 +199,6 @@ async def stream(
     finally:
         if isinstance(answer, Increment):
             engine.cancel([request])
-
-
-def _from_any_thread(tell: Callable[[T], None]) -> Callable[[T], None]:
-    """Calls `tell` on this event loop: at once, or through the loop if called in another thread."""
-    loop, thread = asyncio.get_running_loop(), threading.get_ident()
-
-    def call(value: T) -> None:
-        if threading.get_ident() == thread:
-            tell(value)
-        else:
-            loop.call_soon_threadsafe(tell, value)
-
-    return call
 
 
 async def run_to_the_end(work: Coroutine[Any, Any, None], *, on_cancel: Callable[[], None]) -> None:

@@ -1,8 +1,9 @@
-"""What records share: checks of plain data, read-only arrays, copies without checks, bitwise equality."""
+"""What records share: checks of plain data, read-only arrays that can grow, copies without checks, bitwise equality."""
 
 from __future__ import annotations
 
 import dataclasses
+import threading
 from functools import cache
 from itertools import repeat
 from operator import attrgetter, call
@@ -88,6 +89,33 @@ def _is_writable_somewhere(array: Array) -> bool:
             return True
         owner = owner.base
     return owner is not None and not memoryview(owner).readonly
+
+
+class _Spare(npt.NDArray[Any] if TYPE_CHECKING else np.ndarray):
+    """Memory with room behind its first `num_used` rows."""
+
+    __slots__ = ("num_used",)
+
+
+_claim = threading.Lock()  # an engine's thread and a checkpoint may grow the same array
+
+
+def grown(old: Array, new: Array) -> Array:
+    """`old` followed by `new`, read-only and with spare memory behind it: growing the result again only writes what is new. The
+    rows of `old` are copied when there is no room left, or when it has been grown before, since then others read what lies
+    behind it. At most a fifth of the memory is spare, and a row is copied about four times however often the array grows."""
+    length, end, memory = len(old), len(old) + len(new), old.base
+    with _claim:
+        has_room = type(memory) is _Spare and memory.num_used == length and end <= len(memory)
+        if has_room:
+            memory.num_used = end
+    if not has_room:
+        memory = _Spare((end + end // 4, *old.shape[1:]), old.dtype)
+        memory[:length], memory.num_used = old, end
+    memory[length:end] = new
+    result: Array = np.ndarray((end, *old.shape[1:]), old.dtype, buffer=memory)
+    result.flags.writeable = False
+    return result
 
 
 def unchecked_copy(record: Record, changes: dict[str, Any]) -> Record:
