@@ -67,9 +67,11 @@ class ReportingEngine:
         self._sampled: dict[int, int] = {}
         self._tell("pull", slots)
 
-    def notify(self, _: str, work: dict[str, Any]) -> None:
-        """Called by the pool with new work."""
-        work = decode(encode(work))
+    def notify(self, name: str, value: Any) -> None:  # noqa: ANN401
+        """Called by the pool with new work, and at the end with what is cancelled."""
+        if name != "work":
+            return
+        work = decode(encode(value))
         asked = zip(unpack_rollouts(work["rollouts"]), unpack_samplings(work["samplings"]), strict=True)
         self._calls.update(zip(work["keys"].tolist(), asked, strict=True))
         self._sampled.update(dict.fromkeys(work["keys"].tolist(), 0))

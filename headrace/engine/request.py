@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from headrace.engine.protocol import Increment, PromptTooLong, UnusablePrompt
 from headrace.records import Call, FinishReason, Rollout, SamplingMask, join_masks
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from headrace.engine.protocol import RequestQueue
     from headrace.records import Array, Sampling
 
+T = TypeVar("T")
 
 
 class SampledTokens(NamedTuple):
@@ -149,15 +150,13 @@ async def generate(
     engine: RequestQueue, rollout: Rollout, sampling: Sampling, *, make_request: type[Request] = Request
 ) -> Rollout:
     """The rollout with one more call's tokens; cancelling the await cancels the call."""
-    loop, thread = asyncio.get_running_loop(), threading.get_ident()
-    done: asyncio.Future[Rollout | Exception] = loop.create_future()
+    done: asyncio.Future[Rollout | Exception] = asyncio.get_running_loop().create_future()
 
-    def tell(answer: Rollout | Exception) -> None:
-        if threading.get_ident() != thread:
-            loop.call_soon_threadsafe(tell, answer)
-        elif not done.done():  # otherwise the await was cancelled
+    def settle(answer: Rollout | Exception) -> None:
+        if not done.done():  # otherwise the await was cancelled
             done.set_result(answer)
 
+    tell = _from_any_thread(settle)
     request = make_request(rollout, sampling, on_done=tell, on_failed=tell)
     engine.submit([request], lambda _, error: tell(error))
     try:
@@ -174,16 +173,9 @@ async def stream(
     engine: RequestQueue, rollout: Rollout, sampling: Sampling, *, make_request: type[Request] = Request
 ) -> AsyncIterator[Increment]:
     """The same call, token by token; closing the iterator cancels the call."""
-    loop, thread = asyncio.get_running_loop(), threading.get_ident()
     answers: asyncio.Queue[Increment | Rollout | Exception] = asyncio.Queue()
     answer: Increment | Rollout | Exception = Increment((), (), (), None)
-
-    def tell(answer: Increment | Rollout | Exception) -> None:
-        if threading.get_ident() != thread:
-            loop.call_soon_threadsafe(tell, answer)
-        else:
-            answers.put_nowait(answer)
-
+    tell = _from_any_thread(answers.put_nowait)
     request = make_request(rollout, sampling, on_done=tell, on_failed=tell, on_tokens=tell)
     engine.submit([request], lambda _, error: tell(error))
     try:
@@ -199,6 +191,20 @@ async def stream(
     finally:
         if isinstance(answer, Increment):
             engine.cancel([request])
+
+
+def _from_any_thread(tell: Callable[[T], None]) -> Callable[[T], None]:
+    """Calls `tell` on this event loop: at once, or through the loop if called in another thread. No function here refers to
+    itself: that would keep every answer in memory until the next full garbage collection."""
+    loop, thread = asyncio.get_running_loop(), threading.get_ident()
+
+    def call(value: T) -> None:
+        if threading.get_ident() == thread:
+            tell(value)
+        else:
+            loop.call_soon_threadsafe(tell, value)
+
+    return call
 
 
 async def run_to_the_end(work: Coroutine[Any, Any, None], *, on_cancel: Callable[[], None]) -> None:

@@ -91,6 +91,7 @@ def encode(value: object) -> bytes:
     with wire_errors("cannot be encoded"):
         header: bytes = msgpack.packb(value, default=extension)
         _read(header, msgpack.ExtType)  # refuses here what a reader would refuse, such as bytes and keys that are numbers
+    del extension  # it refers to itself, which would keep the arrays in memory until the next garbage collection
     if _body_start(len(header)) + size > MAX_FRAME:
         raise WireError(f"{len(header) + size} bytes are more than a frame may hold ({MAX_FRAME})")
     parts = [header, bytes(_body_start(len(header)) - _PREAMBLE.size - len(header)), *buffers]

@@ -137,7 +137,7 @@ def _slots(record: type) -> tuple[Callable[[object], tuple[Any, ...]], tuple[Cal
 
 def unchecked_many(record: type[Record], columns: Mapping[str, Sequence[Any]], *, num: int) -> list[Record]:
     """`num` records made without checks, from one column of values per field."""
-    made = [object.__new__(record) for _ in range(num)]
+    made: list[Record] = list(map(object.__new__, repeat(record, num)))
     for name, column in columns.items():
         assert len(column) == num
         any(map(record.__dict__[name].__set__, made, column))

@@ -131,7 +131,7 @@ TOKENS = ("token_ids", "source", "loss_mask", "logprobs", "versions")
 def turn(rollout: Rollout, number: int, *, masked: bool) -> Rollout:
     """One more call of three tokens, and a tool's reply of two."""
     start = len(rollout)
-    masks = [np.arange(number % 4, dtype=np.int32)] * ADDED if masked else []
+    masks = [np.arange(number % 4 + 1, dtype=np.int32)] * ADDED if masked else []
     ids = np.array([number, 8, 9], dtype=np.int32)
     return append_call(rollout, call(start, start + ADDED), **drawn(token_ids=ids), masks=masks).append([number, 1])
 
@@ -156,7 +156,7 @@ def test_many_small_calls_copy_a_long_rollout_a_few_times_in_all(masked: bool) -
     assert rollout.token_ids.tolist()[2:] == [each for number in range(400) for each in (number, 8, 9, number, 1)]
     if masked:
         rows = [rollout.sampling_mask.row(2 + 5 * number + place).tolist() for number in range(400) for place in (0, 3)]
-        assert rows == [each for number in range(400) for each in (list(range(number % 4)), [])]
+        assert rows == [each for number in range(400) for each in (list(range(number % 4 + 1)), [])]
     for number in (1, 57, 399):  # none of those on the way has changed
         assert before[number] == rollout.forked(len(before[number]), id="x").replace(
             id="r", parent=None, calls=before[number].calls, finish_reason=before[number].finish_reason, columns={}
@@ -167,7 +167,7 @@ def test_a_rollout_lengthened_twice_has_two_ends() -> None:
     rollout = turn(turn(begun(), 1, masked=True), 2, masked=True)
     first, second = turn(rollout, 3, masked=True), turn(rollout, 4, masked=True)
     assert first.token_ids[-5:].tolist() == [3, 8, 9, 3, 1] and second.token_ids[-5:].tolist() == [4, 8, 9, 4, 1]
-    assert first.sampling_mask.row(12).tolist() == [0, 1, 2] and second.sampling_mask.row(12).tolist() == []
+    assert first.sampling_mask.row(12).tolist() == [0, 1, 2, 3] and second.sampling_mask.row(12).tolist() == [0]
     fork = turn(first.forked(9, id="f"), 5, masked=True)
     assert fork.token_ids[9:].tolist() == [5, 8, 9, 5, 1] and first.token_ids[9:12].tolist() == [9, 2, 1]
     assert turn(rollout, 3, masked=True) == first
@@ -185,7 +185,8 @@ def test_two_threads_may_lengthen_the_same_rollout() -> None:
 def test_a_grown_rollout_is_compared_copied_and_pickled_by_what_it_holds() -> None:
     rollout = turn(turn(begun(), 1, masked=True), 2, masked=True)
     longer = turn(rollout, 3, masked=True)
-    for same in (pickle.loads(pickle.dumps(rollout)), copy.deepcopy(rollout), rollout.detached(), dataclasses.replace(rollout)):
+    assert dataclasses.replace(rollout) == rollout
+    for same in (pickle.loads(pickle.dumps(rollout)), copy.deepcopy(rollout), rollout.detached()):
         assert same == rollout != longer
         assert not any(np.shares_memory(mine, theirs) for mine, theirs in zip(arrays_of(same), arrays_of(rollout), strict=True))
     with pytest.raises(ValueError, match="read-only"):
