@@ -67,8 +67,9 @@ def check_calls(rows: Array, starts: Array, stops: Array, *, source: Array, ids:
         raise ValueError(f"rollout {ids[rows[at]]!r}: {span} overlaps another or runs past the end")
     edges = np.zeros(2 * len(rows) + 2, dtype=np.int64)  # tokens outside and inside calls take turns between them
     edges[1:-1:2], edges[2:-1:2], edges[-1] = starts + offsets[rows], stops + offsets[rows], len(source)
-    is_covered = np.repeat([False, *[True, False] * len(rows)], edges[1:] - edges[:-1])
-    holds = is_covered == (source == SAMPLED)
+    is_call = np.zeros(len(edges) - 1, dtype=bool)
+    is_call[1::2] = True
+    holds = is_call.repeat(edges[1:] - edges[:-1]) == (source == SAMPLED)
     _require(holds, "calls do not cover exactly the sampled tokens", ids=ids, offsets=offsets)
 
 

@@ -134,7 +134,7 @@ def unpack_rollouts(packed: Any) -> list[Rollout]:  # noqa: ANN401  (unchecked i
         if min(lengths, default=0) < 0:
             raise WireError("rollouts: length must be ≥ 0")
         tokens = {name: _read_array(packed[name], dtype, sum(lengths), name) for name, dtype in TOKEN_ARRAYS.items()}
-        where: dict[str, Any] = {"ids": ids, "offsets": np.cumsum([0, *lengths])}
+        where: dict[str, Any] = {"ids": ids, "offsets": np.array([0, *lengths]).cumsum()}
         check_tokens(tokens, **where)
         call_table = _checked_table("calls", packed["calls"], _CALLS)
         samplings = unpack_samplings(packed["samplings"])

@@ -83,7 +83,7 @@ def encode(value: object) -> bytes:
             return msgpack.ExtType(_ARRAY, msgpack.packb([array.dtype.str, array.shape, start, array.nbytes]))
         if type(item) in _FIELDS:
             fields = {name: getattr(item, name) for name in _FIELDS[type(item)]}
-            return msgpack.ExtType(_RECORD, msgpack.packb([type(item).__name__, fields], default=extension))
+            return msgpack.ExtType(_RECORD, msgpack.packb([type(item).__name__, fields], default=extension))  # noqa: F821
         if isinstance(item, int):
             raise WireError(f"{item} does not fit in 64 bits")
         raise WireError(f"a {type(item).__name__} does not travel")
