@@ -159,7 +159,14 @@ async def _many(calls: int, tokens: int) -> dict[str, float]:
 async def _hour(calls: int, mean: int, rate: int, seconds: int) -> list[list[float]]:
     random, moments = np.random.default_rng(0), []
     before = held_bytes("cpu")
-    async with _running(calls, lambda: int(random.integers(mean // 2, 3 * mean // 2))) as (pool, engines):
+    starting = iter(range(calls))
+
+    def length() -> int:
+        """The first calls are what is left of calls, so that later ones do not end in waves."""
+        whole = int(random.integers(mean // 2, 3 * mean // 2))
+        return whole if next(starting, None) is None else int(random.integers(1, whole))
+
+    async with _running(calls, length) as (pool, engines):
         for second in range(1, seconds + 1):
             for engine in engines:
                 engine.report(rate, version=second // 60)

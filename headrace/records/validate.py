@@ -91,10 +91,11 @@ def _is_writable_somewhere(array: Array) -> bool:
     return owner is not None and not memoryview(owner).readonly
 
 
-class _Spare(npt.NDArray[Any] if TYPE_CHECKING else np.ndarray):
+class _Spare(np.ndarray[Any, Any]):
     """Memory with room behind its first `num_used` rows."""
 
     __slots__ = ("num_used",)
+    num_used: int
 
 
 _claim = threading.Lock()  # an engine's thread and a checkpoint may grow the same array
@@ -104,7 +105,8 @@ def grown(old: Array, new: Array) -> Array:
     """`old` followed by `new`, read-only and with spare memory behind it: growing the result again only writes what is new. The
     rows of `old` are copied when there is no room left, or when it has been grown before, since then others read what lies
     behind it. At most a fifth of the memory is spare, and a row is copied about four times however often the array grows."""
-    length, end, memory = len(old), len(old) + len(new), old.base
+    length, end = len(old), len(old) + len(new)
+    memory: Any = old.base
     with _claim:
         has_room = type(memory) is _Spare and memory.num_used == length and end <= len(memory)
         if has_room:
