@@ -25,7 +25,7 @@ from headrace.records import Rollout, Sampling, decode, encode, pack_rollouts, u
 from headrace.run import fewer_gc_pauses
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 
 _ENGINES = 16
 _REPORTS = 40
@@ -51,8 +51,9 @@ def _in_child(case: str, **settings: int) -> Any:  # noqa: ANN401
 
 
 def child(asked: dict[str, Any], _: Iterator[Any]) -> Iterator[Any]:
+    cases: dict[str, Callable[..., Coroutine[Any, Any, Any]]] = {"many": _many, "hour": _hour}
     with fewer_gc_pauses():
-        yield asyncio.run({"many": _many, "hour": _hour}[asked["case"]](**asked["settings"]))
+        yield asyncio.run(cases[asked["case"]](**asked["settings"]))
 
 
 class ReportingEngine:

@@ -67,8 +67,9 @@ class PoolRequest(Request):
         if known is None:
             return self.rollout
         assert self.engine is not None and self.lineage is not None
-        tokens = SampledTokens(known["token_ids"], known["logprobs"], known["versions"], mask or ())
-        return self.extended(tokens, FinishReason.ABORT, engine=self.engine.name, policy=self.policy, lineage=self.lineage)
+        tokens = SampledTokens(known["token_ids"], known["logprobs"], known["versions"])
+        where = {"engine": self.engine.name, "policy": self.policy, "lineage": self.lineage}
+        return self.extended(tokens, FinishReason.ABORT, **where, mask=mask)
 
 
 WaitingQueue = OrderedDict[PoolRequest, None]

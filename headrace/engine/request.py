@@ -26,8 +26,7 @@ class SampledTokens(NamedTuple):
     token_ids: Array
     logprobs: Array
     versions: Array
-    masks: Sequence[Array] | SamplingMask = ()
-    """Of each token, or none at all."""
+    masks: Sequence[Array] = ()
 
 
 @dataclass(eq=False, slots=True)
@@ -80,9 +79,17 @@ class Request:
             raise UnusablePrompt(f"rollout {rollout.id!r} has stop strings; this engine was given no tokenizer")
 
     def extended(
-        self, new: SampledTokens, reason: FinishReason, *, engine: str, policy: str, lineage: str, routing: Array | None = None
+        self,
+        new: SampledTokens,
+        reason: FinishReason,
+        *,
+        engine: str,
+        policy: str,
+        lineage: str,
+        routing: Array | None = None,
+        mask: SamplingMask | None = None,
     ) -> Rollout:
-        """Its rollout with the tokens that the call sampled."""
+        """Its rollout with the tokens that the call sampled; `mask` instead of `new.masks` if those are joined already."""
         call = Call(
             start=len(self.rollout),
             stop=len(self.rollout) + len(new.token_ids),
@@ -92,7 +99,7 @@ class Request:
             started=self.started,
             finished=time.time(),
         )
-        tokens: dict[str, Any] = new._asdict()
+        tokens: dict[str, Any] = new._asdict() if mask is None else {**new._asdict(), "masks": mask}
         return append_call(self.rollout, call, **tokens, policy=policy, lineage=lineage, expert_routing=routing)
 
 
@@ -131,9 +138,8 @@ def append_call(
     """
     if any(each.stop > each.start for each in rollout.calls):
         lineage = rollout.lineage
-    if not isinstance(masks, SamplingMask):
-        masks = SamplingMask.from_rows(list(masks)) if masks else None
-    mask = join_masks(rollout.sampling_mask, masks, num_old=call.start, num_new=len(token_ids))
+    new = masks if isinstance(masks, SamplingMask) else SamplingMask.from_rows(list(masks)) if masks else None
+    mask = join_masks(rollout.sampling_mask, new, num_old=call.start, num_new=len(token_ids))
     return rollout.extend(
         call,
         token_ids=token_ids,
