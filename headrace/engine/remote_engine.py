@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,6 +28,7 @@ _MOST_BACKLOG = 8 << 20  # unread bytes at which an engine is sent no more
 _MOST_SHARED = 256  # tokens of the mean rollout up to which the rollouts of a message share its memory
 _KNOWN = np.dtype([("token_ids", np.int32), ("logprobs", np.float32), ("versions", np.int32)])
 _NONE_KNOWN = np.zeros(0, _KNOWN)
+_UNUSED: list[Any] = []  # for fields of engines alone: a list for each would triple what garbage collection looks at
 _REFUSED_UPDATES = {"SyncError", "WeightError"}
 _REFUSALS = {"PromptTooLong": PromptTooLong, "UnusablePrompt": UnusablePrompt, "NotFinite": NotFinite}
 
@@ -36,6 +37,9 @@ _REFUSALS = {"PromptTooLong": PromptTooLong, "UnusablePrompt": UnusablePrompt, "
 class PoolRequest(Request):
     """A generate call in flight, waiting or sent. `rollout` stays as submitted."""
 
+    blocks: list[int] = field(default_factory=lambda: _UNUSED)
+    followers: list[Request] = field(default_factory=lambda: _UNUSED)
+    masks: list[Array] = field(default_factory=lambda: _UNUSED)
     engine: RemoteEngine | None = None
     """Where it was sent; None while it waits."""
     known: Array | None = None
@@ -68,8 +72,8 @@ class PoolRequest(Request):
             return self.rollout
         assert self.engine is not None and self.lineage is not None
         tokens = SampledTokens(known["token_ids"], known["logprobs"], known["versions"])
-        where = {"engine": self.engine.name, "policy": self.policy, "lineage": self.lineage}
-        return self.extended(tokens, FinishReason.ABORT, **where, mask=mask)
+        engine, policy, lineage = self.engine.name, self.policy, self.lineage
+        return self.extended(tokens, FinishReason.ABORT, engine=engine, policy=policy, lineage=lineage, mask=mask)
 
 
 WaitingQueue = OrderedDict[PoolRequest, None]

@@ -156,17 +156,11 @@ async def generate(
     engine: RequestQueue, rollout: Rollout, sampling: Sampling, *, make_request: type[Request] = Request
 ) -> Rollout:
     """The rollout with one more call's tokens; cancelling the await cancels the call."""
-    done: asyncio.Future[Rollout | Exception] = asyncio.get_running_loop().create_future()
-
-    def settle(answer: Rollout | Exception) -> None:
-        if not done.done():  # otherwise the await was cancelled
-            done.set_result(answer)
-
-    tell = _from_any_thread(settle)
+    tell = _Teller(asyncio.get_running_loop())
     request = make_request(rollout, sampling, on_done=tell, on_failed=tell)
-    engine.submit([request], lambda _, error: tell(error))
+    engine.submit([request], _refuse)
     try:
-        answer = await done
+        answer = await tell.done
     except asyncio.CancelledError:
         engine.cancel([request])
         raise
@@ -183,7 +177,7 @@ async def stream(
     answer: Increment | Rollout | Exception = Increment((), (), (), None)
     tell = _from_any_thread(answers.put_nowait)
     request = make_request(rollout, sampling, on_done=tell, on_failed=tell, on_tokens=tell)
-    engine.submit([request], lambda _, error: tell(error))
+    engine.submit([request], _refuse)
     try:
         while True:
             before, answer = answer, await answers.get()
@@ -199,9 +193,30 @@ async def stream(
             engine.cancel([request])
 
 
+class _Teller:
+    """Takes a call's answer in any thread. One object where functions and their cells would be ten: with thousands of calls in
+    flight, garbage collection takes as long as there are objects to look at."""
+
+    __slots__ = ("_loop", "_thread", "done")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop, self._thread = loop, threading.get_ident()
+        self.done: asyncio.Future[Rollout | Exception] = loop.create_future()
+
+    def __call__(self, answer: Rollout | Exception) -> None:
+        if threading.get_ident() != self._thread:
+            self._loop.call_soon_threadsafe(self, answer)
+        elif not self.done.done():  # otherwise the await was cancelled
+            self.done.set_result(answer)
+
+
+def _refuse(request: Request, error: ValueError) -> None:
+    assert request.on_failed is not None
+    request.on_failed(error)
+
+
 def _from_any_thread(tell: Callable[[T], None]) -> Callable[[T], None]:
-    """Calls `tell` on this event loop: at once, or through the loop if called in another thread. No function here refers to
-    itself: that would keep every answer in memory until the next full garbage collection."""
+    """Calls `tell` on this event loop: at once, or through the loop if called in another thread."""
     loop, thread = asyncio.get_running_loop(), threading.get_ident()
 
     def call(value: T) -> None:
