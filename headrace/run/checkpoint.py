@@ -180,7 +180,7 @@ def _complete(
 
 def _write_frames(path: Path, entries: Iterable[dict[str, Any]]) -> list[int]:
     """A frame for each entry, of which one piece is in memory at a time; returns the file's fingerprint."""
-    packers: dict[str, Callable[[Any], Any]] = {"episodes": pack_episodes, "rollouts": pack_rollouts}
+    packers: dict[str, Callable[[Any], Any]] = {"episodes": pack_episodes, "rollouts": lambda make: pack_rollouts(make())}
     size = checksum = 0
     with path.open("wb") as file:
         for entry in entries:

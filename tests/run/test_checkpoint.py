@@ -220,7 +220,7 @@ def test_what_is_waiting_is_written_frame_by_frame_and_as_it_was(run: Store, mon
     rollouts = [answer(number).replace(group="g", episode=str(number)) for number in range(5)]
     episodes = [Episode(id=rollout.episode, group="g", task={}, rollouts=(rollout,)) for rollout in rollouts[:4]]
     groups = [Group(number=number, episodes=(episodes[number],)) for number in range(3)]
-    entries = [{"number": 3, "episodes": [episodes[3]], "rollouts": rollouts[4:]}]
+    entries = [{"number": 3, "episodes": [episodes[3]], "rollouts": lambda: rollouts[4:]}]
     encoded: list[int] = []
     really = frames.make_frame
 
