@@ -2,6 +2,7 @@
 
 python tools/pictures.py architecture docs/architecture.svg
 python tools/pictures.py timeline RUN/trace.json docs/timeline.svg --versions 4
+python tools/pictures.py in_flight docs/in_flight.svg        simulates an hour first, as `headrace bench controller` does
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ text { font: 13px -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; fill:
 .mark { stroke: #818b98; stroke-dasharray: 2 3 } .track { fill: #f6f8fa }
 .c0 { fill: #0969da } .c1 { fill: #1a7f37 } .c2 { fill: #bf8700 } .c3 { fill: #8250df }
 .c4 { fill: #cf222e } .c5 { fill: #1b7c83 } .c6 { fill: #e16f24 } .c7 { fill: #768390 }
+.line { fill: none; stroke-width: 2 } .l0 { stroke: #0969da } .l1 { stroke: #bf8700; stroke-dasharray: 6 4 }
 @media (prefers-color-scheme: dark) {
   text { fill: #e6edf3 } .small { fill: #9198a1 } .box, .track { fill: #151b23; stroke: #3d444d } .process { stroke: #656c76 }
   .arrow { stroke: #9198a1 } #head path { fill: #9198a1 } .mark { stroke: #656c76 } .track { stroke: none }
   .c0 { fill: #4493f8 } .c1 { fill: #3fb950 } .c2 { fill: #d29922 } .c3 { fill: #ab7df8 }
   .c4 { fill: #f85149 } .c5 { fill: #39c5cf } .c6 { fill: #f0883e } .c7 { fill: #9198a1 }
+  .l0 { stroke: #4493f8 } .l1 { stroke: #d29922 }
 }
 """
 HEAD = (
@@ -123,6 +126,36 @@ def _quietest(marks: list[dict[str, Any]], versions: int) -> int:
     return lengths.index(sorted(lengths)[len(lengths) // 2])
 
 
+def in_flight() -> str:
+    """The launcher's memory for calls in flight over a simulated hour, and what it may be."""
+    from headrace.bench.controller import HOUR
+    from headrace.bench.controller_in_flight import hour
+
+    moments = hour(**HOUR)
+    left, top, width, height = 60, 40, 800, 220
+    lines = [[held / 1e6 for _, _, held in moments], [16 * tokens / 1e6 for _, tokens, _ in moments]]
+    names = ("resident memory", "16 bytes for each token in flight")
+    most = max(map(max, lines))
+    most = next(step for step in (20, 50, 100, 200, 500, 1000, 2000) if step >= most)
+
+    def at(second: float, size: float) -> str:
+        return f"{left + width * second / HOUR['seconds']:.1f} {top + height - height * size / most:.1f}"
+
+    parts = [f'<rect class="track" x="{left}" y="{top}" width="{width}" height="{height}"/>']
+    for part in range(5):
+        y = top + height - height * part / 4
+        parts += [f'<path class="mark" d="M{left} {y:.0f}h{width}"/>', _text(10, y + 4, f"{most * part / 4:g} MB", "small")]
+    for minute in range(0, 61, 10):
+        parts.append(_text(left + width * minute / 60 - 14, top + height + 18, f"{minute} min", "small"))
+    for place, (line, name) in enumerate(zip(lines, names, strict=True)):
+        points = [at(0, 0), *(at(second, size) for (second, _, _), size in zip(moments, line, strict=True))]
+        parts.append(f'<path class="line l{place}" d="M{" L".join(points)}"/>')
+        parts.append(f'<path class="line l{place}" d="M{left + 300 * place} 22h24"/>')
+        parts.append(_text(left + 300 * place + 32, 26, name, "small"))
+    title = f"{HOUR['calls']:,} calls in flight that report every second, of {HOUR['mean']:,} tokens in the mean"
+    return _svg(left + width + 30, top + height + 30, parts, title)
+
+
 def _text(x: float, y: float, text: str, kind: str) -> str:
     return f'<text class="{kind}" x="{x:.0f}" y="{y:.0f}">{escape(text)}</text>'
 
@@ -135,11 +168,14 @@ def _svg(width: int, height: int, parts: list[str], title: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("picture", choices=("architecture", "timeline"))
+    parser.add_argument("picture", choices=("architecture", "timeline", "in_flight"))
     parser.add_argument("files", nargs="+", type=Path, help="the SVG to write, after the trace for a timeline")
     parser.add_argument("--versions", type=int, default=4, help="how many versions a timeline shows")
     options = parser.parse_args()
-    picture = architecture() if options.picture == "architecture" else timeline(options.files[0], versions=options.versions)
+    if options.picture == "timeline":
+        picture = timeline(options.files[0], versions=options.versions)
+    else:
+        picture = architecture() if options.picture == "architecture" else in_flight()
     options.files[-1].write_text(picture)
 
 

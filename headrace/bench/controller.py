@@ -2,7 +2,8 @@
 
 The four loops run with the real buffer, ledger, scorer, tokenizer and batches around a stub engine and a stub trainer. The
 figure is the CPU time of the launcher's thread, less the stub engine's, per rollout; every rollout goes from submission to
-training. Further rows have what exchanging rollouts with engines costs: the whole stream, and encoding alone.
+training. Further rows have what exchanging rollouts with engines costs (the whole stream, and encoding alone), and what the
+launcher keeps of long calls in flight (`controller_in_flight`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from headrace.bench.controller_in_flight import hour, many_calls
 from headrace.bench.harness import Row, run_parts
 from headrace.bench.stubs import COMPLETION, PROMPT, StubStore, StubTrainer, WaveEngine, answer
 from headrace.config import make_recipe
@@ -37,12 +39,15 @@ if TYPE_CHECKING:
 
 
 IN_FLIGHT = 10_000
+HOUR = {"calls": 1_000, "mean": 10_000, "rate": 10, "seconds": 3_600}
+QUICK_HOUR = {"calls": 40, "mean": 1_000, "rate": 10, "seconds": 600}
 _TOKEN = "bench"
 
 
 def run(*, quick: bool, json_file: Path | None) -> int:
     """Medians of several runs; `--quick` takes fewer and shorter ones."""
-    return run_parts("controller", {"controller": lambda: _measure(quick=quick)}, quick=quick, json_file=json_file)
+    parts = {"controller": lambda: _measure(quick=quick), "in flight": lambda: _in_flight(quick=quick)}
+    return run_parts("controller", parts, quick=quick, json_file=json_file)
 
 
 def _measure(*, quick: bool) -> Iterator[list[Row]]:
@@ -56,6 +61,22 @@ def _measure(*, quick: bool) -> Iterator[list[Row]]:
     streamed = [stream_cost(in_flight=IN_FLIGHT, rounds=1 if quick else 3) for _ in range(repetitions)]
     yield [Row("the stream per rollout, out and back", statistics.median(streamed), "µs")]
     yield encoding_rows(repetitions=repetitions)
+
+
+def _in_flight(*, quick: bool) -> Iterator[list[Row]]:
+    calls, tokens = (500, 2_000) if quick else (IN_FLIGHT, 20_000)
+    found = many_calls(calls=calls, tokens=tokens)
+    yield [
+        Row(f"in_flight() of {calls:,} × {tokens:,} tokens", found["milliseconds"], "ms", goal="≤ 50"),
+        Row("resident memory of these per token", found["bytes_per_token"], "bytes", goal="≤ 16"),
+        Row("a report per call, encoding and taking it", found["report"], "µs"),
+    ]
+    moments = hour(**(QUICK_HOUR if quick else HOUR))
+    (_, _, then), (_, num_tokens, now) = moments[len(moments) // 2 - 1], moments[-1]
+    yield [
+        Row("memory in flight after a simulated hour", now / 1e6, "MB", bound=16 * num_tokens / 1e6),
+        Row("against half an hour before", now / then, "×", goal="≤ 1.05"),
+    ]
 
 
 def measure(*, in_flight: int, versions: int, batch: int = 256) -> tuple[float, float]:

@@ -76,8 +76,8 @@ class EnginePool:
         engine.bound.clear()
         engine.requests.clear()
         for request in requests:
-            if request.parts:
-                request.on_done(request.partial())
+            if request.known is not None:
+                request.on_done(request.partial(request.known, request.mask))
             else:
                 request.engine = None
                 self._interrupted[request] = None
@@ -101,6 +101,8 @@ class EnginePool:
         for request in requests:
             assert isinstance(request, PoolRequest)
             request.key = next(self._keys)
+            if request.rollout.calls and (oldest := request.rollout.oldest_version) >= 0:
+                request.oldest = oldest
             self._queue_of(request.rollout)[request] = None
         self.send_soon()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -62,9 +62,8 @@ class EngineState:
     policy: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class InFlight:
-    """A generate call in flight, as the caller's side knows it."""
+class InFlight(NamedTuple):
+    """A generate call in flight, as the caller's side knows it. Light: its tokens are copied only by `partial`."""
 
     rollout: Rollout
     """As submitted."""
@@ -73,7 +72,8 @@ class InFlight:
     oldest: int | None
     """The oldest version of its sampled tokens, earlier calls included; None if there are none."""
     partial: Callable[[], Rollout]
-    """The rollout as a failure would leave it now: with `ABORT`, or as submitted if no sampled token is known."""
+    """The rollout as a failure would leave it now: with `ABORT`, or as submitted if no sampled token is known. May be called
+    later and in any thread."""
 
     @classmethod
     def of(cls, rollout: Rollout, *, num_sampled: int, first: int, partial: Callable[[], Rollout]) -> InFlight:

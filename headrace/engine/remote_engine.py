@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ import numpy as np
 from headrace.engine.protocol import Increment, InFlight, NotFinite, PromptTooLong, UnusablePrompt
 from headrace.engine.request import Request, SampledTokens
 from headrace.errors import SyncError
-from headrace.records import FinishReason, WireError, pack_rollouts, pack_samplings, unpack_rollouts
+from headrace.records import FinishReason, WireError, grown, join_masks, pack_rollouts, pack_samplings, unpack_rollouts
 from headrace.rpc import RemoteError, StreamClosed
 
 if TYPE_CHECKING:
@@ -20,10 +21,14 @@ if TYPE_CHECKING:
 
     from headrace.engine.pool import EnginePool
     from headrace.partial import Interrupt
-    from headrace.records import Rollout, WeightUpdate
+    from headrace.records import Array, Rollout, SamplingMask, WeightUpdate
     from headrace.rpc import Peer
 
 _MOST_BACKLOG = 8 << 20  # unread bytes at which an engine is sent no more
+_MOST_SHARED = 256  # tokens of the mean rollout up to which the rollouts of a message share its memory
+_KNOWN = np.dtype([("token_ids", np.int32), ("logprobs", np.float32), ("versions", np.int32)])
+_NONE_KNOWN = np.zeros(0, _KNOWN)
+_UNUSED: list[Any] = []  # for fields of engines alone: a list for each would triple what garbage collection looks at
 _REFUSED_UPDATES = {"SyncError", "WeightError"}
 _REFUSALS = {"PromptTooLong": PromptTooLong, "UnusablePrompt": UnusablePrompt, "NotFinite": NotFinite}
 
@@ -32,27 +37,43 @@ _REFUSALS = {"PromptTooLong": PromptTooLong, "UnusablePrompt": UnusablePrompt, "
 class PoolRequest(Request):
     """A generate call in flight, waiting or sent. `rollout` stays as submitted."""
 
+    blocks: list[int] = field(default_factory=lambda: _UNUSED)
+    followers: list[Request] = field(default_factory=lambda: _UNUSED)
+    masks: list[Array] = field(default_factory=lambda: _UNUSED)
     engine: RemoteEngine | None = None
     """Where it was sent; None while it waits."""
-    parts: list[SampledTokens] = field(default_factory=list)
-    """What its engine has reported."""
+    known: Array | None = None
+    """[n] of `_KNOWN`, the tokens its engine has reported: copied out of the messages into one array that grows, at most 15
+    bytes a token. Never changed in place, so that other threads may read it."""
+    mask: SamplingMask | None = None
+    """Of the known tokens."""
+    oldest: int | None = None
+    """The oldest version of the tokens of earlier calls, or else the version of the first known one."""
     policy: str = ""
 
     @property
-    def num_sampled(self) -> int:
-        return sum(len(part.token_ids) for part in self.parts)
+    def num_known(self) -> int:
+        return 0 if self.known is None else len(self.known)
 
-    def partial(self) -> Rollout:
-        """The rollout with the known tokens and `ABORT`."""
-        assert self.engine is not None and self.lineage is not None
-        token_ids, logprobs, versions, masks = zip(*self.parts, strict=True)
-        arrays = np.concatenate(token_ids), np.concatenate(logprobs), np.concatenate(versions)
-        known = SampledTokens(*arrays, [row for rows in masks for row in rows])
-        return self.extended(known, FinishReason.ABORT, engine=self.engine.name, policy=self.policy, lineage=self.lineage)
+    def add(self, new: Array, mask: SamplingMask | None) -> None:
+        """Its engine has reported more tokens."""
+        num_known = self.num_known
+        if self.oldest is None:
+            self.oldest = int(new["versions"][0])
+        self.mask = join_masks(self.mask, mask, num_old=num_known, num_new=len(new))
+        self.known = grown(_NONE_KNOWN if self.known is None else self.known, new)
 
     def in_flight(self) -> InFlight:
-        first = int(self.parts[0].versions[0]) if self.parts else -1
-        return InFlight.of(self.rollout, num_sampled=self.num_sampled, first=first, partial=self.partial)
+        return InFlight(self.rollout, self.num_known, self.oldest, functools.partial(self.partial, self.known, self.mask))
+
+    def partial(self, known: Array | None, mask: SamplingMask | None) -> Rollout:
+        """The rollout with the known tokens and `ABORT`, or as submitted if there are none."""
+        if known is None:
+            return self.rollout
+        assert self.engine is not None and self.lineage is not None
+        tokens = SampledTokens(known["token_ids"], known["logprobs"], known["versions"])
+        engine, policy, lineage = self.engine.name, self.policy, self.lineage
+        return self.extended(tokens, FinishReason.ABORT, engine=engine, policy=policy, lineage=lineage, mask=mask)
 
 
 WaitingQueue = OrderedDict[PoolRequest, None]
@@ -151,32 +172,35 @@ class RemoteEngine:
         self._pool.send_soon()
 
     def _take_done(self, value: Any) -> None:  # noqa: ANN401
-        for key, rollout in zip(value["keys"].tolist(), unpack_rollouts(value["rollouts"]), strict=True):
+        rollouts = unpack_rollouts(value["rollouts"])
+        is_long = len(rollouts) > 1 and len(value["rollouts"]["token_ids"]) > _MOST_SHARED * len(rollouts)
+        for key, rollout in zip(value["keys"].tolist(), rollouts, strict=True):
             request = self.requests.pop(key, None)
             if request is None:
                 continue  # it was cancelled, or moved to another engine because this one is lost
+            if is_long:  # one that waits for others, or is interrupted again and again, must not keep them all in memory
+                rollout = rollout.detached()
             if request.on_tokens is not None:
-                told = len(request.rollout) + request.num_sampled
-                new = SampledTokens(rollout.token_ids[told:], rollout.logprobs[told:], rollout.versions[told:])
-                request.on_tokens(_increment(new, rollout.finish_reason))
+                told = len(request.rollout) + request.num_known
+                new = (rollout.token_ids[told:], rollout.logprobs[told:], rollout.versions[told:])
+                request.on_tokens(_increment(*new, rollout.finish_reason))
             request.on_done(rollout)
 
     def _take_sampled(self, value: Any) -> None:  # noqa: ANN401
-        ends = np.cumsum(value["counts"])
-        for place, key in enumerate(value["keys"].tolist()):
+        tokens, stop = np.empty(len(value["token_ids"]), _KNOWN), 0
+        for name in _KNOWN.fields or ():
+            tokens[name] = value[name]
+        for place, (key, count) in enumerate(zip(value["keys"].tolist(), value["counts"].tolist(), strict=True)):
+            start, stop = stop, stop + count
             request = self.requests.get(key)
             if request is None:
                 continue
-            new = slice(int(ends[place] - value["counts"][place]), int(ends[place]))
-            mask = value["masks"].get(str(place))
-            rows = () if mask is None else [mask.row(row) for row in range(len(mask.offsets) - 1)]
-            part = SampledTokens(value["token_ids"][new], value["logprobs"][new], value["versions"][new], rows)
-            if not request.parts:
+            if request.known is None:
                 request.started, request.lineage = float(value["started"][place]), value["lineages"][place]
-            request.policy = value["policy"]
-            request.parts.append(part)
+            request.policy, new = value["policy"], tokens[start:stop]
+            request.add(new, value["masks"].get(str(place)))
             if request.on_tokens is not None:
-                request.on_tokens(_increment(part))
+                request.on_tokens(_increment(new["token_ids"], new["logprobs"], new["versions"]))
 
     def _take_refused(self, value: Any) -> None:  # noqa: ANN401
         for key, kind, message in value:
@@ -190,5 +214,5 @@ class RemoteEngine:
             self._on_report(self.name, report)
 
 
-def _increment(new: SampledTokens, reason: FinishReason | None = None) -> Increment:
-    return Increment(tuple(new.token_ids.tolist()), tuple(new.logprobs.tolist()), tuple(new.versions.tolist()), reason)
+def _increment(token_ids: Array, logprobs: Array, versions: Array, reason: FinishReason | None = None) -> Increment:
+    return Increment(tuple(token_ids.tolist()), tuple(logprobs.tolist()), tuple(versions.tolist()), reason)

@@ -8,10 +8,8 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-import numpy as np
-
 from headrace.engine.protocol import Increment, PromptTooLong, UnusablePrompt
-from headrace.records import Call, FinishReason, Rollout, SamplingMask
+from headrace.records import Call, FinishReason, Rollout, SamplingMask, join_masks
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Sequence
@@ -20,7 +18,6 @@ if TYPE_CHECKING:
     from headrace.records import Array, Sampling
 
 T = TypeVar("T")
-_NOTHING = np.zeros(0, np.int32)
 
 
 class SampledTokens(NamedTuple):
@@ -82,9 +79,17 @@ class Request:
             raise UnusablePrompt(f"rollout {rollout.id!r} has stop strings; this engine was given no tokenizer")
 
     def extended(
-        self, new: SampledTokens, reason: FinishReason, *, engine: str, policy: str, lineage: str, routing: Array | None = None
+        self,
+        new: SampledTokens,
+        reason: FinishReason,
+        *,
+        engine: str,
+        policy: str,
+        lineage: str,
+        routing: Array | None = None,
+        mask: SamplingMask | None = None,
     ) -> Rollout:
-        """Its rollout with the tokens that the call sampled."""
+        """Its rollout with the tokens that the call sampled; `mask` instead of `new.masks` if those are joined already."""
         call = Call(
             start=len(self.rollout),
             stop=len(self.rollout) + len(new.token_ids),
@@ -94,7 +99,7 @@ class Request:
             started=self.started,
             finished=time.time(),
         )
-        tokens: dict[str, Any] = new._asdict()
+        tokens: dict[str, Any] = new._asdict() if mask is None else {**new._asdict(), "masks": mask}
         return append_call(self.rollout, call, **tokens, policy=policy, lineage=lineage, expert_routing=routing)
 
 
@@ -117,7 +122,7 @@ def append_call(
     token_ids: Array,
     logprobs: Array,
     versions: Array,
-    masks: Sequence[Array] = (),
+    masks: Sequence[Array] | SamplingMask = (),
     policy: str,
     lineage: str,
     expert_routing: Array | None = None,
@@ -133,10 +138,8 @@ def append_call(
     """
     if any(each.stop > each.start for each in rollout.calls):
         lineage = rollout.lineage
-    mask = rollout.sampling_mask
-    if mask is not None or masks:
-        old = [_NOTHING] * call.start if mask is None else [mask.row(index) for index in range(call.start)]
-        mask = SamplingMask.from_rows([*old, *(masks or [_NOTHING] * len(token_ids))])
+    new = masks if isinstance(masks, SamplingMask) else SamplingMask.from_rows(list(masks)) if masks else None
+    mask = join_masks(rollout.sampling_mask, new, num_old=call.start, num_new=len(token_ids))
     return rollout.extend(
         call,
         token_ids=token_ids,
@@ -153,17 +156,11 @@ async def generate(
     engine: RequestQueue, rollout: Rollout, sampling: Sampling, *, make_request: type[Request] = Request
 ) -> Rollout:
     """The rollout with one more call's tokens; cancelling the await cancels the call."""
-    done: asyncio.Future[Rollout | Exception] = asyncio.get_running_loop().create_future()
-
-    def settle(answer: Rollout | Exception) -> None:
-        if not done.done():  # otherwise the await was cancelled
-            done.set_result(answer)
-
-    tell = _from_any_thread(settle)
+    tell = _Teller(asyncio.get_running_loop())
     request = make_request(rollout, sampling, on_done=tell, on_failed=tell)
-    engine.submit([request], lambda _, error: tell(error))
+    engine.submit([request], _refuse)
     try:
-        answer = await done
+        answer = await tell.done
     except asyncio.CancelledError:
         engine.cancel([request])
         raise
@@ -180,7 +177,7 @@ async def stream(
     answer: Increment | Rollout | Exception = Increment((), (), (), None)
     tell = _from_any_thread(answers.put_nowait)
     request = make_request(rollout, sampling, on_done=tell, on_failed=tell, on_tokens=tell)
-    engine.submit([request], lambda _, error: tell(error))
+    engine.submit([request], _refuse)
     try:
         while True:
             before, answer = answer, await answers.get()
@@ -194,6 +191,28 @@ async def stream(
     finally:
         if isinstance(answer, Increment):
             engine.cancel([request])
+
+
+class _Teller:
+    """Takes a call's answer in any thread. One object where functions and their cells would be ten: with thousands of calls in
+    flight, garbage collection takes as long as there are objects to look at."""
+
+    __slots__ = ("_loop", "_thread", "done")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop, self._thread = loop, threading.get_ident()
+        self.done: asyncio.Future[Rollout | Exception] = loop.create_future()
+
+    def __call__(self, answer: Rollout | Exception) -> None:
+        if threading.get_ident() != self._thread:
+            self._loop.call_soon_threadsafe(self, answer)
+        elif not self.done.done():  # otherwise the await was cancelled
+            self.done.set_result(answer)
+
+
+def _refuse(request: Request, error: ValueError) -> None:
+    assert request.on_failed is not None
+    request.on_failed(error)
 
 
 def _from_any_thread(tell: Callable[[T], None]) -> Callable[[T], None]:

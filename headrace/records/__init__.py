@@ -44,8 +44,9 @@ if TYPE_CHECKING:
         SamplingMask,
         Scored,
         Source,
+        join_masks,
     )
-    from headrace.records.validate import Array, Plain, check_messages, check_plain
+    from headrace.records.validate import Array, Plain, check_messages, check_plain, grown
     from headrace.records.weight_update import Manifest, Part, TensorInfo, WeightUpdate
 else:
     __getattr__ = front_door(__name__)

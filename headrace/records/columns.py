@@ -15,8 +15,8 @@ concatenated and checked together. `frames.encode` takes what `pack_rollouts` re
 from __future__ import annotations
 
 import dataclasses
-from itertools import islice
-from operator import attrgetter
+from itertools import chain, islice, repeat
+from operator import attrgetter, is_not
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 
@@ -64,16 +64,18 @@ _EPISODE_FIELDS = {field.name for field in dataclasses.fields(Episode)} - {"roll
 def pack_rollouts(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     """The columns of these rollouts. Raises `WireError` for a value of the wrong type."""
     table = {name: _values(rollouts, name) for name in _ROLLOUTS}
-    table |= {"length": list(map(len, rollouts)), "num_calls": [len(rollout.calls) for rollout in rollouts]}
+    tokens = {name: _values(rollouts, name) for name in TOKEN_ARRAYS}
+    calls_of = _values(rollouts, "calls")
+    table |= {"length": list(map(len, tokens["token_ids"])), "num_calls": list(map(len, calls_of))}
     for name, kinds in _OPTIONAL.items():
         column = _values(rollouts, name)
-        if any(value is not None for value in column) if kinds[-1] is NoneType else any(column):
+        if any(map(is_not, column, repeat(None)) if kinds[-1] is NoneType else column):
             table[name] = [float(value.reward) if isinstance(value, Scored) else value for value in column]
-    calls = [call for rollout in rollouts for call in rollout.calls]
+    calls = list(chain.from_iterable(calls_of))
     reasons = {"finish_reason": [call.finish_reason.value for call in calls]}
     return {
         "rollouts": _checked_table("rollouts", table, _ROLLOUTS | _COUNTS, optional=_OPTIONAL),
-        **{name: _joined(_values(rollouts, name), dtype) for name, dtype in TOKEN_ARRAYS.items()},
+        **{name: _joined(tokens[name], dtype) for name, dtype in TOKEN_ARRAYS.items()},
         "calls": _checked_table("calls", {name: _values(calls, name) for name in _CALLS} | reasons, _CALLS),
         "samplings": pack_samplings(_values(calls, "sampling")),
     }
@@ -132,7 +134,7 @@ def unpack_rollouts(packed: Any) -> list[Rollout]:  # noqa: ANN401  (unchecked i
         if min(lengths, default=0) < 0:
             raise WireError("rollouts: length must be ≥ 0")
         tokens = {name: _read_array(packed[name], dtype, sum(lengths), name) for name, dtype in TOKEN_ARRAYS.items()}
-        where: dict[str, Any] = {"ids": ids, "offsets": np.cumsum([0, *lengths])}
+        where: dict[str, Any] = {"ids": ids, "offsets": np.array([0, *lengths]).cumsum()}
         check_tokens(tokens, **where)
         call_table = _checked_table("calls", packed["calls"], _CALLS)
         samplings = unpack_samplings(packed["samplings"])
@@ -155,13 +157,15 @@ def unpack_rollouts(packed: Any) -> list[Rollout]:  # noqa: ANN401  (unchecked i
 
 def _read_optional(table: dict[str, list[Any]]) -> dict[str, list[Any]]:
     given = {name: table[name] for name in _OPTIONAL if name in table}
+    columns = {name: [kinds[-1]() for _ in table["id"]] for name, kinds in _OPTIONAL.items() if name not in given}
+    if not given:
+        return columns
     if "outcome" in given:
         given["outcome"] = [Scored(value) if isinstance(value, float) else value for value in given["outcome"]]
     fields = [
         read_fields(dict(zip(given, values, strict=True)), id=id, length=length)
         for id, length, *values in zip(table["id"], table["length"], *given.values(), strict=True)
     ]
-    columns = {name: [kinds[-1]() for _ in fields] for name, kinds in _OPTIONAL.items() if name not in given}
     return columns | {name: [each[name] for each in fields] for name in given}
 
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from headrace.records.validate import grown
+
 if TYPE_CHECKING:
     import numpy.typing as npt
 
@@ -49,7 +51,7 @@ def merge_routing(old: Array | None, new: Array | None, *, num_tokens: int) -> A
     if new is None:
         if old is None:
             return None
-        new = unknown_routing(num_tokens, num_layers=old.shape[1], top_k=old.shape[2], dtype=old.dtype)
+        return grown(old, unknown_routing(num_tokens - len(old), num_layers=old.shape[1], top_k=old.shape[2], dtype=old.dtype))
     check_routing(new, num_tokens=num_tokens)
     merged = new.copy()
     if old is not None:

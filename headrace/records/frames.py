@@ -83,7 +83,7 @@ def encode(value: object) -> bytes:
             return msgpack.ExtType(_ARRAY, msgpack.packb([array.dtype.str, array.shape, start, array.nbytes]))
         if type(item) in _FIELDS:
             fields = {name: getattr(item, name) for name in _FIELDS[type(item)]}
-            return msgpack.ExtType(_RECORD, msgpack.packb([type(item).__name__, fields], default=extension))
+            return msgpack.ExtType(_RECORD, msgpack.packb([type(item).__name__, fields], default=extension))  # noqa: F821
         if isinstance(item, int):
             raise WireError(f"{item} does not fit in 64 bits")
         raise WireError(f"a {type(item).__name__} does not travel")
@@ -91,6 +91,7 @@ def encode(value: object) -> bytes:
     with wire_errors("cannot be encoded"):
         header: bytes = msgpack.packb(value, default=extension)
         _read(header, msgpack.ExtType)  # refuses here what a reader would refuse, such as bytes and keys that are numbers
+    del extension  # it refers to itself, which would keep the arrays in memory until the next garbage collection
     if _body_start(len(header)) + size > MAX_FRAME:
         raise WireError(f"{len(header) + size} bytes are more than a frame may hold ({MAX_FRAME})")
     parts = [header, bytes(_body_start(len(header)) - _PREAMBLE.size - len(header)), *buffers]

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from headrace.records.check import OPTIONAL_FIELDS, SAMPLED, TOKEN_ARRAYS, check_calls, check_tokens, read_fields
+from headrace.records.check import OPTIONAL_FIELDS, SAMPLED, TOKEN_ARRAYS, check_calls, check_tokens, covers, read_fields
 from headrace.records.expert_routing import cut_routing, merge_routing
-from headrace.records.sampling import Call, FinishReason, Outcome, SamplingMask, Scored
-from headrace.records.validate import Array, check_kind, equal_records, frozen, unchecked_copy
+from headrace.records.sampling import Call, FinishReason, Outcome, SamplingMask, Scored, Source, join_masks
+from headrace.records.validate import Array, check_kind, equal_records, frozen, grown, unchecked_copy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -70,8 +70,9 @@ class Rollout:
         if self.media is not None:
             raise ValueError(f"rollout {self.id!r}: media is reserved: images and sound are not supported yet")
         calls = tuple(self.calls)
-        spans = np.array([(0, call.start, call.stop) for call in calls], dtype=np.int64).reshape(-1, 3)
-        check_calls(*spans.T, source=tokens["source"], **where)
+        if not covers(calls, tokens["source"] == SAMPLED):
+            spans = np.array([(0, call.start, call.stop) for call in calls], dtype=np.int64).reshape(-1, 3)
+            check_calls(*spans.T, source=tokens["source"], **where)
         reason = None if self.finish_reason is None else FinishReason(self.finish_reason)
         if reason is not (calls[-1].finish_reason if calls else None):
             raise ValueError(f"rollout {self.id!r}: finish_reason must be that of the last call, or None before the first")
@@ -117,8 +118,9 @@ class Rollout:
         expert_routing: Array | None = None,
     ) -> Rollout:
         """Append the tokens that one call sampled, all of them trained. Called by engines. `sampling_mask` and `expert_routing`
-        cover all tokens, old and new; where the new routing is unknown, the old stays. Only what is new is checked. Columns are
-        dropped, because they were computed over the old tokens."""
+        cover all tokens, old and new; where the new routing is unknown, the old stays. Only what is new is checked, and from
+        the second call on only what is new is written (`grown`), so that many small calls do not copy a long rollout each.
+        Columns are dropped, because they were computed over the old tokens."""
         new, added = {"token_ids": token_ids, "logprobs": logprobs, "versions": versions}, call.stop - len(self)
         try:
             if call.start != len(self):
@@ -133,12 +135,30 @@ class Rollout:
         mask = read_fields({"sampling_mask": sampling_mask}, id=self.id, length=call.stop)
         check_tokens(new, ids=[self.id], offsets=[0, added])
         new |= {"source": np.full(added, SAMPLED, dtype=np.int8), "loss_mask": np.ones(added, dtype=bool)}
-        changes: dict[str, Any] = {name: np.concatenate([getattr(self, name), array]) for name, array in new.items()}
-        for array in changes.values():
-            array.flags.writeable = False
+        join = grown if self.calls else _joined  # most rollouts have one call, and need no spare memory
+        changes: dict[str, Any] = {name: join(getattr(self, name), array) for name, array in new.items()}
         changes |= {"policy": policy, "lineage": lineage, **mask, "columns": {}}
         changes |= {"calls": (*self.calls, call), "finish_reason": call.finish_reason, "expert_routing": routing}
         return unchecked_copy(self, changes)
+
+    def append(self, token_ids: list[int] | Array, *, source: Source = Source.TOOL) -> Rollout:
+        """Append tokens that the policy did not sample, such as a tool's reply. Called by environments between generate calls;
+        like `extend`, it writes only what is new, and drops columns."""
+        if source == SAMPLED:
+            raise ValueError(f"rollout {self.id!r}: only a generate call adds sampled tokens")
+        new = Rollout.from_prompt(token_ids, id=self.id)
+        arrays = {name: getattr(new, name) for name in TOKEN_ARRAYS} | {"source": np.full(len(new), source, dtype=np.int8)}
+        changes: dict[str, Any] = {name: grown(getattr(self, name), array) for name, array in arrays.items()}
+        changes["sampling_mask"] = join_masks(self.sampling_mask, None, num_old=len(self), num_new=len(new))
+        changes["expert_routing"] = merge_routing(self.expert_routing, None, num_tokens=len(self) + len(new))
+        return unchecked_copy(self, {**changes, "columns": {}})
+
+    def detached(self) -> Rollout:
+        """A copy whose arrays are its own, and keep no message alive that it came in with others."""
+        changes: dict[str, Any] = {name: _joined(getattr(self, name)) for name in TOKEN_ARRAYS}
+        changes["sampling_mask"] = join_masks(None, self.sampling_mask, num_old=0, num_new=len(self))
+        changes["expert_routing"] = None if self.expert_routing is None else _joined(self.expert_routing)
+        return unchecked_copy(self, {**changes, "columns": {name: _joined(array) for name, array in self.columns.items()}})
 
     def forked(self, at: int, *, id: str) -> Rollout:
         """The first `at` tokens as a new rollout, to generate on from there. A call that spans the fork is cut and counts as
@@ -175,7 +195,7 @@ class Rollout:
 
     @property
     def num_sampled(self) -> int:
-        return int(np.count_nonzero(self.is_sampled))
+        return sum(call.stop - call.start for call in self.calls)
 
     @property
     def completion_ids(self) -> list[int]:
@@ -187,8 +207,8 @@ class Rollout:
     @property
     def oldest_version(self) -> int:
         """The oldest policy version among its tokens; -1 if none were sampled."""
-        versions = self.versions[self.is_sampled]
-        return int(versions.min()) if len(versions) else -1
+        oldest = self.versions.view(np.uint32).min(initial=_NO_VERSION)  # as uint32, -1 is the largest
+        return -1 if oldest == _NO_VERSION else int(oldest)
 
     @property
     def temperatures(self) -> Array:
@@ -203,6 +223,13 @@ class Rollout:
         return self.outcome.reward if isinstance(self.outcome, Scored) else None
 
 
+def _joined(*arrays: Array) -> Array:
+    result: Array = np.concatenate(arrays)
+    result.flags.writeable = False
+    return result
+
+
+_NO_VERSION = np.uint32(0xFFFFFFFF)
 _NAMES = {"id", "episode", "group", "index", "policy", "lineage"}
 """Fields that need no check."""
 _NO_TOKENS: dict[str, Any] = dict.fromkeys(TOKEN_ARRAYS, ())

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from headrace.records.validate import Array, check_kind, check_plain, equal_records, frozen, unchecked_copy
+from headrace.records.validate import Array, check_kind, check_plain, equal_records, frozen, grown, unchecked_copy
 
 
 class Source(enum.IntEnum):
@@ -174,6 +174,15 @@ class SamplingMask:
         np.cumsum([len(row) for row in rows], out=offsets[1:])
         return cls(offsets=offsets, ids=np.concatenate(rows).astype(np.int32) if rows else np.zeros(0, np.int32))
 
+    @classmethod
+    def unrestricted(cls, num_tokens: int) -> SamplingMask:
+        return cls(offsets=np.zeros(num_tokens + 1, np.int64), ids=np.zeros(0, np.int32))
+
+    def extended(self, later: SamplingMask) -> SamplingMask:
+        """This mask followed by that of later tokens, which alone are looked at."""
+        offsets = grown(self.offsets, later.offsets[1:] + len(self.ids))
+        return unchecked_copy(self, {"offsets": offsets, "ids": grown(self.ids, later.ids)})
+
     def cut(self, num_tokens: int) -> SamplingMask | None:
         """The mask of the first `num_tokens`; None if none of them is restricted."""
         offsets = self.offsets[: num_tokens + 1]
@@ -181,3 +190,11 @@ class SamplingMask:
 
     def __eq__(self, other: object) -> bool:
         return equal_records(self, other)
+
+
+def join_masks(old: SamplingMask | None, new: SamplingMask | None, *, num_old: int, num_new: int) -> SamplingMask | None:
+    """The mask of `num_old` tokens followed by `num_new`; None if none of them is restricted."""
+    if old is None and new is None:
+        return None
+    old = SamplingMask.unrestricted(num_old) if old is None else old
+    return old.extended(SamplingMask.unrestricted(num_new) if new is None else new)

@@ -1,8 +1,9 @@
-"""What records share: checks of plain data, read-only arrays, copies without checks, bitwise equality."""
+"""What records share: checks of plain data, read-only arrays that can grow, copies without checks, bitwise equality."""
 
 from __future__ import annotations
 
 import dataclasses
+import threading
 from functools import cache
 from itertools import repeat
 from operator import attrgetter, call
@@ -90,6 +91,35 @@ def _is_writable_somewhere(array: Array) -> bool:
     return owner is not None and not memoryview(owner).readonly
 
 
+class _Spare(np.ndarray[Any, Any]):
+    """Memory with room behind its first `num_used` rows."""
+
+    __slots__ = ("num_used",)
+    num_used: int
+
+
+_claim = threading.Lock()  # an engine's thread and a checkpoint may grow the same array
+
+
+def grown(old: Array, new: Array) -> Array:
+    """`old` followed by `new`, read-only and with spare memory behind it: growing the result again only writes what is new. The
+    rows of `old` are copied when there is no room left, or when it has been grown before, since then others read what lies
+    behind it. At most a fifth of the memory is spare, and a row is copied about four times however often the array grows."""
+    length, end = len(old), len(old) + len(new)
+    memory: Any = old.base
+    with _claim:
+        has_room = type(memory) is _Spare and memory.num_used == length and end <= len(memory)
+        if has_room:
+            memory.num_used = end
+    if not has_room:
+        memory = _Spare((end + end // 4, *old.shape[1:]), old.dtype)
+        memory[:length], memory.num_used = old, end
+    memory[length:end] = new
+    result: Array = np.ndarray((end, *old.shape[1:]), old.dtype, buffer=memory)
+    result.flags.writeable = False
+    return result
+
+
 def unchecked_copy(record: Record, changes: dict[str, Any]) -> Record:
     """A copy of a frozen record with some fields changed, for callers that have checked the changes already."""
     kind: type[Any] = type(record)
@@ -109,7 +139,7 @@ def _slots(record: type) -> tuple[Callable[[object], tuple[Any, ...]], tuple[Cal
 
 def unchecked_many(record: type[Record], columns: Mapping[str, Sequence[Any]], *, num: int) -> list[Record]:
     """`num` records made without checks, from one column of values per field."""
-    made = [object.__new__(record) for _ in range(num)]
+    made: list[Record] = list(map(object.__new__, repeat(record, num)))
     for name, column in columns.items():
         assert len(column) == num
         any(map(record.__dict__[name].__set__, made, column))

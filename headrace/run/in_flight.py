@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Iterable, Iterator
 
-    from headrace.engine import Engine
+    from headrace.engine import Engine, InFlight
     from headrace.records import Episode, Plain, Rollout
     from headrace.sync import Lineage
 
@@ -130,10 +130,10 @@ class InFlightTable:
         """Save the tokens of running generate calls before the leg's tasks are cancelled. Only the first call has an effect."""
         if self._is_closed:
             return
-        partials = await self._partial_rollouts()
+        running = await self._running()
         self._is_closed = True
         for record in self.episodes():  # new dicts: cancelled clients remove their rollouts from the old ones
-            record.partials = {rollout.id: rollout for rollout in partials[record.id]}
+            record.partials = _partials(record, running)
 
     def reopen(self) -> list[EpisodeInFlight]:
         """A leg starts: the episodes to run again or to score, those with partial rollouts first."""
@@ -142,23 +142,19 @@ class InFlightTable:
 
     async def entries(self) -> list[dict[str, Any]]:
         """The groups for a checkpoint: ended episodes, and the partial rollouts of the others."""
-        partials, entries = await self._partial_rollouts(), []
+        running, entries = await self._running(), []
         for group in self.groups.values():
-            unfinished = (rollout for each in group.episodes if each.ended is None for rollout in partials[each.id])
-            rollouts = pack_rollouts([rollout for rollout in unfinished if is_resumable(rollout)])
+            unfinished = (_partials(each, running).values() for each in group.episodes if each.ended is None)
+            rollouts = pack_rollouts([rollout for each in unfinished for rollout in each if is_resumable(rollout)])
             entries.append({"number": group.number, "episodes": pack_episodes(group.ended), "rollouts": rollouts})
         return entries
 
-    async def _partial_rollouts(self) -> dict[str, list[Rollout]]:
-        """Partial rollouts by episode id."""
-        found = {id: rollout for record in self.episodes() for id, rollout in record.partials.items()}
-        if not self._is_closed:
-            for call in await self._engine.in_flight():
-                if call.oldest is not None and call.rollout.group in self.groups:
-                    found[call.rollout.id] = call.partial()
-        by_episode: dict[str, list[Rollout]] = defaultdict(list)
-        for rollout in found.values():
-            by_episode[rollout.episode].append(rollout)
+    async def _running(self) -> dict[str, list[InFlight]]:
+        """The generate calls that have sampled something, by episode id."""
+        by_episode: dict[str, list[InFlight]] = defaultdict(list)
+        for call in [] if self._is_closed else await self._engine.in_flight():
+            if call.oldest is not None:
+                by_episode[call.rollout.episode].append(call)
         return by_episode
 
     def restore(self, entries: list[dict[str, Any]], *, version: int, lineage: Lineage, max_lag: int | None) -> int:
@@ -180,6 +176,11 @@ class InFlightTable:
                 if kept:
                     records[kept.episode].partials[kept.id] = kept
         return lost
+
+
+def _partials(record: EpisodeInFlight, running: dict[str, list[InFlight]]) -> dict[str, Rollout]:
+    """The episode's unfinished rollouts by id. Made one episode at a time: all at once would double the memory in flight."""
+    return record.partials | {call.rollout.id: call.partial() for call in running.get(record.id, ())}
 
 
 def num_sampled(episodes: Iterable[Episode]) -> int:

@@ -200,8 +200,8 @@ def test_a_lost_engines_rollouts_go_on_from_what_it_told(tiny_model, monkeypatch
         whole = [await bench.pool.generate(*request) for request in requests[:2]]
         slow(first, 0.004)
         calls = [asyncio.ensure_future(bench.pool.generate(*request)) for request in requests]
-        await until(lambda: sum(len(request.parts) > 1 for request in first.requests) == 2)
-        told = [sum(len(part.token_ids) for part in request.parts) for request in first.requests][:2]
+        await until(lambda: sum(request.num_known > 1 for request in first.requests) == 2)
+        told = [request.num_known for request in first.requests][:2]
         second = await bench.join(slots=2)
         assert not second.requests
         order: list[str] = []
@@ -360,7 +360,7 @@ def test_the_pool_knows_what_is_in_flight_as_far_as_it_was_told(tiny_model, monk
         slow(far, 0.004)
         await policy.publish(3)
         calls = [asyncio.ensure_future(bench.pool.generate(prompt(f"r{i}", seed=i), Sampling(max_tokens=60))) for i in range(4)]
-        await until(lambda: sum(len(request.parts) > 1 for request in far.requests) == 3)
+        await until(lambda: sum(request.num_known > 1 for request in far.requests) == 3)
         found = {call.rollout.id: call for call in await bench.pool.in_flight()}
         assert found.keys() == {"old", "r0", "r1", "r2", "r3"}
         assert (found["old"].oldest, found["r0"].oldest, found["r3"].oldest) == (2, 3, None)

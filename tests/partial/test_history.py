@@ -8,7 +8,7 @@ import pytest
 from headrace.buffer import Group
 from headrace.engine.request import append_call
 from headrace.partial import is_continuation, is_over_age, is_resumable, surviving_part
-from headrace.records import Call, Episode, FinishReason, Rollout, Sampling, Source
+from headrace.records import Call, Episode, FinishReason, Rollout, Sampling
 from headrace.staleness import too_old
 from headrace.sync import Lineage
 
@@ -40,8 +40,7 @@ def drawn(rollout: Rollout, versions: list[int], *, lineage: str = "A", reason: 
 
 def with_reply(rollout: Rollout) -> Rollout:
     """A tool has answered."""
-    add = {"token_ids": 9, "source": Source.TOOL, "loss_mask": False, "logprobs": 0.0, "versions": -1}
-    return rollout.replace(**{name: np.append(getattr(rollout, name), value) for name, value in add.items()})
+    return rollout.append([9])
 
 
 def test_only_the_first_call_of_an_episodes_first_rollout_is_gone_on_with():

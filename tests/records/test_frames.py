@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import gc
 import io
 import random
 import struct
 import time
+import weakref
 import zlib
 from pathlib import Path
 
@@ -686,3 +688,15 @@ def test_the_search_for_dangers_leaves_others_alone() -> None:
 @pytest.mark.parametrize("value", [{"$array": 1}, {"$record": "Rollout"}, {"$": {"$$x": [{"$ref": 2}]}}], ids=repr)
 def test_a_users_own_dollar_keys_travel_as_they_are(value: object) -> None:
     assert decode(encode(value)) == value
+
+
+def test_encoding_keeps_no_array_in_memory() -> None:
+    array = np.zeros(3)
+    alive = weakref.ref(array)
+    gc.disable()  # what only garbage collection frees is kept for long: a run collects seldom
+    try:
+        encode({"array": array, "sampling": Sampling()})
+        del array
+        assert alive() is None
+    finally:
+        gc.enable()

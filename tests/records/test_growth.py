@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
+import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -118,6 +121,88 @@ def test_malformed_draws_are_refused_by_name(changes: dict, message: str) -> Non
 def test_a_call_goes_on_from_the_last_token_over_what_it_drew(start: int, stop: int) -> None:
     with pytest.raises(ValueError, match="rollout 'r'"):
         begun().extend(call(start, stop), **drawn())
+
+
+# Long rollouts of many calls
+
+TOKENS = ("token_ids", "source", "loss_mask", "logprobs", "versions")
+
+
+def turn(rollout: Rollout, number: int, *, masked: bool) -> Rollout:
+    """One more call of three tokens, and a tool's reply of two."""
+    start = len(rollout)
+    masks = [np.arange(number % 4 + 1, dtype=np.int32)] * ADDED if masked else []
+    ids = np.array([number, 8, 9], dtype=np.int32)
+    return append_call(rollout, call(start, start + ADDED), **drawn(token_ids=ids), masks=masks).append([number, 1])
+
+
+def arrays_of(rollout: Rollout) -> list[np.ndarray]:
+    mask = rollout.sampling_mask
+    return [getattr(rollout, name) for name in TOKENS] + ([] if mask is None else [mask.offsets, mask.ids])
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_many_small_calls_copy_a_long_rollout_a_few_times_in_all(masked: bool) -> None:
+    rollout, num_copies, before = begun(), 0, []
+    for number in range(400):
+        longer = turn(rollout, number, masked=masked)
+        pairs = zip(arrays_of(rollout), arrays_of(longer), strict=False)
+        num_copies += sum(len(old) > 0 and not np.shares_memory(old, new) for old, new in pairs)
+        before.append(rollout)
+        rollout = longer
+    assert num_copies < 7 * 2 * math.log(2000) / math.log(1.25), "as often as the memory grows by a quarter"
+    assert len(rollout) == 2002 and rollout.num_sampled == 1200
+    assert dataclasses.replace(rollout) == rollout, "the constructor has nothing against it"
+    assert rollout.token_ids.tolist()[2:] == [each for number in range(400) for each in (number, 8, 9, number, 1)]
+    if masked:
+        rows = [rollout.sampling_mask.row(2 + 5 * number + place).tolist() for number in range(400) for place in (0, 3)]
+        assert rows == [each for number in range(400) for each in (list(range(number % 4 + 1)), [])]
+    for number in (1, 57, 399):  # none of those on the way has changed
+        assert before[number] == rollout.forked(len(before[number]), id="x").replace(
+            id="r", parent=None, calls=before[number].calls, finish_reason=before[number].finish_reason, columns={}
+        )
+
+
+def test_a_rollout_lengthened_twice_has_two_ends() -> None:
+    rollout = turn(turn(begun(), 1, masked=True), 2, masked=True)
+    first, second = turn(rollout, 3, masked=True), turn(rollout, 4, masked=True)
+    assert first.token_ids[-5:].tolist() == [3, 8, 9, 3, 1] and second.token_ids[-5:].tolist() == [4, 8, 9, 4, 1]
+    assert first.sampling_mask.row(12).tolist() == [0, 1, 2, 3] and second.sampling_mask.row(12).tolist() == [0]
+    fork = turn(first.forked(9, id="f"), 5, masked=True)
+    assert fork.token_ids[9:].tolist() == [5, 8, 9, 5, 1] and first.token_ids[9:12].tolist() == [9, 2, 1]
+    assert turn(rollout, 3, masked=True) == first
+
+
+def test_two_threads_may_lengthen_the_same_rollout() -> None:
+    rollout = turn(turn(begun(), 1, masked=False), 2, masked=False)
+    with ThreadPoolExecutor(4) as threads:
+        for _ in range(50):
+            made = list(threads.map(lambda number, each=rollout: turn(each, number, masked=False), range(8)))
+            assert [each.token_ids[-5:].tolist() for each in made] == [[n, 8, 9, n, 1] for n in range(8)]
+            rollout = made[0]
+
+
+def test_a_grown_rollout_is_compared_copied_and_pickled_by_what_it_holds() -> None:
+    rollout = turn(turn(begun(), 1, masked=True), 2, masked=True)
+    longer = turn(rollout, 3, masked=True)
+    assert dataclasses.replace(rollout) == rollout
+    for same in (pickle.loads(pickle.dumps(rollout)), copy.deepcopy(rollout), rollout.detached()):
+        assert same == rollout != longer
+        assert not any(np.shares_memory(mine, theirs) for mine, theirs in zip(arrays_of(same), arrays_of(rollout), strict=True))
+    with pytest.raises(ValueError, match="read-only"):
+        rollout.token_ids[0] = 3
+
+
+def test_a_reply_is_not_sampled() -> None:
+    routed = dataclasses.replace(begun(), expert_routing=rows(3, 255), columns={"value": np.zeros(2)})
+    made = routed.append([4, 5], source=Source.TEMPLATE)
+    assert made.source.tolist() == [0, 0, Source.TEMPLATE, Source.TEMPLATE] and made.versions.tolist() == [-1] * 4
+    assert made.expert_routing.ravel().tolist() == [3, 255, 255, 255] and made.columns == {} and made.calls == ()
+    assert dataclasses.replace(made) == made and begun().append([]) == begun()
+    with pytest.raises(ValueError, match="rollout 'r': only a generate call adds sampled tokens"):
+        begun().append([4], source=Source.SAMPLED)
+    with pytest.raises(ValueError, match="rollout 'r'"):
+        begun().append([-4])
 
 
 # Expert routing grows with its rollout

@@ -397,8 +397,7 @@ class TwoTurns:
 
     async def run(self, task, client):
         first = await client.generate(client.prompt(task["prompt"]))
-        add = {"token_ids": 9, "source": Source.TOOL, "loss_mask": False, "logprobs": 0.0, "versions": -1}
-        asked = first.replace(**{name: np.append(getattr(first, name), value) for name, value in add.items()})
+        asked = first.append([9])
         if len(asked) >= 120:
             return Episode(id=client.episode, group=client.group, task=task, rollouts=(first,))
         return Episode(id=client.episode, group=client.group, task=task, rollouts=(await client.generate(asked),))
@@ -409,15 +408,15 @@ def test_an_environment_with_turns_is_run_again_from_its_start(tmp_path, monkeyp
     settings = {**LONG_TAIL, "steps": 8, "staleness": {"max_lag": 6}, "environment": TwoTurns()}
     settings["sampling"] = {"max_tokens": 48}
     unfinished: list[str] = []
-    partial_rollouts = InFlightTable._partial_rollouts
+    entries = InFlightTable.entries
 
     async def noting(self):
-        found = await partial_rollouts(self)
-        unfinished[:] = [rollout.id for each in found.values() for rollout in each if (rollout.source == Source.TOOL).any()]
-        return found
+        calls = [call.rollout for call in await self._engine.in_flight()]
+        unfinished[:] = [rollout.id for rollout in calls if (rollout.source == Source.TOOL).any()]
+        return await entries(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(InFlightTable, "_partial_rollouts", noting)
+        patch.setattr(InFlightTable, "entries", noting)
         run_and_kill(folder, monkeypatch, at=5, **settings)
     partials = {rollout.id: rollout for group in saved(folder, 3) for rollout in group["rollouts"]}
     assert unfinished and partials and not partials.keys() & set(unfinished)
