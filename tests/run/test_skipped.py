@@ -11,7 +11,7 @@ from helpers import same_weights, small_run
 from safetensors.torch import load_file
 
 from headrace.cli import main
-from headrace.observe.inspect import kept_steps, read_rollouts
+from headrace.observe.inspect import kept_files, read_rollouts
 from headrace.observe.sinks import read_metrics
 from headrace.run.metrics import NotFiniteGradient
 
@@ -53,7 +53,7 @@ def test_steps_skipped_now_and_then_are_counted_shown_and_kept(tmp_path, losing,
     result = small_run(tmp_path / "run", steps=6, **settings({2, 3, 5}), **quiet)
     assert result.summary["status"] == "finished" and result.summary["skipped_steps"] == 3
     assert [row["train/skipped"] for row in read_metrics(result.folder / "metrics.jsonl")] == [0, 1, 1, 0, 1, 0]
-    assert kept_steps(result.folder) == [2, 3, 5]
+    assert [path.name for path in kept_files(result.folder)] == ["step-2.wire", "step-3.wire", "step-5.wire"]
     assert len(read_rollouts(result.folder, 3)[1]) == 16
     said = capsys.readouterr().out
     assert "version 3: the gradient is not finite, the step skipped, 2 in a row; rollouts are in " in said
@@ -67,7 +67,7 @@ def test_of_several_steps_the_rollouts_of_the_skipped_ones_are_kept(tmp_path, lo
     with pytest.raises(NotFiniteGradient, match="3 optimizer steps in a row, the last of version 3"):
         small_run(tmp_path / "run", steps=6, **settings({3, 4, 5}, mini_batches=2), observe={"keep_rollouts_every": 0})
     folder = tmp_path / "run"
-    assert [len(read_rollouts(folder, step)[1]) for step in kept_steps(folder)] == [16, 8]
+    assert [len(read_rollouts(folder, version)[1]) for version in (2, 3)] == [16, 8]
     assert json.loads((folder / "summary.json").read_text())["skipped_steps"] == 3
 
 

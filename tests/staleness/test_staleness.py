@@ -45,7 +45,7 @@ class Simulation:
 
     def run(self) -> None:
         oldest = (lambda: min(self.in_flight, default=None)) if self.in_order else None
-        buffer = GroupBuffer(batch=self.batch, capacity=None, waits_for=oldest)
+        buffer = GroupBuffer(batch=self.batch, capacity=None, max_bytes=1 << 30, waits_for=oldest)
         while self.version < self.steps:
             may_submit = self.gate.is_open(version=self.version, submitted=self.submitted, dropped=self.dropped)
             moves = ["submit"] * (4 * may_submit) + ["finish"] * bool(self.in_flight) + ["train"] * buffer.ready.is_set()
