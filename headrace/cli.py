@@ -101,6 +101,7 @@ def make_parser() -> argparse.ArgumentParser:
 def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     serve = commands.add_parser(
         "serve",
+        allow_abbrev=False,  # `--api-token TOKEN` would be taken for the name of a file, and shown
         help="serve a model over an OpenAI-compatible HTTP API",
         description="Serve a model's completions and chats over an OpenAI-compatible HTTP API.",
         epilog="Tokens come from HEADRACE_API_TOKEN and HEADRACE_CONTROL_TOKEN, or from files; options show in process lists.",

@@ -82,13 +82,13 @@ class Stream:
 
     def write(self, value: object) -> None:
         """Send without waiting. Callers that write a lot check `backlog` or await `drain`. Arrays must not change until they
-        are sent: of a long frame, each piece is read when the one before has left."""
+        are sent: those of a long frame, and of any frame behind it, are read when what is before them has left."""
         frame = frames.make_frame(value)
         if self._writer.is_closing():
             raise StreamClosed("the stream is closed")
         self.bytes_sent += frame.num_bytes
         if not self._waiting and frame.num_bytes <= frames.PIECE:
-            self._writer.writelines(frame.pieces)
+            self._writer.write(next(frame.pieces))
             return
         self._waiting.append(frame)
         self._num_waiting += frame.num_bytes
@@ -106,6 +106,9 @@ class Stream:
                 self._waiting.popleft()
         except ConnectionError:
             pass  # whoever reads the stream sees that it is closed
+        except Exception:
+            self._writer.transport.abort()  # half a frame has left: nothing behind it could be read
+            raise
         finally:
             self._waiting.clear()
             self._num_waiting = 0
@@ -131,6 +134,7 @@ class Stream:
             raise StreamClosed(_CLOSED) from error
 
     def close(self) -> None:
+        """What waits behind a long frame is not sent any more."""
         with contextlib.suppress(RuntimeError):  # its event loop may be gone already
             if self._sending is not None:
                 self._sending.cancel()

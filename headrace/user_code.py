@@ -38,6 +38,20 @@ async def await_user(coroutine: Coroutine[Any, Any, T], *, name: str, on_stuck: 
     return task.result()
 
 
+async def then_end_tasks(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Await it, then cancel every other task. `asyncio.run` would wait forever for one that does not end, such as a task of a
+    user's environment; these are named and left behind."""
+    try:
+        return await coroutine
+    finally:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        for task in (await asyncio.wait(others, timeout=END_SECONDS))[1] if others else ():
+            asyncio._unregister_task(task)
+            log.warning("a task was cancelled and has not ended within %g s; it is left at %s", END_SECONDS, _place(task))
+
+
 def _place(task: asyncio.Task[Any]) -> str:
     """Its innermost line in the user's own code."""
     found = "a place in a library"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from headrace.buffer.kinds import POLICIES
-from headrace.settings import OPERATIONAL, check
+from headrace.settings import ELASTIC, check
 
 if TYPE_CHECKING:
     KindName: TypeAlias = str
@@ -24,7 +24,7 @@ class BufferSettings:
     many as fit into `max_gb`. `auto` follows staleness.max_lag: 0 synchronous, 1 one_ahead, more bounded."""
     depth: int = 0
     """Batches that may wait in a `bounded` buffer."""
-    max_gb: float = field(default=8.0, metadata=OPERATIONAL)
+    max_gb: float = field(default=8.0, metadata=ELASTIC)
     """GB of waiting groups at which submission stops, of every kind of buffer; a whole batch may always wait."""
     order: Literal["completion", "submission"] = "completion"
     """`submission` trains groups in the order they were submitted, waiting for the slow ones; exact mode needs it."""

@@ -50,7 +50,7 @@ class Recipe:
     """Of the order of tasks, of sampling and of new weights."""
     exact: bool = False
     """Engine and trainer logprobs bitwise equal at equal weights on CPU, and a resumed run bitwise the uninterrupted one."""
-    orchestrate: Literal["local", "inline"] = field(default="local", metadata=OPERATIONAL)
+    orchestrate: Literal["local", "inline"] = field(default="local", metadata=ELASTIC)
     """`local`: engines and trainer in processes of their own. `inline`: one process, deterministic under a seed, breakpoints
     work."""
     device: Literal["auto", "cpu", "cuda"] = field(default="auto", metadata=ELASTIC)

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from headrace.engine.request import Request
     from headrace.records import Array, Rollout, Sampling, WeightUpdate
 
+_BACKLOG_SECONDS = 0.05  # after which an engine that had much to read is looked at again
+
 
 class EnginePool:
     """An `Engine` over the engines that have joined."""
@@ -144,6 +146,8 @@ class EnginePool:
                 requests += _take(queue, most=min(share, engine.credit) - len(requests))
             if requests:
                 self._send(engine, requests)
+        if self.num_waiting and any(engine.has_backlog for engine in self.engines):
+            asyncio.get_running_loop().call_later(_BACKLOG_SECONDS, self.send_soon)
 
     def _send(self, engine: RemoteEngine, requests: list[PoolRequest]) -> None:
         for request in requests:

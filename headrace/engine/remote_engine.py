@@ -123,8 +123,12 @@ class RemoteEngine:
 
     @property
     def takes_work(self) -> bool:
-        is_reading = self.data is not None and self.data.stream.backlog < _MOST_BACKLOG
-        return self.credit > 0 and not self.is_behind and is_reading
+        return self.credit > 0 and not self.is_behind and self.data is not None and not self.has_backlog
+
+    @property
+    def has_backlog(self) -> bool:
+        """It has yet to read much of what it was sent."""
+        return self.data is not None and self.data.stream.backlog >= _MOST_BACKLOG
 
     async def load(self, update: WeightUpdate, interrupt: Interrupt) -> None:
         await self.call("load", update=update, interrupt=interrupt.value)

@@ -183,18 +183,25 @@ class EngineClient:
         if self.limit is None:
             return await self._generate(rollout)
         is_first, self.has_called = not self.has_called, True
-        until = self.clock.when() if self.clock is not None and is_first else None
-        if self.clock is None or until is None:
-            await self.limit.acquire(is_first=is_first)
-        else:
-            waited = asyncio.get_running_loop().time()
-            self.clock.reschedule(None)
-            await self.limit.acquire(is_first=is_first)
-            self.clock.reschedule(until + asyncio.get_running_loop().time() - waited)
+        await self._wait_for_a_place(self.limit, is_first=is_first)
         try:
             return await self._generate(rollout)  # an interrupted call keeps its place until it is finished
         finally:
             self.limit.release()
+
+    async def _wait_for_a_place(self, limit: CallLimit, *, is_first: bool) -> None:
+        """The clock of the episode stands still while its first call waits, also if its environment gives the wait up."""
+        until = self.clock.when() if self.clock is not None and is_first else None
+        if self.clock is None or until is None:
+            await limit.acquire(is_first=is_first)
+            return
+        waited = asyncio.get_running_loop().time()
+        self.clock.reschedule(None)
+        try:
+            await limit.acquire(is_first=is_first)
+        finally:
+            if not self.is_over:
+                self.clock.reschedule(until + asyncio.get_running_loop().time() - waited)
 
     async def _generate(self, rollout: Rollout) -> Rollout:
         start, id = len(rollout), rollout.id

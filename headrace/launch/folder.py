@@ -190,7 +190,7 @@ def find_folder(
     runs = Path("runs")
     if not fresh:
         for folder in sorted(runs.glob(f"{name}-*"), key=lambda path: path.stat().st_mtime, reverse=True):
-            if read_summary(folder) and not is_in_use(folder):
+            if ".old-" not in folder.name and read_summary(folder) and not is_in_use(folder):  # not one set aside
                 found = compare(folder, recipe, inputs=inputs)
                 if found.is_meant(recipe):
                     return folder, found

@@ -10,6 +10,7 @@ import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,10 +32,9 @@ from headrace.observe import Observer, final_report, open_screen
 from headrace.run import CheckpointStore, Session, checkpoints_in
 from headrace.settings import ConfigError, to_dict
 from headrace.sync import Lineage
+from headrace.user_code import then_end_tasks
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from headrace.config import Recipe
     from headrace.launch.forecast import Forecast
     from headrace.records import Episode, Plain
@@ -134,13 +134,16 @@ class Launcher:
                 with model_folder(recipe, self.given, say=self.screen.say) as path:
                     self.seconds["warmup"] = time.perf_counter() - self.started - self.seconds["setup"]
                     self._seed()
-                    return asyncio.run(self._run(path, orchestration))
+                    return asyncio.run(then_end_tasks(self._run(path, orchestration)))
 
     def _choose_folder(self, inputs: dict[str, list[str]]) -> list[str]:
         """Find or make up the run's folder, and return what to tell the user about it. A folder keeps the identity that its
         checkpoints have."""
         recipe, how, notes = self.recipe, self.how, list[str]()
         if how.fresh and how.run_dir is not None and (how.run_dir / "checkpoints").exists():
+            for key, (name, *_) in inputs.items():
+                if name and (place := Path(name).resolve()).exists() and place.is_relative_to(how.run_dir.resolve()):
+                    raise ConfigError(f"{key} = {name!r} is in {how.run_dir}, which --fresh moves; give another --run-dir")
             notes.append(f"moved      the run before is now in {set_aside(how.run_dir)}")
         self.folder, found = find_folder(how.name, recipe, inputs=inputs, run_dir=how.run_dir, fresh=how.fresh)
         self.identity = recipe.hash
@@ -242,8 +245,8 @@ class Launcher:
         manifest = checkpoint.manifest
         if manifest["config_hash"] != self.identity:
             raise ConfigError(
-                f"{checkpoint.folder} belongs to another run that was in {self.folder}, with other settings; --fresh removes "
-                f"it, or give another --run-dir"
+                f"{checkpoint.folder} belongs to another run that was in {self.folder}, with other settings; --fresh moves "
+                f"it away, or give another --run-dir"
             )
         return store, checkpoint, Lineage(manifest["lineage"], manifest["ancestors"]).after_restart(checkpoint.version)
 

@@ -194,6 +194,9 @@ class LocalProcesses:
         except Exception:
             await self._say_goodbye()
             raise
+        except BaseException:  # interrupted: `asyncio.run` may yet wait for a thread that writes a checkpoint
+            self._kill_all()
+            raise
         await self._say_goodbye()
 
     def _serve(self, observer: Observer, lineage: Lineage) -> None:

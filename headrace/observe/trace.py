@@ -25,6 +25,8 @@ _NUM_PARTS = 8
 """The most bytes are kept in so many files, so that removing one loses little."""
 _PENDING_BYTES = 64 << 10
 _FIRST_TRACKS = {"trainer": 1, "scorer": 3, "engine": 5}
+_LANES = {"": 0, ": weights": 1, ": checkpoints": 3}
+"""Perfetto drops a slice that overlaps another of its track without lying inside it. Only the trainer has checkpoints."""
 _LEAST_SECONDS, _LEAST_SHARE = 50e-6, 0.02
 """Of work; slices with less, in seconds or of their length, are gaps."""
 
@@ -46,11 +48,13 @@ class Trace:
         if sum(work.values()) < max(_LEAST_SECONDS, _LEAST_SHARE * length):
             return
         name = max(work, key=lambda state: work[state])
-        number = self._number(f"{track}: weights" if name.startswith(BESIDE) else track)
+        beside = name.removeprefix(BESIDE)
+        lane = "" if beside == name else ": checkpoints" if beside.startswith(("save ", "checkpoint ")) else ": weights"
+        number = self._number(track, lane)
         times = {"ts": round((self._origin + piece.start) * 1e6), "dur": round(length * 1e6)}
         split = {state: round(seconds, 4) for state, seconds in piece.seconds.items() if seconds >= 0.01 * length}
         args = {"args": split} if len(split) > 1 else {}
-        self._add({"name": name.removeprefix(BESIDE), "ph": "X", "tid": number, **times, **args})
+        self._add({"name": beside, "ph": "X", "tid": number, **times, **args})
 
     def write(self, version: int, metrics: Mapping[str, Any]) -> None:
         self._mark(f"version {version}")
@@ -61,13 +65,14 @@ class Trace:
         self._flush()
         self._close()
 
-    def _number(self, track: str) -> int:
+    def _number(self, track: str, lane: str) -> int:
         """The track's, which follows from its name: a resumed run continues it."""
-        if track not in self._tracks:
-            role, _, index = track.removesuffix(": weights").partition("-")
-            self._tracks[track] = _FIRST_TRACKS[role] + 2 * int(index or 0) + track.endswith(": weights")
-            self._introduce(track)
-        return self._tracks[track]
+        name = track + lane
+        if name not in self._tracks:
+            role, _, index = track.partition("-")
+            self._tracks[name] = _FIRST_TRACKS[role] + 2 * int(index or 0) + _LANES[lane]
+            self._introduce(name)
+        return self._tracks[name]
 
     def _introduce(self, track: str) -> None:
         self._add({"name": "thread_name", "ph": "M", "tid": self._tracks[track], "args": {"name": track}})
@@ -109,6 +114,7 @@ class Trace:
         end = max(tail.rfind(b"},\n"), tail.rfind(b"}\n]"))
         file.truncate(start + end + 1 if end >= 0 else 0)
         file.write(b"[\n" if end < 0 else b",\n")
+        file.flush()  # until then `tell` counts from the end before the truncation
         return file
 
     def _close(self) -> None:

@@ -154,7 +154,7 @@ class Rollout:
     def append(self, token_ids: list[int] | Array, *, source: Source = Source.TOOL) -> Rollout:
         """Append tokens that the policy did not sample, such as a tool's reply. Called by environments between generate calls;
         like `extend`, it writes only what is new, and drops columns."""
-        if source == SAMPLED:
+        if Source(source) is Source.SAMPLED:  # raises for what is no source: an engine could not read the rollout
             raise ValueError(f"rollout {self.id!r}: only a generate call adds sampled tokens")
         new = Rollout.from_prompt(token_ids, id=self.id)
         arrays = {name: getattr(new, name) for name in TOKEN_ARRAYS} | {"source": np.full(len(new), source, dtype=np.int8)}

@@ -42,6 +42,9 @@ _NAME = re.compile(r"step-\d+")
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read; the message says what is safe and what to do."""
 
+    is_rescued = False
+    """It was written to the rescue folder."""
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -64,7 +67,13 @@ class Checkpoint:
 
     def _read(self, name: str) -> list[dict[str, Any]]:
         with (self.folder / name).open("rb") as file:
-            return list(frames.read_frames(file))
+            try:
+                return list(frames.read_frames(file))
+            except frames.WireError as error:
+                raise CheckpointError(
+                    f"{self.folder / name} cannot be read: {error}. Finish the run with the version of Headrace that wrote it, "
+                    f"or start another from its weights: --model.path={self.folder}"
+                ) from error
 
 
 class CheckpointStore:
@@ -106,11 +115,19 @@ class CheckpointStore:
             problem = f"checkpoint of version {version} could not be written to {self._folder}: {error}."
             if write_again is None:
                 raise CheckpointError(f"{problem} Earlier ones are untouched.") from error
-            rescued = await write_again(self._rescue)
-            raise CheckpointError(
+            try:
+                rescued = await write_again(self._rescue)
+            except (OSError, SafetensorError) as second:
+                raise CheckpointError(
+                    f"{problem} Nor to {self._rescue}: {second}. Earlier ones are untouched. Make room, or set HEADRACE_CACHE "
+                    f"to a folder on another disk, and give the same command."
+                ) from error
+            failure = CheckpointError(
                 f"{problem} Nothing is lost: it is in {rescued}, and earlier ones are untouched. Make room and give the same "
                 f"command to go on from it."
-            ) from error
+            )
+            failure.is_rescued = True
+            raise failure from error
         await self._run(self._remove_oldest, written)
         return written
 

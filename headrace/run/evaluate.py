@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from headrace.envs import EngineClient, run_episode
+from headrace.envs import CallLimit, EngineClient, run_episode
 from headrace.records import InfraAbort, Invalid, Sampling
 from headrace.score import RewardError
 
@@ -40,6 +40,8 @@ class Evaluator:
     def __init__(self, recipe: Recipe, roles: Roles) -> None:
         self._roles, self._seed, self._success_at = roles, recipe.seed, recipe.evaluate.success_at
         self._timeout = recipe.episode.timeout
+        slots = recipe.engine.slots * recipe.engine.num_engines
+        self._limit = CallLimit(slots) if self._timeout else None  # waiting for a slot must not count as an episode's time
         given = recipe.sampling
         self._sampling = Sampling(
             max_tokens=given.max_tokens,
@@ -86,7 +88,9 @@ class Evaluator:
         roles, sampling = self._roles, dataclasses.replace(self._sampling, temperature=temperature)
 
         def client(id: str) -> EngineClient:
-            return EngineClient(roles.engine, roles.encoder, episode=id, group=id, index=0, sampling=sampling, seed=self._seed)
+            names: dict[str, Any] = {"episode": id, "group": id, "index": 0}
+            how: dict[str, Any] = {"sampling": sampling, "seed": self._seed, "limit": self._limit}
+            return EngineClient(roles.engine, roles.encoder, **names, **how)
 
         clients = [(task, client(f"{name}/{index}")) for index, task in enumerate(tasks)]
         running = (run_episode(roles.environment, task, each, timeout=self._timeout) for task, each in clients)

@@ -107,7 +107,7 @@ async def train(run: Run, policy: PolicyState) -> None:
             ahead = run.spawn(_start_batch, run, policy, following) if run.may_run_ahead(policy, following) else None
             started.seen = [await step for step in started.steps]
             run.settle_trained(policy, started)
-            policy.skipped.check(started)
+            await policy.skipped.check(started)
             await publish(run, policy, started.publishing)
             await run.resume_engines(policy)
             run.room.set()

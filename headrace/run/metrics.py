@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -74,11 +75,12 @@ class SkippedSteps:
     """Counts optimizer steps skipped because the gradient was not finite, and keeps their rollouts on disk. One now and then is
     an accident; `limit` in a row (0: any number) mean that loss, data or weights are broken, and end the run."""
 
-    def __init__(self, *, limit: int, observer: Observer) -> None:
-        self._limit, self._observer = limit, observer
+    def __init__(self, *, limit: int, observer: Observer, in_thread: bool) -> None:
+        """`in_thread`: write rollouts there, to keep the event loop free."""
+        self._limit, self._observer, self._in_thread = limit, observer, in_thread
         self._in_a_row = 0
 
-    def check(self, started: StartedBatch) -> None:
+    async def check(self, started: StartedBatch) -> None:
         """Take a trained version, in order; raise if too many steps in a row were skipped."""
         was_skipped = [bool(step.get("skipped", 0.0)) for step in started.seen]
         if not any(was_skipped):
@@ -89,7 +91,8 @@ class SkippedSteps:
             self._in_a_row = self._in_a_row + 1 if is_skipped else 0
             is_limit_reached |= self._in_a_row == self._limit > 0
         offending = [batch for batch, is_skipped in zip(started.batches, was_skipped, strict=True) if is_skipped]
-        kept = self._observer.keep_rollouts(version, [rollout for batch in offending for rollout in batch.rollouts])
+        rollouts, keep = [rollout for batch in offending for rollout in batch.rollouts], self._observer.keep_rollouts
+        kept = await asyncio.to_thread(keep, version, rollouts) if self._in_thread else keep(version, rollouts)
         where = "could not be kept" if kept is None else f"are in {kept}"
         steps = f"{len(offending)} of {len(started.seen)} steps" if len(started.seen) > 1 else "the step"
         self._observer.screen.say(

@@ -58,7 +58,8 @@ class PolicyState:
         """Batches in training, oldest first."""
         self.has_whole_version = True
         """The trainer's weights are exactly `version`, not between two versions."""
-        self.skipped = SkippedSteps(limit=recipe.train.max_skipped, observer=observer)
+        is_elsewhere = not self.trainer.is_inline
+        self.skipped = SkippedSteps(limit=recipe.train.max_skipped, observer=observer, in_thread=is_elsewhere)
         self.gate = make_gate(recipe)
         self.in_flight = InFlightTable(roles.engine)
         self.buffer = make_buffer(recipe, oldest_in_flight=lambda: self.in_flight.oldest)

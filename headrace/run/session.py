@@ -134,7 +134,7 @@ class Session:
             if policy.trainer.is_inline:
                 await self.save()
             else:
-                await self.saved()  # one after the other
+                await self._saved_before()  # one after the other
                 await self._start_saving(beside=True)
                 self.run.spawn(self.saved)  # if it fails, so does the run
         self.run.note_progress()
@@ -278,7 +278,7 @@ class Session:
     async def save(self) -> None:
         """Write a checkpoint of the newest version, unless it is already saved, and wait until it is on disk. The trainer has
         nothing to do meanwhile, so that it can save again, to the rescue folder."""
-        with contextlib.suppress(CheckpointError):  # of an earlier version: this one replaces it
+        with contextlib.suppress(Exception):  # of an earlier version, which this one replaces; the run has ended if it must
             await self.saved()
         if await self._start_saving(beside=False):
             await self.saved()
@@ -298,6 +298,8 @@ class Session:
             "progress": dict(vars(self.progress)),
             "random": random_state(),
         }
+        shown = contextlib.ExitStack()  # from before the trainer is asked: in the trace its part lies inside this
+        shown.enter_context(self.observer.timeline("trainer").beside(f"checkpoint {policy.version}"))
         writing = asyncio.ensure_future(
             self.store.save(
                 policy.version,
@@ -308,20 +310,27 @@ class Session:
                 beside=beside,
             )
         )
-        self._saving = asyncio.ensure_future(self._finish_saving(policy.version, writing, beside=beside))
+        self._saving = asyncio.ensure_future(self._finish_saving(policy.version, writing, shown))
         self._saving.add_done_callback(lambda saving: saving.cancelled() or saving.exception())  # `saved` may never be called
         return True
 
-    async def _finish_saving(self, version: int, writing: asyncio.Task[Path], *, beside: bool) -> None:
-        with self.observer.timeline("trainer").beside(f"checkpoint {version}"):
+    async def _finish_saving(self, version: int, writing: asyncio.Task[Path], shown: contextlib.ExitStack) -> None:
+        with shown:
             await self._write_metrics()  # a resumed run has the metrics of every version up to its checkpoint
             try:
                 self.checkpoint_folder = await writing
-            except CheckpointError:
-                if not beside:
-                    self._saved_version = version  # it is in the rescue folder; a second attempt would fail too
+            except CheckpointError as error:
+                if error.is_rescued:
+                    self._saved_version = version  # a second attempt would fail too
                 raise
         self._saved_version = version
+
+    async def _saved_before(self) -> None:
+        """Like `saved`, while training waits: a slow disk is no stall."""
+        while self._saving is not None and not self._saving.done():
+            await asyncio.wait({self._saving}, timeout=min(1.0, self.recipe.deadline / 4))
+            self.run.note_progress()
+        await self.saved()
 
     async def saved(self) -> None:
         """Wait until the checkpoint being written is on disk. Cancelling the wait does not cancel the writing."""

@@ -257,7 +257,7 @@ class Run:
                     started.seen = [await step for step in started.steps]
                     self.settle_trained(policy, started)
                     with contextlib.suppress(NotFiniteGradient):  # the failure elsewhere is the one to report
-                        policy.skipped.check(started)
+                        await policy.skipped.check(started)
         except BaseException:
             policy.return_groups()
             raise

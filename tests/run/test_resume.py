@@ -147,7 +147,7 @@ RESUMES: dict[str, tuple[Callable[[], None] | None, dict[str, Any], list[str]]] 
     "the path of tasks or model, with the same content": (
         move_inputs, {}, ["tasks.0.source was 'rows.jsonl', is 'moved.jsonl'"],
     ),
-    "Headrace, from a version that kept no `inputs.json`": (forget_inputs, {"engine__slots": 3}, ["engine.slots was 24, is 3"]),
+    "`inputs.json`, if the folder has none": (forget_inputs, {"engine__slots": 3}, ["engine.slots was 24, is 3"]),
     "tasks, with `--resume-anyway`": (
         edit_rows, {"resume_anyway": True}, ["the content of tasks.0.source = 'rows.jsonl' has changed since version 2"],
     ),
