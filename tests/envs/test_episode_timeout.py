@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 
 import pytest
 
 from headrace.envs import CallLimit, EngineClient, SingleTurn, run_episode
-from headrace.records import Episode, InfraAbort, Sampling
+from headrace.records import Episode, FinishReason, InfraAbort, Sampling
+from headrace.user_code import then_end_tasks
 
 TASK = {"prompt": "1"}
 
@@ -29,6 +31,7 @@ class Engine:
 
 class Prompt:
     id = "e"
+    finish_reason = FinishReason.LENGTH
 
     def __len__(self) -> int:
         return 1
@@ -97,6 +100,63 @@ def test_waiting_for_a_place_at_the_engines_does_not_count() -> None:
     asyncio.run(asyncio.wait_for(main(), 10))
 
 
+def test_a_call_that_waits_after_its_episode_has_failed_leaves_its_place_to_others() -> None:
+    class Instant(Engine):
+        async def generate(self, rollout: object, sampling: Sampling) -> object:
+            return rollout
+
+    class BrokenTool:
+        """A tool fails while a call beside it waits; `gather` leaves the call running."""
+
+        async def run(self, task: dict[str, Any], client: EngineClient) -> Episode:
+            async def tool() -> None:
+                await settle()
+                raise ValueError("broken")
+
+            await asyncio.gather(client.generate(client.prompt(task["prompt"])), tool())
+            raise AssertionError
+
+    async def main() -> None:
+        limit = CallLimit(1)
+        await limit.acquire(is_first=True)
+        episode = await run_episode(BrokenTool(), TASK, make_client(Instant(), limit=limit), timeout=1000)
+        assert isinstance(episode.outcome, InfraAbort) and "ValueError: broken" in episode.outcome.reason
+        limit.release()
+        await settle()
+        assert limit.num_free == 1
+
+    asyncio.run(asyncio.wait_for(main(), 10))
+
+
+def test_the_clock_goes_on_when_an_environment_gives_up_its_first_call() -> None:
+    class GivesUp:
+        async def run(self, task: dict[str, Any], client: EngineClient) -> Episode:
+            call = asyncio.ensure_future(client.generate(client.prompt(task["prompt"])))
+            await settle()
+            assert client.clock is not None and client.clock.when() is None
+            call.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await call
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    async def main() -> None:
+        limit = CallLimit(1)
+        await limit.acquire(is_first=True)
+        client = make_client(Engine(), limit=limit)
+        running = asyncio.ensure_future(run_episode(GivesUp(), TASK, client, timeout=1000))
+        for _ in range(3):
+            await settle()
+        assert not running.done() and client.clock is not None
+        assert 990 < (client.clock.when() or 0) - asyncio.get_running_loop().time() <= 1000
+        running.cancel()
+        await asyncio.wait({running})
+        limit.release()
+        assert limit.num_free == 1
+
+    asyncio.run(asyncio.wait_for(main(), 10))
+
+
 def test_an_environment_that_does_not_end_is_named_and_left_behind_when_the_run_ends(soon: None) -> None:
     """Nobody waits for it: neither the leg nor `asyncio.run`. And it gets nothing more from the engines."""
     engine, said = Engine(), []
@@ -111,3 +171,35 @@ def test_an_environment_that_does_not_end_is_named_and_left_behind_when_the_run_
 
     asyncio.run(main())
     assert len(said) == 1 and "has not ended within 0.02 s" in said[0]
+
+
+def test_tasks_that_an_environment_started_and_that_do_not_end_are_named_and_left_behind(
+    soon: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`asyncio.run` would wait for them."""
+
+    async def stubborn(is_over: asyncio.Event) -> None:
+        while not is_over.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await is_over.wait()
+
+    async def environment(is_over: asyncio.Event) -> str:
+        tools = asyncio.gather(stubborn(is_over), stubborn(is_over))
+        ends = asyncio.ensure_future(asyncio.Event().wait())
+        await settle()
+        assert not tools.done() and not ends.done()
+        return "done"
+
+    async def main() -> None:
+        is_over = asyncio.Event()
+        try:
+            assert await then_end_tasks(environment(is_over)) == "done"
+            assert asyncio.all_tasks() == {asyncio.current_task()}
+        finally:
+            is_over.set()  # so that a failed test ends too
+            await settle()
+
+    asyncio.run(main())
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2 and all("not ended within 0.02 s" in line for line in said)
+    assert all("test_episode_timeout.py:" in line for line in said)

@@ -13,7 +13,7 @@ import pytest
 
 from headrace.observe import Observer, ProcessTimeline, read_rollouts
 from headrace.observe.screen import PlainLines
-from headrace.observe.timeline import Slice
+from headrace.observe.timeline import BESIDE, Slice
 from headrace.observe.trace import Trace
 from headrace.records import Rollout
 from headrace.settings import ConfigError
@@ -90,6 +90,46 @@ def test_a_resumed_run_appends(tmp_path, end) -> None:
     slices = [(tracks(found)[event["tid"]], event["name"]) for event in found if event["ph"] == "X"]
     before = [] if end == "empty" else [("engine-1", "decode")]
     assert slices == [*before, ("engine-0", "decode"), ("engine-1", "swap")], "each engine keeps its track"
+
+
+@pytest.mark.parametrize("end", ["closed", "killed", "torn"])
+def test_a_resumed_run_may_begin_with_another_part(tmp_path, end) -> None:
+    """What is appended first does not fit."""
+    path = tmp_path / "trace.json"
+    first = Trace(path, max_bytes=1 << 20)
+    first.show("engine-1", Slice(0.0, 1.0, {"decode": 1.0}))
+    first.write(1, {})
+    if end == "closed":
+        first.close()
+    elif end == "torn":
+        with path.open("a") as file:
+            file.write('{"pid":1,"name":"thread_na')
+    again = Trace(path, max_bytes=8 * path.stat().st_size)
+    again.show("engine-1", Slice(1.0, 2.0, {"swap": 1.0}))
+    again.close()
+    parts = [json.loads((tmp_path / name).read_text()) for name in ("trace-1.json", "trace.json")]
+    slices = [[event["name"] for event in part if event["ph"] == "X"] for part in parts]
+    assert slices == [["decode"], ["swap"]] and [tracks(part) for part in parts] == 2 * [{7: "engine-1"}]
+
+
+def test_checkpoints_have_a_track_apart_from_weights(tmp_path) -> None:
+    """They overlap, and Perfetto drops a slice that begins inside another of its track and ends after it."""
+    trace = Trace(tmp_path / "trace.json", max_bytes=1 << 20)
+    trace.show("trainer", Slice(0.0, 2.0, {"train": 2.0}))
+    trace.show("scorer", Slice(0.0, 2.0, {"score": 2.0}))
+    for what, start, stop in (("send 1", 0.0, 2.0), ("checkpoint 1", 1.0, 5.0), ("save 1", 1.5, 4.0), ("release", 4.5, 6.0)):
+        trace.show("trainer", Slice(start, stop, {BESIDE + what: stop - start}))
+    trace.show("engine-0", Slice(0.0, 2.0, {BESIDE + "receive 1": 2.0}))
+    trace.close()
+    found = json.loads((tmp_path / "trace.json").read_text())
+    names = [event["args"]["name"] for event in found if event["ph"] == "M"]
+    assert len(names) == len(tracks(found)), "no two share a number"
+    shown = {event["name"]: tracks(found)[event["tid"]] for event in found if event["ph"] == "X"}
+    assert shown == {
+        **{"train": "trainer", "score": "scorer", "receive 1": "engine-0: weights"},
+        **{"send 1": "trainer: weights", "release": "trainer: weights"},
+        **{"checkpoint 1": "trainer: checkpoints", "save 1": "trainer: checkpoints"},
+    }
 
 
 # A week

@@ -14,7 +14,7 @@ from headrace.config import make_recipe
 from headrace.engine import UnusablePrompt
 from headrace.engine.protocol import NotFinite
 from headrace.envs import SingleTurn
-from headrace.records import Episode, Sampling, Scored
+from headrace.records import Episode, Rollout, Sampling, Scored
 from headrace.run.evaluate import Evaluator
 from headrace.score import RewardError
 
@@ -75,6 +75,35 @@ def test_a_warm_up_that_can_judge_nothing_says_why() -> None:
         RewardError, match="none of 1 tasks could be judged; the first: the environment raised KeyError: 'lost'"
     ):
         asyncio.run(make_evaluator().sampled_success([{"prompt": "raises"}], name="warmup0"))
+
+
+def test_waiting_for_a_slot_is_not_an_episodes_time() -> None:
+    """Two engines with a slot each: of six episodes four wait, and their clocks stand still."""
+    started, go_on = [], asyncio.Event()
+
+    class Engine:
+        async def generate(self, rollout: Any, sampling: Sampling) -> Any:
+            await go_on.wait()
+            return rollout
+
+    class Asks(Environment):
+        async def run(self, task: dict[str, Any], client: Any) -> Episode:
+            started.append(client)
+            await client.generate(Rollout.from_prompt([1], id=client.episode))
+            return await super().run(task, client)
+
+    roles: Any = SimpleNamespace(engine=Engine(), encoder=None, environment=Asks(), scorer=Scorer(), stop_ids=())
+    recipe = make_recipe({"episode": {"timeout": 1000.0}, "engine": {"slots": 1, "count": 2}})
+
+    async def main() -> dict[str, float]:
+        running = asyncio.ensure_future(Evaluator(recipe, roles).run({"tasks": 3 * [{"prompt": "1"}]}, name="eval"))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert sorted(client.clock.when() is None for client in started) == 2 * [False] + 4 * [True]
+        go_on.set()
+        return (await running).metrics
+
+    assert asyncio.run(asyncio.wait_for(main(), 10))["held_out_failed"] == 0
 
 
 # In a run

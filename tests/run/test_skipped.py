@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +17,8 @@ from safetensors.torch import load_file
 from headrace.cli import main
 from headrace.observe.inspect import kept_files, read_rollouts
 from headrace.observe.sinks import read_metrics
-from headrace.run.metrics import NotFiniteGradient
+from headrace.run.batches import StartedBatch
+from headrace.run.metrics import NotFiniteGradient, SkippedSteps
 
 LOSS = """
 import time
@@ -69,6 +74,24 @@ def test_of_several_steps_the_rollouts_of_the_skipped_ones_are_kept(tmp_path, lo
     folder = tmp_path / "run"
     assert [len(read_rollouts(folder, version)[1]) for version in (2, 3)] == [16, 8]
     assert json.loads((folder / "summary.json").read_text())["skipped_steps"] == 3
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_a_slow_disk_does_not_hold_up_the_event_loop(tmp_path, in_thread):
+    """Unless there is only one thread: then the order of events is the same in every run."""
+    threads: list[threading.Thread] = []
+    said: list[str] = []
+
+    def keep(version: int, rollouts: list[Any]):
+        threads.append(threading.current_thread())
+        return tmp_path / f"step-{version}.wire"
+
+    observer: Any = SimpleNamespace(keep_rollouts=keep, screen=SimpleNamespace(say=said.append))
+    batches: list[Any] = [SimpleNamespace(rollouts=[])]
+    started = StartedBatch(version=1, groups=[], steps_before=0, batches=batches, seen=[{"skipped": 1.0}])
+    asyncio.run(SkippedSteps(limit=3, observer=observer, in_thread=in_thread).check(started))
+    assert [thread is threading.main_thread() for thread in threads] == [not in_thread]
+    assert "version 2: the gradient is not finite" in said[0] and "step-2.wire" in said[0]
 
 
 def test_zero_never_stops(tmp_path, losing):
