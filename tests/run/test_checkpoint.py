@@ -148,9 +148,7 @@ def test_the_old_one_goes_only_when_the_new_one_is_whole(run: Store, monkeypatch
     assert "step-6" in run.names() and run.latest() == 6
 
 
-def test_an_error_names_both_folders_if_neither_disk_has_room_and_tells_a_rescued_checkpoint_from_a_lost_one(
-    run: Store,
-) -> None:
+def test_if_neither_disk_has_room_both_are_named_and_nothing_is_said_to_be_rescued(run: Store) -> None:
     run.save(3)
     run.full = run.folder.parent
     with pytest.raises(CheckpointError, match="No space") as caught:
@@ -265,10 +263,9 @@ def test_rollouts_in_a_format_of_another_version_are_refused_with_the_way_on(run
         folder = asyncio.run(run.saving(3, buffered=[Group(number=0, episodes=(episode,))], in_flight=entries))
     found = run.store.latest(warn=run.said.append)
     assert found is not None and not run.said
+    why = rf"has schema {frames.SCHEMA - 1}.*the version of Headrace that wrote it"
     for read in (found.buffered, found.in_flight):
-        with pytest.raises(
-            CheckpointError, match=rf"has schema {frames.SCHEMA - 1}.*the version of Headrace that wrote it"
-        ) as caught:
+        with pytest.raises(CheckpointError, match=why) as caught:
             read()
         assert str(caught.value).endswith(f"--model.path={folder}")
     assert run.names() == {"step-3"}
