@@ -588,6 +588,36 @@ def test_pieces_that_wait_can_be_drained_or_end_with_their_stream(monkeypatch):
     run(main)
 
 
+def test_a_piece_that_cannot_be_made_ends_the_stream(monkeypatch):
+    """Half a frame has left: the other end would read whatever comes next as the rest of it."""
+    monkeypatch.setattr(frames, "PIECE", 1 << 16)
+    really = frames.make_frame
+
+    def make_half(value: object) -> frames.Frame:
+        frame = really(value)
+
+        def pieces() -> Iterator[bytes]:
+            yield next(frame.pieces)
+            raise MemoryError("no room for the second piece")
+
+        return frames.Frame(frame.num_bytes, pieces())
+
+    async def main() -> None:
+        async with joined() as (ours, theirs):
+            with monkeypatch.context() as patch:
+                patch.setattr(frames, "make_frame", make_half)
+                ours.write(np.zeros(1 << 20, dtype=np.uint8))
+            sending = ours._sending
+            with pytest.raises(StreamClosed):
+                await theirs.receive()
+            with pytest.raises(MemoryError, match="second piece"):
+                await sending
+            with pytest.raises(StreamClosed):
+                ours.write(1)
+
+    run(main, seconds=5)
+
+
 def test_what_the_other_end_does_not_read_is_seen_and_can_be_waited_for():
     async def main() -> None:
         async with joined() as (ours, theirs):

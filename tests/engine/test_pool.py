@@ -13,7 +13,7 @@ import pytest
 import torch
 from pooled import Far, Pooled, pooled
 
-from headrace.engine import PromptTooLong, worker
+from headrace.engine import PromptTooLong, remote_engine, worker
 from headrace.engine.request import append_call
 from headrace.errors import SyncError
 from headrace.model.load import load_model
@@ -186,6 +186,22 @@ def test_looking_at_an_engine_does_not_wait_behind_its_work(tiny_model):
         await until(lambda: far.remote.credit == len(rollouts))
 
     run(check, tiny_model)
+
+
+def test_work_held_back_by_a_backlog_is_sent_when_the_backlog_is_gone(tiny_model, monkeypatch):
+    """Nothing else may happen by then: an engine without work finishes none, and so pulls no more."""
+
+    async def check(bench: Pooled) -> None:
+        far = await bench.join()
+        await until(lambda: far.remote.credit > 0)
+        with monkeypatch.context() as patch:
+            patch.setattr(remote_engine, "_MOST_BACKLOG", 0)  # as if it read nothing
+            call = asyncio.ensure_future(bench.pool.generate(prompt(), Sampling(max_tokens=2)))
+            await asyncio.sleep(0.02)
+            assert bench.pool.num_waiting == 1 and not far.requests
+        assert (await call).calls[0].engine == far.name
+
+    run(check, tiny_model, seconds=10)
 
 
 # Sizes

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from pathlib import Path
 
-from headrace.launch.folder import logged
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from headrace.config import make_recipe
+from headrace.launch.folder import find_folder, logged, prepare_folder, set_aside, write_summary
 
 
 def test_a_launcher_log_keeps_its_last_lines_and_never_grows_without_end(tmp_path: Path, monkeypatch) -> None:
@@ -19,3 +17,19 @@ def test_a_launcher_log_keeps_its_last_lines_and_never_grows_without_end(tmp_pat
     logs = sorted((tmp_path / "logs").iterdir())
     assert [log.name for log in logs] == ["launcher.log", "launcher.log.1"]
     assert sum(log.stat().st_size for log in logs) <= 20_000 and "g999/0" in logs[0].read_text()
+
+
+def test_a_run_set_aside_is_not_picked_up_again(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe, folder = make_recipe({"tasks": [{"source": "builtin:sort_digits"}]}), Path("runs/sort-20260101-000000")
+    prepare_folder(folder, recipe, recipe_text="", inputs={})
+    write_summary(folder, {"status": "interrupted", "version": 3})
+
+    def found() -> tuple[Path, bool]:
+        place, comparison = find_folder("sort", recipe, inputs={}, run_dir=None, fresh=False)
+        return place, comparison is not None
+
+    assert found() == (folder, True)
+    old = set_aside(folder)
+    place, is_resumed = found()
+    assert place not in (folder, old) and not is_resumed

@@ -17,13 +17,18 @@ import numpy as np
 import pytest
 from helpers import same_weights, small_run, weights
 
+from headrace.config import make_recipe
+from headrace.launch.inputs import UserInputs
+from headrace.launch.local import LocalProcesses
 from headrace.launch.process import RoleFailed, RoleProcess
 from headrace.model.load import ModelError
+from headrace.observe import Observer
 from headrace.observe.inspect import read_rollouts
 from headrace.observe.sinks import read_metrics
 from headrace.observe.timeline import STATES
 from headrace.rpc import RemoteError
 from headrace.run.checkpoint import CheckpointError
+from headrace.sync import Lineage
 from headrace.sync.transport import shared_folder
 from headrace.trainer.remote import RemoteTrainer
 
@@ -84,6 +89,35 @@ def test_at_lag_0_in_exact_mode_it_is_bitwise_the_run_in_one_process(tmp_path):
         assert same_weights(ours, theirs), version
     assert local.summary["accounting"] == inline.summary["accounting"]
     assert local.summary["lag"] == {"mean": 0.0, "max": 0}
+
+
+def test_an_interrupted_run_kills_its_processes_before_its_event_loop_ends(tmp_path, tiny_model, monkeypatch):
+    """The event loop may yet wait for a thread that writes a checkpoint."""
+    (tmp_path / "logs").mkdir()
+    done: list[str] = []
+    processes = LocalProcesses(make_recipe({}), tmp_path)
+    handle = SimpleNamespace(kill=lambda: done.append("kill"), wait=lambda: done.append("wait"))
+    processes._started = [SimpleNamespace(handle=handle)]
+
+    async def connect_all(*_: object) -> None: ...
+
+    monkeypatch.setattr(processes, "_connect_all", connect_all)
+
+    async def main() -> None:
+        begun = asyncio.Event()
+
+        async def train() -> None:
+            async with processes.roles(tiny_model, UserInputs(), observer=Observer(tmp_path), lineage=Lineage.new()):
+                begun.set()
+                await asyncio.Event().wait()
+
+        training = asyncio.ensure_future(train())
+        await begun.wait()
+        training.cancel()
+        await asyncio.wait({training})
+        assert training.cancelled() and done == ["kill", "wait"]
+
+    asyncio.run(asyncio.wait_for(main(), 10))
 
 
 SLOW_LOSS = """

@@ -205,6 +205,13 @@ def test_a_reply_is_not_sampled() -> None:
         begun().append([-4])
 
 
+@pytest.mark.parametrize("source", [-1, 9])
+def test_a_reply_of_no_source_is_refused_where_it_is_appended(source: int) -> None:
+    """An engine could not read the rollout."""
+    with pytest.raises(ValueError, match=f"{source} is not a valid Source"):
+        begun().append([4], source=source)  # type: ignore[arg-type]
+
+
 # Expert routing grows with its rollout
 
 

@@ -143,9 +143,23 @@ def test_the_old_one_goes_only_when_the_new_one_is_whole(run: Store, monkeypatch
     assert there == [True] and run.names() == {"step-6"}
     run.full = run.folder
     monkeypatch.setattr(run.store, "_rescue", run.folder / "also-full")
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(CheckpointError, match="No space"):
         run.save(9)
     assert "step-6" in run.names() and run.latest() == 6
+
+
+def test_if_neither_disk_has_room_both_are_named_and_nothing_is_said_to_be_rescued(run: Store) -> None:
+    run.save(3)
+    run.full = run.folder.parent
+    with pytest.raises(CheckpointError, match="No space") as caught:
+        run.save(6)
+    said = str(caught.value)
+    assert f"could not be written to {run.folder}: " in said and f"Nor to {run.rescue}: " in said and "HEADRACE_CACHE" in said
+    assert not caught.value.is_rescued and run.latest() == 3
+    run.full = run.folder
+    with pytest.raises(CheckpointError, match="No space") as caught:
+        run.save(6)
+    assert caught.value.is_rescued and run.latest() == 6
 
 
 def test_every_file_and_folder_is_synced_before_the_rename_and_its_parent_after(run: Store, monkeypatch) -> None:
@@ -238,3 +252,20 @@ def test_what_is_waiting_is_written_frame_by_frame_and_as_it_was(run: Store, mon
     found = run.store.latest(warn=run.said.append)
     assert found is not None
     assert [group.number for group in found.buffered()] == [0, 1, 2] and found.in_flight()[0]["number"] == 3
+
+
+def test_rollouts_in_a_format_of_another_version_are_refused_with_the_way_on(run: Store, monkeypatch) -> None:
+    rollout = answer(0).replace(group="g", episode="0")
+    episode = Episode(id="0", group="g", task={}, rollouts=(rollout,))
+    with monkeypatch.context() as patch:
+        patch.setattr(frames, "SCHEMA", frames.SCHEMA - 1)
+        entries = [{"number": 1, "episodes": [episode], "rollouts": list}]
+        folder = asyncio.run(run.saving(3, buffered=[Group(number=0, episodes=(episode,))], in_flight=entries))
+    found = run.store.latest(warn=run.said.append)
+    assert found is not None and not run.said
+    why = rf"has schema {frames.SCHEMA - 1}.*the version of Headrace that wrote it"
+    for read in (found.buffered, found.in_flight):
+        with pytest.raises(CheckpointError, match=why) as caught:
+            read()
+        assert str(caught.value).endswith(f"--model.path={folder}")
+    assert run.names() == {"step-3"}

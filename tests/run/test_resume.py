@@ -216,7 +216,17 @@ def test_it_is_refused_by_name_and_nothing_is_touched(copied: None, row: str) ->
     assert before == {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("change", [{"threads": 2}, {"engine.slots": 9}, {"train.micro_batch_tokens": 64}, {"steps": 9}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"threads": 2},
+        {"engine.slots": 9},
+        {"train.micro_batch_tokens": 64},
+        {"steps": 9},
+        {"orchestrate": "inline"},
+        {"buffer.max_gb": 1.0},
+    ],
+)
 def test_exact_what_could_change_a_bit_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
     settings = {"exact": True, "tasks": [{"source": "builtin:sort_digits"}]}
     exact, inputs = make_recipe(settings), {}
@@ -225,7 +235,7 @@ def test_exact_what_could_change_a_bit_is_refused(tmp_path: Path, change: dict[s
     found = compare(tmp_path, make_recipe({**settings, **change}), inputs=inputs)
     (key,) = change
     assert [each.partition(" ")[0] for each in found.other] == [key] and "which exact = true fixes" in found.other[0]
-    for harmless in ({"deadline": 5.0}, {"checkpoint.keep": 9}, {"orchestrate": "inline"}, {"sync.patience": 1.0}):
+    for harmless in ({"deadline": 5.0}, {"checkpoint.keep": 9}, {"sync.patience": 1.0}):
         found = compare(tmp_path, make_recipe({**settings, **harmless}), inputs=inputs)
         assert not found.other and len(found.changed) == 1
 
@@ -261,6 +271,13 @@ def test_fresh_does_not_move_a_run_in_use_or_the_working_directory(copied: None,
     with pytest.raises(ConfigError, match="holds the working directory"):
         set_aside(Path())
     assert Path("summary.json").exists()
+
+
+def test_fresh_does_not_move_the_model_it_starts_from(copied: None) -> None:
+    model = "run/checkpoints/step-2"
+    with pytest.raises(ConfigError, match=f"model.path = '{model}' is in run, which --fresh moves; give another --run-dir"):
+        resume(fresh=True, model__path=model)
+    assert Path(model).exists() and not [*Path().glob("run.old-*")]
 
 
 class Broken(Exception):

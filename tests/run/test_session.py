@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import json
 import os
 import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -78,7 +80,7 @@ class Trainer(StubTrainer):
         return await asyncio.to_thread(write)
 
 
-def make_session(folder: Path, *, later: int) -> tuple[Session, Trainer]:
+def make_session(folder: Path, *, later: int, **settings: Any) -> tuple[Session, Trainer]:
     recipe = make_recipe(
         {
             "steps": STEPS,
@@ -89,6 +91,7 @@ def make_session(folder: Path, *, later: int) -> tuple[Session, Trainer]:
             "sync": {"canary_limit": 1e9},
             "checkpoint": {"every": EVERY},
             "observe": {"keep_rollouts_every": 2},
+            **settings,
         }
     )
     lineage, encoder = Lineage.new(), PromptEncoder(build_tokenizer())
@@ -200,3 +203,54 @@ def test_a_disk_that_works_again_gets_the_newest_version_and_the_run_still_says_
     session = asyncio.run(main())
     assert names(tmp_path / "checkpoints") == [f"step-{session.policy.version}"] and session.resumes_from > 2
     assert not names(tmp_path / "rescue")
+
+
+def test_a_failure_of_any_kind_to_write_an_earlier_version_does_not_keep_the_newest_from_the_disk(tmp_path: Path) -> None:
+    async def main() -> Session:
+        session, trainer = make_session(tmp_path, later=1)
+        really = trainer._save
+
+        async def once(folder: Path, **until: Any) -> Fingerprints:
+            await really(folder, **until)
+            trainer._save, trainer.later = really, 0  # type: ignore[method-assign]
+            raise RuntimeError("the trainer has no memory left")
+
+        trainer._save = once  # type: ignore[method-assign]
+        with pytest.raises(RuntimeError, match="no memory left"):
+            await asyncio.wait_for(session.train(), 30)
+        await session.save_after_failure()  # as the launcher does
+        return session
+
+    session = asyncio.run(main())
+    version = session.policy.version
+    assert 2 < version < STEPS and version == session.resumes_from
+    assert names(tmp_path / "checkpoints") == [f"step-{version}"] and not names(tmp_path / "rescue")
+
+
+def test_a_disk_slower_than_the_deadline_is_no_stall(tmp_path: Path, monkeypatch) -> None:
+    """While version 2 is written, the clock of the deadline moves on by 30 times the deadline; training waits at version 4."""
+    deadline, now = 0.02, 0.0
+    monkeypatch.setattr("headrace.run.state.time", SimpleNamespace(monotonic=lambda: now))
+
+    async def main() -> Session:
+        session, trainer = make_session(tmp_path, later=EVERY, deadline=deadline)
+        really = trainer._save
+
+        async def slowly(folder: Path, **until: Any) -> Fingerprints:
+            nonlocal now
+            trainer._save = really  # type: ignore[method-assign]
+            written = await really(folder, **until)
+            for _ in range(40):
+                now += 0.75 * deadline
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(2):
+                        while session.run.progressed_at < now:  # noqa: ASYNC110  (it raises no event)
+                            await asyncio.sleep(0.001)
+            return written
+
+        trainer._save = slowly  # type: ignore[method-assign]
+        await asyncio.wait_for(session.train(), 30)
+        return session
+
+    assert asyncio.run(main()).policy.version == STEPS
+    assert names(tmp_path / "checkpoints") == [f"step-{version}" for version in (2, 4, 6, 8)]
