@@ -31,7 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         overrides = dict(parse_override(argument) for argument in join_pairs(rest))
         if overrides and known.command not in ("train", "doctor"):
-            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+            names = [argument.partition("=")[0] for argument in join_pairs(rest)]  # a value may be a token
+            parser.error(f"unrecognized arguments: {' '.join(names)}")
         code = known.run(known, overrides)
     except ConfigError as error:
         print(f"headrace: {error}", file=sys.stderr)

@@ -45,6 +45,8 @@ class EnginePool:
         self._available = asyncio.Event()
         self._is_paused = False
         self._is_flush_due = False
+        self._later: asyncio.TimerHandle | None = None
+        """Flushes again while an engine has a backlog."""
 
     # Engines come and go; called by their supervisor
 
@@ -138,6 +140,9 @@ class EnginePool:
 
     def _flush(self) -> None:
         self._is_flush_due = False
+        if self._later is not None:
+            self._later.cancel()
+            self._later = None
         takers = [engine for engine in self.engines if engine.takes_work]
         for place, engine in enumerate(takers):
             share = -(-self.num_waiting // (len(takers) - place))
@@ -147,7 +152,7 @@ class EnginePool:
             if requests:
                 self._send(engine, requests)
         if self.num_waiting and any(engine.has_backlog for engine in self.engines):
-            asyncio.get_running_loop().call_later(_BACKLOG_SECONDS, self.send_soon)
+            self._later = asyncio.get_running_loop().call_later(_BACKLOG_SECONDS, self.send_soon)
 
     def _send(self, engine: RemoteEngine, requests: list[PoolRequest]) -> None:
         for request in requests:

@@ -184,6 +184,9 @@ class EngineClient:
             return await self._generate(rollout)
         is_first, self.has_called = not self.has_called, True
         await self._wait_for_a_place(self.limit, is_first=is_first)
+        if self.is_over:  # it ended while this call, of a task that it left behind, waited
+            self.limit.release()
+            await asyncio.Event().wait()
         try:
             return await self._generate(rollout)  # an interrupted call keeps its place until it is finished
         finally:

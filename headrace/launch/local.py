@@ -176,7 +176,7 @@ class LocalProcesses:
         self, model_path: str, given: UserInputs, *, observer: Observer, lineage: Lineage, most_blocks: int = 0
     ) -> AsyncIterator[Roles]:
         """Connect all processes and load their models in parallel; the first failure is raised. When the block ends they end by
-        themselves; if it was interrupted, `__exit__` kills them."""
+        themselves; if it was interrupted, they are killed."""
         recipe = self._recipe
         weight_bytes = count_parameters(Path(model_path)) * {"float32": 4, "bfloat16": 2}[recipe.model.dtype]
         transport_class(self._transport.transport).check_space(self._transport, weight_bytes)

@@ -159,7 +159,7 @@ def test_a_mistake_is_answered_in_one_line(capsys, no_model, arguments, message)
 def test_a_token_as_an_option_is_not_taken_for_the_name_of_a_file(capsys, no_model, option) -> None:
     code, said = run(capsys, "builtin:tiny", "--port", "0", *option)
     name = option[0].partition("=")[0]
-    assert code == 2 and f"unrecognized arguments: {name}" in said and "-file" not in said
+    assert code == 2 and f"unrecognized arguments: {name}" in said and "-file" not in said and "secret" not in said
 
 
 def test_two_tokens_that_are_the_same_are_refused(capsys, no_model, tmp_path: Path, monkeypatch) -> None:
