@@ -249,12 +249,11 @@ class OutOfMemoryError(RuntimeError):
 
 
 def test_what_goes_wrong_with_trl_is_one_line(tmp_path, capsys):
-    with pytest.raises(PeerFailed, match=r"TRL: it has ended: .*absent"):
-        measure_steps(tmp_path, device="cpu", completions=8, steps=2, model=str(tmp_path / "absent"), tokens=4)
     plan = dataclasses.replace(PLAN, warmups=0, steps=2)
     assert list(step.measure_trl(plan, str(tmp_path / "absent"), tmp_path, Peers())) == []
     said = capsys.readouterr().out
-    assert said.startswith("TRL: it has ended: ") and said.count("\n") == 1 and not list(tmp_path.iterdir())
+    assert said.startswith("TRL: it has ended: ") and "absent" in said
+    assert said.count("\n") == 1 and not list(tmp_path.iterdir())
 
 
 def test_trl_is_given_less_at_a_time_and_then_checkpointing_where_it_does_not_fit(tmp_path, monkeypatch):
