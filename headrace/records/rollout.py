@@ -13,6 +13,8 @@ from headrace.records.expert_routing import cut_routing, merge_routing
 from headrace.records.sampling import Call, FinishReason, Outcome, SamplingMask, Scored, Source, join_masks
 from headrace.records.validate import Array, check_kind, equal_records, frozen, grown, unchecked_copy
 
+_TOKEN_BYTES = sum(dtype.itemsize for dtype in TOKEN_ARRAYS.values())
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rollout:
@@ -86,12 +88,13 @@ class Rollout:
     @property
     def num_bytes(self) -> int:
         """Of its arrays."""
-        arrays = [getattr(self, name) for name in TOKEN_ARRAYS] + list(self.columns.values())
+        size = _TOKEN_BYTES * self.token_ids.size
+        if self.columns:
+            size += sum(array.nbytes for array in self.columns.values())
         if self.expert_routing is not None:
-            arrays.append(self.expert_routing)
-        if self.sampling_mask is not None:
-            arrays += [self.sampling_mask.offsets, self.sampling_mask.ids]
-        return sum(array.nbytes for array in arrays)
+            size += self.expert_routing.nbytes
+        mask = self.sampling_mask
+        return size if mask is None else size + mask.offsets.nbytes + mask.ids.nbytes
 
     def __eq__(self, other: object) -> bool:
         return equal_records(self, other)

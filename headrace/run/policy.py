@@ -77,7 +77,7 @@ class PolicyState:
     def _count_open(self) -> tuple[int, int]:
         """Rollouts buffered, including those in training, and in flight."""
         in_training = sum(len(group.episodes) for started in self.started for group in started.groups)
-        return self.buffer.num_episodes + in_training, sum(1 for _ in self.in_flight.episodes())
+        return self.buffer.num_episodes + in_training, sum(len(group.episodes) for group in self.in_flight.groups.values())
 
     # Submitting
 
