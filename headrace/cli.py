@@ -31,8 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         overrides = dict(parse_override(argument) for argument in join_pairs(rest))
         if overrides and known.command not in ("train", "doctor"):
-            names = [argument.partition("=")[0] for argument in join_pairs(rest)]  # a value may be a token
-            parser.error(f"unrecognized arguments: {' '.join(names)}")
+            if known.command == "serve":  # a value may be a token
+                rest = [argument.partition("=")[0] for argument in join_pairs(rest)]
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
         code = known.run(known, overrides)
     except ConfigError as error:
         print(f"headrace: {error}", file=sys.stderr)

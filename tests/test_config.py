@@ -518,7 +518,7 @@ def test_an_override_of_another_command_is_refused(capsys) -> None:
     with pytest.raises(SystemExit) as end:
         main(["inspect", "runs/x", "--steps=3"])
     assert end.value.code == 2
-    assert "unrecognized arguments: --steps" in capsys.readouterr().err
+    assert "unrecognized arguments: --steps=3" in capsys.readouterr().err
 
 
 # More than a batch needs
